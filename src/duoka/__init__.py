@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .api.plan import plan, plan_replicas
     from .checker.fix.fix import repair
     from .checkpoint.checkpoint import Checkpoint
-    from .engine import Engine, SamplingParams
+    from .engine import Engine, Grammar, SamplingParams
     from .forecast.forecast import Forecast
     from .forecast.workload import Training, Workload
     from .hardware.device import Device, Link
@@ -42,6 +42,7 @@ __all__ = [
     "Engine",
     "Fleet",
     "Forecast",
+    "Grammar",
     "Link",
     "Placement",
     "Plan",
@@ -71,6 +72,7 @@ _MODULES = {
     "Engine": "engine",
     "Fleet": "hardware.fleet",
     "Forecast": "forecast.forecast",
+    "Grammar": "engine",
     "Link": "hardware.device",
     "Placement": "planner.placement",
     "Plan": "api.plan",

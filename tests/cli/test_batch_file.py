@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,22 @@ def test_every_prompt_is_answered_as_by_itself(
         assert answers[number]["answer"] == answer["text"]
         assert answers[number]["finish"] == answer["finish"]
         assert answers[number]["new_tokens"] == answer["new_tokens"]
+
+
+@pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
+def test_a_line_can_ask_for_its_own_form(model: Path, program: Program, tmp_path: Path) -> None:
+    form = {"type": "regex", "regex": "yes|no"}
+    rows = [{"prompt": PROMPTS[0], "response_format": form}, {"prompt": PROMPTS[1], "stop": ["\n"]}]
+    file, out = write(tmp_path / "prompts.jsonl", rows), tmp_path / "answers.jsonl"
+    done = program("generate", model, *SIZES, "--file", file, "--out", out)
+    assert done.returncode == 0, done.stderr
+    answers = {answer["number"]: answer for answer in read(out)}
+    assert answers[0]["answer"] in ("yes", "no")
+    assert answers[0]["finish"] == "stop"
+    write(file, [{"prompt": "a", "top_k": "many"}])
+    done = program("generate", model, *SIZES, "--file", file, "--out", tmp_path / "other.jsonl")
+    assert done.returncode == 2
+    assert "prompts.jsonl:1: its top_k is no whole number" in done.stderr
 
 
 def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(

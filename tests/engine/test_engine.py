@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ import torch
 import tuning
 
 import duoka
-from duoka.engine import Completion, Engine, SamplingParams
+from duoka.engine import Completion, Engine, Grammar, SamplingParams
 from duoka.errors import DuokaError, UsageError
+from duoka.models.text.messages import Message
 from duoka.runtime import Generator
 from duoka.runtime.stream import Detokenizer
 
@@ -151,6 +155,109 @@ def test_optimistic_admission_answers_alike(plan: Any, engine: Engine) -> None:
         assert [ids(completion) for completion in optimistic.generate(texts)] == expected
     with pytest.raises(UsageError, match="admission 'hope' is unknown"):
         Engine(plan, admission="hope")  # type: ignore[arg-type]
+
+
+# ── grammars ──
+
+grammars = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
+
+
+@grammars
+def test_answers_fit_their_grammars_in_any_company(engine: Engine) -> None:
+    plain = SamplingParams(temperature=1.0, seed=3, max_new_tokens=9)
+    alone = engine.submit("How?", plain).result()
+    patterns = ["[a-c]{3,6}", "(ab|é)+!", " x *y ", "[0-9]{2}|no"]
+    streams = [
+        engine.submit(
+            "What?", SamplingParams(temperature=1.0, seed=seed, grammar=Grammar.regex(pattern))
+        )
+        for seed in range(4)
+        for pattern in patterns
+    ]
+    company = engine.submit("How?", plain)
+    answers = [stream.result() for stream in streams]
+    for answer, pattern in zip(answers, patterns * 4, strict=True):
+        # White space stays, and nothing stands for half a character.
+        assert answer.finish == "length" or re.fullmatch(pattern, answer.text)
+        assert "\ufffd" not in answer.text
+    assert [answer.finish for answer in answers].count("stop") > 8
+    assert len({answer.text for answer in answers}) > 8
+    assert ids(company.result()) == ids(alone)
+
+
+@grammars
+@pytest.mark.parametrize(
+    ("pattern", "options", "text", "finish"),
+    [
+        ("[0-9]{40}", {"max_new_tokens": 8, "logit_bias": {0: 9.0}}, "[0-9]{8}", "length"),
+        ("ab", {"min_new_tokens": 5}, "ab", "stop"),
+        ("a*", {"min_new_tokens": 5, "logit_bias": {256: 99.0}}, "a{5}", "stop"),
+        ("a*b?", {"logit_bias": {256: 99.0}}, "", "stop"),
+        ("ab(cd)*", {"min_new_tokens": 3, "stop": ("c",)}, "ab", "stop"),
+        (
+            "[ab]{7}",
+            {"logit_bias": {65: 99.0, 70: 100.0}, "frequency_penalty": 2.0},
+            "b{7}",
+            "stop",
+        ),
+        ("[ab]{7}", {"presence_penalty": 2.0, "temperature": 1.0, "seed": 1}, "[ab]{7}", "stop"),
+    ],
+)
+def test_a_grammar_beside_other_parameters(
+    engine: Engine, pattern: str, options: dict[str, Any], text: str, finish: str
+) -> None:
+    params = SamplingParams(**{"grammar": Grammar.regex(pattern), **options})
+    answer = engine.submit("What?", params).result()
+    assert answer.finish == finish
+    assert re.fullmatch(text, answer.text)
+
+
+@grammars
+def test_what_a_model_says_before_its_content_is_no_part_of_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(grammar=Grammar.regex("ab"))
+    prompts = ["What?", [Message(role="user", content="What?")], [1, 2, 3]]
+    plain = engine.generate(prompts, params)
+    chat: Any = engine._reader.chat
+    monkeypatch.setattr(engine._reader, "chat", replace(chat, content_start=(5, 6)))
+    begun = engine.generate(prompts, params)
+    lengths = zip(begun, plain, strict=True)
+    assert [one.prompt_tokens - other.prompt_tokens for one, other in lengths] == [2, 2, 0]
+    assert {answer.text for answer in begun} == {"ab"}
+    free = engine.submit("What?", SamplingParams(max_new_tokens=2)).result()
+    assert free.prompt_tokens == plain[0].prompt_tokens
+
+
+@grammars
+def test_a_grammar_that_takes_too_much_ends_its_answer_alone(engine: Engine) -> None:
+    doubled = [f"r{number}: r{number + 1} r{number + 1}" for number in range(40)]
+    heavy = Grammar.lark("\n".join(["start: r0", *doubled, 'r40: "a"']))
+    streams = [engine.submit(text) for text in prompts(3)]
+    bad = engine.submit("What?", SamplingParams(grammar=heavy))
+    with pytest.raises(UsageError, match="can't go on by its lark"):
+        bad.result()
+    assert all(stream.result().tokens for stream in streams)
+    assert engine.num_free_pages == engine.capacity.pages
+    with pytest.raises(UsageError, match="no token that is text"):
+        engine.submit("What?", SamplingParams(grammar=Grammar.lark('start: <|user|> "a"')))
+
+
+# ── several answers to one prompt ──
+
+
+def test_answers_to_one_prompt_share_its_pages_and_no_seed(engine: Engine) -> None:
+    text = [5 + number for number in range(60)]
+    params = SamplingParams(temperature=1.0, seed=4, max_new_tokens=8)
+    answers = engine.generate([text, [1, 2]], params, n=3)
+    assert [answer.shared_tokens for answer in answers] == [0, 48, 48, 0, 0, 0]
+    assert len({tuple(ids(answer)) for answer in answers[:3]}) == 3
+    # Each is what it is by itself, and the first one what it is without the others.
+    again = [engine.submit(text, each).result() for each in params.split(3)]
+    assert [*map(ids, again)] == [*map(ids, answers[:3])]
+    assert ids(engine.submit(text, params).result()) == ids(answers[0])
+    with pytest.raises(UsageError, match="n is 0"):
+        engine.generate([text], n=0)
 
 
 # ── failures ──

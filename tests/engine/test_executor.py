@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from duoka.engine.executor import InlineExecutor, Result
+from duoka.engine.generation_rules import GenerationRules
 from duoka.engine.request import SamplingParams
 from duoka.engine.scheduler import Capacity, Scheduler
 from duoka.engine.sequence import Sequence
@@ -48,8 +49,6 @@ def one_by_one(model: Any, prompt: list[int]) -> list[int]:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
-            forced_bos_token_id=None,
-            forced_eos_token_id=None,
         )
     answer: list[int] = output[0, start:].tolist()
     return answer
@@ -63,11 +62,10 @@ def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.
     sequences = [
         Sequence(
             text,
-            SamplingParams(),
-            seed=0,
-            max_new_tokens=NEW_TOKENS,
+            SamplingParams(seed=0, max_new_tokens=NEW_TOKENS),
             stop_ids=(),
             detokenizer=NoText(),  # type: ignore[arg-type]
+            rules=GenerationRules.of(model),
         )
         for text in texts
     ]

@@ -22,7 +22,7 @@ from duoka.stages.micro_batch import MicroBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ROW = Row(SamplingParams(), 0, (), (), ())
+ROW = Row(params=SamplingParams(), seed=0, place=0)
 NOT_BUILT = {name for names in families.UNBUILT.values() for name in names}
 OTHERS = sorted(set(families.all_names()) - set(families.FAST) - NOT_BUILT)
 CPU = torch.device("cpu")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import deque
+from collections.abc import Iterable
 
 import pytest
 
@@ -35,9 +36,7 @@ def request(rng: random.Random, common: list[int]) -> Sequence:
     new_tokens = rng.randrange(1, 30)
     return Sequence(
         prompt,
-        SamplingParams(),
-        seed=0,
-        max_new_tokens=new_tokens,
+        SamplingParams(seed=0, max_new_tokens=new_tokens),
         stop_ids=(),
         detokenizer=NoText(),  # type: ignore[arg-type]
     )
@@ -146,3 +145,55 @@ def test_what_can_never_fit_is_refused() -> None:
     scheduler.refuse_unfit(60, 4)
     with pytest.raises(UsageError, match=r"60 tokens of prompt and 5 new ones are 65; .* 64"):
         scheduler.refuse_unfit(60, 5)
+
+
+# ── several answers to one prompt ──
+
+ROOMY = Capacity(sequences=4, context_tokens=48, pages=48, page_tokens=4, step_tokens=16)
+
+
+def sequences_of(*prompts: Iterable[int]) -> list[Sequence]:
+    params = SamplingParams(seed=0, max_new_tokens=3)
+    return [
+        Sequence([*prompt], params, stop_ids=(), detokenizer=NoText())  # type: ignore[arg-type]
+        for prompt in prompts
+    ]
+
+
+def step(scheduler: Scheduler) -> dict[int, int]:
+    """Run a step; the tokens of each sequence in it, by its number."""
+    pieces = [(piece, piece.chunk.row is not None) for piece in scheduler.next_step()]
+    for piece, brings_token in pieces:
+        scheduler.computed(piece, TokenChoice(token=1) if brings_token else None)
+    return {piece.sequence.number: piece.num_tokens for piece, _ in pieces}
+
+
+def test_answers_to_one_prompt_are_computed_from_one_on() -> None:
+    scheduler = Scheduler(ROOMY)
+    sequences = sequences_of(range(30), range(30), range(30))
+    for sequence in sequences:
+        scheduler.add(sequence)
+    first, second, third = (sequence.number for sequence in sequences)
+    assert step(scheduler) == {first: 16}
+    assert step(scheduler) == {first: 14}
+    assert step(scheduler) == {first: 1, second: 2, third: 2}
+    assert [sequence.shared_tokens for sequence in sequences] == [0, 28, 28]
+
+
+def test_who_has_little_in_common_does_not_wait() -> None:
+    scheduler = Scheduler(ROOMY)
+    for sequence in sequences_of(range(30), [*range(8), *range(50, 62)], [9, 8]):
+        scheduler.add(sequence)
+    scheduler.next_step()
+    assert len(scheduler.running) == 3
+
+
+def test_who_waited_begins_when_the_other_is_gone() -> None:
+    scheduler = Scheduler(ROOMY)
+    first, second = sequences_of(range(30), range(30))
+    scheduler.add(first)
+    scheduler.add(second)
+    step(scheduler)
+    first.is_cancelled = True
+    # The pages of who is gone stay as they are.
+    assert step(scheduler) == {second.number: 14}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,10 @@ from peft import LoraConfig, get_peft_model
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import duoka
-from duoka.engine import Completion, Engine, SamplingParams, Stream
+from duoka.engine import Completion, Engine, Grammar, SamplingParams, Stream
 from duoka.engine.staged_executor import WorkerError
 from duoka.errors import UsageError
+from duoka.runtime import Generator
 
 pytestmark = pytest.mark.process
 
@@ -72,7 +75,8 @@ def alike(one: Any, other: Any) -> None:
     """All answers of two engines are the same."""
     texts = prompts(12)
     drawn = SamplingParams(temperature=1.0, seed=3, logprobs=2)
-    for params in (SamplingParams(), drawn):
+    grammar = find_spec("llguidance") and Grammar.regex("[a-f ]{5,}!")
+    for params in (SamplingParams(), drawn, replace(drawn, grammar=grammar)):
         expected = one.generate(texts, params)
         found = other.generate(texts, params)
         assert [ids(completion) for completion in found] == [ids(c) for c in expected]
@@ -124,6 +128,26 @@ def test_processes_take_what_one_does(plan: Any) -> None:
         peaks.append({each.device: each.allocated_bytes for each in engine.peaks()})
     # Steps have fewer sequences, since others have the rest.
     assert all(0.8 < peaks[1][device] / peak < 1.05 for device, peak in peaks[0].items())
+
+
+def test_a_generation_config_holds_in_every_process(tmp_path: Path) -> None:
+    path = tuning.write_model("llama", tmp_path / "model")
+    rules = {
+        "suppress_tokens": [*range(60, 250)],
+        "bad_words_ids": [[5], [7, 8]],
+        "min_new_tokens": 7,
+    }
+    config = {"eos_token_id": 256, "forced_eos_token_id": 256, "no_repeat_ngram_size": 2, **rules}
+    (path / "generation_config.json").write_text(json.dumps(config))
+    plan, texts = duoka.plan(path, "virtual:2x256MiB", WORK, use_all=True), prompts(6)
+    generator = Generator.of(duoka.load(plan), duoka.Checkpoint.open(path), plan.workload)
+    expected = [generator.answer([text])[0] for text in texts]
+    for processes in (False, True):
+        with Engine(plan, processes=processes) as engine:
+            answers = engine.generate(texts)
+        assert [answer.text for answer in answers] == [answer.text for answer in expected]
+        assert [answer.finish for answer in answers] == [answer.finish for answer in expected]
+    assert {answer.finish for answer in expected} == {"stop"}
 
 
 def test_who_cancels_frees_pages(staged: Engine) -> None:

@@ -67,7 +67,7 @@ def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, par
     busy = engine.busy_seconds()
     requests = ((prompt, prompt.messages) for prompt in prompts)
     with _bar(len(prompts)) as advance:
-        for prompt, outcome in engine.as_completed(requests, params):
+        for prompt, outcome in engine.as_completed(requests, lambda key: key.sampling(params)):
             if isinstance(outcome, Exception):
                 if not isinstance(outcome, DuokaError):
                     raise outcome

@@ -9,12 +9,15 @@
 - `cached_model`: a model whose layers can't read from pages
 - `batch`: files of prompts and answers
 - `sampler`: a token from each row of logits
+- `grammar`: the tokens that fit an answer's grammar; `generation_rules`: those that a checkpoint's
+  generation config forbids and forces
 """
 
 from duoka.base.quiet import quiet_libraries
 
 with quiet_libraries():
     from .engine import Engine, Stream
+    from .grammar import Grammar
     from .request import Completion, SamplingParams, TokenChoice
 
-__all__ = ["Completion", "Engine", "SamplingParams", "Stream", "TokenChoice"]
+__all__ = ["Completion", "Engine", "Grammar", "SamplingParams", "Stream", "TokenChoice"]

@@ -1,9 +1,9 @@
 """Prompts of a file, answered to another: each once, whenever a run was killed.
 
-Both are JSON lines. A prompt's line is a text, or an object with "prompt" or "messages", and an
-"id" if it likes. An answer's line has the prompt's number, its id, and the answer; it is written
-when the answer has ended, and a run goes on after what is there. A line that a killed run left half
-is removed.
+Both are JSON lines. A prompt's line is a text, or an object with "prompt" or "messages", and if it
+likes an "id" and sampling parameters of its own. An answer's line has the prompt's number, its id,
+and the answer; it is written when the answer has ended, and a run goes on after what is there. A
+line that a killed run left half is removed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,46 @@ from duoka.base.serialization import parse_json_object
 from duoka.errors import DuokaError, FormatError, MachineError, UsageError
 from duoka.models.text.messages import Message
 
-from .request import Completion
+from .grammar import Grammar
+from .request import Completion, SamplingParams
 
-_KEYS = frozenset({"prompt", "messages", "id"})
+_NUMBERS = frozenset(
+    {"temperature", "top_p", "min_p"}
+    | {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+)
+_INTEGERS = frozenset({"top_k", "max_new_tokens", "min_new_tokens", "seed"})
+_PARAMS = _NUMBERS | _INTEGERS | {"stop", "response_format"}
+_KEYS = ("prompt", "messages", "id", *sorted(_PARAMS))
 _MOST_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPrompt:
-    """A prompt of a file: its number from 0 on, what it is called, and what is asked."""
+    """A prompt of a file: its number from 0 on, what it is called, and what is asked.
+
+    `params` are its own sampling parameters, in the file's form.
+    """
 
     number: int
     name: str | int | None
     messages: tuple[Message, ...]
+    params: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
         """What tells it from another prompt with its number."""
         said = [(m.role, m.content) for m in self.messages]
-        return hashlib.sha256(json.dumps([self.name, said]).encode()).hexdigest()[:16]
+        content = [self.name, said, *([self.params] if self.params else [])]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+    def sampling(self, params: SamplingParams) -> SamplingParams:
+        """Its parameters, and where it has none of its own those of the run."""
+        values = {**self.params}
+        if "stop" in values:
+            values["stop"] = tuple(values["stop"])
+        if "response_format" in values:
+            values["grammar"] = Grammar.from_response_format(values.pop("response_format"))
+        return replace(params, **values)
 
 
 def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
@@ -62,8 +83,10 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
     for line, text in enumerate(lines, 1):
         if text.strip():
             try:
-                name, messages = _read(text)
-                prompts.append(BatchPrompt(len(prompts), name, (*before, *messages)))
+                name, messages, params = _read(text)
+                prompt = BatchPrompt(len(prompts), name, (*before, *messages), params)
+                prompt.sampling(SamplingParams())  # which refuses what makes no sense
+                prompts.append(prompt)
             except DuokaError as error:
                 problems.append(f"{path}:{line}: {error}")
     if problems:
@@ -80,24 +103,39 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
     return prompts
 
 
-def _read(text: str) -> tuple[str | int | None, list[Message]]:
+def _read(text: str) -> tuple[str | int | None, list[Message], dict[str, Any]]:
     if text.lstrip().startswith('"'):
-        return None, [Message(role="user", content=_text(_json(text)))]
+        return None, [Message(role="user", content=_text(_json(text)))], {}
     row = parse_json_object(text, "the line")
-    unknown = sorted(row.keys() - _KEYS)
+    unknown = sorted(row.keys() - {*_KEYS})
     if unknown:
-        raise UsageError(f"{unknown[0]!r} is unknown; known are prompt, messages, id")
+        raise UsageError(f"{unknown[0]!r} is unknown; known are {', '.join(_KEYS)}")
     if ("prompt" in row) == ("messages" in row):
         raise UsageError("it needs either a prompt or messages")
     name = row.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise UsageError("its id is neither a text nor a number")
+    params = {key: _param(key, row[key]) for key in _KEYS if key in _PARAMS and key in row}
     if "prompt" in row:
-        return name, [Message(role="user", content=_text(row["prompt"]))]
+        return name, [Message(role="user", content=_text(row["prompt"]))], params
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         raise UsageError("its messages are no list of some")
-    return name, [_message(message) for message in messages]
+    return name, [_message(message) for message in messages], params
+
+
+def _param(name: str, value: Any) -> Any:
+    """A sampling parameter; UsageError where it is of another type."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = is_number and abs(value) < 2**63
+    if name in _NUMBERS and not is_number:
+        raise UsageError(f"its {name} is no number of 64 bits")
+    if name in _INTEGERS and not (is_number and isinstance(value, int)):
+        raise UsageError(f"its {name} is no whole number of 64 bits")
+    is_list = isinstance(value, list) and all(isinstance(text, str) for text in value)
+    if name == "stop" and not is_list:
+        raise UsageError("its stop is no list of texts")
+    return value
 
 
 def _json(text: str) -> Any:

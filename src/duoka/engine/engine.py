@@ -8,6 +8,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import count, islice
 from operator import index
@@ -25,6 +26,7 @@ from duoka.runtime.generate import refuse_beyond
 from duoka.runtime.stream import Detokenizer
 
 from .executor import Lost, Result
+from .grammar import GrammarCompiler
 from .open_executor import open_executor
 from .request import Completion, SamplingParams
 from .scheduler import Admission, Capacity, Piece, Scheduler
@@ -121,7 +123,10 @@ class Engine:
         opened = open_executor(
             plan, capacity_of(plan), processes, trust_remote_code=trust_remote_code, adapter=adapter
         )
-        self._executor, self._num_embeddings, self._reader = opened
+        self._executor, self._num_embeddings, self._reader, self._rules = opened
+        self._grammars = GrammarCompiler(
+            self._reader.tokenizer, self._reader.chat.stop_ids, self._num_embeddings
+        )
         self.capacity = self._executor.capacity
         self._scheduler = Scheduler(
             self.capacity,
@@ -176,9 +181,13 @@ class Engine:
         Raises
         ------
         UsageError
-            If no memory is there for so long an answer, however long it waits.
+            If no memory is there for so long an answer, however long it waits; or if its grammar
+            can't be compiled.
         """
         tokens = self._tokens(prompt)
+        is_chat = isinstance(prompt, str) or any(isinstance(part, Message) for part in prompt)
+        if params.grammar is not None and is_chat:
+            tokens.extend(self._reader.chat.content_start)
         if not tokens:
             raise UsageError("there is nothing to answer: the prompt is empty")
         refuse_beyond(tokens, self._num_embeddings)
@@ -186,13 +195,17 @@ class Engine:
         most = self._reader.workload.new_tokens
         number = params.max_new_tokens or max(1, min(most, limit))
         self._scheduler.refuse_unfit(len(tokens), number)
+        matcher, detokenizer = None, None
+        if params.grammar is not None:
+            matcher, detokenizer = self._grammars.start(params.grammar)
+        seed = random.getrandbits(63) if params.seed is None else params.seed
         sequence = EngineSequence(
             tokens,
-            params,
-            seed=random.getrandbits(63) if params.seed is None else params.seed,
-            max_new_tokens=number,
+            replace(params, seed=seed, max_new_tokens=number),
             stop_ids=tuple(self._reader.chat.stop_ids),
-            detokenizer=Detokenizer(self._reader.tokenizer),
+            rules=self._rules,
+            detokenizer=detokenizer or Detokenizer(self._reader.tokenizer),
+            matcher=matcher,
             on_end=on_end,
         )
         with self._changed:
@@ -206,12 +219,14 @@ class Engine:
         return Stream(sequence)
 
     def as_completed(
-        self, prompts: Iterable[tuple[K, Prompt]], params: SamplingParams = _GREEDY
+        self,
+        prompts: Iterable[tuple[K, Prompt]],
+        params: SamplingParams | Callable[[K], SamplingParams] = _GREEDY,
     ) -> Iterator[tuple[K, Completion | Exception]]:
         """Answer prompts, each under a key of the caller's, in the order in which answers end.
 
         However many prompts there are, only so many are asked at a time as keep the engine busy. In
-        the place of an answer stands why there is none.
+        the place of an answer stands why there is none. `params` may depend on the key.
         """
         ended: SimpleQueue[tuple[K, Completion | Exception]] = SimpleQueue()
         coming = iter(prompts)
@@ -220,7 +235,8 @@ class Engine:
             for key, prompt in islice(coming, 2 * self.capacity.sequences - num_asked):
                 num_asked += 1
                 try:
-                    self.submit(prompt, params, on_end=partial(_put, ended, key))
+                    chosen = params(key) if callable(params) else params
+                    self.submit(prompt, chosen, on_end=partial(_put, ended, key))
                 except DuokaError as error:
                     ended.put((key, error))
             if not num_asked:
@@ -229,10 +245,13 @@ class Engine:
             num_asked -= 1
 
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams = _GREEDY
+        self, prompts: Sequence[Prompt], params: SamplingParams = _GREEDY, *, n: int = 1
     ) -> list[Completion]:
-        """Answer all prompts; the answers in their order."""
-        streams = [self.submit(prompt, params) for prompt in prompts]
+        """Answer all prompts, each `n` times; the answers in the order of the prompts.
+
+        Those to one prompt share its pages, and have seeds as `SamplingParams.split` says.
+        """
+        streams = [self.submit(prompt, chosen) for prompt in prompts for chosen in params.split(n)]
         return [stream.result() for stream in streams]
 
     @property

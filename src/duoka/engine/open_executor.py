@@ -16,6 +16,7 @@ from duoka.runtime.generate import PromptReader, num_embeddings
 from duoka.stages.route import Routes
 
 from .executor import Executor, InlineExecutor
+from .generation_rules import GenerationRules
 from .paged_model import find_routes, reads_pages
 from .scheduler import Capacity
 from .staged_executor import StagedExecutor
@@ -28,9 +29,10 @@ def open_executor(
     *,
     trust_remote_code: bool = False,
     adapter: str | os.PathLike[str] | None = None,
-) -> tuple[Executor, int | None, PromptReader]:
-    """Load a model for a plan; besides what computes, the rows of its embedding, and its reader.
+) -> tuple[Executor, int | None, PromptReader, GenerationRules]:
+    """Load a model for a plan.
 
+    Besides what computes, the rows of its embedding, its reader, and its generation config's rules.
     See `Engine` for what is given and raised.
     """
     checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
@@ -44,9 +46,12 @@ def open_executor(
     if routes is None:
         model = load(plan, trust_remote_code=trust_remote_code, adapter=adapter)
         reader = PromptReader.open(checkpoint, plan.workload)
-        return InlineExecutor(model, capacity), num_embeddings(model), reader
+        rules = GenerationRules.of(model, checkpoint.generation_config)
+        return InlineExecutor(model, capacity), num_embeddings(model), reader, rules
     lora = None if adapter is None else read_adapter_for(plan, adapter)
     plan, checkpoint = prove_here(plan, trust_remote_code=trust_remote_code)
+    model = build_model(checkpoint, plan.workload)
+    rules = GenerationRules.of(model, checkpoint.generation_config)
     executor = StagedExecutor(
         plan,
         capacity,
@@ -54,8 +59,8 @@ def open_executor(
         trust_remote_code=trust_remote_code,
         adapter=None if lora is None else native_form(lora, checkpoint.config),
     )
-    embeddings = num_embeddings(build_model(checkpoint, plan.workload))
-    return executor, embeddings, PromptReader.open(checkpoint, plan.workload)
+    reader = PromptReader.open(checkpoint, plan.workload)
+    return executor, num_embeddings(model), reader, rules
 
 
 def _routes(plan: Plan, checkpoint: Checkpoint) -> Routes:

@@ -22,7 +22,7 @@ from .request import SamplingParams
 from .sampler import Row
 from .step import Chunk
 
-_GREEDY_ROW = Row(SamplingParams(), 0, (), (), ())
+_GREEDY_ROW = Row(params=SamplingParams(), seed=0, place=0)
 _SERVED = frozenset({"full_attention", "sliding_attention"})
 # The steps of which routes are found: tokens, and rows of logits. Each of the two is larger once.
 _SIZES = (9, 2), (13, 2), (9, 5)

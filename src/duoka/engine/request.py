@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
+
+from .grammar import Grammar
 
 Finish = Literal["stop", "length", "cancelled"]
 _LARGEST_BIAS = 100.0
@@ -36,7 +39,9 @@ class SamplingParams(Sampling):
     stop : tuple of str
         Texts that end the answer, which doesn't have them.
     min_new_tokens : int
-        Tokens before which no stop token is chosen.
+        Tokens before which no stop token is chosen, unless a grammar allows nothing else.
+    grammar : Grammar, optional
+        What the answer has to fit; it does if it ends with "stop", and not by a text of `stop`.
     logprobs : int, optional
         Tell the log-probability of each token, and of so many of the likeliest ones, before any of
         the above.
@@ -49,6 +54,7 @@ class SamplingParams(Sampling):
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: tuple[str, ...] = ()
     min_new_tokens: int = 0
+    grammar: Grammar | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +72,7 @@ class SamplingParams(Sampling):
             ("logit_bias", biases, f"each must be from -{_LARGEST_BIAS} to {_LARGEST_BIAS}"),
             ("stop", all(self.stop), "a text to stop at can't be empty"),
             ("min_new_tokens", self.min_new_tokens >= 0, "it must be 0 or more"),
+            ("grammar", isinstance(self.grammar, Grammar | None), "it must be a Grammar"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20 can be told"),
         ):
             if not fits:
@@ -78,21 +85,29 @@ class SamplingParams(Sampling):
         cls, generation_config: Mapping[str, Any] | None, **chosen: Any
     ) -> SamplingParams:
         """See `Sampling.recommended`; a repetition penalty counts without sampling, too."""
-        penalty = (generation_config or {}).get("repetition_penalty")
-        if isinstance(penalty, int | float) and not isinstance(penalty, bool) and penalty > 0:
-            chosen = {"repetition_penalty": float(penalty), **chosen}
+        config = generation_config or {}
+        for name, largest in (("repetition_penalty", math.inf), ("min_p", 1)):
+            value = config.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                chosen = {name: float(value), **chosen} if 0 < value <= largest else chosen
         return cls(**{**asdict(Sampling.recommended(generation_config)), **chosen})
 
     @property
-    def changes_logits(self) -> bool:
-        """Whether logits depend on what has been said, or are biased."""
-        return bool(
-            self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.min_new_tokens
-        )
+    def has_penalties(self) -> bool:
+        """Whether logits depend on what has been said."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    def split(self, n: int) -> list[SamplingParams]:
+        """Parameters of n answers to one prompt; the seed of each follows from this one's.
+
+        The first has this one's seed. Without a seed they have none, and differ all the same.
+        """
+        if n < 1:
+            raise UsageError(f"n is {n}; it must be at least 1", hint="1 is one answer")
+        if self.seed is None:
+            return [self] * n
+        seeds = [random.Random(f"{self.seed}/{number}").getrandbits(63) for number in range(1, n)]
+        return [self, *(replace(self, seed=seed) for seed in seeds)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +132,8 @@ class Completion:
     prompt_tokens, shared_tokens : int
         Of the prompt, and those of them that were in the cache already.
     finish : {"stop", "length", "cancelled"}
-        Whether the model ended it, a limit, or who asked.
+        Whether the model or what was asked ended it, a limit, or who asked. What a limit ends may
+        be within its grammar.
     """
 
     text: str

@@ -2,7 +2,8 @@
 
 The random number of a row follows from its seed and its place in the answer alone, so that an
 answer is the same in any company. A token is chosen where that number falls among the probabilities
-in falling order.
+in falling order. What a row is sampled by is small, and plain data: it can go to another process in
+each step.
 """
 
 from __future__ import annotations
@@ -18,36 +19,51 @@ from torch import Tensor
 from .request import SamplingParams, TokenChoice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What a row of logits is sampled by.
 
     Parameters
     ----------
     params : SamplingParams
+        Of which texts and the grammar aren't needed here.
     seed : int
+    place : int
+        The number of tokens in the answer so far.
     prompt, answer : sequence of int
-        The tokens so far.
-    stop_ids : sequence of int
-        Tokens that end an answer.
+        The tokens so far, where penalties depend on them.
+    banned : sequence of int
+        Tokens that are chosen only where nothing else is allowed.
+    allowed : bytes, optional
+        The only tokens that are chosen: a bit for each, the lowest of a byte first.
     """
 
     params: SamplingParams
     seed: int
-    prompt: Sequence[int]
-    answer: Sequence[int]
-    stop_ids: Sequence[int]
+    place: int
+    prompt: Sequence[int] = ()
+    answer: Sequence[int] = ()
+    banned: Sequence[int] = ()
+    allowed: bytes | None = None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether it does more with logits than choose among them."""
+        params = self.params
+        is_biased = params.has_penalties or params.logit_bias or self.banned
+        return bool(is_biased or self.allowed is not None)
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenChoice]:
     """Choose a token for each row of logits, [rows, vocabulary]."""
     raw = logits.float()
     changed = raw
-    if any(row.params.changes_logits for row in rows):
+    if any(row.changes_logits for row in rows):
         changed = raw.clone()
         for values, row in zip(changed, rows, strict=True):
-            if row.params.changes_logits:
+            if row.changes_logits:
                 _change(values, row)
+        _mask(changed, rows)
     tokens = changed.argmax(dim=-1)
     drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
     if drawn:
@@ -72,9 +88,23 @@ def _change(logits: Tensor, row: Row) -> None:
     for token, bias in params.logit_bias.items():
         if 0 <= token < vocabulary:
             logits[token] += bias
-    if len(row.answer) < params.min_new_tokens:
-        for token in row.stop_ids:
-            logits[token] = -torch.inf
+    # The least number there is, and not minus infinity, which is for what isn't allowed at all.
+    banned = [token for token in row.banned if 0 <= token < vocabulary]
+    logits[banned] = torch.finfo(logits.dtype).min
+
+
+def _mask(logits: Tensor, rows: Sequence[Row]) -> None:
+    """Leave only what is allowed of each row, in place."""
+    masks = {index: row.allowed for index, row in enumerate(rows) if row.allowed is not None}
+    if not masks:
+        return
+    size = -(-logits.shape[-1] // 8)
+    packed = b"".join(mask[:size].ljust(size, b"\0") for mask in masks.values())
+    octets = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(logits.device)
+    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
+    allowed = (octets.view(len(masks), size, 1) & bits).flatten(1)[:, : logits.shape[-1]] != 0
+    places = torch.tensor(list(masks), device=logits.device)
+    logits[places] = logits[places].masked_fill(~allowed, -torch.inf)
 
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -98,7 +128,7 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     least = column([row.params.min_p for row in rows]) * probabilities[:, :1]
     dropped = ((before >= top_p) | (probabilities < least)) & (ranks > 0)
     sums = probabilities.masked_fill(dropped, 0.0).cumsum(dim=-1)
-    numbers = column([_uniform(row.seed, len(row.answer)) for row in rows]) * sums[:, -1:]
+    numbers = column([_uniform(row.seed, row.place) for row in rows]) * sums[:, -1:]
     places = torch.searchsorted(sums, numbers, right=True)
     # Rounding may put a number at the very end.
     last = (sums < sums[:, -1:]).sum(dim=-1, keepdim=True)

@@ -225,6 +225,8 @@ class Scheduler:
         """Let sequences begin whose turn it is, first come, first served."""
         while self.waiting and len(self.running) < self.capacity.sequences:
             sequence = self.waiting[0]
+            if self._is_worth_waiting(sequence):
+                return
             tokens = sequence.most_tokens
             if self._is_optimistic:
                 # Each of those on their way may soon need one more.
@@ -259,6 +261,19 @@ class Scheduler:
         if sequence.is_running:
             sequence.pages += self.pool.more(missing)
         return sequence.is_running
+
+    def _is_worth_waiting(self, sequence: Sequence) -> bool:
+        """Whether pages are on their way that hold half of a sequence's tokens, or more of them.
+
+        Of several answers to one prompt the first computes it, and the others share that.
+        """
+        size, tokens = self.capacity.page_tokens, sequence.tokens
+        for other in self.running:
+            end = max((other.computed // size + 1) * size, len(tokens) // 2)
+            shareable = min(len(tokens), len(other.tokens)) - 1
+            if end <= shareable and tokens[:end] == other.tokens[:end]:
+                return True
+        return False
 
     def _end_cancelled(self) -> None:
         # Others can have the pages when nothing is written to them any more.

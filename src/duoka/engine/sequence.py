@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
+from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
 
 from duoka.runtime.stream import Detokenizer
 
+from .generation_rules import GenerationRules
+from .grammar import BytesDetokenizer, Matcher, token_bits
 from .request import Completion, Finish, SamplingParams, TokenChoice
 from .sampler import Row
 
@@ -17,10 +20,11 @@ Event = str | Completion | BaseException
 
 
 _numbers = count()
+_NO_RULES = GenerationRules()
 
 
 class Sequence:
-    """One answer on its way.
+    """One answer on its way, by parameters that have a seed and a number of tokens.
 
     `computed` counts the tokens whose keys and values are in `pages`, `scheduled` those that have
     been given to steps.
@@ -31,16 +35,18 @@ class Sequence:
         prompt: Tokens[int],
         params: SamplingParams,
         *,
-        seed: int,
-        max_new_tokens: int,
         stop_ids: Tokens[int],
-        detokenizer: Detokenizer,
+        detokenizer: Detokenizer | BytesDetokenizer,
+        rules: GenerationRules = _NO_RULES,
+        matcher: Matcher | None = None,
         on_end: Callable[[Completion | Exception], None] | None = None,
     ) -> None:
+        assert params.seed is not None, "it is resolved"
+        assert params.max_new_tokens is not None, "it is resolved"
         self.number = next(_numbers)
         self.prompt = list(prompt)
         self.params = params
-        self.max_new_tokens = max_new_tokens
+        self.max_new_tokens = params.max_new_tokens
         self.pages: list[int] = []
         self.computed = 0
         self.scheduled = 0
@@ -48,7 +54,11 @@ class Sequence:
         self.shared_tokens = 0
         self.is_cancelled = False
         self.events: SimpleQueue[Event] = SimpleQueue()
-        self._seed = seed
+        self._seed = params.seed
+        self._rules = rules
+        self._matcher = matcher
+        # What a row is sampled by goes to another process in each step, and has no use for these.
+        self._row_params = replace(params, grammar=None, stop=())
         self._stop_ids = stop_ids
         self._choices: list[TokenChoice] = []
         self._answer: list[int] = []
@@ -88,11 +98,28 @@ class Sequence:
     @property
     def row(self) -> Row:
         """What its next token is sampled by."""
-        return Row(self.params, self._seed, self.prompt, self._answer, self._stop_ids)
+        params, place, rules = self._row_params, len(self._answer), self._rules
+        banned = rules.banned(self.prompt, self._answer, self._stop_ids)
+        if place < params.min_new_tokens:
+            banned |= set(self._stop_ids)
+        allowed = None if self._matcher is None else self._matcher.allowed
+        is_last = place == self.max_new_tokens - 1 and self._matcher is None
+        forced = rules.forced(self.prompt, place, is_last=is_last)
+        return Row(
+            params=params,
+            seed=self._seed,
+            place=place,
+            prompt=rules.context(self.prompt) if params.repetition_penalty != 1 else (),
+            answer=self._answer if params.has_penalties else (),
+            banned=sorted(banned),
+            allowed=allowed if forced is None else token_bits([forced]),
+        )
 
     def add(self, choice: TokenChoice) -> Finish | None:
         """Take the next token; whether, and why, it is the last one."""
-        if choice.token in self._stop_ids and len(self._answer) >= self.params.min_new_tokens:
+        place, matcher = len(self._answer), self._matcher
+        can_end = place >= self.params.min_new_tokens or matcher is not None
+        if choice.token in self._stop_ids and can_end:
             return "stop"
         self._choices.append(choice)
         self._answer.append(choice.token)
@@ -100,6 +127,11 @@ class Sequence:
         self._text += self._detokenizer.add(choice.token)
         if self._is_at_stop_text():
             return "stop"
+        is_forced = self._rules.forced(self.prompt, place, is_last=False) is not None
+        if matcher is not None and not is_forced:
+            matcher.advance(choice.token)
+            if matcher.is_complete:
+                return "stop"
         is_last = len(self._answer) == self.max_new_tokens
         self._tell(self._num_safe())
         return "length" if is_last else None
@@ -112,7 +144,7 @@ class Sequence:
         self._tell(len(self._text))
         self._end(
             Completion(
-                text=self._text.strip(),
+                text=self._text.strip() if self._matcher is None else self._text,
                 tokens=tuple(self._choices),
                 prompt_tokens=len(self.prompt),
                 shared_tokens=self.shared_tokens,

@@ -87,6 +87,15 @@ def test_chatglm2(chatglm2: ChatFormat) -> None:
     assert chatglm2.parse(" 你好 \n").content == "你好"
 
 
+@pytest.mark.parametrize("name", ["chatglm2", "chatglm3", "glm4"])
+def test_where_the_content_of_an_answer_starts(name: str, request: pytest.FixtureRequest) -> None:
+    chat: ChatFormat = request.getfixturevalue(name)
+    messages = [user("你好"), Message(role="assistant", content='{"a": 1}')]
+    content = chat.tokenizer.encode('{"a": 1}', add_special_tokens=False)
+    ids = chat.sample(messages, None, "user").ids
+    assert ids[:-1] == [*chat.prompt(messages[:1]), *chat.content_start, *content]
+
+
 def pieces(chat: Any, ids: list[int]) -> list[str]:
     """Cut a prompt at its special tokens and decode what lies between."""
     special = {number: name for name, number in chat.tokenizer.get_added_vocab().items()}

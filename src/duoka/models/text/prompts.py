@@ -54,6 +54,10 @@ class ChatFormat(Protocol):
         """The tokens that end an answer."""
 
     @property
+    def content_start(self) -> tuple[int, ...]:
+        """What the model says before an answer's content, where that isn't the content's."""
+
+    @property
     def images(self) -> ImageFormat | None:
         """How images are read; None where the model takes none."""
 
@@ -124,6 +128,11 @@ class _TokenFormat:
     def stop_ids(self) -> tuple[int, ...]:
         """The end of text, and the roles that only others have."""
         return tuple(special_id(self.tokenizer, name) for name in self.stops)
+
+    @property
+    def content_start(self) -> tuple[int, ...]:
+        """The line of metadata, which is empty where no tool is called."""
+        return tuple(_encode(self.tokenizer, "\n"))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
         """See `ChatFormat.prompt`."""
@@ -243,6 +252,7 @@ class ChatGLM2Format:
 
     tokenizer: PreTrainedTokenizerBase
     images: None = None
+    content_start: tuple[int, ...] = ()
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -323,6 +333,7 @@ class TemplateFormat:
     tokenizer: PreTrainedTokenizerBase
     stop_ids: tuple[int, ...]
     images: PromptImages | None = None
+    content_start: tuple[int, ...] = ()
     # Whether text may become special tokens is a state of the tokenizer, and differs by call.
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 

@@ -1,0 +1,127 @@
+"""Rules of a checkpoint's generation config: tokens that `generate` forbids, and those it forces.
+
+Each is what transformers' processor of that name does. It knows nothing of what a person chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from duoka.errors import UsageError
+
+# What `generate` would do beside, where it isn't said to do nothing.
+_UNKNOWN = {
+    "sequence_bias": None,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": 1.0,
+    "watermarking_config": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRules:
+    """What a generation config says of single tokens; see `GenerationConfig` of transformers.
+
+    `start` is the token that an encoder-decoder's answers begin with; others begin with the prompt.
+    """
+
+    start: int | None = None
+    forced_bos: int | None = None
+    forced_eos: int | None = None
+    suppressed: tuple[int, ...] = ()
+    begin_suppressed: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    no_repeat_ngram_size: int = 0
+    min_length: int = 0
+    min_new_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls, model: PreTrainedModel, generation_config: Mapping[str, Any] | None = None
+    ) -> GenerationRules:
+        """Those of a model, or of a config in its own's place.
+
+        UsageError if it asks for what isn't done here.
+        """
+        settings: Any = model.generation_config
+        try:
+            if generation_config is not None:
+                settings = GenerationConfig.from_dict(dict(generation_config))
+            _refuse_unknown(settings)
+            start = settings.decoder_start_token_id
+            start = settings.bos_token_id if start is None else start
+            return cls(
+                start=start if model.config.is_encoder_decoder else None,
+                forced_bos=settings.forced_bos_token_id,
+                # Of several all are as likely to `generate`, which takes the first one.
+                forced_eos=min(_ids(settings.forced_eos_token_id), default=None),
+                suppressed=_ids(settings.suppress_tokens),
+                begin_suppressed=_ids(settings.begin_suppress_tokens),
+                bad_words=tuple(filter(None, map(_ids, settings.bad_words_ids or ()))),
+                no_repeat_ngram_size=int(settings.no_repeat_ngram_size or 0),
+                min_length=int(settings.min_length or 0),
+                min_new_tokens=int(settings.min_new_tokens or 0),
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UsageError(
+                f"the generation config isn't valid: {str(error)[:200]}",
+                hint="fetch generation_config.json again, or remove it",
+            ) from error
+
+    def context(self, prompt: Sequence[int]) -> Sequence[int]:
+        """What an answer's tokens are taken to follow."""
+        return prompt if self.start is None else (self.start,)
+
+    def forced(self, prompt: Sequence[int], place: int, *, is_last: bool) -> int | None:
+        """The token that has to come at a place of the answer."""
+        if is_last and self.forced_eos is not None:
+            return self.forced_eos
+        return self.forced_bos if place + len(self.context(prompt)) == 1 else None
+
+    def banned(
+        self, prompt: Sequence[int], answer: Sequence[int], stop_ids: Sequence[int]
+    ) -> set[int]:
+        """The tokens that may not come next."""
+        context, place = self.context(prompt), len(answer)
+        banned = set(self.suppressed)
+        # After a token that is forced, if there is one.
+        if place == (self.forced(prompt, 0, is_last=False) is not None):
+            banned |= set(self.begin_suppressed)
+        if len(context) + place < self.min_length or place < self.min_new_tokens:
+            banned |= set(stop_ids)
+        if not (self.bad_words or self.no_repeat_ngram_size):
+            return banned
+        tokens = (*context, *answer)
+        for *before, last in self.bad_words:
+            is_end = not before and last in stop_ids
+            if not is_end and tokens[len(tokens) - len(before) :] == tuple(before):
+                banned.add(last)
+        size = self.no_repeat_ngram_size
+        if size:
+            ends = tokens[len(tokens) - size + 1 :]
+            starts = range(len(tokens) - size + 1)
+            banned |= {tokens[at + size - 1] for at in starts if tokens[at : at + size - 1] == ends}
+        return banned
+
+
+def _refuse_unknown(settings: GenerationConfig) -> None:
+    for name, neutral in _UNKNOWN.items():
+        value = getattr(settings, name, None)
+        if value not in (None, neutral):
+            raise UsageError(
+                f"the generation config has {name} {str(value)[:80]}, which the engine doesn't "
+                "apply",
+                hint="remove it from generation_config.json, or answer without the engine",
+            )
+
+
+def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(map(int, value))

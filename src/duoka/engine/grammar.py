@@ -1,0 +1,278 @@
+"""Grammars: answers that fit a JSON schema, a regular expression or a grammar, by llguidance.
+
+All that is known of llguidance is here. It goes over the bytes of an answer, and says after each
+token which ones may follow: a bit for each token of the vocabulary, eight in a byte, the lowest
+first. A special token is no text and never fits; one that ends the answer does where the text so
+far is whole. Nothing here knows of tensors.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+from transformers import PreTrainedTokenizerBase
+
+from duoka.base.serialization import parse_json_object
+from duoka.errors import DuokaError, UsageError
+
+Kind = Literal["json_schema", "regex", "lark"]
+# The worst that is known of so many characters takes a second and 200 MB. What refers to one
+# another takes a stack, and from 1,500 on llguidance ends the process.
+_MOST_CHARACTERS = 2**15
+_MOST_LINKS = 500
+_LINKS = {"json_schema": '"$ref"', "lark": ":"}
+# Of llguidance's work; a state of its lexer takes 2 KB.
+_LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 100_000, "verbose_errors": False}
+_NUM_COMPILED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to fit: made by `json_schema`, `json_object`, `regex` or `lark`.
+
+    Raises
+    ------
+    UsageError
+        If llguidance isn't installed or doesn't take it, or it is larger than is compiled.
+    """
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            known = ", ".join(get_args(Kind))
+            raise UsageError(f"a grammar of kind {self.kind!r} is unknown", hint=f"known: {known}")
+        link = _LINKS.get(self.kind)
+        for number, limit, what in (
+            (len(self.text), _MOST_CHARACTERS, "characters"),
+            (self.text.count(link) if link else 0, _MOST_LINKS, f"references (by their {link})"),
+        ):
+            if number > limit:
+                raise UsageError(
+                    f"the {self.kind} has {number} {what}; at most {limit} are compiled",
+                    hint="leave the rest to the prompt",
+                )
+        llguidance = _llguidance()
+        is_error, problems = llguidance.LLMatcher.validate_grammar_with_warnings(
+            self.source, limits=llguidance.LLParserLimits(**_LIMITS)
+        )
+        if is_error:
+            raise self.refusal(problems[0])
+
+    @classmethod
+    def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
+        """JSON that fits a schema, of whose keywords llguidance knows most."""
+        try:
+            text = schema if isinstance(schema, str) else json.dumps(schema)
+            # Parsed, so that it is one object whose keys stand once.
+            content = parse_json_object(text, "it")
+            text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+        except (DuokaError, TypeError, ValueError, RecursionError) as error:
+            raise UsageError(
+                f"the json_schema is no JSON object: {str(error)[:300]}",
+                hint='{"type": "object", "properties": …}',
+            ) from error
+        return cls("json_schema", text)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_schema", '{"type":"object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """A text that a regular expression of Rust's matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, grammar: str) -> Grammar:
+        """A text that the rule `start` of a grammar derives, in llguidance's variant of Lark."""
+        return cls("lark", grammar)
+
+    @classmethod
+    def from_response_format(cls, value: object) -> Grammar | None:
+        """What OpenAI's `response_format` asks for; the types "regex" and "lark" are ours."""
+        form = value if isinstance(value, Mapping) else {}
+        kind = form.get("type")
+        if form == {"type": "text"}:
+            return None
+        if form == {"type": "json_object"}:
+            return cls.json_object()
+        content = form.get(kind) if form.keys() == {"type", kind} else None
+        if kind == "json_schema" and isinstance(content, Mapping) and "schema" in content:
+            return cls.json_schema(content["schema"])
+        if kind in ("regex", "lark") and isinstance(content, str):
+            return cls(kind, content)
+        raise UsageError(
+            f"response_format is {str(value)[:80]}, which is unknown",
+            hint='write {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": '
+            '…}}, {"type": "regex", "regex": "…"} or {"type": "lark", "lark": "…"}',
+        )
+
+    @property
+    def source(self) -> str:
+        """The same in llguidance's form."""
+        return str(getattr(_llguidance().LLMatcher, f"grammar_from_{self.kind}")(self.text))
+
+    def refusal(self, problem: str) -> UsageError:
+        """What to raise where llguidance has a problem with it."""
+        lines = [line for line in problem.splitlines() if line]
+        reason = next((line for line in lines if line.startswith("error:")), lines[0])
+        return UsageError(
+            f"the {self.kind} {self.text[:60]!r} can't be compiled: {reason[:200]}",
+            hint="what one may have: https://github.com/guidance-ai/llguidance",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A tokenizer's tokens in llguidance's form, and the bits of those that are text, and that end.
+
+    There are `size` of them, if that is fewer than the tokenizer has.
+    """
+
+    tokenizer: Any
+    text_bits: int
+    stop_bits: int
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, stop_ids: Iterable[int], size: int | None
+    ) -> Vocabulary:
+        """Read a tokenizer; UsageError if it isn't known what its tokens are as bytes."""
+        stops = [token for token in stop_ids if token < len(tokenizer)]
+        try:
+            backend: Any = tokenizer
+            content = json.loads(backend.backend_tokenizer.to_str())
+            text = json.dumps({**content, "truncation": None, "padding": None})
+            # llguidance wants one: where none ends an answer, the last token is given up.
+            ends = stops or [len(tokenizer) - 1]
+            tokens = _llguidance().LLTokenizer(text, eos_token=ends)
+        except (AttributeError, ValueError) as error:
+            raise UsageError(
+                f"answers of a {type(tokenizer).__name__} can't be held to a grammar: what its "
+                "tokens are as bytes isn't known",
+                hint="byte-level tokenizers and sentencepiece's with bytes are known",
+            ) from error
+        texts = [
+            token
+            for token in range(min(size or len(tokenizer), len(tokenizer)))
+            if not tokens.is_special_token(token)
+            and tokens.decode_bytes([token]) != f"<[{token}]>".encode()  # as it writes what is none
+        ]
+        text_bits, stop_bits = token_bits(set(texts).difference(ends)), token_bits(stops)
+        return cls(tokens, int.from_bytes(text_bits, "little"), int.from_bytes(stop_bits, "little"))
+
+
+class Matcher:
+    """How far an answer is in its grammar.
+
+    `allowed` has the bits of the tokens that may come next.
+    """
+
+    def __init__(self, grammar: Grammar, matcher: Any, vocabulary: Vocabulary) -> None:
+        self._grammar = grammar
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self.allowed = self._next()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing can follow but the end."""
+        return bool(self._matcher.is_stopped())
+
+    def advance(self, token: int) -> None:
+        """Take the next token of the answer; UsageError where the grammar takes too much work."""
+        self._matcher.consume_token(token)
+        self.allowed = self._next()
+
+    def _next(self) -> bytes:
+        # It has its errors as a state, and computes nothing in it.
+        mask = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+        is_end = self._matcher.is_accepting()
+        # A grammar can name special tokens; they are for the model's format alone.
+        usable = self._vocabulary.text_bits | (self._vocabulary.stop_bits if is_end else 0)
+        allowed = int.from_bytes(mask, "little") & usable
+        if self._matcher.is_error() or not (allowed or self.is_complete):
+            problem = self._matcher.get_error() or "it leaves no token that is text"
+            raise UsageError(
+                f"the answer can't go on by its {self._grammar.kind}: "
+                f"{problem.splitlines()[0][:200]}",
+                hint="a simpler one takes less to match",
+            )
+        return allowed.to_bytes(len(mask), "little")
+
+
+class BytesDetokenizer:
+    """Text of an answer by the bytes that its grammar matched; see `Detokenizer`."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokenizer = vocabulary.tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token: int) -> str:
+        """Take one token; return the text that is complete now."""
+        is_text = not self._tokenizer.is_special_token(token)
+        return self._decoder.decode(self._tokenizer.decode_bytes([token]) if is_text else b"")
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._decoder.decode(b"", final=True)
+
+
+class GrammarCompiler:
+    """Compiles grammars for a tokenizer, which it reads when the first one comes; in any thread."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], size: int | None
+    ) -> None:
+        self._vocabulary = lru_cache(1)(lambda: Vocabulary.of(tokenizer, stop_ids, size))
+        self._compiled = lru_cache(_NUM_COMPILED)(self._compile)
+        # Who asks for the same at the same time waits for it.
+        self._lock = threading.Lock()
+
+    def start(self, grammar: Grammar) -> tuple[Matcher, BytesDetokenizer]:
+        """What an answer is matched and written by; UsageError if it can't be compiled."""
+        with self._lock:
+            matcher = self._compiled(grammar).deep_copy()
+            vocabulary = self._vocabulary()
+        return Matcher(grammar, matcher, vocabulary), BytesDetokenizer(vocabulary)
+
+    def _compile(self, grammar: Grammar) -> Any:
+        llguidance = _llguidance()
+        matcher = llguidance.LLMatcher(
+            self._vocabulary().tokenizer,
+            grammar.source,
+            log_level=0,
+            limits=llguidance.LLParserLimits(**_LIMITS),
+        )
+        if matcher.is_error():
+            raise grammar.refusal(matcher.get_error())
+        return matcher
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise UsageError(
+            "answers by a grammar need llguidance, which isn't installed",
+            hint='pip install "duoka[grammar]"',
+        ) from error
+    return llguidance
+
+
+def token_bits(tokens: Iterable[int]) -> bytes:
+    """A bit for each of these tokens."""
+    content = bytearray()
+    for token in sorted(tokens):
+        content.extend(bytes(token // 8 + 1 - len(content)))
+        content[token // 8] |= 1 << token % 8
+    return bytes(content)
