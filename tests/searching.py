@@ -31,6 +31,7 @@ class Costs:
     asked: list[tuple[int, int, int]] = field(default_factory=list)
 
     time_objective = None
+    page_bytes = None
 
     @property
     def num_blocks(self) -> int:

@@ -13,9 +13,10 @@ import torch
 from duoka.engine.executor import InlineExecutor, Result
 from duoka.engine.generation_rules import GenerationRules
 from duoka.engine.request import SamplingParams
-from duoka.engine.scheduler import Capacity, Scheduler
+from duoka.engine.scheduler import Scheduler
 from duoka.engine.sequence import Sequence
 from duoka.engine.step import Step
+from duoka.forecast.serving import Capacity
 
 NEW_TOKENS = 10
 UNBUILT = {name for names in families.UNBUILT.values() for name in names}

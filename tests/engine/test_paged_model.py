@@ -11,11 +11,13 @@ import torch
 from staging import placement_of
 from torch import Tensor
 
-from duoka.engine.paged_model import PagedModel, find_routes, reads_pages
+from duoka.engine.paged_model import PagedModel, find_routes
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import Row
 from duoka.engine.step import Chunk
 from duoka.errors import ModelError
+from duoka.forecast.serving import Capacity
+from duoka.runtime.paged_steps import reads_pages
 from duoka.stages.channels import LocalChannel
 from duoka.stages.interceptor import Interceptor
 from duoka.stages.micro_batch import MicroBatch
@@ -26,7 +28,7 @@ ROW = Row(params=SamplingParams(), seed=0, place=0)
 NOT_BUILT = {name for names in families.UNBUILT.values() for name in names}
 OTHERS = sorted(set(families.all_names()) - set(families.FAST) - NOT_BUILT)
 CPU = torch.device("cpu")
-PAGE_TOKENS = 4
+CAPACITY = Capacity(sequences=3, context_tokens=20, pages=15, page_tokens=4, step_tokens=15)
 
 
 def steps_of(rng: random.Random, number: int = 4) -> list[list[Chunk]]:
@@ -49,12 +51,12 @@ def in_stages(model: Any, placement: Any, steps: list[list[Chunk]]) -> list[Tens
     routes = find_routes(model, placement)
     interceptor, channel = Interceptor(model, placement), LocalChannel([CPU] * len(routes.devices))
     # Each device has pages of its own.
-    models = {name: PagedModel(model, 15, PAGE_TOKENS) for name in routes.devices}
+    models = {name: PagedModel(model, CAPACITY) for name in routes.devices}
     logits = []
     for number, chunks in enumerate(steps):
-        rows = sum(chunk.row is not None for chunk in chunks)
-        route = routes.at(sum(len(chunk.tokens) for chunk in chunks), rows)
         paged = {name: one.step(chunks) for name, one in models.items()}
+        step = paged[routes.devices[0]]
+        route = routes.at(step.num_tokens, len(step.last_rows))
         for stage, name in enumerate(routes.devices):
             part = MicroBatch(route, stage, number, channel, CPU, learns=False)
             result = part.forward(interceptor, models[name].call(paged[name], CPU))
@@ -69,7 +71,7 @@ def compare(name: str, number: int = 2) -> bool:
     if not reads_pages(model):
         return False
     steps = steps_of(random.Random(name))
-    whole = PagedModel(model, 15, PAGE_TOKENS)
+    whole = PagedModel(model, CAPACITY)
     try:
         whole.try_out()
     except ModelError:

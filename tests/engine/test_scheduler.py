@@ -10,10 +10,11 @@ from collections.abc import Iterable
 import pytest
 
 from duoka.engine.request import Completion, SamplingParams, TokenChoice
-from duoka.engine.scheduler import Admission, Capacity, Piece, Scheduler
+from duoka.engine.scheduler import Admission, Piece, Scheduler
 from duoka.engine.sequence import Sequence
 from duoka.engine.step import Chunk
 from duoka.errors import UsageError
+from duoka.forecast.serving import Capacity
 
 REQUESTS = int(os.environ.get("DUOKA_FUZZ_EXAMPLES", "300"))
 CAPACITY = Capacity(sequences=6, context_tokens=64, pages=24, page_tokens=4, step_tokens=24)

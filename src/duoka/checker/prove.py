@@ -15,6 +15,7 @@ from duoka.base.model_code import where_raised
 from duoka.base.units import format_count
 from duoka.errors import ProofError
 from duoka.forecast.replay_training import in_flight
+from duoka.forecast.serving import Capacity
 from duoka.forecast.workload import Workload
 from duoka.models import make_trainable
 from duoka.planner.placement import Placement
@@ -23,6 +24,7 @@ from duoka.report.measured import PeakBytes
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.dispatch.place_tensors import invent_values, parameter_bytes
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
+from duoka.runtime.paged_steps import PagedStepper
 from duoka.runtime.steps import Learner, Stepper
 
 from .execute import BETWEEN, decode_phases
@@ -115,8 +117,12 @@ def _measured(
 
 
 def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | None) -> None:
-    """The prompt, and decode steps after it."""
-    stepper = Stepper.of(model, workload, virtual.virtual_device(0), prompts)
+    """The prompt, and decode steps after it; over a paged cache the largest steps."""
+    device = virtual.virtual_device(0)
+    if workload.cache == "paged":
+        PagedStepper(model, Capacity.of(workload), device).run_largest()
+        return
+    stepper = Stepper.of(model, workload, device, prompts)
     stepper.run(workload, decode_steps=0)
     for phase, tokens in decode_phases(workload.new_tokens - 1):
         advance = stepper.lengthen if phase == BETWEEN else stepper.step

@@ -69,6 +69,14 @@ class PlanOptions:
     batch: int | None = _plan(
         "N", "Prompts that run together. By default 1, or as many as are given."
     )
+    serve: bool = _plan_flag(
+        "--serve",
+        "Plan for requests that come and go, over a cache in pages that fills what is free: so "
+        "duoka.Engine answers them.",
+    )
+    sequences: int | None = _plan(
+        "N", "With --serve: requests that are answered at once, at most. By default 16."
+    )
     dtype: str | None = _plan(
         "DTYPE",
         "float32, float16 (fp16), bfloat16 (bf16) or auto (the default): the checkpoint's own.",
@@ -100,7 +108,9 @@ class PlanOptions:
         'Images that are encoded at once: a number, "none" (all) or "auto" (the default: all if '
         "they fit, or else the most that do).",
     )
-    objective: str | None = _plan("NAME", "headroom, latency, throughput or auto (the default).")
+    objective: str | None = _plan(
+        "NAME", "headroom, latency, throughput, pages (of --serve) or auto (the default)."
+    )
     use_all: bool = _plan_flag(
         "--use-all", "Use every GPU, instead of as few as hold the workload."
     )
@@ -146,7 +156,10 @@ class PlanOptions:
 
 RunnablePlan = Annotated[
     PlanOptions,
-    all_but(PlanOptions, "images", "image_size", "max_context", "max_batch", "replicas"),
+    all_but(
+        PlanOptions,
+        *("images", "image_size", "max_context", "max_batch", "replicas", "serve", "sequences"),
+    ),
 ]
 """What `PlanOptions` says of a plan for a model that is run."""
 

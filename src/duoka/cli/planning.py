@@ -20,7 +20,7 @@ from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import CheckpointError, UsageError
-from duoka.forecast.workload import CACHES, Training, read_dtype, read_quantization
+from duoka.forecast.workload import BATCH_CACHES, Training, read_dtype, read_quantization
 from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
@@ -49,6 +49,7 @@ ALL_GPUS = "all"
 _CONTEXT_TOKENS = 4096
 _NEW_TOKENS = 512
 _NEW_SHARE = 4
+_SEQUENCES = 16
 _SHOWN = 60
 
 
@@ -283,13 +284,16 @@ def read_workload(
             f"{new} new tokens leave no room for a prompt in a context of {context}",
             hint="--context counts the prompt and the answer together",
         )
+    refuse_unserved(options, training)
     workload = duoka.Workload(
-        batch=1 if options.batch is None else options.batch,
+        batch=options.batch or options.sequences or (_SEQUENCES if options.serve else 1),
         prompt_tokens=context - new,
         new_tokens=new,
         dtype=read_dtype(options.dtype or "auto"),
         prefill_chunk_tokens=parse_chunk(options.prefill_chunk or "auto"),
-        cache=choose("cache", options.cache or "dynamic", CACHES),
+        cache="paged"
+        if options.serve
+        else choose("cache", options.cache or "dynamic", BATCH_CACHES),
         quantize=read_quantization(options.quantize or "none"),
         images=options.images or 0,
         vision_batch=parse_chunk(options.vision_batch or "auto"),
@@ -310,6 +314,21 @@ def read_workload(
             hint="write width and height in pixels, as 1120x1120",
         )
     return replace(workload, image_size=(pixels[1], pixels[0]))
+
+
+def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
+    """Refuse what doesn't go with requests that come and go, and what is for them alone."""
+    if not options.serve:
+        refuse_beside(
+            given_options(options, "sequences"), "a plan for one batch", "say --serve as well"
+        )
+        return
+    names = ("batch", "cache", "images", "max_context", "max_batch", "replicas", "offload")
+    refuse_beside(
+        [*given_options(options, *names), *(["--train"] if training else [])],
+        "--serve",
+        "--sequences N says how many requests are answered at once",
+    )
 
 
 def _tokens(limit: int | None, options: PlanOptions, training: Training | None) -> tuple[int, int]:

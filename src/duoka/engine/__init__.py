@@ -5,7 +5,7 @@
 - `scheduler`, `step`: which tokens a step computes; `pages`: whose pages are whose
 - `executor`: what computes steps, in this process; `open_executor`: which one a plan gets
 - `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages
-- `paged_model`, `paged_attention`: a model with a paged cache on the devices of its layers
+- `paged_model`: a model with a paged cache on the devices of its layers
 - `cached_model`: a model whose layers can't read from pages
 - `batch`: files of prompts and answers
 - `sampler`: a token from each row of logits

@@ -19,6 +19,7 @@ import torch
 
 from duoka.base.text import choose
 from duoka.errors import DuokaError, MachineError, UsageError
+from duoka.forecast.serving import PAGE_TOKENS, Capacity
 from duoka.models.text.messages import Message
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
@@ -29,12 +30,11 @@ from .executor import Lost, Result
 from .grammar import GrammarCompiler
 from .open_executor import open_executor
 from .request import Completion, SamplingParams
-from .scheduler import Admission, Capacity, Piece, Scheduler
+from .scheduler import Admission, Piece, Scheduler
 from .sequence import Sequence as EngineSequence
 from .step import Outcome, Step
 
 K = TypeVar("K")
-PAGE_TOKENS = 16
 _GREEDY = SamplingParams()
 Prompt = str | Sequence[int] | Sequence[Message]
 """A question, as text; or the token ids of a whole prompt; or the messages of a chat."""
@@ -366,6 +366,8 @@ class Engine:
 def capacity_of(plan: Plan) -> Capacity:
     """What the memory of a plan for generating is there for."""
     workload = plan.workload
+    if workload.cache == "paged":
+        return Capacity.of(workload)
     if workload.cache != "dynamic":
         raise UsageError(
             f"the engine has a cache of its own, and the plan is for one of the kind "

@@ -13,14 +13,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
+from duoka.forecast.serving import Capacity
 from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
+from duoka.runtime.paged_steps import reads_pages
 
 from .cached_model import CachedModel
-from .paged_model import PagedModel, reads_pages
-from .sampler import sample
-from .scheduler import Capacity
+from .paged_model import PagedModel
+from .request import SamplingParams
+from .sampler import Row, sample
 from .step import Chunk, Outcome, Step
+
+_NOBODYS_ROW = Row(params=SamplingParams(), seed=0, place=0)
 
 
 class Result(NamedTuple):
@@ -75,12 +79,16 @@ class InlineExecutor:
         On one device, or dispatched over several.
     capacity : Capacity
         What memory is there for. A model that can't read from pages has a page for each sequence.
+    every_size : bool
+        Whether steps of every size are computed at once, as the forecast of a paged cache has it.
     """
 
     num_steps = 1
 
-    def __init__(self, model: PreTrainedModel, capacity: Capacity) -> None:
-        self._model = _paged(model, capacity) or CachedModel(model)
+    def __init__(
+        self, model: PreTrainedModel, capacity: Capacity, *, every_size: bool = False
+    ) -> None:
+        self._model = _paged(model, capacity, every_size) or CachedModel(model)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.is_paged = isinstance(self._model, PagedModel)
         self.capacity = replace(capacity, whole_prompts=False)
@@ -153,16 +161,17 @@ class InlineExecutor:
 
 def outcomes_of(step: Step, logits: Tensor) -> list[Outcome]:
     """Choose the next tokens of a step's sequences."""
-    choices = iter(sample(logits, step.rows))
+    padding = [_NOBODYS_ROW] * (len(logits) - len(step.rows))
+    choices = iter(sample(logits, step.rows + padding))
     return [None if chunk.row is None else next(choices) for chunk in step.chunks]
 
 
-def _paged(model: PreTrainedModel, capacity: Capacity) -> PagedModel | None:
+def _paged(model: PreTrainedModel, capacity: Capacity, every_size: bool) -> PagedModel | None:
     if not reads_pages(model):
         return None
-    paged = PagedModel(model, capacity.pages, capacity.page_tokens)
+    paged = PagedModel(model, capacity)
     try:
-        paged.try_out()
+        paged.try_out(every_size=every_size)
     except ModelError:  # its code wants more of attention than it is known to
         return None
     return paged

@@ -8,17 +8,18 @@ from duoka.api.load import load, prove_here, read_adapter_for
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import DuokaError, ModelError, UsageError
+from duoka.forecast.serving import Capacity
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime.generate import PromptReader, num_embeddings
+from duoka.runtime.paged_steps import reads_pages
 from duoka.stages.route import Routes
 
 from .executor import Executor, InlineExecutor
 from .generation_rules import GenerationRules
-from .paged_model import find_routes, reads_pages
-from .scheduler import Capacity
+from .paged_model import find_routes
 from .staged_executor import StagedExecutor
 
 
@@ -47,7 +48,9 @@ def open_executor(
         model = load(plan, trust_remote_code=trust_remote_code, adapter=adapter)
         reader = PromptReader.open(checkpoint, plan.workload)
         rules = GenerationRules.of(model, checkpoint.generation_config)
-        return InlineExecutor(model, capacity), num_embeddings(model), reader, rules
+        is_planned = plan.workload.cache == "paged"
+        inline = InlineExecutor(model, capacity, every_size=is_planned)
+        return inline, num_embeddings(model), reader, rules
     lora = None if adapter is None else read_adapter_for(plan, adapter)
     plan, checkpoint = prove_here(plan, trust_remote_code=trust_remote_code)
     model = build_model(checkpoint, plan.workload)

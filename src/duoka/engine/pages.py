@@ -36,6 +36,8 @@ class PagePool:
         # and no number comes again: what followed a page that is gone is never found by another's.
         self._contents: dict[Key, tuple[int, int]] = {}
         self._keys: dict[int, Key] = {}
+        # Of full pages the number of what they hold, be it this page that is shared or another one.
+        self._numbers: dict[int, int] = {}
         self._last_content = _NOTHING
         # Those of them that nobody has.
         self._unused: OrderedDict[int, None] = OrderedDict()
@@ -81,16 +83,24 @@ class PagePool:
                 else:
                     self._empty.append(page)
 
-    def share(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
-        """Let others have the pages that `tokens`, which have been computed, fill."""
-        before = _NOTHING
-        for page, part in zip(pages, self._parts(tokens), strict=False):
-            key = before, part
+    def share(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int) -> None:
+        """Let others have the pages that the first of `tokens`, which have been computed, fill.
+
+        Those that have been shared before are known, and not gone through again.
+        """
+        size, stop = self.page_tokens, num_tokens // self.page_tokens
+        first = stop
+        while first and pages[first - 1] not in self._numbers:
+            first -= 1
+        before = self._numbers[pages[first - 1]] if first else _NOTHING
+        for at in range(first, stop):
+            page, key = pages[at], (before, tuple(tokens[at * size : (at + 1) * size]))
             if key not in self._contents:
                 self._last_content += 1
                 self._contents[key] = page, self._last_content
                 self._keys[page] = key
             _, before = self._contents[key]
+            self._numbers[page] = before
 
     def _shared(self, tokens: Sequence[int]) -> Iterator[int]:
         before = _NOTHING
@@ -111,5 +121,6 @@ class PagePool:
         else:
             page, _ = self._unused.popitem(last=False)
             del self._contents[self._keys.pop(page)]
+        self._numbers.pop(page, None)
         self._num_users[page] = 1
         return page

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from duoka.runtime.draw import draw, log_probabilities
+
 from .request import SamplingParams, TokenChoice
 
 
@@ -65,10 +67,10 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenChoice]:
                 _change(values, row)
         _mask(changed, rows)
     tokens = changed.argmax(dim=-1)
-    drawn = [index for index, row in enumerate(rows) if not row.params.is_greedy]
-    if drawn:
-        places = torch.tensor(drawn, device=raw.device)
-        tokens[places] = _draw(changed[places], [rows[index] for index in drawn])
+    drawn = [not row.params.is_greedy for row in rows]
+    if any(drawn):
+        is_drawn = torch.tensor(drawn, device=raw.device)
+        tokens = torch.where(is_drawn, _draw(changed, rows), tokens)
     return _choices(raw, tokens, rows)
 
 
@@ -114,25 +116,15 @@ def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
 
-    temperatures = column([row.params.temperature for row in rows])
-    ordered, tokens = logits.sort(dim=-1, descending=True)
-    # The largest one becomes 0: what follows stays in range at any temperature.
-    probabilities = torch.softmax((ordered - ordered[:, :1]) / temperatures, dim=-1)
-    ranks = torch.arange(logits.shape[-1], device=device)
-    top_k = column([row.params.top_k or logits.shape[-1] for row in rows])
-    probabilities = probabilities.masked_fill(ranks >= top_k, 0.0)
-    probabilities /= probabilities.sum(dim=-1, keepdim=True)
-    # A token is left out when those before it have the share already; the first one stays.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    top_p = column([row.params.top_p for row in rows])
-    least = column([row.params.min_p for row in rows]) * probabilities[:, :1]
-    dropped = ((before >= top_p) | (probabilities < least)) & (ranks > 0)
-    sums = probabilities.masked_fill(dropped, 0.0).cumsum(dim=-1)
-    numbers = column([_uniform(row.seed, row.place) for row in rows]) * sums[:, -1:]
-    places = torch.searchsorted(sums, numbers, right=True)
-    # Rounding may put a number at the very end.
-    last = (sums < sums[:, -1:]).sum(dim=-1, keepdim=True)
-    return tokens.gather(-1, torch.minimum(places, last))[:, 0]
+    params = [row.params for row in rows]
+    return draw(
+        logits,
+        temperatures=column([known.temperature or 1.0 for known in params]),
+        top_k=column([known.top_k or logits.shape[-1] for known in params]),
+        top_p=column([known.top_p for known in params]),
+        min_p=column([known.min_p for known in params]),
+        numbers=column([_uniform(row.seed, row.place) for row in rows]),
+    )
 
 
 def _uniform(seed: int, place: int) -> float:
@@ -147,16 +139,11 @@ def _choices(raw: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[TokenChoi
     choices = [TokenChoice(token=token) for token in ids]
     if not wanted:
         return choices
-    places = torch.tensor(wanted, device=raw.device)
-    logprobs = torch.log_softmax(raw[places], dim=-1)
-    most = max(rows[index].params.logprobs or 0 for index in wanted)
-    best = logprobs.topk(most, dim=-1)
-    chosen: list[list[float]] = logprobs.gather(-1, tokens[places][:, None]).tolist()
-    best_ids, best_values = best.indices.tolist(), best.values.tolist()
-    for at, index in enumerate(wanted):
+    chosen, best_values, best_ids = (part.tolist() for part in log_probabilities(raw, tokens))
+    for index in wanted:
         number = rows[index].params.logprobs or 0
-        pairs = zip(best_ids[at][:number], best_values[at][:number], strict=True)
+        pairs = zip(best_ids[index][:number], best_values[index][:number], strict=True)
         choices[index] = TokenChoice(
-            token=ids[index], logprob=chosen[at][0], top_logprobs=tuple(pairs)
+            token=ids[index], logprob=chosen[index][0], top_logprobs=tuple(pairs)
         )
     return choices

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from duoka.errors import UsageError
+from duoka.forecast.serving import Capacity
 
 from .pages import PagePool
 from .sequence import Sequence
@@ -27,32 +28,6 @@ Admission = Literal["reserve", "optimistic"]
 # Prompts are read in so many pieces for each stage, of at least so many tokens.
 _PIECES_PER_STAGE = 2
 _LEAST_PROMPT_TOKENS = 32
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capacity:
-    """What memory is there for.
-
-    Parameters
-    ----------
-    sequences : int
-        Answers on their way at the same time.
-    context_tokens : int
-        Tokens of one of them: prompt and answer.
-    pages, page_tokens : int
-        Of the cache, and tokens of a page.
-    step_tokens : int
-        Tokens that are computed at once.
-    whole_prompts : bool
-        Whether a prompt has to be read at once.
-    """
-
-    sequences: int
-    context_tokens: int
-    pages: int
-    page_tokens: int
-    step_tokens: int
-    whole_prompts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +155,7 @@ class Scheduler:
         size, before = self.capacity.page_tokens, sequence.computed
         sequence.computed = piece.start + piece.num_tokens
         if sequence.computed // size > before // size:
-            self.pool.share(sequence.pages, sequence.tokens[: sequence.computed])
+            self.pool.share(sequence.pages, sequence.tokens, sequence.computed)
         finish = None
         if outcome is not None and not sequence.is_cancelled:
             finish = sequence.add(outcome)

@@ -15,12 +15,14 @@ from typing import NamedTuple
 import torch
 
 from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.forecast.serving import Capacity
 from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import Adapter, merge_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime.load import load_weights
+from duoka.runtime.paged_steps import PagedStep
 from duoka.stages.interceptor import Interceptor
 from duoka.stages.micro_batch import MicroBatch
 from duoka.stages.route import Routes
@@ -28,9 +30,7 @@ from duoka.stages.shared_memory import Notes, SharedMemory, SharedMemoryChannel
 from duoka.stages.workers import end_with_parent
 
 from .executor import outcomes_of
-from .paged_attention import PagedStep
 from .paged_model import PagedModel
-from .scheduler import Capacity
 from .step import Outcome, Step
 
 LOST, DEFECT = 75, 70
@@ -78,7 +78,7 @@ class _StageWorker:
         if part.adapter is not None:
             merge_adapter(model, part.adapter)
         self._interceptor = Interceptor(model, plan.placement)
-        self._paged = PagedModel(model, part.capacity.pages, part.capacity.page_tokens)
+        self._paged = PagedModel(model, part.capacity)
         self._routes = part.routes
         ranks = [plan.devices.index(name) for name in names]
         self._channel = SharedMemoryChannel(part.memory, part.sockets, ranks, self._device)
@@ -111,7 +111,7 @@ class _StageWorker:
     @torch.inference_mode()
     def _visit(self, driver: Connection, step: Step, paged: PagedStep, stage: int) -> None:
         """Compute what a stage has to do for a step, and tell of it."""
-        route = self._routes.at(step.num_tokens, len(step.rows))
+        route = self._routes.at(paged.num_tokens, len(paged.last_rows))
         part = MicroBatch(route, stage, step.number, self._channel, self._device, learns=False)
         begin, waited = time.perf_counter(), self._channel.waited_seconds
         is_last = stage == len(self._routes.devices) - 1

@@ -19,6 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
 from duoka.errors import MachineError
+from duoka.forecast.serving import Capacity
 from duoka.models.lora import Adapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
@@ -27,7 +28,6 @@ from duoka.stages.shared_memory import SharedMemory, connect
 from duoka.stages.workers import Workers
 
 from .executor import Lost, Result
-from .scheduler import Capacity
 from .stage_worker import LOST, Part, Report
 from .step import Step
 
@@ -92,8 +92,9 @@ class StagedExecutor:
     def _start(self) -> None:
         """Start the processes, and wait until each has its part."""
         names = self._plan.devices
-        most_tokens = max(self.capacity.step_tokens, self.capacity.sequences)
-        largest = self._routes.at(most_tokens, self.capacity.sequences)
+        capacity = self.capacity
+        most_tokens = capacity.tokens(max(capacity.step_tokens, capacity.sequences))
+        largest = self._routes.at(most_tokens, capacity.logits(capacity.sequences))
         self._memory = SharedMemory(largest, self.num_steps, len(names))
         sockets = connect(len(names))
         pipes = [Pipe() for _ in names]

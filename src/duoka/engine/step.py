@@ -31,6 +31,11 @@ class Chunk:
         return self.start + len(self.tokens)
 
     @property
+    def wants_logits(self) -> bool:
+        """Whether the next token is to be chosen after these."""
+        return self.row is not None
+
+    @property
     def places(self) -> range:
         """Those of the new tokens in their sequence."""
         return range(self.start, self.end)

@@ -6,9 +6,10 @@
 - `alloc_events`, `alloc_program`: the allocations of one workload; those of a stage, compiled
 - `optimizer_memory`: what optimizers hold beside what they train
 - `allocator`, `device_memory`: CUDA's caching allocator; a device's memory, in Python and in C
-- `replay`, `replay_training`: a stage's steps, run through that memory
+- `serving`: the sizes of steps over a paged cache, and why no others need to be known
+- `replay`, `replay_serving`, `replay_training`: a stage's steps, run through that memory
 - `stage_bytes`: what comes of it
-- `latency`: how long stages take
+- `latency`, `loads`: how long stages take, and how many requests they answer meanwhile
 - `stages`, `costs`: the chain that is cut and its lower bounds; what the search asks of stages
 - `forecast`: bytes and seconds of a placement
 """

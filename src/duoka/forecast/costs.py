@@ -23,7 +23,9 @@ from .latency import LatencyModel
 from .optimizer_memory import MOST_TEMPORARIES, state_bytes
 from .profile import Kind, Profile, Ref, evaluate
 from .replay import Replay
+from .replay_serving import ServingReplay
 from .replay_training import ACCUMULATE, BACKWARD, FORWARD, TrainingReplay, in_flight
+from .serving import SERVING_MONOMIALS
 from .stage_bytes import StageBytes
 from .stages import Chain, between, lower_bounds
 from .workload import Training, Workload
@@ -41,6 +43,8 @@ def costs_of(profile: Profile, workload: Workload, cache: ReplayCache | None = N
     """What stages cost at a workload, be it inference or training."""
     if workload.training is not None:
         return TrainingCosts(profile, workload, cache)
+    if workload.cache == "paged":
+        return ServingCosts(profile, workload, cache)
     return Costs(profile, workload, cache)
 
 
@@ -238,9 +242,13 @@ class Costs:
     def latency(self) -> LatencyModel:
         """Seconds of the blocks that are cut apart; computed on demand."""
         if self._latency is None:
-            places = [(index, *self._chain.attached[index]) for index in self.chain]
-            self._latency = LatencyModel(self._brief, places)
+            self._latency = LatencyModel(self._brief, self.places)
         return self._latency
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """The blocks that are cut apart, each with what goes with it."""
+        return [(index, *self._chain.attached[index]) for index in self.chain]
 
     def seconds(self, device: Device) -> NDArray[np.float64] | None:
         """Seconds of a request, [start, stop]; None when the device's speeds are unknown."""
@@ -254,6 +262,11 @@ class Costs:
     @property
     def time_objective(self) -> Literal["latency", "throughput"] | None:
         """What makes the work quick; None where that is for those who ask to say."""
+        return None
+
+    @property
+    def page_bytes(self) -> Ints | None:
+        """[start, stop]: what one page takes in a stage; None where pages aren't to be counted."""
         return None
 
     @property
@@ -274,6 +287,36 @@ class Costs:
 
     def _lower_bounds(self) -> NDArray[np.int64]:
         return lower_bounds(self._chain, self._brief)
+
+
+class ServingCosts(Costs):
+    """The same of requests that come and go, over a paged cache."""
+
+    def replay(self, *, brief: bool, place: int = 1) -> Replay:
+        """A replay of steps of every size, or of the largest alone."""
+        return ServingReplay(self.profile, self.workload, brief=brief)
+
+    @property
+    def page_bytes(self) -> Ints | None:
+        """[start, stop]: what one page takes in a stage, while they aren't counted."""
+        if self.workload.pages is not None:
+            return None
+        profile, place = self.profile, SERVING_MONOMIALS.index("g")
+        start = next(n for n, regime in enumerate(profile.regimes) if regime.phase == "start")
+        of_kind = []
+        for kind in profile.kinds:
+            tape = kind.tapes[start]
+            rules = [tape.sizes[number] for number in tape.retained]
+            of_kind.append(sum(round(rule[place]) for rule in rules if len(rule) > place))
+        blocks = profile.blocks
+        return np.asarray(
+            between(
+                [
+                    sum(of_kind[blocks[block].kind] for block in self.blocks_of(at, at + 1))
+                    for at in range(self.num_blocks)
+                ]
+            )
+        )
 
 
 class TrainingCosts(Costs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .latency import Seconds
+from .loads import Load
 from .stage_bytes import StageBytes
 
 
@@ -23,9 +24,12 @@ class Forecast:
         many bytes go over PCIe for each token that is generated.
     copy_seconds : float, optional
         What that takes in each step; None where nothing is copied, or a link's speed is unknown.
+    loads : tuple of Load
+        Of a cache in pages, where speeds are known: from one request on to as many as there can be.
     """
 
     devices: tuple[StageBytes, ...]
     seconds: Seconds | None = None
     host_bytes: int = 0
     copy_seconds: float | None = None
+    loads: tuple[Load, ...] = ()

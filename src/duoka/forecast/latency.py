@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from math import inf
 from typing import TypeAlias, TypeVar
 
@@ -32,8 +31,7 @@ from duoka.hardware.fleet import Fleet
 from .alloc_events import Step
 from .optimizer_memory import state_bytes
 from .profile import TRAINING_PHASES, Profile, Rule
-from .replay import Replay
-from .replay_training import TrainingReplay
+from .replay import Replay, sample
 
 Floats: TypeAlias = NDArray[np.float64]
 Item = TypeVar("Item")
@@ -41,9 +39,6 @@ Item = TypeVar("Item")
 LAUNCH_SECONDS = 5e-6
 """What starting a kernel costs where it wasn't measured: about what an operator of PyTorch takes on
 the way to the GPU."""
-
-# What a step costs changes slowly with its length: of more steps than these some stand for others.
-_MOST_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,8 +141,8 @@ class LatencyModel:
         is_pipeline = training is not None and training.schedule != "sequential"
         self._num_passes = training.micro_batches if training is not None and is_pipeline else 1
         lengths = range(workload.prompt_tokens, workload.context_tokens - 1)
-        chosen = [(step, weight, 0.0) for step, weight in _first_steps(replay)]
-        chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in _sample(lengths)]
+        chosen = [(step, weight, 0.0) for step, weight in replay.prompt_steps()]
+        chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in sample(lengths)]
         self._num_decodes = len(lengths)
         self._steps: list[Step] = [step for step, _, _ in chosen]
         self._weights = np.array([weights for _, *weights in chosen]).T  # [2, steps]
@@ -309,18 +304,3 @@ def _evaluate_at(rules: Sequence[Rule], values: Floats) -> Floats:
     for row, rule in zip(table, rules, strict=True):
         row[: len(rule)] = rule[: len(row)]
     return np.asarray(table @ values.T)
-
-
-def _first_steps(replay: Replay) -> list[tuple[Step, float]]:
-    """The steps that run over the prompt, each with how many it stands for; in training all."""
-    if isinstance(replay, TrainingReplay):
-        return replay.weighted_steps()
-    chunks = [replay.step_over(*chunk) for chunk in replay.workload.chunks()]
-    return [(step, 1.0) for step in replay.encoding_steps()] + _sample(chunks)
-
-
-def _sample(items: Sequence[Item]) -> list[tuple[Item, float]]:
-    """Some of the items, evenly, each with how many it stands for."""
-    number = min(len(items), _MOST_STEPS)
-    ends = [len(items) * index // number for index in range(number + 1)] if number else []
-    return [(items[(start + stop) // 2], float(stop - start)) for start, stop in pairwise(ends)]

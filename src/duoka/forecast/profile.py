@@ -27,11 +27,13 @@ from .tensor_names import NamedTensor, Outline, OutlineBlock
 from .workload import Conditions, loss_chunk_tokens
 
 Phase = Literal[
-    "encode", "prefill", "extend", "decode", "release", "forward", "backward", "accumulate"
-]
+    "encode", "prefill", "extend", "decode", "release", "forward", "backward", "accumulate",
+    "start", "serve",
+]  # fmt: skip
 """Of generation: images are encoded before the prompt, and their features end after it. And of a
 training step: the forward pass of a micro-batch, the backward pass of the first one, and that of
-later ones, whose gradients are added to what is there."""
+later ones, whose gradients are added to what is there. And over a paged cache: the first step,
+which makes it, and any other."""
 IMAGE_PHASES: tuple[Phase, ...] = ("encode", "release")
 TRAINING_PHASES: tuple[Phase, ...] = ("forward", "backward", "accumulate")
 
@@ -53,8 +55,8 @@ TRAINING_MONOMIALS = (*_OF_SEQUENCE, *("b" + name.replace("1", "") for name in _
 TRAINING_MONOMIALS += ("c", "n")
 _ATTENTION_ROWS = (32, 64, 128)
 Rule = tuple[float, ...]
-"""Coefficients of `MONOMIALS` (or, in training, of `TRAINING_MONOMIALS`), in bytes or FLOPs;
-trailing zeros may be left out."""
+"""Coefficients of `MONOMIALS` (in training of `TRAINING_MONOMIALS`, over a paged cache of
+`serving.SERVING_MONOMIALS`), in bytes or FLOPs; trailing zeros may be left out."""
 Rules: TypeAlias = npt.NDArray[np.float64]
 """[rules, monomials]: several of them."""
 
@@ -360,6 +362,8 @@ class Profile:
 
     def answers(self, batch: int) -> bool:
         """Whether there are rules for so many sequences: one, or several."""
+        if self.conditions.cache == "paged":
+            return True
         return any(regime.many == (batch > 1) for regime in self.regimes)
 
     def refuse_other(self, conditions: Conditions) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from .alloc_events import AllocEvents, Step
@@ -30,6 +30,8 @@ T = TypeVar("T")
 _MOST_EVENTS = 200_000
 _SMALL_GROWTH_BYTES = 4096
 _MOST_STEPS_BETWEEN = 4096
+# What a step costs changes slowly with its length: of more steps than these some stand for others.
+_MOST_SAMPLES = 64
 
 
 class Replay(AllocEvents):
@@ -70,7 +72,7 @@ class Replay(AllocEvents):
     def _stage_run(
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
     ) -> StageRun:
-        return _InferenceRun(self, blocks, capacity, device_of)
+        return InferenceRun(self, blocks, capacity, device_of)
 
     def _step(self, phase: Phase, query: int, keys: int) -> Step:
         batch = self.workload.batch
@@ -91,6 +93,11 @@ class Replay(AllocEvents):
         if phase == "prefill" and not self.profile.is_of_steps:
             query = max(query, 2)  # rules are made from several tokens; one takes no more
         return self._step(phase, query, past + query)
+
+    def prompt_steps(self) -> list[tuple[Step, float]]:
+        """The steps that run over the prompt, each with how many it stands for; in training all."""
+        chunks = [self.step_over(*chunk) for chunk in self.workload.chunks()]
+        return [(step, 1.0) for step in self.encoding_steps()] + sample(chunks)
 
     def _schedule(self) -> list[Step]:
         chunks = self.workload.chunks()
@@ -191,7 +198,7 @@ class StageRun:
         raise NotImplementedError
 
 
-class _InferenceRun(StageRun):
+class InferenceRun(StageRun):
     """Prefill and decode, with the caches that they leave."""
 
     def __init__(
@@ -211,6 +218,7 @@ class _InferenceRun(StageRun):
         self._programs: dict[tuple[bool, int, int, tuple[int, ...]], StageProgram] = {}
 
     def run_steps(self) -> tuple[int, int]:
+        """Replay all steps; bytes of caches at the peak, and none of gradients."""
         for step in range(len(self.replay.steps)):
             self.num_begun = step + 1
             self._run_step(step)
@@ -236,6 +244,13 @@ class _InferenceRun(StageRun):
         self.caches = self.memory.run(program.moves, sizes, self.caches, program.out)
         self.num_kept = program.num_kept
         self._has_workspace |= program.takes_workspace
+
+
+def sample(items: Sequence[T]) -> list[tuple[T, float]]:
+    """Some of the items, evenly, each with how many it stands for."""
+    number = min(len(items), _MOST_SAMPLES)
+    ends = [len(items) * index // number for index in range(number + 1)] if number else []
+    return [(items[(start + stop) // 2], float(stop - start)) for start, stop in pairwise(ends)]
 
 
 def _ends(items: Sequence[T]) -> Sequence[T]:

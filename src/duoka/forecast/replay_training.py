@@ -20,6 +20,7 @@ from .device_memory import Held
 from .optimizer_memory import MOST_TEMPORARIES, shared_bytes, state_bytes, update_groups
 from .profile import TRAINING_PHASES, Key, Profile, training_monomials
 from .replay import Replay, StageRun
+from .replay_serving import ServingReplay
 from .workload import Training, Workload
 
 FORWARD, BACKWARD, ACCUMULATE = range(3)
@@ -51,7 +52,7 @@ class TrainingReplay(Replay):
         """Micro-batches that have run forward and not backward, at most."""
         return in_flight(self.training, self.place)
 
-    def weighted_steps(self) -> list[tuple[Step, float]]:
+    def prompt_steps(self) -> list[tuple[Step, float]]:
         """The passes of a step of training, each with how often it runs."""
         number = self.training.micro_batches
         return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
@@ -88,6 +89,8 @@ class TrainingReplay(Replay):
 
 def replay_of(profile: Profile, workload: Workload, *, place: int = 1) -> Replay:
     """What replays a stage at a workload; in training, one at a place from the end."""
+    if workload.cache == "paged":
+        return ServingReplay(profile, workload)
     if workload.training is None:
         return Replay(profile, workload)
     return TrainingReplay(profile, workload, place=place)

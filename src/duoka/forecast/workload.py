@@ -14,7 +14,7 @@ from duoka.hardware.gpu_generation import GpuGeneration
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-Cache = Literal["dynamic", "static", "int8"]
+Cache = Literal["dynamic", "static", "int8", "paged"]
 Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
 AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 """What "auto" stands for: the first that fits."""
@@ -27,6 +27,8 @@ Schedule = Literal["sequential", "gpipe", "1f1b"]
 Rows = Literal["padded", "unpadded", "packed"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CACHES: tuple[Cache, ...] = get_args(Cache)
+BATCH_CACHES: tuple[Cache, ...] = ("dynamic", "static", "int8")
+"""Those of a batch, whose sequences begin and end together."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -156,9 +158,11 @@ class Workload:
     prefill_chunk_tokens : int, None or "auto"
         Prompt tokens that run in one step: a number, None for the whole prompt, or "auto" for
         the whole prompt where it fits and the largest chunk that fits where it doesn't.
-    cache : {"dynamic", "static", "int8"}
+    cache : {"dynamic", "static", "int8", "paged"}
         The KV cache: growing with each token, as `generate` makes it; made for the whole context
-        at once; or growing in 8 bit.
+        at once; growing in 8 bit; or in pages that requests have while they last (`Engine`). With
+        pages the batch is how many requests are answered at a time at most, and the chunk how many
+        tokens of all of them a step takes.
     quantize : {"none", "int8", "int4", "nf4", "auto"}
         What the weights of linear layers become while they are loaded; "auto" is the first of
         "none", "int8", "int4" that fits. A checkpoint that is quantized already says "none".
@@ -173,6 +177,8 @@ class Workload:
     logits : {"last", "all"}
         Of which positions of a prompt logits are made: of the last one, to go on from, or of all,
         to score a text.
+    pages : int, optional
+        Of a paged cache; by default as many as fit.
     gpu_generation : GpuGeneration
         That of the GPUs; planning puts the fleet's here.
     training : Training, optional
@@ -200,6 +206,7 @@ class Workload:
     image_size: tuple[int, int] = (1024, 1024)
     vision_batch: int | None | Literal["auto"] = "auto"
     logits: Logits = "last"
+    pages: int | None = None
     gpu_generation: GpuGeneration = field(default_factory=GpuGeneration)
     training: Training | None = None
 
@@ -223,7 +230,23 @@ class Workload:
         self._refuse_too_many()
         self._make_parts()
         choose("cache", self.cache, CACHES)
+        self._make_pages()
         choose("logits", self.logits, get_args(Logits))
+
+    def _make_pages(self) -> None:
+        if self.cache == "paged" and self.images:
+            raise UsageError(
+                f"images is {self.images}, and requests over a paged cache have none",
+                hint="plan for a batch: leave --serve out",
+            )
+        if self.pages is None:
+            return
+        _make_whole(self, "pages", 1)
+        if self.cache != "paged":
+            raise UsageError(
+                f"the cache is {self.cache}, and pages is {self.pages}",
+                hint="pages are of a paged cache (--serve)",
+            )
 
     def _make_size(self) -> None:
         try:

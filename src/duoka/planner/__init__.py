@@ -5,6 +5,7 @@
 - `resolve`: a request to its plan, by one of its `modes`: the best (`planner`), the largest
   (`max_workload`), or that of a map (`from_device_map`)
 - `search`: the exact optimum over cuts and devices
+- `page_count`: how many pages of a cache fit
 - `room`: what is left free on each device, and what is tried in which order
 - `offload`: the weights that may stay in the host's memory
 - `suggestions`, `gpu_upgrades`: what would fit where nothing does

@@ -29,7 +29,7 @@ def command(plan: Plan) -> str | None:
     request = plan.request
     if not plan.source or not request.gpus or plan.objective == "given":
         return None
-    if request.workload.logits != _DEFAULT.logits:
+    if request.workload.logits != _DEFAULT.logits or request.workload.pages is not None:
         return None
     words = ["duoka", "plan", plan.source]
     for option in options(request).values():
@@ -78,15 +78,19 @@ def _sizes(request: PlanRequest) -> Iterator[tuple[str, ...]]:
         yield ("--max-context", *new)
     else:
         yield ("--context", str(workload.context_tokens), *new)
-    if request.largest == "batch":
+    if workload.cache == "paged":
+        yield ("--serve",)
+        yield ("--sequences", str(workload.batch))
+    elif request.largest == "batch":
         yield ("--max-batch",)
     else:
         yield from _unusual(("--batch", workload.batch, _DEFAULT.batch))
     yield from _unusual(
         ("--dtype", workload.dtype, _DEFAULT.dtype),
-        ("--cache", workload.cache, _DEFAULT.cache),
         ("--quantize", workload.quantize, _DEFAULT.quantize),
     )
+    if workload.cache != "paged":
+        yield from _unusual(("--cache", workload.cache, _DEFAULT.cache))
     if workload.training is None:
         yield from _unusual(("--prefill-chunk", workload.prefill_chunk_tokens or "none", "auto"))
     if workload.images:

@@ -11,7 +11,9 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.costs import Costs, costs_of
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.latency import Seconds
+from duoka.forecast.loads import loads_of
 from duoka.forecast.profile import Profile
+from duoka.forecast.serving import least_pages
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
@@ -19,6 +21,7 @@ from duoka.hardware.fleet import Fleet
 from . import search
 from .limits import limits_for, reserves
 from .offload import candidates, lightest
+from .page_count import with_pages
 from .placement import Placement
 from .plan import Plan
 from .reasons import (
@@ -36,6 +39,7 @@ from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
 _LEAST_TOLD = 4096
+_STEP_TOKENS = (2048, 1024, 512)  # of many requests together, over a paged cache
 
 
 def solve(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
@@ -165,6 +169,8 @@ def objective_of(problem: PlanProblem) -> Objective:
     """What is optimised for a problem, with "auto" resolved for all of its devices."""
     if problem.objective != "auto":
         return problem.objective
+    if problem.workload.cache == "paged":
+        return "pages"
     known = {device.speeds for device in problem.fleet.devices}
     unknown = any(device.memory_bytes_per_second is None for device in problem.fleet.devices)
     return "headroom" if unknown or len(known) == 1 else "latency"
@@ -198,7 +204,9 @@ def _on_fewest(chunked: Sequence[Costs], problem: PlanProblem, source: str) -> P
             for costs in chunked:
                 limited = replace(problem, limits=limits)
                 try:
-                    return _plan(costs, *_search(costs, limited), problem, source)
+                    solution, peaks = _search(costs, limited)
+                    plan = _plan(costs, solution, peaks, problem, source)
+                    return _with_pages(plan, costs, solution)
                 except NoPlacement as none:
                     shortage |= none
     except NoPlacement as none:
@@ -252,6 +260,12 @@ def with_chunks(workload: Workload) -> Iterator[Workload]:
         workload = replace(workload, vision_batch=None)
     if workload.prefill_chunk_tokens != "auto":
         yield workload
+        return
+    if workload.cache == "paged":
+        sizes = (min(tokens, workload.context_tokens) for tokens in _STEP_TOKENS)
+        yield from (
+            replace(workload, prefill_chunk_tokens=tokens) for tokens in dict.fromkeys(sizes)
+        )
         return
     yield replace(workload, prefill_chunk_tokens=None)
     if workload.training is not None or workload.images:
@@ -323,6 +337,33 @@ def _plan(
         offloaded=profile.offloaded,
         needs_movers=profile.needs_movers,
     )
+
+
+def _with_pages(plan: Plan, costs: Costs, solution: Solution) -> Plan:
+    """The plan with as many pages as fit, where there are to be pages and nobody says how many."""
+    workload, fleet = costs.workload, plan.fleet
+    if workload.cache != "paged" or workload.pages is not None:
+        return plan
+    stages = [
+        (costs.blocks_of(stage.start, stage.stop), fleet.devices[stage.device].budget_bytes)
+        for stage in solution.stages
+    ]
+    device_of = _device_of(costs, solution, fleet) if costs.has_returns else None
+    workload, peaks = with_pages(costs.profile, workload, stages, costs.usable_bytes, device_of)
+    devices = tuple(
+        stage.placed(fleet.device(name)) for stage, name in zip(peaks, plan.devices, strict=True)
+    )
+    runs = [
+        (name, stage.start, stage.stop)
+        for name, stage in zip(plan.devices, solution.stages, strict=True)
+    ]
+    loads = tuple(loads_of(costs.profile, workload, costs.places, runs, fleet))
+    forecast = replace(plan.forecast, devices=devices, loads=loads)
+    plan = replace(plan, workload=workload, forecast=forecast)
+    if plan.objective != "pages":
+        return plan
+    assert workload.pages is not None, "they were counted"
+    return replace(plan, value=float(workload.pages), bound=plan.bound + least_pages(workload))
 
 
 def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> Seconds | None:

@@ -5,6 +5,8 @@ or terminals; of a plan it takes the placement, and the workload, whose limits i
 
 - `generate`, `stream`, `conversation`: one answer or several, piece by piece, and in rounds
 - `steps`: a model called as `generate` and a training loop do
+- `paged_steps`, `paged_attention`: a model called with many sequences over a paged cache
+- `draw`: a token from each row of logits
 - `optimizers`: what a training step ends with
 - `devices`: what torch knows of real and virtual devices
 - `encode_images`: images to features, some at a time, before their prompt is read

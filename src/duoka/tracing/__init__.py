@@ -1,7 +1,8 @@
 """Tracing: a model, run without data on one virtual GPU, becomes a profile.
 
 - `get_profile`: from the cache, or traced and kept there
-- `trace`, `trace_training`: a model → its profile, for inference and for training
+- `trace`, `trace_serving`, `trace_training`: a model → its profile, for one batch, many requests,
+  and training
 - `blocks`: what must stay whole, and where model code moves tensors by itself
 - `probe_sizes`: the steps that are recorded
 - `assemble`: blocks and what each costs → a profile
@@ -13,6 +14,7 @@
 
 from .assemble import TraceSpec
 from .trace import Irregular, trace, trace_call, trace_workload
+from .trace_serving import trace_serving
 from .trace_training import profile_training
 
 __all__ = [
@@ -21,5 +23,6 @@ __all__ = [
     "profile_training",
     "trace",
     "trace_call",
+    "trace_serving",
     "trace_workload",
 ]

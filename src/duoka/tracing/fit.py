@@ -28,6 +28,7 @@ from duoka.forecast.profile import (
     monomials,
     training_monomials,
 )
+from duoka.forecast.serving import SERVING_MONOMIALS
 
 from .record import Home, Pass, RawTape, homes_in
 from .record_training import ChunkBytes
@@ -47,10 +48,13 @@ class Sample:
     keys: int
     recorded: Pass
     context: int = 0
+    serving: tuple[int, ...] = ()
 
     @property
     def monomials(self) -> tuple[int, ...]:
         """What the sizes of this step may depend on."""
+        if self.serving:
+            return self.serving
         if self.phase in TRAINING_PHASES:
             return training_monomials(self.batch, self.query)
         return monomials(self.batch, self.query, self.keys, self.context)
@@ -173,6 +177,8 @@ _BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
     "prefill": (("1", "q", "qq"), ("1", "p", "qp")),
     "extend": (("1", "q", "k", "qk"), ("1", "q", "p", "qp"), ("1", "q", "k", "qk", "qq")),
     "decode": (("1", "k"), ("1", "p")),
+    "start": (("1", "n", "p", "g"),),
+    "serve": (("1", "n", "p", "g"), ("1", "t", "r", "l", "n", "p"), ("1", "t", "l", "n", "rn")),
     **dict.fromkeys(
         TRAINING_PHASES,
         (("1", "q", "qq"), ("1", "p", "qp"), ("1", "r"), ("1", "s"), ("1", "t"), ("1", "q", "n")),
@@ -206,6 +212,7 @@ class _Solver:
         many = samples[0].batch > 1 and samples[0].phase not in IMAGE_PHASES
         trains = samples[0].phase in TRAINING_PHASES
         names = TRAINING_MONOMIALS if trains else MONOMIALS
+        names = SERVING_MONOMIALS if samples[0].serving else names
         values = [sample.monomials for sample in samples]
         if trains:
             self._of_chunks = _basis(("1", "c"), names, values)

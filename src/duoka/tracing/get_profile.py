@@ -24,7 +24,15 @@ from duoka.planner.resolve import joined_note, workload_for
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
-from duoka.tracing import Irregular, TraceSpec, profile_training, trace, trace_call, trace_workload
+from duoka.tracing import (
+    Irregular,
+    TraceSpec,
+    profile_training,
+    trace,
+    trace_call,
+    trace_serving,
+    trace_workload,
+)
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
@@ -86,6 +94,8 @@ def _trace_with(
 ) -> tuple[Profile, bool]:
     if workload.training is not None:
         return virtual.apart(profile_training, build, spec, workload)
+    if workload.cache == "paged":
+        return trace_serving(build(), spec), True
     with suppress(Irregular):
         profile = trace(build(), spec)
         if profile.answers(workload.batch):

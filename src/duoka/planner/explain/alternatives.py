@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import get_args
 
 from duoka.errors import UsageError
 from duoka.forecast.costs import Costs
@@ -147,7 +146,7 @@ def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str,
 
 def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Stages]]:
     """The optimum of each objective, and that on all devices."""
-    wanted: tuple[Objective, ...] = get_args(Objective) if trial.has_speeds else ("headroom",)
+    wanted: tuple[Objective, ...] = ("headroom", *_TIMED) if trial.has_speeds else ("headroom",)
     quickest = trial.costs.time_objective
     if quickest is not None:
         wanted = tuple(name for name in wanted if name in ("headroom", quickest))

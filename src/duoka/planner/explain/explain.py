@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Literal
 
-from duoka.errors import FormatError
+from duoka.errors import FormatError, UsageError
 from duoka.forecast.costs import Costs, costs_of
 from duoka.forecast.profile import Profile
 from duoka.hardware.fleet import Fleet
@@ -45,6 +45,11 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     >>> explanation.changes[0].outcome  # doctest: +SKIP
     'impossible'
     """
+    if plan.workload.cache == "paged":
+        raise UsageError(
+            "the plan fills every GPU with pages, and duoka doesn't explain such a plan",
+            hint="explain one without --serve, for as many requests: --batch N",
+        )
     profile = profile or needed_profile(plan, "to explain the plan with")
     plan.refuse_other(profile.fingerprint, plan.source or profile.model)
     if plan.offloaded:

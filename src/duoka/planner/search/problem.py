@@ -23,9 +23,9 @@ from .dynamic_programme import Floats, Programme, Stage, Stages, UnsearchableErr
 from .known_bytes import KnownBytes
 from .limits import NO_LIMITS, Limits
 
-Objective = Literal["headroom", "latency", "throughput"]
+Objective = Literal["headroom", "latency", "throughput", "pages"]
 OBJECTIVES: tuple[Objective | Literal["auto"], ...] = ("auto", *get_args(Objective))
-Aim = Literal["headroom", "latency", "throughput", "balance"]
+Aim = Literal["headroom", "latency", "throughput", "pages", "balance"]
 """What the programme optimises: an objective, or the largest least share of a budget left free."""
 
 # How often a more even placement among the optimal ones is looked for.
@@ -110,6 +110,7 @@ class Problem:
             senders = [group.devices[0] for group in self._groups]
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
+        self._page_bytes = costs.page_bytes
         budgets = [group.budget_bytes for group in self._groups]
         self.memory = KnownBytes(costs, budgets, most, alternatives)
         self.places = range(1, self.memory.num_places + 1)
@@ -118,19 +119,22 @@ class Problem:
     def cheapest(self) -> tuple[Stages, float] | None:
         """A placement with exact costs that nothing with as few devices beats, and its cost.
 
+        Of pages nothing beats it, on however many.
+
         None where nothing fits.
         """
         programme = self._programme()
-        if (optimum := programme.fewest()) is None:
+        find = programme.best if self.aim == "pages" else programme.fewest
+        if (optimum := find()) is None:
             return None
-        if self.aim != "latency":
+        if self.aim not in ("latency", "pages"):
             # Of equally good ones the most even is wanted in the end: one that is both.
             even, _ = self._tie_programme(optimum[1], len(optimum[0])).fewest() or optimum
             if self.settle(even):
                 self._even = even
                 return even, optimum[1]
             programme.revise(self._tables())
-        while (optimum := programme.fewest()) is not None and not self.settle(optimum[0]):
+        while (optimum := find()) is not None and not self.settle(optimum[0]):
             programme.revise(self._tables())
         return optimum
 
@@ -244,6 +248,11 @@ class Problem:
             assert group.seconds is not None
             return np.where(fits, group.seconds, np.inf)
         needed, budget = self.memory.bytes[self._key(group, place)], group.budget_bytes
+        if self.aim == "pages":
+            assert self._page_bytes is not None, "there are pages"
+            over = needed - self.memory.usable_bytes(budget)
+            # A stage without layers has room for whatever the others have.
+            return np.where(fits, over / np.maximum(self._page_bytes, 1), np.inf)
         return np.where(fits, needed / budget if self.aim == "balance" else needed - budget, np.inf)
 
     def _tables(self) -> list[list[Floats]]:

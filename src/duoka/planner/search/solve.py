@@ -81,7 +81,7 @@ def search(
 
 def _value_of(aim: Aim, cost: float) -> float:
     """The objective's value, from the cost that was made small."""
-    return {"headroom": -cost, "balance": 1.0 - cost}.get(aim, cost)
+    return {"headroom": -cost, "pages": -cost, "balance": 1.0 - cost}.get(aim, cost)
 
 
 def _sequential(costs: Costs, fleet: Fleet, limits: Limits) -> Solution:
@@ -146,7 +146,15 @@ def fewest(costs: Sequence[Costs], fleet: Fleet, *, limits: Limits = NO_LIMITS) 
 
 def _resolve(objective: Objective | Literal["auto"], costs: Costs, fleet: Fleet) -> Objective:
     choose("the objective", objective, OBJECTIVES)
-    if objective == "headroom":
+    if (costs.page_bytes is None) == (objective == "pages"):
+        if objective == "auto":
+            return "pages"
+        if objective == "pages":
+            raise UsageError(
+                "the objective pages is for a paged cache, and this one has none",
+                hint="plan for many requests: --serve",
+            )
+    if objective in ("headroom", "pages"):
         return objective
     if objective == "auto" and len({device.speeds for device in fleet.devices}) == 1:
         return "headroom"

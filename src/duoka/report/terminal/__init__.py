@@ -1,6 +1,7 @@
 """What people read at a terminal.
 
 - `plan`, `explain`, `compare`: a plan, why it is so, and two beside each other
+- `serving`: what a plan for many requests is good for
 - `measured`: what answering took, beside its forecast
 - `check`, `excerpt`: the report of a check, with lines of source
 - `words`: modules, places and devices in words

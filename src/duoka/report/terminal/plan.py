@@ -22,6 +22,7 @@ from duoka.planner.limits import reserves
 from duoka.planner.plan import Plan
 from duoka.planner.room import cache_tokens, is_tight
 
+from .serving import render_serving
 from .words import modules_of, name_modules
 
 _TABLE_COLUMNS = 72  # with fewer there is a list instead
@@ -80,8 +81,11 @@ class _View:
         yield from _offloaded(self._plan)
         yield ""
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
-        yield from _cache(self._plan)
-        yield from render_seconds(self._plan)
+        if self._plan.workload.cache == "paged":
+            yield from render_serving(self._plan)
+        else:
+            yield from _cache(self._plan)
+            yield from render_seconds(self._plan)
         for reason in self._plan.why:
             yield Text(reason.text)
 
@@ -293,12 +297,16 @@ def facts(plan: Plan) -> Iterator[str]:
 def _inference(workload: Workload) -> Iterator[str]:
     new = f"({workload.prompt_tokens} + {workload.new_tokens} new)"
     chunk = workload.prefill_chunk_tokens
-    yield f"batch {workload.batch}"
+    is_served = workload.cache == "paged"
+    yield f"up to {workload.batch} requests" if is_served else f"batch {workload.batch}"
     yield f"context {workload.context_tokens} {new}"
     if workload.images:
         height, width = workload.image_size
         at_once = f", {workload.vision_batch} at a time" if workload.vision_batch else ""
         yield f"{format_count(workload.images, 'image')} of {width}x{height}{at_once}"
+    if is_served:
+        yield f"steps of {chunk or workload.prompt_tokens} tokens"
+        return
     yield "whole prompt at once" if chunk is None else f"prompt in chunks of {chunk}"
     if workload.cache != "dynamic":
         yield f"{workload.cache} cache"

@@ -1,0 +1,66 @@
+"""Drawing tokens: what a device does to choose one for each row of logits.
+
+All rows are treated alike, whatever is asked of each: what that takes follows from how many there
+are. It knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MOST_LOGPROBS = 20
+
+
+def draw(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    numbers: Tensor,
+) -> Tensor:
+    """A token of each row, [rows, vocabulary], where a number from 0 to below 1 falls.
+
+    That is among the probabilities of those that are left, in falling order. What it goes by is
+    [rows, 1].
+    """
+    ordered, tokens = logits.sort(dim=-1, descending=True)
+    # The largest one becomes 0: what follows stays in range at any temperature.
+    probabilities = torch.softmax((ordered - ordered[:, :1]) / temperatures, dim=-1)
+    ranks = torch.arange(logits.shape[-1], device=logits.device)
+    probabilities = probabilities.masked_fill(ranks >= top_k, 0.0)
+    probabilities /= probabilities.sum(dim=-1, keepdim=True)
+    # A token is left out when those before it have the share already; the first one stays.
+    before = probabilities.cumsum(dim=-1) - probabilities
+    least = min_p * probabilities[:, :1]
+    dropped = ((before >= top_p) | (probabilities < least)) & (ranks > 0)
+    sums = probabilities.masked_fill(dropped, 0.0).cumsum(dim=-1)
+    places = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
+    # Rounding may put a number at the very end.
+    last = (sums < sums[:, -1:]).sum(dim=-1, keepdim=True)
+    return tokens.gather(-1, torch.minimum(places, last))[:, 0]
+
+
+def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of the tokens, [rows, 1], and of the likeliest ones with these, [rows, number]."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    best = logprobs.topk(min(MOST_LOGPROBS, logits.shape[-1]), dim=-1)
+    return logprobs.gather(-1, tokens[:, None]), best.values, best.indices
+
+
+def draw_in_every_way(logits: Tensor) -> None:
+    """Do all that may be done to choose from rows of logits, one way after the other.
+
+    So a device that has memory for this has it for any of the ways.
+    """
+    raw = logits.float()
+    for is_changed in (False, True):
+        changed = raw.clone() if is_changed else raw
+        tokens = changed.argmax(dim=-1)
+        log_probabilities(raw, tokens)
+        is_drawn = torch.ones(len(raw), dtype=torch.bool, device=raw.device)
+        columns = [torch.ones(len(raw), 1, device=raw.device) for _ in range(5)]
+        tokens = torch.where(is_drawn, draw(changed, *columns), tokens)
+        log_probabilities(raw, tokens)
+        del changed, columns, is_drawn

@@ -1,0 +1,317 @@
+"""Attention over pages: a layer's keys and values lie in pages, on the layer's device.
+
+Which sequence a token of a step is of, and where its earlier tokens are, the step says, that comes
+to the attention function as one of its arguments. The model's own code isn't changed: it calls this
+function by transformers' `AttentionInterface`.
+
+Keys and values are gathered, page by page, into room that is as large in every step, and so are
+masks and, where no fused kernel serves (sinks, soft caps), scores. All that differs with a step are
+its tokens and the queries of a piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from duoka.errors import ModelError
+from duoka.forecast.serving import PIECE_ROWS, Capacity
+
+if TYPE_CHECKING:
+    from .paged_steps import Group, PagedStep, Piece
+
+NAME = "duoka_paged"
+# Where scores have to be there, so many at a time, or those of one query.
+_MOST_SCORES = 2**22
+# Fused kernels read heads of a multiple of so many elements.
+_ALIGNED = 8
+
+
+class PagedCache:
+    """Keys and values in pages, for each layer where its first keys come from.
+
+    One page more is made than there are, which nobody has. `windows` are those that layers look
+    back over, and 0.
+    """
+
+    def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
+        self.capacity = capacity
+        self.windows = tuple(sorted(windows))
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values: [pages, page_tokens, heads, head_dim]."""
+        if index not in self._layers:
+            rows = self.capacity.pages + 1, self.capacity.page_tokens
+            self._layers[index] = (
+                key.new_zeros(*rows, key.shape[1], key.shape[3]),
+                value.new_zeros(*rows, value.shape[1], value.shape[3]),
+            )
+        return self._layers[index]
+
+    @property
+    def scratch_page(self) -> int:
+        """A page that is nobody's."""
+        return self.capacity.pages
+
+
+class _Scores(NamedTuple):
+    """How scores become shares, beside what is masked."""
+
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+
+
+class _Room(NamedTuple):
+    """What a layer needs for the time of its attention, whatever the step."""
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    hidden: Tensor
+    scores: _ScoreRoom | None
+
+    @classmethod
+    def new(cls, query: Tensor, keys: Tensor, values: Tensor, tokens: int, *, fused: bool) -> _Room:
+        """Room for so many tokens that are gathered."""
+        pairs = PIECE_ROWS * tokens
+        return cls(
+            keys=keys.new_empty(tokens, *keys.shape[2:]),
+            values=values.new_empty(tokens, *values.shape[2:]),
+            bias=query.new_empty(pairs),
+            hidden=query.new_empty(pairs, dtype=torch.bool),
+            scores=None if fused else _ScoreRoom.new(query, values.shape[-1], tokens),
+        )
+
+
+class _ScoreRoom(NamedTuple):
+    """What it needs beside that where scores have to be there."""
+
+    scores: Tensor
+    shares: Tensor
+    queries: Tensor
+    attended: Tensor
+    rows: tuple[Tensor, ...]
+
+    @classmethod
+    def new(cls, query: Tensor, value_dim: int, tokens: int) -> _ScoreRoom:
+        """Room for the scores of as many queries as fit, at least one."""
+        heads = query.shape[1]
+        number, rows = max(_MOST_SCORES, heads * tokens), PIECE_ROWS * heads
+        return cls(
+            scores=query.new_empty(number, dtype=torch.float32),
+            shares=query.new_empty(number),
+            queries=query.new_empty(rows * max(query.shape[-1], value_dim)),
+            attended=query.new_empty(rows * value_dim),
+            rows=tuple(query.new_empty(rows, dtype=torch.float32) for _ in range(3)),
+        )
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    step: PagedStep | None = None,
+    step_table: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Store a step's keys and values, and attend to those of each sequence.
+
+    `query` is [1, heads, tokens, head_dim], `key` and `value` have their own numbers of heads; the
+    result is [1, tokens, heads, head_dim]. Of transformers' `options` count `scaling`, `softcap`,
+    `sliding_window`, and `s_aux`: sinks.
+    """
+    if step is None or step_table is None or not _is_plain(module, attention_mask, options):
+        raise ModelError(f"{type(module).__name__} has a mask or a bias of its own, or looks ahead")
+    window = _window_of(attention_mask, options.get("sliding_window"))
+    step.enter(module.layer_idx, window)
+    keys, values = step.cache.layer(module.layer_idx, key, value)
+    slots, places, numbers = (step_table[part] for part in step.parts(window))
+    for cached, new in ((keys, key), (values, value)):
+        cached.flatten(0, 1).index_copy_(0, slots, new[0].transpose(0, 1))
+    scaling, softcap, sinks = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
+    scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
+    is_aligned = not (query.shape[-1] % _ALIGNED or value.shape[-1] % _ALIGNED)
+    fused = softcap is None and sinks is None and is_aligned
+    room = _Room.new(query, keys, values, step.cache.capacity.gathered_tokens, fused=fused)
+    # [tokens, heads of keys, queries that share one, head_dim]
+    heads = key.shape[1], query.shape[1] // key.shape[1]
+    output = query.new_zeros(query.shape[2], *heads, value.shape[-1])
+    layer = _Layer(query[0].unflatten(0, heads), step_table, places, window, scores, room)
+    for group in step.groups(window):
+        pages = numbers[group.at : group.at + group.sequences * group.pages]
+        gathered = _gather(keys, room.keys, pages), _gather(values, room.values, pages)
+        for piece in group.pieces:
+            # No name for what a piece comes to: it is gone when the next one begins.
+            output[piece.first : piece.first + piece.rows][piece.meant].copy_(
+                layer.attended(gathered, group, piece)[piece.meant]
+            )
+    return output.flatten(1, 2)[None], None
+
+
+class _Layer(NamedTuple):
+    """What all pieces of a layer's attention go by; `query` is [heads, sharing, tokens, …]."""
+
+    query: Tensor
+    table: Tensor
+    places: Tensor
+    window: int
+    scores: _Scores
+    room: _Room
+
+    def attended(self, gathered: tuple[Tensor, Tensor], group: Group, piece: Piece) -> Tensor:
+        """What a piece comes to, [rows, heads of keys, sharing, head_dim]."""
+        keys, values = (_seen(states, group, piece) for states in gathered)
+        skipped = piece.skipped * (len(gathered[0]) // (group.sequences * group.pages))
+        rows = slice(piece.first, piece.first + piece.rows)
+        numbered = self.table[skipped : skipped + keys.shape[2]]
+        bias = _bias(self.room, numbered, self.places[rows, None], self.window)
+        query = self.query[:, :, rows]
+        if group.sequences > 1:
+            query = query.permute(2, 0, 1, 3)
+        bias = bias[:, None, None] if group.sequences > 1 else bias[None, None]
+        if self.room.scores is None:
+            attended = _fused(query, keys, values, bias, self.scores.scale)
+        else:
+            attended = _with_scores(query, keys, values, bias, self.scores, self.room.scores)
+        return attended if group.sequences > 1 else attended.permute(2, 0, 1, 3)
+
+
+def _gather(states: Tensor, room: Tensor, pages: Tensor) -> Tensor:
+    """The pages of a group, [tokens, heads, head_dim], in the room."""
+    out = room[: len(pages) * states.shape[1]]
+    torch.index_select(states.flatten(1), 0, pages, out=out.view(len(pages), -1))
+    return out
+
+
+def _seen(states: Tensor, group: Group, piece: Piece) -> Tensor:
+    """What a piece sees of what was gathered.
+
+    Of several sequences [sequences, heads, keys, head_dim]; of one [heads, 1, keys, head_dim].
+    """
+    if group.sequences > 1:
+        return states.view(group.sequences, -1, *states.shape[1:]).transpose(1, 2)
+    size = len(states) // group.pages
+    seen: Tensor = states[piece.skipped * size : (piece.skipped + piece.pages) * size]
+    return seen.transpose(0, 1)[:, None]
+
+
+def _bias(room: _Room, keys: Tensor, queries: Tensor, window: int) -> Tensor:
+    """What hides from each query the keys behind it and before its window: [rows, keys]."""
+    shape = len(queries), len(keys)
+    bias, hidden = (part[: shape[0] * shape[1]].view(shape) for part in (room.bias, room.hidden))
+    bias.zero_()
+    bias.masked_fill_(torch.gt(keys, queries, out=hidden), -torch.inf)
+    if window:
+        bias.masked_fill_(torch.le(keys, queries - window, out=hidden), -torch.inf)
+    return bias
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention by a fused kernel.
+
+    Of several sequences the queries that share a head of keys are this head's queries; of one each
+    head of keys is a sequence to the kernel, all of whose heads read the same.
+    """
+    if len(bias) == 1:
+        key, value = (states.expand(-1, query.shape[1], -1, -1) for states in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+
+
+def _with_scores(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scores: _Scores, room: _ScoreRoom
+) -> Tensor:
+    """The same with scores that are there, of so many queries at a time.
+
+    A soft cap bounds scores (Gemma 2); sinks are one more score of each head, to which nothing
+    belongs (GPT-OSS).
+    """
+    is_several = len(bias) > 1
+    if is_several:
+        query, key, value, bias = (part.transpose(0, 1) for part in (query, key, value, bias))
+        # [heads of keys, sequences, sharing, 1, …]
+        return _shared(query.unsqueeze(3), key, value, bias.unsqueeze(2), scores, room).transpose(
+            0, 1
+        )[..., 0, :]
+    # [heads of keys, 1, sharing, rows, …]
+    query, bias = query[:, None], bias[:, None]
+    attended = room.attended[: query.numel() // query.shape[-1] * value.shape[-1]]
+    attended = attended.view(*query.shape[:-1], value.shape[-1])
+    per_row = query.shape[0] * query.shape[2] * key.shape[2]
+    size = max(1, len(room.scores) // per_row)
+    for start in range(0, query.shape[3], size):
+        rows = slice(start, start + size)
+        part = _shared(query[:, :, :, rows], key, value, bias[:, :, :, rows], scores, room)
+        attended[:, :, :, rows].copy_(part)
+    return attended[:, 0]
+
+
+def _shared(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scores: _Scores, room: _ScoreRoom
+) -> Tensor:
+    """Values by the shares that queries, [heads of keys, sequences, sharing, rows, head_dim], give.
+
+    `key` and `value` are [heads of keys, sequences, keys, head_dim]; `bias` is as far as it goes.
+    """
+    heads, sequences, sharing, rows, _ = query.shape
+    shape = heads, sequences, sharing * rows, key.shape[2]
+
+    def place(part: Tensor, *sizes: int) -> Tensor:
+        return part[: math.prod(sizes)].view(sizes)
+
+    packed = place(room.queries, *shape[:3], query.shape[-1])
+    packed.view(query.shape).copy_(query)
+    shares, exact = place(room.shares, *shape), place(room.scores, *shape)
+    for head in range(heads):
+        torch.bmm(packed[head], key[head].transpose(1, 2), out=shares[head])
+    exact.copy_(shares).mul_(scores.scale)
+    if scores.softcap is not None:
+        exact.div_(scores.softcap).tanh_().mul_(scores.softcap)
+    exact = exact.view(heads, sequences, sharing, rows, -1).add_(bias)
+    most, total, rest = (place(part, *query.shape[:4], 1) for part in room.rows)
+    torch.amax(exact, dim=-1, keepdim=True, out=most)
+    if scores.sinks is not None:
+        sinks = scores.sinks.view(heads, 1, sharing, 1, 1)
+        torch.maximum(most, sinks, out=most)
+        torch.sub(sinks, most, out=rest).exp_()
+    torch.sum(exact.sub_(most).exp_(), dim=-1, keepdim=True, out=total)
+    if scores.sinks is not None:
+        total.add_(rest)
+    shares.copy_(exact.div_(total).view(shape))
+    attended = place(room.queries, *shape[:3], value.shape[-1])  # they have been read
+    for head in range(heads):
+        torch.bmm(shares[head], value[head], out=attended[head])
+    return attended.view(*query.shape[:4], value.shape[-1])
+
+
+def _window_alone(*_: Any, local_size: int | None = None, device: Any = "cpu", **__: Any) -> Tensor:
+    """In the place of a mask, which is made from the step: the window, as a size of nothing."""
+    return torch.empty(local_size or 0, 0, device=device)
+
+
+def _is_plain(module: Any, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Whether each token sees those before it, and nothing else is added to scores."""
+    is_masked = mask is not None and mask.numel() > 0
+    is_causal = getattr(module, "is_causal", True)
+    return is_causal and not is_masked and options.get("position_bias") is None
+
+
+def _window_of(mask: Tensor | None, sliding_window: int | None) -> int:
+    """How many tokens a layer looks back; 0 for all. Some say so in their mask alone."""
+    return (sliding_window or 0) if mask is None else mask.shape[0]
+
+
+def register() -> None:
+    """Let models have this attention by its name."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, _window_alone)

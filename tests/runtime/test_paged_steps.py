@@ -1,0 +1,149 @@
+"""Steps over pages: attention gives what it gives over whole sequences, in sizes that are known."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from duoka.engine.request import SamplingParams
+from duoka.engine.sampler import Row
+from duoka.engine.step import Chunk
+from duoka.forecast.serving import Capacity
+from duoka.runtime.paged_attention import PagedCache, attend
+from duoka.runtime.paged_steps import PagedStep
+
+HEADS, KEY_HEADS, DIM = 4, 2, 8
+ROW = Row(params=SamplingParams(), seed=0, place=0)
+CAPACITY = Capacity(sequences=6, context_tokens=700, pages=300, page_tokens=16, step_tokens=640)
+
+
+@dataclass
+class Story:
+    """A sequence: its keys and values so far, and its pages."""
+
+    keys: Tensor
+    values: Tensor
+    pages: list[int]
+    done: int = 0
+
+
+def stories(rng: random.Random, number: int) -> list[Story]:
+    torch.manual_seed(rng.randrange(2**31))
+    free = list(range(CAPACITY.pages))
+    rng.shuffle(free)
+    made = []
+    for _ in range(number):
+        length = rng.choice([3, 40, 41, 44, 300, 700])
+        pages = [free.pop() for _ in range(-(-length // 16))]
+        made.append(
+            Story(torch.randn(KEY_HEADS, length, DIM), torch.randn(KEY_HEADS, length, DIM), pages)
+        )
+    return made
+
+
+def dense(story: Story, query: Tensor, start: int, window: int, options: dict[str, Any]) -> Tensor:
+    """Attention of one sequence's queries, [heads, queries, dim], by the book."""
+    end = start + query.shape[1]
+    keys, values = (
+        part[:, :end].repeat_interleave(HEADS // KEY_HEADS, dim=0)
+        for part in (story.keys, story.values)
+    )
+    scores = query @ keys.transpose(1, 2) * DIM**-0.5
+    if options.get("softcap"):
+        scores = torch.tanh(scores / options["softcap"]) * options["softcap"]
+    places, seen = torch.arange(start, end)[:, None], torch.arange(end)
+    hidden = seen > places
+    if window:
+        hidden |= seen <= places - window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if (sinks := options.get("s_aux")) is not None:
+        column = sinks[:, None, None].expand(-1, len(places), 1)
+        return torch.cat([scores, column], dim=-1).softmax(dim=-1)[..., :-1] @ values
+    return scores.softmax(dim=-1) @ values
+
+
+def chunks_of(rng: random.Random, told: list[Story]) -> list[Chunk]:
+    """Some of each story that is to be told, as much as a step takes."""
+    left, chunks = CAPACITY.step_tokens - len(told), []
+    for number, story in enumerate(told):
+        length = story.keys.shape[1]
+        if story.done == length:
+            story.done -= 1  # its last token once more
+        rest = length - story.done
+        size = 1 if rest == 1 else min(1 + left, rest, rng.choice([1, 2, 30, 400]))
+        left -= size - 1
+        wants = rng.random() < 0.7
+        chunks.append(Chunk(number, [0] * size, story.done, story.pages, ROW if wants else None))
+    return chunks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sliding_window": 20}, {"softcap": 0.7}, {"s_aux": torch.randn(HEADS)}],
+    ids=["full", "window", "softcap", "sinks"],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_over_pages_is_that_over_whole_sequences(
+    options: dict[str, Any], seed: int
+) -> None:
+    rng = random.Random(seed)
+    told = stories(rng, 6)
+    window = options.get("sliding_window", 0)
+    cache = PagedCache(CAPACITY, {0, window})
+    module: Any = SimpleNamespace(layer_idx=0, is_causal=True)
+    for _ in range(6):
+        chunks = chunks_of(rng, told)
+        step = PagedStep(chunks, cache)
+        table = step.inputs(torch.device("cpu"))["step_table"]
+        # Tokens in the step's own order; those that pad it are anything.
+        order = [chunk.sequence for chunk in step.chunks]
+        query = torch.randn(1, HEADS, step.num_tokens, DIM)
+        key, value = (torch.randn(1, KEY_HEADS, step.num_tokens, DIM) for _ in range(2))
+        for at, number in enumerate(order):
+            chunk, story = chunks[number], told[number]
+            rows = slice(int(step.offsets[at]), int(step.offsets[at + 1]))
+            key[0, :, rows] = story.keys[:, chunk.start : chunk.end]
+            value[0, :, rows] = story.values[:, chunk.start : chunk.end]
+        found, _ = attend(module, query, key, value, None, step=step, step_table=table, **options)
+        for at, number in enumerate(order):
+            rows = slice(int(step.offsets[at]), int(step.offsets[at + 1]))
+            chunk = chunks[number]
+            expected = dense(told[number], query[0, :, rows], chunk.start, window, options)
+            torch.testing.assert_close(
+                found[0, rows].transpose(0, 1), expected, rtol=1e-4, atol=1e-5
+            )
+            told[number].done = chunk.end
+
+
+def test_every_step_is_of_a_known_size() -> None:
+    rng = random.Random(5)
+    cache = PagedCache(CAPACITY, (0, 20))
+    sizes = CAPACITY.steps()
+    for _ in range(40):
+        told = stories(rng, rng.randint(1, 6))
+        for story in told:
+            story.done = rng.randrange(story.keys.shape[1])
+        chunks = chunks_of(rng, told)
+        step = PagedStep(chunks, cache)
+        step.inputs(torch.device("cpu"))
+        alike = [size for size in sizes if size.tokens == step.num_tokens]
+        assert len(step.last_rows) in {size.logits for size in alike}
+        rows = {piece.rows for w in (0, 20) for g in step.groups(w) for piece in g.pieces}
+        assert rows <= {size.rows for size in alike}
+        for window in (0, 20):
+            for group in step.groups(window):
+                assert group.sequences * group.pages <= CAPACITY.gathered_pages
+        ends = [int(step.offsets[at + 1]) - 1 for at in range(len(chunks))]
+        wanted = {chunk.sequence for chunk in chunks if chunk.wants_logits}
+        named = [
+            ends[[c.sequence for c in step.chunks].index(c.sequence)]
+            for c in chunks
+            if c.sequence in wanted
+        ]
+        assert step.last_rows[: len(named)] == named

@@ -1,0 +1,54 @@
+"""Profiles of steps over pages: cut as those of a batch are, and exact at sizes between samples."""
+
+from __future__ import annotations
+
+import families
+import pytest
+import torch
+
+from duoka import Workload, virtual
+from duoka.errors import ModelError
+from duoka.forecast.profile import Profile
+from duoka.forecast.replay_serving import ServingReplay
+from duoka.planner.placement import Placement
+from duoka.runtime.dispatch.dispatch import dispatch, without_data
+from duoka.runtime.paged_steps import PagedStepper
+from duoka.tracing import TraceSpec, trace, trace_serving
+
+WORK = Workload(
+    cache="paged", batch=3, prompt_tokens=70, new_tokens=9, prefill_chunk_tokens=40, pages=21
+)
+
+
+def profile_of(name: str) -> Profile:
+    model = without_data(families.build(name).eval())
+    return trace_serving(model, TraceSpec(fingerprint="", conditions=WORK.conditions))
+
+
+@pytest.mark.parametrize("name", families.sample(["llama", "glm", "gpt2", "mixtral", "gemma2"]))
+def test_blocks_are_those_of_a_batch(name: str) -> None:
+    model = without_data(families.build(name).eval())
+    expected = trace(model, TraceSpec(fingerprint="", conditions=Workload().conditions))
+    found = profile_of(name)
+    assert [block.modules for block in found.blocks] == [b.modules for b in expected.blocks]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gemma3_text"])
+def test_steps_take_what_the_profile_says(name: str) -> None:
+    profile = profile_of(name)
+    replay = ServingReplay(profile, WORK)
+    forecast = replay.run(range(len(profile.blocks)))
+    assert forecast is not None
+    generation = WORK.gpu_generation
+    with torch.no_grad(), virtual.gpus([None], data="meta", generation=generation) as world:
+        model = families.build(name).eval()
+        dispatch(model, Placement(entries=(("", "vgpu:0"),)))
+        PagedStepper(model, replay.capacity, virtual.virtual_device(0)).warm_up()
+        assert world.max_memory_allocated(0) == forecast.allocated_bytes
+        assert world.max_memory_reserved(0) == forecast.reserved_bytes
+
+
+def test_what_cant_read_pages_is_refused() -> None:
+    for name in ("t5", "mamba"):
+        with pytest.raises(ModelError, match="can't read from pages"):
+            profile_of(name)
