@@ -1,0 +1,62 @@
+"""Loads: what stages gain by working at the same time is what the formula says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import tuning
+
+import duoka
+from duoka.errors import FormatError
+from duoka.forecast.loads import Load
+from duoka.report.terminal.plan import plan_text
+
+WORK = duoka.Workload(
+    cache="paged", batch=20, prompt_tokens=100, new_tokens=28, dtype="float32",
+    prefill_chunk_tokens=32,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> duoka.Plan:
+    model = tuning.write_model("large", tmp_path_factory.mktemp("model") / "large")
+    fleet = duoka.Fleet.parse("2x128MiB")
+    speeds = {"memory_bytes_per_second": 1e9, "flops_per_second": 1e12, "launch_seconds": 1e-6}
+    devices = tuple(replace(device, **speeds) for device in fleet.devices)  # type: ignore[arg-type]
+    return duoka.plan(model, replace(fleet, devices=devices), WORK, use_all=True)
+
+
+def test_one_request_is_not_faster_and_many_are(plan: duoka.Plan) -> None:
+    loads = plan.forecast.loads
+    assert [load.requests for load in loads] == [1, 4, 16, 20]
+    gains = [load.tokens_per_second / load.serial_tokens_per_second for load in loads]
+    assert gains[0] == 1
+    assert all(one <= other + 1e-9 for one, other in pairwise(gains))
+    assert 1 < gains[-1] <= 2
+
+
+def test_the_gain_is_that_of_the_formula(plan: duoka.Plan) -> None:
+    # The seconds of a step of b requests are a + c b, found from two loads.
+    one, *_, most = plan.forecast.loads
+    steps = [load.requests / load.serial_tokens_per_second for load in (one, most)]
+    slope = (steps[1] - steps[0]) / (most.requests - 1)
+    fixed = steps[0] - slope
+    expected = (fixed + slope * most.requests) / (fixed + slope * most.requests / 2)
+    gain = most.tokens_per_second / most.serial_tokens_per_second
+    # Stages aren't equally fast, and the slower one decides.
+    assert 0.75 * expected <= gain <= 1.01 * expected
+
+
+def test_a_person_is_told(plan: duoka.Plan) -> None:
+    text = " ".join(plan_text(plan).split())
+    assert f"{plan.workload.pages:,} pages of 16 tokens" in text
+    assert "up to 20 requests" in text
+    assert "2 GPUs don't make it faster" in text
+    assert "at once 20 requests of 128 tokens" in text
+
+
+def test_no_load_is_told_that_cannot_be() -> None:
+    with pytest.raises(FormatError, match="no speed"):
+        Load(requests=1, tokens_per_second=-1.0, serial_tokens_per_second=1.0)

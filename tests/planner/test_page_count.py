@@ -1,0 +1,108 @@
+"""Pages: as many as every GPU has room for, and cut so that all of them fill together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tuning
+
+import duoka
+from duoka.api.plan import find_or_trace
+from duoka.errors import InfeasibleError, UsageError
+from duoka.forecast.costs import ServingCosts
+from duoka.forecast.profile import Profile
+from duoka.forecast.replay_serving import ServingReplay
+from duoka.forecast.serving import least_pages
+from duoka.planner.page_count import with_pages
+from duoka.planner.planner import with_chunks
+from duoka.planner.room import room_bytes
+
+WORK = duoka.Workload(
+    cache="paged", batch=4, prompt_tokens=100, new_tokens=28, dtype="float32",
+    prefill_chunk_tokens=32,
+)  # fmt: skip
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuning.write_model("llama", tmp_path_factory.mktemp("model") / "llama")
+
+
+@pytest.fixture(scope="module")
+def profile(model: Path) -> Profile:
+    return find_or_trace(duoka.Checkpoint.open(model), WORK)
+
+
+def usable(budget: int) -> int:
+    return budget - room_bytes(budget)
+
+
+def cuts(costs: ServingCosts, budgets: list[int]) -> Iterator[int]:
+    """Pages of every cut into as many stages as there are budgets, or one, in every order."""
+    num = costs.num_blocks
+    for budget in budgets:
+        yield pages_of(costs, [(0, num, budget)])
+    for cut in range(1, num):
+        for first, second in (budgets, budgets[::-1]):
+            yield pages_of(costs, [(0, cut, first), (cut, num, second)])
+
+
+def pages_of(costs: ServingCosts, stages: list[tuple[int, int, int]]) -> int:
+    runs = [(costs.blocks_of(start, stop), budget) for start, stop, budget in stages]
+    least = least_pages(WORK)
+    replay = ServingReplay(costs.profile, replace(WORK, pages=least))
+    peaks = [replay.run(blocks) for blocks, _ in runs]
+    for peak, (_, budget) in zip(peaks, runs, strict=True):
+        if peak is None or peak.reserved_bytes > usable(budget):
+            return 0
+    workload, _ = with_pages(costs.profile, WORK, runs, usable)
+    assert workload.pages is not None
+    return workload.pages
+
+
+@pytest.mark.parametrize("sizes", [(48, 64), (80, 33), (40, 40)])
+def test_no_cut_has_room_for_more_pages(
+    model: Path, profile: Profile, sizes: tuple[int, int]
+) -> None:
+    fleet = ",".join(f"{size}MiB" for size in sizes)
+    plan = duoka.plan(model, f"virtual:{fleet}", WORK)
+    assert plan.objective == "pages"
+    assert plan.value == plan.workload.pages <= plan.bound
+    best = max(cuts(ServingCosts(profile, WORK), [size * MIB for size in sizes]))
+    # The search knows what tensors take, not what segments make of it.
+    assert plan.value >= 0.9 * best
+    for stage in plan.forecast.devices:
+        assert stage.reserved_bytes <= usable(stage.budget_bytes)
+
+
+def test_cards_fill_together(model: Path) -> None:
+    plan = duoka.plan(model, "virtual:64MiB,64MiB", WORK)
+    assert len(plan.devices) == 2
+    one = duoka.plan(model, "virtual:64MiB", WORK)
+    assert plan.workload.pages is not None
+    assert one.workload.pages is not None
+    assert plan.workload.pages > 1.5 * one.workload.pages
+    more = replace(plan.workload, pages=plan.workload.pages * 3 // 2)
+    with pytest.raises(InfeasibleError, match="does not fit"):
+        duoka.plan(model, "virtual:64MiB,64MiB", more, suggest=False)
+
+
+def test_steps_shrink_where_large_ones_do_not_fit() -> None:
+    chunks = [
+        work.prefill_chunk_tokens
+        for work in with_chunks(replace(WORK, prefill_chunk_tokens="auto"))
+    ]
+    assert chunks == [128]
+    large = replace(WORK, prompt_tokens=4000, prefill_chunk_tokens="auto")
+    assert [work.prefill_chunk_tokens for work in with_chunks(large)] == [2048, 1024, 512]
+
+
+def test_pages_are_an_objective_of_paged_caches_alone(model: Path) -> None:
+    with pytest.raises(UsageError, match="the objective pages is for a paged cache"):
+        duoka.plan(model, "virtual:64MiB", replace(WORK, cache="dynamic"), objective="pages")
+    with pytest.raises(UsageError, match="pages is 7"):
+        replace(WORK, cache="dynamic", pages=7)
