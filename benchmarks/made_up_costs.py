@@ -11,6 +11,7 @@ class AnyPlace:
     lower_bound_bytes: np.ndarray
     num_places = 1
     time_objective = None
+    page_bytes = None
 
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes

@@ -323,7 +323,10 @@ def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
             given_options(options, "sequences"), "a plan for one batch", "say --serve as well"
         )
         return
-    names = ("batch", "cache", "images", "max_context", "max_batch", "replicas", "offload")
+    names = (
+        *("batch", "cache", "images", "max_context", "max_batch"),
+        *("replicas", "offload", "device_map"),
+    )
     refuse_beside(
         [*given_options(options, *names), *(["--train"] if training else [])],
         "--serve",

@@ -105,14 +105,17 @@ class WaysOut:
 
     def _fewer_bits(self, *, shorten: bool) -> Iterator[WayOut]:
         """In a cache, in weights, in both; of fewer tokens too, where fewer alone won't do."""
-        if self._workload.cache != "int8":
+        keeps_cache = self._workload.cache in ("int8", "paged")
+        if not keeps_cache:
             plan = self._plan_or_chunked(self._of(replace(self._workload, cache="int8")))
             if plan is not None:
                 text = f"the KV cache in 8 bit{self._pieces(plan)}"
                 yield self._way("cache", text, plan, loses=_QUALITY.format(_CACHE))
         for scheme in _smaller(self._workload):
             workload = replace(self._workload, quantize=scheme)
-            smaller, both = self._of(workload), self._of(replace(workload, cache="int8"))
+            smaller = both = self._of(workload)
+            if not keeps_cache:
+                both = self._of(replace(workload, cache="int8"))
             for problem in dict.fromkeys((smaller, both)):
                 plan = self._plan_or_chunked(problem)
                 if plan is not None:

@@ -299,10 +299,13 @@ class PagedStepper:
         What can fail fails now: see `forecast.serving`. Where nobody counts memory those of as many
         tokens as there can be will do.
         """
-        self.run_largest()
-        reserved, now = 0, self._reserved_bytes()
+        self.start()
+        sizes = self.cache.capacity.steps()
+        reserved, now = -1, self._reserved_bytes()
+        if not now:
+            sizes = [size for size in sizes if size.tokens == sizes[0].tokens]
         while reserved < now:
-            for size in self.cache.capacity.steps():
+            for size in sizes:
                 self.try_out(size)
             reserved, now = now, self._reserved_bytes()
 
