@@ -71,3 +71,32 @@ def test_a_config_that_is_not_of_the_weights_is_refused(
     done = program("plan", copy, *GPUS, *SIZES)
     assert (done.returncode, done.stdout) == (9, "")
     assert "tensors have another shape" in done.stderr
+
+
+# ── many requests ──
+
+
+def test_a_plan_for_requests_counts_pages(tiny: Path, program: Program, tmp_path: Path) -> None:
+    saved = tmp_path / "served.plan"
+    asked = ["--gpus", "virtual:2x96MiB", "--serve", "--sequences", "3", "--context", "96"]
+    done = program("plan", tiny, *asked, "--save", saved)
+    assert (done.returncode, "pages of 16 tokens" in done.stdout) == (0, True)
+    plan = duoka.Plan.load(saved)
+    assert plan.workload.pages is not None
+    assert f"{plan.workload.pages:,} pages" in done.stdout
+    assert (plan.workload.batch, plan.objective) == (3, "pages")
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_what_does_not_go_with_requests_is_refused(tiny: Path, program: Program) -> None:
+    for options, said in (
+        (("--serve", "--batch", "2"), "--batch can't be given with --serve"),
+        (("--serve", "--device-map", "auto"), "--device-map can't be given with --serve"),
+        (("--sequences", "2"), "--sequences can't be given with a plan for one batch"),
+        (("--objective", "pages"), "the objective pages is for a paged cache"),
+    ):
+        done = program("plan", tiny, *GPUS, *options)
+        assert done.returncode == 2
+        assert said in done.stderr
+    done = program("plan", tiny, *GPUS, "--serve", "--explain")
+    assert "doesn't explain such a plan" in done.stderr

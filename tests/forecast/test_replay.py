@@ -140,7 +140,7 @@ def test_left_out_decode_steps_hardly_matter(prompt: int, new: int, batch: int, 
 
 def test_nothing_stays_alive_but_weights_and_caches() -> None:
     profile = tiny.made_up([MIB] * 4, CACHED)
-    run = replay._InferenceRun(Replay(profile, workload(50, 20)), [0, 1, 2, 3], None, None)
+    run = replay.InferenceRun(Replay(profile, workload(50, 20)), [0, 1, 2, 3], None, None)
     run.run()
     assert run.memory.cached == 2 * -(-69 * 512 // 512) * 512
     assert run.memory.allocated == run.memory.requested == 4 * MIB + run.memory.cached

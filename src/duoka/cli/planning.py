@@ -286,7 +286,7 @@ def read_workload(
         )
     refuse_unserved(options, training)
     workload = duoka.Workload(
-        batch=options.batch or options.sequences or (_SEQUENCES if options.serve else 1),
+        batch=_batch(options),
         prompt_tokens=context - new,
         new_tokens=new,
         dtype=read_dtype(options.dtype or "auto"),
@@ -314,6 +314,13 @@ def read_workload(
             hint="write width and height in pixels, as 1120x1120",
         )
     return replace(workload, image_size=(pixels[1], pixels[0]))
+
+
+def _batch(options: PlanOptions) -> int:
+    """Sequences that run together, or requests that are answered at once."""
+    if options.serve:
+        return _SEQUENCES if options.sequences is None else options.sequences
+    return 1 if options.batch is None else options.batch
 
 
 def refuse_unserved(options: PlanOptions, training: Training | None) -> None:

@@ -9,7 +9,7 @@
 - `serving`: the sizes of steps over a paged cache, and why no others need to be known
 - `replay`, `replay_serving`, `replay_training`: a stage's steps, run through that memory
 - `stage_bytes`: what comes of it
-- `latency`, `loads`: how long stages take, and how many requests they answer meanwhile
+- `latency`, `serving_speed`: how long stages take, and how many requests they answer meanwhile
 - `stages`, `costs`: the chain that is cut and its lower bounds; what the search asks of stages
 - `forecast`: bytes and seconds of a placement
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .latency import Seconds
-from .loads import Load
+from .serving_speed import ServingSpeed
 from .stage_bytes import StageBytes
 
 
@@ -24,7 +24,7 @@ class Forecast:
         many bytes go over PCIe for each token that is generated.
     copy_seconds : float, optional
         What that takes in each step; None where nothing is copied, or a link's speed is unknown.
-    loads : tuple of Load
+    serving_speeds : tuple of ServingSpeed
         Of a cache in pages, where speeds are known: from one request on to as many as there can be.
     """
 
@@ -32,4 +32,4 @@ class Forecast:
     seconds: Seconds | None = None
     host_bytes: int = 0
     copy_seconds: float | None = None
-    loads: tuple[Load, ...] = ()
+    serving_speeds: tuple[ServingSpeed, ...] = ()

@@ -61,8 +61,9 @@ class ServingReplay(Replay):
             pages=self.capacity.pages,
             pairs=pairs,
         )
-        regime = self.profile.regime_of(phase, batch=1, query=size.tokens, keys=gathered)
-        return Step(phase=phase, query=size.tokens, keys=gathered, regime=regime, values=values)
+        tokens = size.tokens
+        regime = self.profile.regime_of(phase, batch=1, query=tokens, keys=tokens)
+        return Step(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
 
     def _stage_run(
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None

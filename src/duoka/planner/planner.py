@@ -11,9 +11,9 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.costs import Costs, costs_of
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.latency import Seconds
-from duoka.forecast.loads import loads_of
 from duoka.forecast.profile import Profile
 from duoka.forecast.serving import least_pages
+from duoka.forecast.serving_speed import serving_speeds
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
@@ -357,8 +357,8 @@ def _with_pages(plan: Plan, costs: Costs, solution: Solution) -> Plan:
         (name, stage.start, stage.stop)
         for name, stage in zip(plan.devices, solution.stages, strict=True)
     ]
-    loads = tuple(loads_of(costs.profile, workload, costs.places, runs, fleet))
-    forecast = replace(plan.forecast, devices=devices, loads=loads)
+    speeds = tuple(serving_speeds(costs.profile, workload, costs.places, runs, fleet))
+    forecast = replace(plan.forecast, devices=devices, serving_speeds=speeds)
     plan = replace(plan, workload=workload, forecast=forecast)
     if plan.objective != "pages":
         return plan

@@ -52,7 +52,7 @@ def _requests(plan: Plan, pages: int) -> str:
 
 def _loads(plan: Plan) -> Iterator[str]:
     """How fast they are answered, by formula, and what several stages do for that."""
-    loads, num = plan.forecast.loads, len(plan.devices)
+    loads, num = plan.forecast.serving_speeds, len(plan.devices)
     if not loads:
         return
     speeds = ", ".join(

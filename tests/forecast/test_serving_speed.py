@@ -1,4 +1,4 @@
-"""Loads: what stages gain by working at the same time is what the formula says."""
+"""Serving speeds: what stages gain by working at the same time is what the formula says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tuning
 
 import duoka
 from duoka.errors import FormatError
-from duoka.forecast.loads import Load
+from duoka.forecast.serving_speed import ServingSpeed
 from duoka.report.terminal.plan import plan_text
 
 WORK = duoka.Workload(
@@ -29,7 +29,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> duoka.Plan:
 
 
 def test_one_request_is_not_faster_and_many_are(plan: duoka.Plan) -> None:
-    loads = plan.forecast.loads
+    loads = plan.forecast.serving_speeds
     assert [load.requests for load in loads] == [1, 4, 16, 20]
     gains = [load.tokens_per_second / load.serial_tokens_per_second for load in loads]
     assert gains[0] == 1
@@ -39,7 +39,7 @@ def test_one_request_is_not_faster_and_many_are(plan: duoka.Plan) -> None:
 
 def test_the_gain_is_that_of_the_formula(plan: duoka.Plan) -> None:
     # The seconds of a step of b requests are a + c b, found from two loads.
-    one, *_, most = plan.forecast.loads
+    one, *_, most = plan.forecast.serving_speeds
     steps = [load.requests / load.serial_tokens_per_second for load in (one, most)]
     slope = (steps[1] - steps[0]) / (most.requests - 1)
     fixed = steps[0] - slope
@@ -59,4 +59,4 @@ def test_a_person_is_told(plan: duoka.Plan) -> None:
 
 def test_no_load_is_told_that_cannot_be() -> None:
     with pytest.raises(FormatError, match="no speed"):
-        Load(requests=1, tokens_per_second=-1.0, serial_tokens_per_second=1.0)
+        ServingSpeed(requests=1, tokens_per_second=-1.0, serial_tokens_per_second=1.0)

@@ -1,4 +1,4 @@
-"""Loads: how fast so many requests are answered at once, over a paged cache.
+"""Serving speed: how fast so many requests are answered at once, over a paged cache.
 
 A step of all stages takes a + c b seconds for b requests: weights are read once, keys and values
 for each. One stage after the other, b requests get b tokens in that time; in s groups, each in
@@ -22,7 +22,7 @@ from .workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class ServingSpeed:
     """How fast so many requests are answered at once, while all of them have half a context.
 
     Parameters
@@ -44,14 +44,14 @@ class Load:
                 raise FormatError(f"{speed} tokens a second is no speed")
 
 
-def loads_of(
+def serving_speeds(
     profile: Profile,
     workload: Workload,
     places: Sequence[Sequence[int]],
     stages: Sequence[tuple[str, int, int]],
     fleet: Fleet,
-) -> Iterator[Load]:
-    """Loads of the stages of a placement; none where the speed of a device is unknown.
+) -> Iterator[ServingSpeed]:
+    """Speeds of the stages of a placement; none where the speed of a device is unknown.
 
     `places` are the blocks that are cut apart, each with what goes with it.
     """
@@ -72,7 +72,7 @@ def loads_of(
         slowest = max(s.decode_seconds + s.decode_transfer_seconds for s in grouped.stages)
         around = max(grouped.token_seconds or 0.0, groups * slowest)
         if serial.token_seconds and around:
-            yield Load(
+            yield ServingSpeed(
                 requests=requests,
                 tokens_per_second=requests / around,
                 serial_tokens_per_second=requests / serial.token_seconds,
