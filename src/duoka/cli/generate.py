@@ -136,7 +136,7 @@ def generate(
     else:
         texts = [reply.text for reply in _answer(generator, tokens, sampling)]
         answer("\n\n".join(texts) + "\n")
-    planning.tell_measured(plan, generator)
+    planning.tell_measured(plan, generator.pace.measured(plan.devices))
 
 
 def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:

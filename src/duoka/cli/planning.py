@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import version
@@ -43,6 +44,8 @@ from .options import (
 from .terminal import progress_bars, stderr, working, write_file
 
 if TYPE_CHECKING:
+    from duoka.engine import Engine
+    from duoka.report.measured import Measured
     from duoka.runtime import Generator, PromptReader
 
 ALL_GPUS = "all"
@@ -404,30 +407,45 @@ def load_generator(
     plan: duoka.Plan, model: ModelOptions, reader: PromptReader, adapter: str | None = None
 ) -> Generator:
     """Prove and load a plan, with a progress bar."""
+    with _loading(plan) as options:
+        from duoka.runtime import Generator
+
+        loaded: Any = duoka.load(
+            plan, trust_remote_code=model.trust_remote_code, adapter=adapter, **options
+        )
+    return Generator(loaded, reader.tokenizer, reader.chat, plan.workload)
+
+
+def load_engine(plan: duoka.Plan, model: ModelOptions, adapter: str | None = None) -> Engine:
+    """The same in one process, for one request after another."""
+    with _loading(plan) as options:
+        return duoka.Engine(
+            plan,
+            processes=False,
+            trust_remote_code=model.trust_remote_code,
+            adapter=adapter,
+            **options,
+        )
+
+
+@contextmanager
+def _loading(plan: duoka.Plan) -> Iterator[dict[str, Any]]:
+    """Say what is loaded, and what comes of it; the progress bars, as options of `load`."""
     console = stderr()
 
     def tell(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
     with heard_by(tell), progress_bars() as bar:
-        from duoka.runtime import Generator
-
         say(f"{plan.model} on {', '.join(plan.devices)}")
-        loaded: Any = duoka.load(
-            plan,
-            progress=bar("loading"),
-            download_progress=bar("downloading"),
-            trust_remote_code=model.trust_remote_code,
-            adapter=adapter,
-        )
-    return Generator(loaded, reader.tokenizer, reader.chat, plan.workload)
+        yield {"progress": bar("loading"), "download_progress": bar("downloading")}
 
 
-def tell_measured(plan: duoka.Plan, generator: Generator) -> None:
+def tell_measured(plan: duoka.Plan, measured: Measured) -> None:
     """Say what loading and answering took, beside the forecast."""
     from duoka.report.terminal import render_measured
 
-    stderr().print(render_measured(plan, generator.pace.measured(plan.devices)))
+    stderr().print(render_measured(plan, measured))
 
 
 def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:

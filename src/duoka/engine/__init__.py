@@ -7,7 +7,7 @@
 - `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages
 - `paged_model`: a model with a paged cache on the devices of its layers
 - `cached_model`: a model whose layers can't read from pages
-- `batch`: files of prompts and answers
+- `answerer`: a conversation with an engine; `batch`: files of prompts and answers
 - `sampler`: a token from each row of logits
 - `grammar`: the tokens that fit an answer's grammar; `generation_rules`: those that a checkpoint's
   generation config forbids and forces

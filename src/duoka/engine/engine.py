@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
+from duoka.api.load import Progress
 from duoka.base.text import choose
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.forecast.serving import PAGE_TOKENS, Capacity
@@ -99,8 +100,8 @@ class Engine:
         Whether a request begins when there is memory for the longest answer that it may have, or
         already for its prompt: then more begin, and where memory runs out the youngest one is put
         back, and computed again later.
-    trust_remote_code, adapter
-        As for `load`.
+    trust_remote_code, adapter, progress, download_progress
+        As for `load`; processes tell no progress of theirs.
 
     Raises
     ------
@@ -118,10 +119,18 @@ class Engine:
         admission: Admission = "reserve",
         trust_remote_code: bool = False,
         adapter: str | os.PathLike[str] | None = None,
+        progress: Progress | None = None,
+        download_progress: Progress | None = None,
     ) -> None:
         admission = choose("admission", admission, get_args(Admission))
         opened = open_executor(
-            plan, capacity_of(plan), processes, trust_remote_code=trust_remote_code, adapter=adapter
+            plan,
+            capacity_of(plan),
+            processes,
+            trust_remote_code=trust_remote_code,
+            adapter=adapter,
+            progress=progress,
+            download_progress=download_progress,
         )
         self._executor, self._num_embeddings, self._reader, self._rules = opened
         self._grammars = GrammarCompiler(

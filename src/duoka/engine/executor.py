@@ -139,7 +139,7 @@ class InlineExecutor:
     def peaks(self) -> list[PeakBytes]:
         """See `Executor`."""
         peaks = map(devices.peak_bytes, sorted(self._devices))
-        return [each for each in peaks if each is not None]
+        return [device_peaks for device_peaks in peaks if device_peaks is not None]
 
     def forget(self, sequence: int) -> None:
         """See `Executor`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from duoka.api.load import load, prove_here, read_adapter_for
+from duoka.api.load import Progress, load, prove_here, read_adapter_for
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import DuokaError, ModelError, UsageError
@@ -30,6 +30,8 @@ def open_executor(
     *,
     trust_remote_code: bool = False,
     adapter: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    download_progress: Progress | None = None,
 ) -> tuple[Executor, int | None, PromptReader, GenerationRules]:
     """Load a model for a plan.
 
@@ -45,14 +47,22 @@ def open_executor(
             if processes:
                 raise
     if routes is None:
-        model = load(plan, trust_remote_code=trust_remote_code, adapter=adapter)
+        model = load(
+            plan,
+            progress=progress,
+            download_progress=download_progress,
+            trust_remote_code=trust_remote_code,
+            adapter=adapter,
+        )
         reader = PromptReader.open(checkpoint, plan.workload)
         rules = GenerationRules.of(model, checkpoint.generation_config)
         is_planned = plan.workload.cache == "paged"
         inline = InlineExecutor(model, capacity, every_size=is_planned)
         return inline, num_embeddings(model), reader, rules
     lora = None if adapter is None else read_adapter_for(plan, adapter)
-    plan, checkpoint = prove_here(plan, trust_remote_code=trust_remote_code)
+    plan, checkpoint = prove_here(
+        plan, trust_remote_code=trust_remote_code, download_progress=download_progress
+    )
     model = build_model(checkpoint, plan.workload)
     rules = GenerationRules.of(model, checkpoint.generation_config)
     executor = StagedExecutor(

@@ -179,20 +179,20 @@ class StagedExecutor:
 
     def busy_seconds(self) -> dict[str, float]:
         """See `Executor`: since the processes were started."""
-        notes = zip(self._plan.devices, self._memory.notes(), strict=True)
-        return {device: each.busy_seconds for device, each in notes}
+        pairs = zip(self._plan.devices, self._memory.notes(), strict=True)
+        return {device: notes.busy_seconds for device, notes in pairs}
 
     def peaks(self) -> list[PeakBytes]:
         """See `Executor`."""
-        notes = zip(self._plan.devices, self._memory.notes(), strict=True)
+        pairs = zip(self._plan.devices, self._memory.notes(), strict=True)
         return [
             PeakBytes(
                 device=device,
-                allocated_bytes=each.allocated_bytes,
-                reserved_bytes=each.reserved_bytes,
+                allocated_bytes=notes.allocated_bytes,
+                reserved_bytes=notes.reserved_bytes,
             )
-            for device, each in notes
-            if each.reserved_bytes
+            for device, notes in pairs
+            if notes.reserved_bytes
         ]
 
     def _stop(self) -> None:

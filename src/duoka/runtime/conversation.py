@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Generator as Pieces
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from PIL.Image import Image
 
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
+from duoka.forecast.workload import Workload
 from duoka.models.text.image_prompts import images_of
 from duoka.models.text.messages import Message
+from duoka.models.text.prompts import ChatFormat
 
-from .generate import Generator
+
+class Answerer(Protocol):
+    """Who answers the prompts of a conversation: a `Generator`, or one with an engine."""
+
+    chat: ChatFormat
+    workload: Workload
+
+    def check_images(self, images: Sequence[Image]) -> None:
+        """Refuse images of one prompt that no memory was planned for."""
+
+    def stream(
+        self, prompt: Sequence[int], sampling: Sampling | None = None
+    ) -> AbstractContextManager[Iterator[str]]:
+        """Start an answer, which ends at the latest with the scope; its pieces."""
 
 
 class Conversation:
@@ -23,9 +41,9 @@ class Conversation:
     """
 
     def __init__(
-        self, generator: Generator, sampling: Sampling | None = None, *, system: str | None = None
+        self, answerer: Answerer, sampling: Sampling | None = None, *, system: str | None = None
     ) -> None:
-        self._generator = generator
+        self._answerer = answerer
         self._sampling = sampling
         self._system = [Message(role="system", content=system)] if system else []
         self._rounds: list[tuple[Message, Message]] = []
@@ -52,7 +70,7 @@ class Conversation:
             If the model takes none, or no memory was planned for so many, or for so large ones;
             none of them is shown then.
         """
-        self._generator.check_images([*self._shown, *images])
+        self._answerer.check_images([*self._shown, *images])
         self._shown += images
 
     def ask(self, question: str) -> Pieces[str, None, None]:
@@ -69,7 +87,7 @@ class Conversation:
         message = Message(role="user", content=question, images=tuple(self._shown))
         prompt = self._prompt(message)
         answer = said = ""
-        with self._generator.stream(prompt, self._sampling) as pieces:
+        with self._answerer.stream(prompt, self._sampling) as pieces:
             try:
                 for piece in pieces:
                     # Models of the ChatGLM family begin with an empty line of metadata.
@@ -79,17 +97,17 @@ class Conversation:
                         yield shown
             finally:
                 if said:
-                    self._rounds.append((message, self._generator.chat.parse(answer)))
+                    self._rounds.append((message, self._answerer.chat.parse(answer)))
                     self._shown.clear()
 
     def _prompt(self, message: Message) -> list[int]:
         """The ids of the history and a question; forgets rounds until they fit."""
-        workload = self._generator.workload
+        workload = self._answerer.workload
         limit = workload.prompt_tokens
         while self._rounds and len(images_of([*self.messages, message])) > workload.images:
             self._forget()
         while True:
-            prompt = self._generator.chat.prompt([*self.messages, message])
+            prompt = self._answerer.chat.prompt([*self.messages, message])
             if len(prompt) <= limit:
                 return prompt
             if not self._rounds:
