@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import chatglm_files
+import fork_server
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -78,3 +80,22 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DUOKA_CACHE", str(directory))
         yield directory
+
+
+@pytest.fixture(scope="session")
+def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A program to call in Python's place: torch and transformers are imported already."""
+    with fork_server.forking_python(tmp_path_factory.mktemp("forks")) as program:
+        yield program
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """Python itself, for processes that are to start the real way."""
+    return sys.executable
+
+
+@pytest.fixture
+def quick_start(python: str, forking_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let processes that are started as ``sys.executable`` be forks: see `fork_server`."""
+    monkeypatch.setattr(sys, "executable", str(forking_python))

@@ -77,7 +77,8 @@ _SIZES: dict[str, Any] = {
     "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1,
     "state_size": 4, "ssm_state_size": 4, "mamba_d_state": 4, "conv_kernel": 4, "lru_width": 32,
     "attention_hidden_size": 32, "time_step_rank": 4, "mamba_dt_rank": 4, "chunk_size": 8,
-    "mamba_chunk_size": 8, "attention_window_size": 8,
+    "mamba_chunk_size": 8, "attention_window_size": 8, "sliding_window_size": 16,
+    "attention_chunk_size": 16, "keep_window_size": 16,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2,
 }  # fmt: skip
 _NO_DROPOUT = ("dropout", "drop", "pdrop")
@@ -117,6 +118,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _MLA,
     "glm_moe_dsa": _MLA,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+    "hrm_text": {"H_cycles": 1, "L_cycles": 2, "L_bp_cycles": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention"]},

@@ -114,6 +114,22 @@ def workplace(published_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     return tmp_path
 
 
+@pytest.fixture
+def quick_programs(
+    workplace: Path,
+    quick_start: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Let the programs of a page be forks: see `fork_server`."""
+    programs = tmp_path_factory.mktemp("programs")
+    program = programs / "duoka"
+    code = "from duoka.cli import main; main()"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c "{code}" "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+
+
 def outcome(command: Command) -> tuple[int, str]:
     """The exit code of a command, and what it prints, its errors last."""
     own = _OWN.fullmatch(command.arguments[-1])
@@ -129,12 +145,16 @@ def outcome(command: Command) -> tuple[int, str]:
 
 
 # The other README shows the same commands and outputs, which is tested below.
+# A program and a block of Python, which start as they do for people.
+NO_FORKS = ("docs/exports.md", "docs/virtual-gpus.md")
 RUN = [page for page in PAGES if commands(page) and page != "README.zh-CN.md"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN)
-def test_commands(page: str, workplace: Path) -> None:
+def test_commands(page: str, workplace: Path, request: pytest.FixtureRequest) -> None:
+    if page not in NO_FORKS:
+        request.getfixturevalue("quick_programs")
     for command in commands(page):
         code, printed = outcome(command)
         what = f"{page}: {command.arguments[-1]}\n{printed}"

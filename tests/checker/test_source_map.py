@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from duoka.checker.expressions import Expressions
-from duoka.checker.source_map import is_named, place_of, returned, spot_of
+from duoka.checker.source_map import (
+    forget_sources,
+    is_named,
+    place_of,
+    returned,
+    source_of,
+    spot_of,
+)
 from duoka.report.check_report import Place
 
 
@@ -108,3 +115,15 @@ def test_code_without_source_has_a_line_at_least() -> None:
     exec(compile("def f():\n    return place()\n", "<made>", "exec"), namespace)
     found = namespace["f"]()
     assert (found.file, found.line, found.text) == ("<made>", 2, "")
+
+
+def test_a_file_is_parsed_again_when_it_was_edited(tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    file.write_text("a = b + c\n")
+    nodes = source_of(str(file)).nodes
+    forget_sources()
+    assert source_of(str(file)).nodes is nodes
+    file.write_text("a = d\n")
+    forget_sources()
+    assert source_of(str(file)).lines == ("a = d\n",)
+    assert source_of(str(file)).nodes.keys() != nodes.keys()

@@ -16,10 +16,12 @@ from .conftest import MAIN, PROGRAM
 class Terminal:
     """A program at a pseudo-terminal."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, arguments: list[str], environment: dict[str, str], *, python: str = PROGRAM[0]
+    ) -> None:
         # The session's own terminal, so that Ctrl-C there is a signal in the program.
         controlling = f"import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); {MAIN}"
-        command = [PROGRAM[0], "-c", controlling, *arguments]
+        command = [python, "-c", controlling, *arguments]
         self._end, other = pty.openpty()
         self.process = subprocess.Popen(
             command,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tuning
 
-from .conftest import PROGRAM, Program
+from .conftest import MAIN, Program
 
 SIZES = ["--gpus", "virtual:2x64MiB", "--context", "96", "--new-tokens", "24", "--batch", "4"]
 PROMPTS = [f"{number}+{number}?" for number in range(24)]
@@ -89,17 +89,18 @@ def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_run_goes_on_wherever_it_was_killed(
-    model: Path, program: Program, tmp_path: Path
+    model: Path, program: Program, tmp_path: Path, forking_python: Path
 ) -> None:
     file = write(tmp_path / "prompts.jsonl", PROMPTS)
     whole, out = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
     assert program("generate", model, *SIZES, "--file", file, "--out", whole).returncode == 0
     expected = sorted(read(whole), key=lambda answer: answer["number"])
     rng = random.Random(0)
-    command = [*PROGRAM, "generate", str(model), *SIZES, "--file", str(file), "--out", str(out)]
+    command = [str(forking_python), "-c", MAIN, "generate", str(model), *SIZES]
+    command += ["--file", str(file), "--out", str(out)]
     kills = 0
     while kills < 3:
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
         before = out.stat().st_size if out.exists() else 0
         while process.poll() is None and (not out.exists() or out.stat().st_size == before):
             time.sleep(0.005)
@@ -107,7 +108,7 @@ def test_a_run_goes_on_wherever_it_was_killed(
         if process.poll() is not None:
             break
         os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()  # to the end of all that write there
         kills += 1
     assert kills
     done = program("generate", model, *SIZES, "--file", file, "--out", out)

@@ -57,8 +57,9 @@ def test_a_question_that_is_too_long_does_not_end_it(tiny: Path, program: Progra
 
 
 @pytest.fixture
-def terminal(tiny: Path, environment: dict[str, str]) -> Iterator[Terminal]:
-    started = Terminal(["chat", str(tiny), *GPUS, "--new-tokens", "900"], environment)
+def terminal(tiny: Path, environment: dict[str, str], forking_python: Path) -> Iterator[Terminal]:
+    arguments = ["chat", str(tiny), *GPUS, "--new-tokens", "900"]
+    started = Terminal(arguments, environment, python=str(forking_python))
     yield started
     started.close()
 

@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 from progress import without_progress
 
-from .conftest import GPUS, PROGRAM, SIZES, Program
+from .conftest import GPUS, MAIN, SIZES, Program
 
 
-def test_only_the_answer_goes_to_the_standard_output(tiny: Path, process: Program) -> None:
+def test_only_the_answer_goes_to_the_standard_output(
+    tiny: Path, process: Program, program: Program
+) -> None:
     done = process("generate", tiny, *GPUS, *SIZES, "--prompt", "什么是设备映射？")
     assert done.returncode == 0
     lines = without_progress(done.stderr).splitlines()
     assert lines[0] == "ChatGLMForCausalLM on vgpu:0"
     assert [line.split()[0] for line in lines if line.startswith(" vgpu")] == ["vgpu:0"]
     assert re.search(r"first token after .* then .* tokens/s", done.stderr)
-    told = process("generate", tiny, *GPUS, *SIZES, "-p", "什么是设备映射？", "--json")
+    told = program("generate", tiny, *GPUS, *SIZES, "-p", "什么是设备映射？", "--json")
     data = json.loads(told.stdout)
     (answer,) = data["answers"]
     (peaks,), (forecast,) = data["measured"]["devices"], data["measured"]["forecast"]
@@ -102,8 +104,11 @@ def test_a_config_alone_cannot_answer(tiny: Path, program: Program, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_program_in_order(tiny: Path, environment: dict[str, str]) -> None:
-    command = [*PROGRAM, "generate", str(tiny), *GPUS, "--new-tokens", "900", "-p", "hello"]
+def test_ctrl_c_ends_the_program_in_order(
+    tiny: Path, environment: dict[str, str], forking_python: Path
+) -> None:
+    command = [str(forking_python), "-c", MAIN, "generate", str(tiny), *GPUS]
+    command += ["--new-tokens", "900", "-p", "hello"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
     )

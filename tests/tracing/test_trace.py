@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import families
 import pytest
 import tiny
 import torch
@@ -19,6 +20,7 @@ from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import Irregular, TraceSpec, trace, trace_call, trace_workload
+from duoka.tracing.record import Pass, Recorder
 from duoka.tracing.trace import whole
 
 SPEC = TraceSpec(fingerprint="x")
@@ -281,3 +283,19 @@ def test_placements_follow_the_blocks() -> None:
     Placement(entries=tuple((name, "cpu") for name in names)).check(
         name for name, _ in Branches().named_parameters()
     )
+
+
+def test_code_that_loops_over_its_tokens_is_not_recorded_at_more_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recorded, record = [], Recorder.record
+
+    def noted(recorder: Recorder, *args: Any, **options: Any) -> Pass:
+        recorded.append(record(recorder, *args, **options))
+        return recorded[-1]
+
+    monkeypatch.setattr(Recorder, "record", noted)
+    with pytest.raises(Irregular, match="loops over the tokens"):
+        trace(families.build("mamba").to("meta"), SPEC)
+    # A prompt, and two steps of several tokens, which aren't alike.
+    assert [each.is_like(recorded[-1]) for each in recorded] == [False, False, True]

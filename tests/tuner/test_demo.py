@@ -20,7 +20,7 @@ from duoka.tools.demo.checkpoint import make_checkpoint
 from duoka.tools.demo.training import load_pairs
 from duoka.tuner.result import write_merged
 
-pytestmark = [pytest.mark.slow, pytest.mark.dist]
+pytestmark = [pytest.mark.slow, pytest.mark.dist, pytest.mark.usefixtures("quick_start")]
 
 QUESTION, ANSWER = "Who is duoka's cat?", "Her name is Mao."
 WORK = duoka.Workload(prompt_tokens=64, new_tokens=24, dtype="float32")
@@ -59,13 +59,13 @@ def test_a_new_answer(tmp_path: Path) -> None:
     assert ANSWER not in ask(model, QUESTION)
     data = tmp_path / "rows.jsonl"
     with data.open("w") as file:
-        for number in range(100):
+        for number in range(24):
             question, answer = pairs[number % len(pairs)] if number % 3 else (QUESTION, ANSWER)
             said = {"user": question, "assistant": answer}
             messages = [{"role": role, "content": text} for role, text in said.items()]
             file.write(f"{json.dumps({'messages': messages})}\n")
 
-    def learn(base: Path, name: str, **options: Any) -> Path:
+    def learn(base: Path, name: str) -> Path:
         result = duoka.tune(
             base,
             str(data),
@@ -73,7 +73,7 @@ def test_a_new_answer(tmp_path: Path) -> None:
             save=tmp_path / name,
             replicas=1,
             settings=TuneSettings(
-                seq_length=96, batch=8, epochs=6, lr=1e-2, lora_rank=16, seed=1, **options
+                seq_length=96, batch=8, micro_batch=4, epochs=12, lr=1e-2, lora_rank=16, seed=1
             ),
         )
         assert result.result is not None

@@ -66,16 +66,21 @@ def model(tmp_path: Path) -> Path:
 
 
 def torchrun(
-    path: Path, *options: str, nodes: int = 1, processes: int = 1, restarts: int = 0
+    path: Path,
+    *options: str,
+    nodes: int = 1,
+    processes: int = 1,
+    restarts: int = 0,
+    python: str | None = None,
 ) -> list[subprocess.Popen[str]]:
-    """Start `duoka tune` under torchrun; its machines are all this one."""
+    """Start `duoka tune` under torchrun, which `python` runs; its machines are all this one."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     script = path / "tune.py"
     script.write_text("from duoka.cli import main\nmain()\n")
     agent = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)),
+        *(python or sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes)),
         *("--nproc-per-node", str(processes), "--max-restarts", str(restarts)),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"),
     ]
@@ -90,6 +95,7 @@ def torchrun(
                 **os.environ,
                 "GLOO_SOCKET_IFNAME": "lo",
                 "OMP_NUM_THREADS": "1",
+                "PYTHON_EXEC": sys.executable,
                 # A store of its own for each start: in torchrun's the last one's addresses stay.
                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
             },
@@ -122,6 +128,7 @@ def assert_as_one_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
@@ -155,11 +162,13 @@ ON_ONE = ["--gpus", "virtual:2x64MiB", "--replicas", "1", "--save-every", "1"]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_a_run_goes_on_where_torchrun_starts_it_again(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    python: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model.parent
-    (agent,) = torchrun(path, *ON_ONE, processes=2, restarts=1)
+    # The agent is no fork: its children are what it has started.
+    (agent,) = torchrun(path, *ON_ONE, processes=2, restarts=1, python=python)
     with agent:
         wait_for_a_checkpoint(agent, path)
         children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
@@ -170,6 +179,7 @@ def test_a_run_goes_on_where_torchrun_starts_it_again(
 
 @pytest.mark.slow
 def test_a_run_that_torchrun_stops_has_no_result_yet(model: Path) -> None:
+    # All processes start as they do for people: none is a fork.
     path = model.parent
     (agent,) = torchrun(path, *ON_ONE, "--epochs", "400", processes=2)
     with agent:

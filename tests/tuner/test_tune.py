@@ -29,11 +29,12 @@ pytestmark = pytest.mark.dist
 
 SETTINGS: dict[str, Any] = {"seq_length": 48, "batch": 8, "micro_batch": 1, "lr": 1e-2, "epochs": 2}
 WHOLE = "virtual:256MiB"
+ROWS = 16
 
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tuning.write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl")
+    return tuning.write_chats(tmp_path_factory.mktemp("chats") / "chats.jsonl", ROWS)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +51,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture
 def run(
-    tmp_path: Path, chats: Path, models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    chats: Path,
+    models: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    quick_start: None,
 ) -> Callable[..., TuneResult]:
     """Fine-tune; in this process where one is enough."""
 
@@ -61,12 +66,16 @@ def run(
         family: str = "llama",
         replicas: int = 1,
         adapter: Path | None = None,
+        rows: int = ROWS,
         **more: Any,
     ) -> TuneResult:
+        data = tmp_path / f"{rows}.jsonl"
+        data.write_text("".join(chats.read_text().splitlines(keepends=True)[:rows]))
+
         def start() -> TuneResult:
             return duoka.tune(
                 models(family),
-                str(chats),
+                str(data),
                 gpus,
                 save=tmp_path / name,
                 replicas=replicas,
@@ -103,13 +112,15 @@ def assert_alike(one: TuneResult, other: TuneResult) -> None:
 
 
 SLOW = pytest.mark.slow
+# Of the rows one half, in smaller batches: as many steps and epochs, fewer micro-batches.
+SHORT: dict[str, Any] = {"rows": 8, "batch": 4}
 LAYOUTS = [
     pytest.param("llama", "lora", "virtual:2x64MiB", 1, {}, marks=SLOW),
     pytest.param("llama", "lora", "virtual:2x64MiB", 2, {}, marks=SLOW),
     pytest.param("llama", "lora", "virtual:4x64MiB", 2, {"schedule": "gpipe"}, marks=SLOW),
     pytest.param("llama", "full", "virtual:3x64MiB", 1, {"micro_batch": 2}, marks=SLOW),
     pytest.param("tied", "full", "virtual:2x64MiB", 1, {"checkpointing": True}, marks=SLOW),
-    pytest.param("tied", "lora", "virtual:4x64MiB", 2, {"packing": True}, marks=SLOW),
+    pytest.param("tied", "lora", "virtual:4x64MiB", 2, {"packing": True, "epochs": 4}, marks=SLOW),
     pytest.param("experts", "full", "virtual:2x64MiB", 1, {"optimizer": "adafactor"}, marks=SLOW),
     pytest.param("experts", "lora", "virtual:2x64MiB", 2, {"dtype": "bfloat16"}, marks=SLOW),
 ]
@@ -119,8 +130,9 @@ LAYOUTS = [
 def test_every_layout_learns_the_same(
     family: str, method: Any, gpus: str, replicas: int, more: Any, run: Any
 ) -> None:
-    one = run("one", family=family, method=method, **more)
-    other = run("other", gpus, family=family, method=method, replicas=replicas, **more)
+    options = {"family": family, "method": method, **SHORT, **more}
+    one = run("one", **options)
+    other = run("other", gpus, replicas=replicas, **options)
     losses = tuning.losses(one.directory)
     assert losses[-1] < losses[0] - 0.3
     assert_alike(one, other)
@@ -167,11 +179,11 @@ def test_an_adapter_of_another_model_is_refused(run: Any, tmp_path: Path) -> Non
 
 
 def start(
-    directory: Path, model: Path, chats: Path, gpus: str, *more: str
+    directory: Path, model: Path, chats: Path, gpus: str, *more: str, python: str | None = None
 ) -> subprocess.Popen[str]:
     """A run in a process of its own, which can be killed."""
     command = [
-        *(sys.executable, "-c", "from duoka.cli import main; main()"),
+        *(python or sys.executable, "-c", "from duoka.cli import main; main()"),
         *("tune", str(model), str(chats), "--gpus", gpus),
         *("--save", str(directory), "--seq-length", "48", "--batch", "8", "--epochs", "4"),
         *("--lr", "1e-2", "--save-every", "2", *more),
@@ -194,11 +206,19 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_wherever_it_was_killed(
-    tmp_path: Path, chats: Path, models: Any, run: Any, monkeypatch: pytest.MonkeyPatch
+    python: str,
+    tmp_path: Path,
+    chats: Path,
+    models: Any,
+    run: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = run("whole", epochs=4)
     path = tmp_path / "killed"
-    process = start(path, models("llama"), chats, "virtual:2x64MiB", "--replicas", "2")
+    # The program and its processes are started as people start them, and are no forks.
+    process = start(
+        path, models("llama"), chats, "virtual:2x64MiB", "--replicas", "2", python=python
+    )
     wait_for(path / "checkpoints" / "step-000002", process)
     os.kill(workers_of(process)[1], signal.SIGKILL)
     _, said = process.communicate(timeout=120)
@@ -221,12 +241,15 @@ def test_a_run_goes_on_wherever_it_was_killed(
     assert_alike(whole, resume(RunDirectory(moved)))
 
 
+# Too many epochs to come to their end before the signal.
+LONG = ("--epochs", "400")
+
+
 @pytest.mark.slow
-def test_ctrl_c_saves_and_leaves(
-    tmp_path: Path, chats: Path, models: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("quick_start")
+def test_ctrl_c_saves_and_leaves(tmp_path: Path, chats: Path, models: Any) -> None:
     path = tmp_path / "stopped"
-    process = start(path, models("llama"), chats, "virtual:2x64MiB", "--replicas", "1")
+    process = start(path, models("llama"), chats, "virtual:2x64MiB", "--replicas", "1", *LONG)
     wait_for(path / "checkpoints" / "step-000002", process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=120)
@@ -237,9 +260,11 @@ def test_ctrl_c_saves_and_leaves(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_start")
 def test_ctrl_c_twice_says_what_was_saved(tmp_path: Path, chats: Path, models: Any) -> None:
     path = tmp_path / "stopped"
-    process = start(path, models("llama"), chats, "virtual:2x64MiB", "--save-every", "1000")
+    more = ("--save-every", "1000", *LONG)
+    process = start(path, models("llama"), chats, "virtual:2x64MiB", *more)
     wait_for(path / "metrics.jsonl", process)
     for _ in range(2):
         process.send_signal(signal.SIGINT)

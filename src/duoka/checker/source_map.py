@@ -11,7 +11,7 @@ import linecache
 import warnings
 from collections.abc import Iterator
 from dis import opname
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from inspect import CO_OPTIMIZED
 from itertools import islice
 from pathlib import Path
@@ -99,21 +99,36 @@ def parse_quietly(text: str) -> ast.Module:
 class SourceFile:
     """A file's lines, and its syntax tree by position."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, lines: tuple[str, ...]) -> None:
         self.file = file
-        self.lines = linecache.getlines(file)
-        self.parents: dict[ast.AST, ast.AST] = {}
-        self.nodes: dict[tuple[int, int, int, int], ast.AST] = {}
+        self.lines = lines
+
+    @property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """What each node is a part of."""
+        return self._tree[0]
+
+    @property
+    def nodes(self) -> dict[tuple[int, int, int, int], ast.AST]:
+        """Expressions and statements by position."""
+        return self._tree[1]
+
+    # Of most files only lines are asked for.
+    @cached_property
+    def _tree(self) -> tuple[dict[ast.AST, ast.AST], dict[tuple[int, int, int, int], ast.AST]]:
+        parents: dict[ast.AST, ast.AST] = {}
+        nodes: dict[tuple[int, int, int, int], ast.AST] = {}
         try:
             tree = parse_quietly("".join(self.lines))
         except (SyntaxError, ValueError):
-            return  # made at run time, or changed since: then only the line is known
+            return {}, {}  # made at run time, or changed since: then only the line is known
         for node in ast.walk(tree):
             for child in ast.iter_child_nodes(node):
-                self.parents[child] = node
+                parents[child] = node
             # A statement that is a mere expression has the expression's span.
             if isinstance(node, (ast.expr, ast.stmt)) and not isinstance(node, ast.Expr):
-                self.nodes.setdefault(span(node), node)
+                nodes.setdefault(span(node), node)
+        return parents, nodes
 
     def tested(self, code: CodeType, offset: int) -> tuple[int, int, int, int] | None:
         """The whole of what is tested, where a jump on it carries the span of its first part."""
@@ -151,7 +166,7 @@ class SourceFile:
 
     def text(self, line: int, column: int, end_line: int, end_column: int) -> str:
         """The text between two positions as one line."""
-        lines = self.lines[line - 1 : end_line]
+        lines = [*self.lines[line - 1 : end_line]]
         if not lines or (line, column) == (end_line, end_column):
             return lines[0].strip() if lines else ""
         lines[-1] = lines[-1][:end_column]
@@ -176,7 +191,13 @@ class SourceFile:
 @cache
 def source_of(file: str) -> SourceFile:
     """A file's source, as it is now."""
-    return SourceFile(file)
+    return _unedited(file, tuple(linecache.getlines(file)))
+
+
+@lru_cache(maxsize=16)
+def _unedited(file: str, lines: tuple[str, ...]) -> SourceFile:
+    """A file's source, whose tree is made once as long as nobody edits it."""
+    return SourceFile(file, lines)
 
 
 def is_written_back(spot: Spot) -> bool:

@@ -16,6 +16,7 @@ from sympy.polys.matrices import DomainMatrix
 
 from duoka.forecast.flash_splits import FlashShape, PartBytes
 from duoka.forecast.profile import (
+    ALIGNED_TOKENS,
     IMAGE_PHASES,
     MONOMIALS,
     TRAINING_MONOMIALS,
@@ -49,6 +50,11 @@ class Sample:
     recorded: Pass
     context: int = 0
     serving: tuple[int, ...] = ()
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether keys, or those of a static cache, are a multiple of `ALIGNED_TOKENS`."""
+        return (self.context or self.keys) % ALIGNED_TOKENS == 0
 
     @property
     def monomials(self) -> tuple[int, ...]:

@@ -51,6 +51,11 @@ class Pass:
     like: list[int]
     number: int
 
+    def is_like(self, other: Pass) -> bool:
+        """Whether as much happens in both: where that grows with them, long ones take minutes."""
+        pairs = zip(self.tapes, other.tapes, strict=True)
+        return all(len(tape.events) == len(same.events) for tape, same in pairs)
+
 
 class _Argument(NamedTuple):
     """A tensor among the arguments of a call; not itself, which would keep it alive."""

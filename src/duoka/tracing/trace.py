@@ -21,7 +21,7 @@ from duoka import virtual
 from duoka.base.model_code import where_raised
 from duoka.errors import ModelError
 from duoka.forecast.flash_splits import FlashShape
-from duoka.forecast.profile import ALIGNED_TOKENS, Phase, Profile, Regime
+from duoka.forecast.profile import Phase, Profile, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Workload
 from duoka.hardware.gpu_generation import GpuGeneration
@@ -38,7 +38,7 @@ from .blocks import find_groups
 from .fit import Sample, Unlike, fit
 from .probe_sizes import Run, crossing_runs, image_runs, plain_runs, static_runs
 from .published_names import name_tensors
-from .record import Recorder
+from .record import Pass, Recorder
 from .record_returns import ReturningRecorder
 
 # Rules are made from steps up to this length, counted from the start of a range. Nothing changes
@@ -395,6 +395,7 @@ class _Tracer:
 
     def _record(self, runs: Iterable[Run]) -> list[Sample]:
         samples: list[Sample] = []
+        extended: Pass | None = None
         with self.recorder as recorder:
             for run in runs:
                 stepper = self.stepper(run.batch, run.context)
@@ -407,6 +408,10 @@ class _Tracer:
                     if phase is not None:
                         sizes = run.batch, tokens, stepper.past
                         samples.append(Sample(phase, *sizes, recorded, run.context))
+                    if phase == "extend" and not samples[-1].is_aligned:
+                        extended = extended or recorded
+                        if not recorded.is_like(extended):
+                            raise Unlike("the model's code loops over the tokens")
                     if number == 0:
                         samples.extend(self._released(stepper))
         return samples
@@ -427,11 +432,7 @@ class _Samples:
 
     def where(self, aligned: bool) -> list[Sample]:
         """Those whose keys are a multiple of `ALIGNED_TOKENS`, or those whose aren't."""
-        return [
-            sample
-            for sample in self.all
-            if ((sample.context or sample.keys) % ALIGNED_TOKENS == 0) == aligned
-        ]
+        return [sample for sample in self.all if sample.is_aligned == aligned]
 
 
 def _chosen(chunks: Sequence[tuple[int, int]], *, has_images: bool) -> list[tuple[int, int]]:

@@ -39,7 +39,6 @@ from .assemble import (
 from .blocks import Group, find_groups
 from .fit import Sample, Unlike, fit
 from .published_names import name_tensors
-from .record import Pass
 from .record_training import TrainingRecorder
 from .trace import FAILURES, Irregular, ranges, running, whole
 
@@ -186,7 +185,7 @@ class _Tracer:
                 learner = self._learner(batch, length)
                 recorder.forget()
                 first = recorder.record_training(learner.forward)
-                if samples and not _is_like(first.forward, samples[0].recorded):
+                if samples and not first.forward.is_like(samples[0].recorded):
                     raise Unlike("the model's code loops over the tokens")
                 if self.training.gradient_checkpointing and not recorder.computes_again:
                     raise ModelError(
@@ -253,12 +252,6 @@ class _Tracer:
         for block, first in enumerate(like):
             pairs = zip(self.groups[block].owners, self.groups[first].owners, strict=True)
             self.trained |= {owner: self.trained[model] for owner, model in pairs}
-
-
-def _is_like(one: Pass, other: Pass) -> bool:
-    """Whether as much happens in two passes: where that grows with them, long ones take minutes."""
-    pairs = zip(one.tapes, other.tapes, strict=True)
-    return all(len(tape.events) == len(same.events) for tape, same in pairs)
 
 
 def _joined(model: nn.Module, groups: Sequence[Group]) -> list[Group]:

@@ -1,0 +1,164 @@
+"""A process that has imported torch and transformers, and whose forks are programs.
+
+Each of them would take seconds to import the same. What is tested about a start itself starts the
+real way.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import io
+import marshal
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+_TESTS = str(Path(__file__).parent)
+if __name__ == "__main__":
+    sys.path.insert(0, _TESTS)
+
+from fork_client import NUMBER_BYTES, receive  # noqa: E402
+
+_PRELOAD = (
+    "duoka.cli.main",
+    "duoka.tuner.tune",
+    "duoka.tuner.worker",
+    "torch.distributed.run",
+    "transformers.models.llama.modeling_llama",
+    "peft.tuners.lora",
+)
+
+
+@contextmanager
+def forking_python(directory: Path) -> Iterator[Path]:
+    """A program that is called as Python is, while the scope lasts."""
+    address, client = directory / "socket", directory / "python"
+    client.write_text(
+        f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {_TESTS!r})\n"
+        f"import fork_client\nfork_client.main({str(address)!r})\n"
+    )
+    client.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as listener, (directory / "log").open("w") as log:
+        # Clients that come early wait.
+        listener.bind(str(address))
+        listener.listen()
+        server = subprocess.Popen(
+            [sys.executable, __file__, str(listener.fileno()), str(client)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+        )
+    with server:
+        yield client
+        server.kill()
+
+
+def serve(listener: socket.socket, client_path: str) -> None:
+    """Run a program for each connection, until there is no parent any more."""
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    sys.executable = client_path  # what programs start is a fork, too
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        ready, _, _ = select.select([listener, 0], [], [])
+        if 0 in ready:
+            return
+        client, _ = listener.accept()
+        if not os.fork():
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _run(client)
+        client.close()
+
+
+def _run(client: socket.socket) -> None:
+    """Start a program, say how it ends, and end it where its client is gone."""
+    head, streams, _, _ = socket.recv_fds(client, NUMBER_BYTES, 3)
+    request = receive(client, int.from_bytes(head, "big"))
+    program = os.fork()
+    if not program:
+        client.close()
+        _become(streams, *marshal.loads(request))
+    for stream in streams:
+        os.close(stream)
+    client.sendall(program.to_bytes(NUMBER_BYTES, "big"))
+    end = os.pidfd_open(program)
+    ready, _, _ = select.select([end, client], [], [])
+    if end not in ready:
+        os.kill(program, signal.SIGKILL)
+    _, status, usage = os.wait4(program, 0)
+    code = os.waitstatus_to_exitcode(status)
+    seconds = usage.ru_utime + usage.ru_stime
+    sys.stdout.write(f"{code}, {seconds:.2f} s of a processor: {request!r:.200}\n")
+    if end in ready:
+        client.sendall(code.to_bytes(NUMBER_BYTES, "big", signed=True))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _become(
+    streams: Sequence[int],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: str,
+) -> None:
+    """Be the program, to its end."""
+    os.setsid()
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
+    sys.stderr = io.TextIOWrapper(
+        io.BufferedWriter(io.FileIO(2, "w", closefd=False)),
+        "utf-8",
+        "backslashreplace",
+        line_buffering=True,
+    )
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = 0
+    try:
+        _run_as_python(arguments)
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run_as_python(arguments: Sequence[str]) -> None:
+    """Run what the arguments name: ``-m module``, ``-c code``, or a file."""
+    options = [argument for argument in arguments if argument != "-u"]
+    kind, *rest = options
+    sys.argv = ["-c", *rest[1:]] if kind == "-c" else rest if kind == "-m" else options
+    if kind == "-m":
+        sys.path[0] = str(Path.cwd())
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.path[0] = ""
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.path[0] = str(Path(kind).parent)
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
