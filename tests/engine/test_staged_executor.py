@@ -150,6 +150,23 @@ def test_a_generation_config_holds_in_every_process(tmp_path: Path) -> None:
     assert {answer.finish for answer in expected} == {"stop"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "tied"])
+def test_processes_reserve_what_is_forecast_for_pages(family: str, tmp_path: Path) -> None:
+    path = tuning.write_model(family, tmp_path / family)
+    plan = duoka.plan(path, "virtual:2x64MiB", replace(WORK, cache="paged"), use_all=True)
+    drawn = SamplingParams(temperature=1.0, logprobs=5)
+    with Engine(plan, processes=True) as engine:
+        for params in (SamplingParams(), drawn):
+            assert all(completion.tokens for completion in engine.generate(prompts(12), params))
+    peaks = {peaks.device: peaks for peaks in engine.peaks()}
+    for stage in plan.forecast.devices:
+        measured = peaks[stage.device]
+        assert measured.reserved_bytes <= stage.reserved_bytes
+        # Tokens are drawn on the last GPU, and forecast on the first.
+        assert measured.allocated_bytes == pytest.approx(stage.allocated_bytes, rel=0.02)
+
+
 def test_who_cancels_frees_pages(staged: Engine) -> None:
     streams = [staged.submit(text) for text in prompts(9)]
     for stream in streams[:4]:

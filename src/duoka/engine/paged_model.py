@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
-from duoka.forecast.serving import Capacity
+from duoka.forecast.serving import Capacity, StepSize
 from duoka.planner.placement import Placement
 from duoka.runtime.paged_steps import PagedStep, PagedStepper
 from duoka.stages.route import Routes, find_route
@@ -42,8 +42,10 @@ class PagedModel:
         self._before = model.config._attn_implementation
         self._stepper = PagedStepper(model, capacity, model.device)
 
-    def step(self, chunks: Sequence[Chunk]) -> PagedStep:
-        """Chunks as `call` takes them."""
+    def step(self, chunks: Sequence[Chunk], size: StepSize | None = None) -> PagedStep:
+        """Chunks as `call` takes them; with a size nobody's tokens."""
+        if size is not None:
+            return PagedStep.of_size(size, self._stepper.cache)
         return PagedStep(chunks, self._stepper.cache)
 
     def call(self, step: PagedStep, device: torch.device) -> Callable[[], Tensor]:

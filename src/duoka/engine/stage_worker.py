@@ -21,6 +21,7 @@ from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import Adapter, merge_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
+from duoka.runtime.draw import draw_in_every_way
 from duoka.runtime.load import load_weights
 from duoka.runtime.paged_steps import PagedStep
 from duoka.stages.interceptor import Interceptor
@@ -98,7 +99,7 @@ class _StageWorker:
             if step is None:
                 self._note_peaks()
                 return
-            paged = self._paged.step(step.chunks)
+            paged = self._paged.step(step.chunks, step.size)
             self._later.extend((step, paged, stage) for stage in later_stages)
             self._visit(driver, step, paged, first)
 
@@ -108,7 +109,7 @@ class _StageWorker:
             notes = Notes(self._busy_seconds, peaks.allocated_bytes, peaks.reserved_bytes)
             self._memory.note(self._rank, notes)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _visit(self, driver: Connection, step: Step, paged: PagedStep, stage: int) -> None:
         """Compute what a stage has to do for a step, and tell of it."""
         route = self._routes.at(paged.num_tokens, len(paged.last_rows))
@@ -119,6 +120,8 @@ class _StageWorker:
         try:
             logits = part.forward(self._interceptor, self._paged.call(paged, self._device))
             if logits is not None:
+                if step.size is not None:
+                    draw_in_every_way(logits)
                 driver.send(Report(step.number, outcomes_of(step, logits), is_last))
         except (EOFError, OSError):  # another process is gone
             raise
@@ -126,7 +129,10 @@ class _StageWorker:
             failure = portable(error)
         seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
         self._busy_seconds += seconds
-        self._memory.note(self._rank, Notes(self._busy_seconds))
+        if step.size is None:
+            self._memory.note(self._rank, Notes(self._busy_seconds))
+        else:
+            self._note_peaks()
         if failure is not None:  # which the driver knows before anything more comes of the step
             driver.send(Report(step.number, failure, is_last))
             if isinstance(failure, torch.OutOfMemoryError):

@@ -19,7 +19,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
 from duoka.errors import MachineError
-from duoka.forecast.serving import Capacity
+from duoka.forecast.serving import FIRST, Capacity, StepSize
 from duoka.models.lora import Adapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
@@ -116,6 +116,7 @@ class StagedExecutor:
         self._is_started = True
         try:
             self._load(sockets)
+            self._warm_up()
         except BaseException:
             self._stop()
             raise
@@ -238,6 +239,38 @@ class StagedExecutor:
                 error: Exception | None = driver.recv()
             if error is not None:
                 raise error
+
+    def _warm_up(self) -> None:
+        """Make the pages, and see that there is memory for every size of a step.
+
+        On virtual GPUs and on CUDA the sizes are gone through until none takes more memory: none
+        ever will then (`forecast.serving`).
+        """
+        self._try_out([FIRST])
+        if self._plan.workload.cache != "paged":
+            return
+        sizes = self.capacity.steps()
+        reserved, now = -1, self._reserved_bytes()
+        if not now:
+            sizes = [size for size in sizes if size.tokens == sizes[0].tokens]
+        while reserved < now:
+            self._try_out(sizes)
+            reserved, now = now, self._reserved_bytes()
+
+    def _try_out(self, sizes: Sequence[StepSize]) -> None:
+        for number, size in enumerate(sizes):
+            self.submit(Step(number, [], size))
+            while (result := self._wait()) is None:
+                pass  # somebody asks already
+            if isinstance(result.outcomes, Exception):
+                raise MachineError(
+                    f"a step of {size.tokens} tokens fails: {str(result.outcomes)[:300]}",
+                    hint="something else uses the memory that the plan counted on; or plan for "
+                    "fewer requests (--sequences), or for smaller steps (--prefill-chunk)",
+                ) from result.outcomes
+
+    def _reserved_bytes(self) -> int:
+        return sum(notes.reserved_bytes for notes in self._memory.notes())
 
     def _take(self, rank: int) -> None:
         """Take what a process tells."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from duoka.forecast.serving import StepSize
+
 from .request import TokenChoice
 from .sampler import Row
 
@@ -43,10 +45,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Chunks of different sequences that are computed at once; `number` is this step's alone."""
+    """Chunks of different sequences that are computed at once; `number` is this step's alone.
+
+    With a `size` it has none: nobody's tokens are computed, to see whether there is memory.
+    """
 
     number: int
     chunks: Sequence[Chunk]
+    size: StepSize | None = None
 
     @property
     def num_tokens(self) -> int:
