@@ -43,7 +43,7 @@ def test_an_error_is_shown(program: str) -> None:
     assert done.stderr.endswith("No module named 'nosuchmodule'\n")
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_it(program: str, signum: signal.Signals) -> None:
     with subprocess.Popen([program, "-c", WAIT], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

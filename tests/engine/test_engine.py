@@ -317,6 +317,20 @@ def test_memory_that_is_short_for_a_step_is_enough_for_smaller_ones(
     assert max(sizes) <= 3
 
 
+def test_a_defect_ends_all_and_hangs_nobody(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(plan, processes=False) as engine:
+
+        def defect(step: Any) -> None:
+            raise ZeroDivisionError("a defect")
+
+        monkeypatch.setattr(engine._executor, "submit", defect)
+        for stream in [engine.submit(text) for text in prompts(2)]:
+            with pytest.raises(ZeroDivisionError, match="a defect"):
+                stream.result()
+        with pytest.raises(ZeroDivisionError, match="a defect"):
+            engine.submit([1])
+
+
 def test_close_ends_what_is_on_its_way(plan: Any) -> None:
     engine = Engine(plan, processes=False)
     streams = [engine.submit(text) for text in prompts(9)]

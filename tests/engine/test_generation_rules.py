@@ -28,6 +28,8 @@ RULES: list[dict[str, Any]] = [
     {"no_repeat_ngram_size": 1},
     {"no_repeat_ngram_size": 2},
     {"no_repeat_ngram_size": 3},
+    {"encoder_no_repeat_ngram_size": 1},
+    {"encoder_no_repeat_ngram_size": 2},
     {"min_length": 9},
     {"min_new_tokens": 7},
     {"repetition_penalty": 1.8},
@@ -134,7 +136,7 @@ def test_rules_together(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_done_is_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     GenerationRules.of(model)
-    monkeypatch.setattr(model.generation_config, "encoder_no_repeat_ngram_size", 3)
-    with pytest.raises(UsageError, match="encoder_no_repeat_ngram_size 3") as refusal:
+    monkeypatch.setattr(model.generation_config, "encoder_repetition_penalty", 1.5)
+    with pytest.raises(UsageError, match=r"encoder_repetition_penalty 1.5") as refusal:
         GenerationRules.of(model)
     assert refusal.value.hint

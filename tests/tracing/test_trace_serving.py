@@ -25,7 +25,7 @@ def profile_of(name: str) -> Profile:
     return trace_serving(model, TraceSpec(fingerprint="", conditions=WORK.conditions))
 
 
-@pytest.mark.parametrize("name", families.sample(["llama", "glm", "gpt2", "mixtral", "gemma2"]))
+@pytest.mark.parametrize("name", ["llama", "glm", "gpt2", "qwen3", "opt"])
 def test_blocks_are_those_of_a_batch(name: str) -> None:
     model = without_data(families.build(name).eval())
     expected = trace(model, TraceSpec(fingerprint="", conditions=Workload().conditions))

@@ -150,7 +150,7 @@ class Engine:
         # Guards the scheduler, and wakes the thread when there is something to do.
         self._changed = threading.Condition()
         self._is_closed = False
-        self._failure: DuokaError | None = None
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="duoka-engine", daemon=True)
         self._thread.start()
 
@@ -294,7 +294,7 @@ class Engine:
                 self._submit_steps()
                 if self._steps:
                     self._take(self._executor.wait())
-        except DuokaError as error:  # what was lost can't be started again
+        except Exception as error:  # what was lost can't be started again, or a defect of duoka's
             self._fail(error)
 
     def _waits_for_work(self) -> bool:
@@ -365,7 +365,7 @@ class Engine:
         else:
             self._scheduler.computed(piece, _for_asker(error))
 
-    def _fail(self, error: DuokaError) -> None:
+    def _fail(self, error: Exception) -> None:
         """Nothing can be computed any more."""
         with self._changed:
             self._failure = error

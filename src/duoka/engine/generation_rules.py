@@ -17,7 +17,6 @@ from duoka.errors import UsageError
 _UNKNOWN = {
     "sequence_bias": None,
     "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
     "exponential_decay_length_penalty": None,
     "guidance_scale": 1.0,
     "watermarking_config": None,
@@ -38,6 +37,7 @@ class GenerationRules:
     begin_suppressed: tuple[int, ...] = ()
     bad_words: tuple[tuple[int, ...], ...] = ()
     no_repeat_ngram_size: int = 0
+    encoder_no_repeat_ngram_size: int = 0
     min_length: int = 0
     min_new_tokens: int = 0
 
@@ -65,6 +65,7 @@ class GenerationRules:
                 begin_suppressed=_ids(settings.begin_suppress_tokens),
                 bad_words=tuple(filter(None, map(_ids, settings.bad_words_ids or ()))),
                 no_repeat_ngram_size=int(settings.no_repeat_ngram_size or 0),
+                encoder_no_repeat_ngram_size=int(settings.encoder_no_repeat_ngram_size or 0),
                 min_length=int(settings.min_length or 0),
                 min_new_tokens=int(settings.min_new_tokens or 0),
             )
@@ -95,19 +96,25 @@ class GenerationRules:
             banned |= set(self.begin_suppressed)
         if len(context) + place < self.min_length or place < self.min_new_tokens:
             banned |= set(stop_ids)
-        if not (self.bad_words or self.no_repeat_ngram_size):
-            return banned
         tokens = (*context, *answer)
         for *before, last in self.bad_words:
             is_end = not before and last in stop_ids
             if not is_end and tokens[len(tokens) - len(before) :] == tuple(before):
                 banned.add(last)
-        size = self.no_repeat_ngram_size
-        if size:
-            ends = tokens[len(tokens) - size + 1 :]
-            starts = range(len(tokens) - size + 1)
-            banned |= {tokens[at + size - 1] for at in starts if tokens[at : at + size - 1] == ends}
+        for source, size in (
+            (tokens, self.no_repeat_ngram_size),
+            (prompt, self.encoder_no_repeat_ngram_size),
+        ):
+            if size:
+                banned |= _repeating(tuple(source), tokens, size)
         return banned
+
+
+def _repeating(source: tuple[int, ...], tokens: tuple[int, ...], size: int) -> set[int]:
+    """The tokens that make so many at the end, of which they are the last, one run of a source."""
+    ends = tokens[len(tokens) - size + 1 :]
+    starts = range(len(source) - size + 1)
+    return {source[at + size - 1] for at in starts if source[at : at + size - 1] == ends}
 
 
 def _refuse_unknown(settings: GenerationConfig) -> None:

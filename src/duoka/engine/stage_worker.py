@@ -74,6 +74,7 @@ class _StageWorker:
         self._device = torch.device(part.device)
         devices.make_current(self._device)
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=part.trust_remote_code)
+        plan.refuse_other(checkpoint.fingerprint, plan.source)  # it may be started again much later
         model = build_model(checkpoint, plan.workload)
         load_weights(model, checkpoint, plan.placement, only=self._device)
         if part.adapter is not None:
