@@ -51,7 +51,7 @@ class Memory:
 
     def compute(self, chunk: Chunk) -> TokenChoice | None:
         """Store a chunk; the next token, made from all that are in the sequence's pages."""
-        for place, token in zip(chunk.places, chunk.tokens, strict=True):
+        for place, token in enumerate(chunk.tokens, chunk.start):
             self._slots[self._slot(chunk, place)] = token
         if chunk.row is None:
             return None

@@ -37,11 +37,6 @@ class Chunk:
         """Whether the next token is to be chosen after these."""
         return self.row is not None
 
-    @property
-    def places(self) -> range:
-        """Those of the new tokens in their sequence."""
-        return range(self.start, self.end)
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -53,11 +48,6 @@ class Step:
     number: int
     chunks: Sequence[Chunk]
     size: StepSize | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """New tokens of all chunks."""
-        return sum(len(chunk.tokens) for chunk in self.chunks)
 
     @property
     def rows(self) -> list[Row]:
