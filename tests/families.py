@@ -44,11 +44,11 @@ PAGED = (
 )  # fmt: skip
 """Those of them that can keep keys and values in pages."""
 
-_SAMPLED = 8
+_SAMPLED = 16
 
 
 def sample(names: Iterable[str]) -> list[Any]:
-    """Parameters of which every eighth is in each test run, and all in `make test-all`."""
+    """Parameters of which every sixteenth is in each test run, and all in `make test-all`."""
     return [
         pytest.param(name, marks=pytest.mark.sweep if index % _SAMPLED else ())
         for index, name in enumerate(names)

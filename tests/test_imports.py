@@ -75,6 +75,7 @@ def test_importing_what_is_above_the_line_imports_nothing_heavy() -> None:
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.slow
 def test_public_names_are_imported_without_a_word() -> None:
     done = run_python("import duoka.testing; [getattr(duoka, name) for name in duoka.__all__]")
     assert (done.stdout, done.stderr) == ("", "")

@@ -1,8 +1,8 @@
-"""Which cases of a test are in `make test`: one of each kind. `make test-all` runs all of them."""
+"""Which cases of a test are in `make test`; `make test-all` runs all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -20,3 +20,13 @@ def one_of_each(cases: Iterable[Case], kind: Callable[[Case], object]) -> list[A
         )
         seen.add(kind(case))
     return parameters
+
+
+def only(quick: Collection[Case], cases: Iterable[Case]) -> list[Any]:
+    """Parameters; those that aren't among the quick ones are slow."""
+    return [pytest.param(c, marks=() if c in quick else pytest.mark.slow) for c in cases]
+
+
+def sample(cases: Sequence[Case]) -> list[Any]:
+    """Parameters; all but every fifth are slow."""
+    return only(cases[::5], cases)

@@ -161,6 +161,7 @@ def test_an_incomplete_map_moves_nothing(model: PreTrainedModel) -> None:
 # Tokenizers.
 
 
+@pytest.mark.slow
 def test_the_tokenizer_of_a_directory_and_of_a_plan(shared_data: Path, tmp_path: Path) -> None:
     source = shared_data / "tokenizers" / "chatglm3-6b"
     for file in source.iterdir():

@@ -47,6 +47,7 @@ def test_a_path_a_checkpoint_a_config_and_a_model_are_planned_alike(
     assert set(plans[0].devices) == {"vgpu:0", "vgpu:1"}
 
 
+@pytest.mark.slow
 def test_a_plan_is_the_same_each_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = []
     for cache in ("one", "two"):
@@ -163,11 +164,13 @@ def test_a_module_without_parameters_is_refused() -> None:
         duoka.plan(nn.ReLU(), TWO, inputs=(torch.zeros(2),))
 
 
+@pytest.mark.slow
 def test_an_objects_type_is_its_own(model: PreTrainedModel) -> None:
     asked = replace(LOAD, dtype="bfloat16")
     assert duoka.plan(model, TWO, asked) == duoka.plan(model, TWO, LOAD)
 
 
+@pytest.mark.slow
 def test_a_spread_model_can_be_planned_again(model: PreTrainedModel) -> None:
     whole = duoka.plan(model, TWO, LOAD, use_all=True)
     spread = duoka.dispatch(copy.deepcopy(model), whole)

@@ -71,6 +71,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random(tmp_path_factory.mktemp("chatglm3"), TINY, seed=11)
 
 
+@pytest.mark.slow
 def test_a_map_with_the_names_of_another_version_is_listed_and_completed(checkpoint: Path) -> None:
     report = duoka.check(checkpoint, OTHER_VERSION, workload=WORK)
     assert not report.complete

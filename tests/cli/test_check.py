@@ -130,7 +130,9 @@ def test_a_saved_plan_is_checked(tiny: Path, program: Program, tmp_path: Path) -
         assert report["ok"] is True
 
 
-@pytest.mark.parametrize("method", [(), ("lora", "--lora-rank", "4")])
+@pytest.mark.parametrize(
+    "method", [(), pytest.param(("lora", "--lora-rank", "4"), marks=pytest.mark.slow)]
+)
 def test_training(method: tuple[str, ...], tiny: Path, program: Program) -> None:
     done = program("check", tiny, *GPUS, "--context", "96", "--train", *method)
     assert done.returncode == 0
@@ -268,6 +270,7 @@ def test_code_that_cannot_be_built(faulty: Path, program: Program) -> None:
     assert run["invocations"][0]["executionSuccessful"] is False
 
 
+@pytest.mark.slow
 def test_the_action_of_the_documentation(faulty: Path, program: Program) -> None:
     page = Path(__file__).parents[2] / "docs" / "check.md"
     [snippet] = re.findall(r"```yaml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)

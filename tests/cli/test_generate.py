@@ -58,6 +58,7 @@ def test_prompts_come_from_files_and_the_standard_input(
         assert done.stdout == expected
 
 
+@pytest.mark.slow
 def test_a_saved_plan_is_used(tiny: Path, program: Program, tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     program("plan", tiny, *GPUS, *SIZES, "--use-all", "--save", saved)

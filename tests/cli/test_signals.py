@@ -182,6 +182,7 @@ def test_a_terminal_is_left_in_order(environment: dict[str, str]) -> None:
         terminal.close()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_goes_away(tiny: Path, environment: dict[str, str]) -> None:
     terminal = Terminal(["chat", str(tiny), *GPUS, *SIZES], environment)
     try:

@@ -188,6 +188,7 @@ def test_closed_streams(
 NOWHERE: dict[str, str | None] = {"DUOKA_CACHE": None, "XDG_CACHE_HOME": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [

@@ -131,6 +131,7 @@ def test_a_template(template: ChatFormat, talk: Any, last: str) -> None:
     check(template, talk, last)
 
 
+@pytest.mark.slow
 @fuzz()
 @given(st.lists(JSON | st.dictionaries(st.sampled_from(("name", "function", "x")), JSON)))
 def test_tools(chatglm3: ChatFormat, template: ChatFormat, tools: list[Any]) -> None:

@@ -70,6 +70,7 @@ CHECKING = st.one_of(
 )
 
 
+@pytest.mark.slow
 @fuzz(30)
 @given(gpus=GPUS | st.text(max_size=10), chosen=st.lists(CHECKING, max_size=4))
 def test_check(small_checkpoint: Path, gpus: str, chosen: list[tuple[str, ...]]) -> None:

@@ -158,6 +158,7 @@ def test_indices(scratch: Path, text: str) -> None:
         assert name.endswith(".safetensors")
 
 
+@pytest.mark.slow
 @fuzz()
 @given(text=INDICES, shards=st.sets(st.sampled_from(list(INDEX["weight_map"].values()))))
 def test_directories(scratch: Path, text: str, shards: set[str]) -> None:

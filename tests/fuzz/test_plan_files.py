@@ -114,6 +114,7 @@ def test_parts_that_were_changed(told: Any) -> None:
     accepted(json.dumps(told))
 
 
+@pytest.mark.slow
 @fuzz()
 @given(damaged(json.loads(_PLAN.to_json().replace("vgpu", "cuda"))))
 def test_plans_for_gpus_that_were_changed(told: Any) -> None:

@@ -42,6 +42,7 @@ def test_parts_that_were_changed(told: Any) -> None:
     assert from_dict(Profile, json.loads(json.dumps(to_dict(profile)))) == profile
 
 
+@pytest.mark.slow
 @fuzz()
 @given(st.data())
 def test_a_damaged_file_is_no_error(file: Path, data: st.DataObject) -> None:

@@ -346,6 +346,7 @@ def test_more_gpus_than_can_be_planned_for(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(Fleet.detect().devices) == 64
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_nvidias_own_bindings(tmp_path: Path) -> None:
     """pynvml and ctypes as they are, on a driver of our own: names, layouts and results fit."""

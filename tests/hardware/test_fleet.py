@@ -308,6 +308,7 @@ def test_any_cards_are_a_fleet(names: list[str]) -> None:
     assert all(link.bytes_per_second > 1e9 for link in fleet.links)
 
 
+@pytest.mark.slow
 @fuzz()
 @given(st.data())
 def test_any_choice_of_gpus_is_that_choice(data: st.DataObject) -> None:

@@ -247,6 +247,7 @@ def test_construct_reports_the_constructors_own_error() -> None:
         meta.construct(fail)
 
 
+@pytest.mark.slow
 def test_importing_registers_nothing() -> None:
     script = (
         "import duoka.models\n"

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from safetensors.torch import load_file, save_file
+from tiers import only
 
 import duoka
 from duoka import Checkpoint, Placement, Plan, Workload, models, virtual
@@ -56,7 +57,7 @@ def measured(plan: Plan, checkpoint: Checkpoint) -> Iterator[tuple[int, int]]:
             yield world.max_memory_allocated(number), world.max_memory_reserved(number)
 
 
-@pytest.mark.parametrize("quantize", ["int4", "nf4"])
+@pytest.mark.parametrize("quantize", only(["nf4"], ["int4", "nf4"]))
 def test_the_forecast_of_a_quantized_model_is_measured(
     glm: Checkpoint, quantize: Quantization
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_model_that_is_there_already_is_not_quantized() -> None:
         duoka.plan(model, "virtual:1GiB", Workload(quantize="int8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8 experts", "nf4"])
 def test_the_forecast_of_a_published_one_is_measured(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint.open(published.write(tmp_path, name))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from closeness import close
 from safetensors.torch import load_file
+from tiers import only
 
 import duoka
 
@@ -36,7 +37,7 @@ def loaded(published_data: Path) -> Callable[[str, int], tuple[Any, dict[str, An
     return load
 
 
-@pytest.mark.parametrize("num_gpus", BUDGETS)
+@pytest.mark.parametrize("num_gpus", only([2], BUDGETS))
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_greedy_tokens(name: str, num_gpus: int, loaded: Any) -> None:
     model, expected = loaded(name, num_gpus)
@@ -63,6 +64,7 @@ def test_padded_batch(name: str, num_gpus: int, loaded: Any) -> None:
     assert close(logits.cpu()[real], expected["padded.logits"][real])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_gpus", BUDGETS)
 @pytest.mark.parametrize("name", NAMES)
 def test_long_prompt(name: str, num_gpus: int, loaded: Any) -> None:

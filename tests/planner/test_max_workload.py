@@ -81,6 +81,7 @@ def test_the_largest_context_is_that_of_a_scan(
     assert told(profile, problem) == scan(profile, problem)
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @settings(max_examples=examples(3), deadline=None)
 @given(

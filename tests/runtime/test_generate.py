@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import only
 
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import Workload
@@ -39,7 +40,7 @@ def test_two_gpus_answer_as_transformers_does_on_the_cpu(generator: Generator) -
     assert answer.text == expected.strip()
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 7, 64])
+@pytest.mark.parametrize("chunk", only([7], [1, 4, 7, 64]))
 def test_chunks_of_the_prompt_give_the_same_answer(generator: Generator, chunk: int) -> None:
     chunked = with_workload(generator, batch=3, prefill_chunk_tokens=chunk)
     prompts = [generator.prompt(question) for question in QUESTIONS]

@@ -52,6 +52,7 @@ def test_a_recommendation_without_sense_is_not_taken() -> None:
     assert Sampling.recommended(odd) == Sampling()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 2e-4, 1e-3])
 def test_low_temperatures_give_the_greedy_answer(generator: Generator, temperature: float) -> None:
     prompt = generator.prompt("什么是设备映射？")

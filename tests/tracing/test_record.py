@@ -55,6 +55,7 @@ def tapes_of(name: str, *, batch: int, skip: bool) -> list[tuple[list[Tape], Any
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "tied", "window", "experts"])
 def test_what_is_skipped_would_have_been_the_same(name: str, batch: int) -> None:

@@ -39,6 +39,7 @@ def profile() -> Profile:
     return tiny.profile_for("tower", WORKLOAD)
 
 
+@pytest.mark.slow
 def test_a_tower_falls_into_its_layers() -> None:
     blocks = profile().blocks
     assert [block.modules for block in blocks] == [

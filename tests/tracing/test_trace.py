@@ -102,6 +102,7 @@ def test_what_a_norm_without_parameters_makes_is_its_last_layers() -> None:
     assert before != last
 
 
+@pytest.mark.slow
 def test_windows_divide_the_regimes() -> None:
     profile = tiny.regular("window")
     ranges = {(regime.past, regime.keys) for regime in profile.regimes if not regime.many}

@@ -12,6 +12,7 @@ import pytest
 import rehearsing
 import tiny
 import torch
+from tiers import only
 from torch import nn
 
 from duoka import Workload
@@ -63,6 +64,7 @@ def test_a_forecast_is_what_training_takes(workload: Any, cuts: list[int]) -> No
     hold("glm", workload, cuts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "cuts"),
     [
@@ -101,7 +103,7 @@ def test_adapters_checkpoints_and_master_weights() -> None:
 
 
 @pytest.mark.parametrize("quantize", ["int8", "nf4"])
-@pytest.mark.parametrize("training", [{}, LEAN])
+@pytest.mark.parametrize("training", only([{}], [{}, LEAN]))
 def test_adapters_beside_quantized_weights(quantize: Any, training: dict[str, Any]) -> None:
     workload = replace(rehearsing.load(70, batch=2, lora_rank=4, **training), quantize=quantize)
     hold("llama", workload, [2], by_rules=False)

@@ -162,6 +162,7 @@ def test_an_adapter_is_trained_on(gpus: str, run: Any) -> None:
     assert tuning.losses(second.directory)[0] < tuning.losses(first.directory)[0] - 0.3
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_model_is_refused(run: Any, tmp_path: Path) -> None:
     adapter = run("first", steps=1).result
     for more, message in (
@@ -330,6 +331,7 @@ def test_out_of_memory_in_one_process_ends_all(
 # ── the fourth situation ──
 
 
+@pytest.mark.slow
 def test_a_device_map_fails_where_duoka_trains(
     tmp_path: Path, chats: Path, models: Any, run: Any
 ) -> None:

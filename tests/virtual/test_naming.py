@@ -23,6 +23,7 @@ def test_a_device_is_the_same_under_both_names(world: virtual.World) -> None:
     assert naming.spoken("no room on privateuseone:1") == "no room on vgpu:1"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_without_a_name_they_are_no_accelerator() -> None:
     # A process of its own: a name is given for good.

@@ -230,6 +230,7 @@ def test_threads_share_one_allocator() -> None:
     assert world.memory_allocated(0) == 0
 
 
+@pytest.mark.slow
 def test_garbage_cycles_are_freed_safely() -> None:
     with virtual.gpus([None]) as world:
         for _ in range(300):

@@ -142,6 +142,7 @@ def until(condition: Callable[[], bool]) -> None:
         threading.Event().wait(0.02)
 
 
+@pytest.mark.slow
 def test_killed_in_mid_file_and_run_again(hub: HubServer) -> None:
     checkpoint = open_it()
     checkpoint.folder.download([n for n in checkpoint.missing if n != SHARD])

@@ -163,6 +163,7 @@ def test_nobody_types_a_special_token(
         assert asked == [special_id(tokenizer, "<|user|>")]
 
 
+@pytest.mark.slow
 def test_saved_tokenizers_load_again(
     chatglm3: PreTrainedTokenizerBase, glm4: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:
@@ -205,6 +206,7 @@ def test_chatglm2_has_no_roles(
     assert special_id(tokenizer, "eop") == 64793
 
 
+@pytest.mark.slow
 def test_added_tokens_of_glm4_must_count_on(shared_data: Path, tmp_path: Path) -> None:
     directory = copy_of(shared_data, "glm-4-9b-chat", tmp_path)
     settings_file = directory / "tokenizer_config.json"

@@ -92,6 +92,7 @@ def test_the_loss_is_found_and_mended(heron: MakeHeron) -> None:
     assert patch.proved, patch.reason
 
 
+@pytest.mark.slow
 def test_a_cache_in_one_tensor_is_found_and_mended(heron: MakeHeron) -> None:
     """A plan keeps the layers whole, and so avoids the fault: the check cuts them all the same."""
     checkpoint = heron(joined_cache=True)
@@ -113,6 +114,7 @@ def test_it_trains(heron: MakeHeron) -> None:
     assert report.ok
 
 
+@pytest.mark.slow
 def test_a_verdict_is_about_the_code_that_ran(tmp_path: Path, heron: MakeHeron) -> None:
     """A model type that transformers has, with a file of its own: the file isn't what ran."""
     checkpoint = heron(model_type="llama", **LLAMA)

@@ -202,6 +202,7 @@ def ids() -> torch.Tensor:
     return torch.arange(3, 15).reshape(1, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_gpus", [2, 3, 8, 16])
 def test_the_completed_map_is_loaded_and_computes_the_same(
     checkpoint: Path, whole: torch.Tensor, num_gpus: int

@@ -282,6 +282,7 @@ def test_names_cannot_break_the_terminal() -> None:
     assert error.unknown[-1] == "a" * 10_000
 
 
+@pytest.mark.slow
 def test_a_million_unknown_names_are_told_in_time() -> None:
     huge: dict[str, Any] = {f"m.layer{n % 977}.{n}.x{n % 13}": 0 for n in range(60_000)}
     error = refused(huge)

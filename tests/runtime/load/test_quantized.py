@@ -91,6 +91,7 @@ def test_it_computes_what_transformers_computes(
         assert close(model(IDS).logits, right(IDS).logits, HALF_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_what_pytorch_runs_runs_on_virtual_gpus(torchao: Path) -> None:
     told: list[tuple[int, int]] = []
     plan = duoka.plan(torchao, "virtual:2x64MiB", WORK, use_all=True)
