@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +85,22 @@ def test_what_was_forecast_is_what_it_takes(plan: duoka.Plan, engine: Engine) ->
         assert not gpu.allocator.is_pressed
         assert peaks.reserved_bytes == stage.reserved_bytes == stage.budget_bytes
         assert 0.97 * stage.allocated_bytes <= peaks.allocated_bytes <= stage.allocated_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "number"), [("tied", 2), ("llama", 3)])
+def test_processes_take_what_was_forecast(family: str, number: int, tmp_path: Path) -> None:
+    model = tuning.write_model(family, tmp_path / family)
+    plan = squeezed(duoka.plan(model, f"virtual:{number}x64MiB", WORK, use_all=True))
+    with Engine(plan, processes=True) as engine:
+        answers = [outcome for _, outcome in engine.as_completed(random_requests(12), SHORT)]
+    assert not [answer for answer in answers if isinstance(answer, Exception)]
+    assert [
+        (peak.device, peak.allocated_bytes, peak.reserved_bytes) for peak in engine.peaks()
+    ] == [
+        (stage.device, stage.allocated_bytes, stage.reserved_bytes)
+        for stage in plan.forecast.devices
+    ]
 
 
 def test_the_proof_runs_the_worst_step(plan: duoka.Plan) -> None:

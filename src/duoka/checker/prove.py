@@ -90,6 +90,7 @@ def _measured(
                 empty=True,
                 offloaded=plan.offloaded,
                 has_movers=plan.needs_movers,
+                outputs_stay=plan.workload.cache == "paged",
             )
             if data == "cpu":
                 invent_values(model)

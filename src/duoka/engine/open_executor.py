@@ -53,6 +53,8 @@ def open_executor(
             download_progress=download_progress,
             trust_remote_code=trust_remote_code,
             adapter=adapter,
+            # Where there are pages tokens are drawn where logits are.
+            outputs="stay" if plan.workload.cache == "paged" else "return",
         )
         reader = PromptReader.open(checkpoint, plan.workload)
         rules = GenerationRules.of(model, checkpoint.generation_config)

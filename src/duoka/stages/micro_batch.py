@@ -47,6 +47,7 @@ class MicroBatch:
         self._device = device
         self._learns = learns
         self._last_call = route.last_calls()[stage]
+        self._last_uses = route.last_uses()
         self._next_call = 0
         # By transfer: what has come, where the gradients of what was sent arrive in the graph, and
         # the gradients of what has come.
@@ -119,6 +120,8 @@ class MicroBatch:
             return self._passed(number, tensor)
 
         args, kwargs = mapped_call(args, kwargs, passed, block.caches)
+        for number in [n for n in self._received if self._last_uses[n] == index]:
+            del self._received[number]
         if index == self._last_call and call.stage != self._stage:
             raise _Left
         if block.is_container:

@@ -121,6 +121,15 @@ class Route:
                     last[self.transfers[arrival].source] = index
         return last
 
+    def last_uses(self) -> dict[int, int]:
+        """For each transfer the last call that is given what came by it."""
+        return {
+            number: index
+            for index, call in enumerate(self.calls)
+            for number in call.arrivals
+            if number is not None
+        }
+
 
 class Routes:
     """The routes of calls that differ in sizes alone, each linear in the same few numbers.

@@ -53,8 +53,14 @@ def as_profile(
     spec: TraceSpec,
     regimes: Sequence[RegimeTapes],
     named: Sequence[NamedTensor],
+    *,
+    caller_at: int = 0,
 ) -> Profile:
-    """The profile of a model's blocks, in the regimes that were recorded."""
+    """The profile of a model's blocks, in the regimes that were recorded.
+
+    The caller is where a block is: where it has made the inputs, which is where the first one lies,
+    or where it draws tokens.
+    """
     weights, ties = weights_and_ties(model, groups)
     kinds: dict[Kind, int] = {}
     blocks = []
@@ -64,8 +70,8 @@ def as_profile(
     for index, group in enumerate(groups):
         kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in regimes))
         number = kinds.setdefault(kind, len(kinds))
-        # The caller is where it has made the inputs, which is where the first block lies.
-        tied_to = 0 if group == CALLER else ties.get(index, group.returns_to)
+        at = ties.get(caller_at, caller_at)
+        tied_to = at if group == CALLER else ties.get(index, group.returns_to)
         blocks.append(
             Block(
                 modules=group.names,

@@ -75,7 +75,10 @@ class _Tracer:
         """The profile of all steps."""
         if any(group.returns_to is not None for group in self.groups):
             raise Irregular("the model's code moves tensors back by itself")
-        profile = as_profile(self.model, self.groups, self.spec, [*self._regimes()], named)
+        last = len(self.groups) - 2  # tokens are drawn where logits are
+        profile = as_profile(
+            self.model, self.groups, self.spec, [*self._regimes()], named, caller_at=last
+        )
         return replace(profile, needs_movers=self.recorder.needs_movers)
 
     def _stepper(self, number: int) -> PagedStepper:
