@@ -11,7 +11,7 @@ import pytest
 
 from duoka.engine.request import Completion, SamplingParams, TokenChoice
 from duoka.engine.scheduler import Admission, Piece, Scheduler
-from duoka.engine.sequence import Sequence
+from duoka.engine.sequence import Event, Sequence
 from duoka.engine.step import Chunk
 from duoka.errors import UsageError
 from duoka.forecast.serving import Capacity
@@ -30,17 +30,25 @@ class NoText:
         return ""
 
 
+ENDS: dict[int, list[Event]] = {}
+"""What has been told of each sequence, by its number."""
+
+
 def request(rng: random.Random, common: list[int]) -> Sequence:
     prompt = [rng.randrange(1000) for _ in range(rng.randrange(1, 30))]
     if rng.random() < 0.3:
         prompt = common[: rng.randrange(1, len(common))] + prompt[:8]
     new_tokens = rng.randrange(1, 30)
-    return Sequence(
+    events: list[Event] = []
+    sequence = Sequence(
         prompt,
         SamplingParams(seed=0, max_new_tokens=new_tokens),
         stop_ids=(),
         detokenizer=NoText(),  # type: ignore[arg-type]
+        on_event=events.append,
     )
+    ENDS[sequence.number] = events
+    return sequence
 
 
 class Memory:
@@ -108,8 +116,7 @@ def play(rng: random.Random, num_steps: int, admission: Admission, number: int) 
 
 def check_end(sequence: Sequence, is_failing: bool) -> None:
     """A sequence has ended once, and with what it should."""
-    event = sequence.events.get_nowait()
-    assert sequence.events.empty()
+    (event,) = ENDS.pop(sequence.number)
     if isinstance(event, ValueError):
         assert is_failing
         return

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count, islice
 from operator import index
 from queue import SimpleQueue
-from typing import Any, TypeVar, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -21,7 +21,7 @@ from duoka.api.load import Progress
 from duoka.base.text import choose
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.forecast.serving import PAGE_TOKENS, Capacity
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import Message, Tool
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime.generate import refuse_beyond
@@ -30,8 +30,9 @@ from duoka.runtime.stream import Detokenizer
 from .executor import Lost, Result
 from .grammar import GrammarCompiler
 from .open_executor import open_executor
-from .request import Completion, SamplingParams
+from .request import Completion, SamplingParams, TextPiece
 from .scheduler import Admission, Piece, Scheduler
+from .sequence import Event
 from .sequence import Sequence as EngineSequence
 from .step import Outcome, Step
 
@@ -41,11 +42,21 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """A question, as text; or the token ids of a whole prompt; or the messages of a chat."""
 
 
+class Load(NamedTuple):
+    """Answers on their way and those that wait, pages that nobody needs, and answers put back."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    num_preempted: int
+
+
 class Stream:
     """An answer on its way: iterate over its text, plainly or `async`, or wait for its `result`."""
 
-    def __init__(self, sequence: EngineSequence) -> None:
+    def __init__(self, sequence: EngineSequence, events: SimpleQueue[Event]) -> None:
         self._sequence = sequence
+        self._events = events
         self._completion: Completion | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -57,11 +68,11 @@ class Stream:
             Why there is no answer.
         """
         while self._completion is None:
-            event = self._sequence.events.get()
-            if isinstance(event, BaseException):
+            event = self._events.get()
+            if isinstance(event, Exception):
                 raise event
-            if isinstance(event, str):
-                yield event
+            if isinstance(event, TextPiece):
+                yield event.text
             else:
                 self._completion = event
 
@@ -174,7 +185,8 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams = _GREEDY,
         *,
-        on_end: Callable[[Completion | Exception], None] | None = None,
+        tools: Sequence[Tool] = (),
+        on_event: Callable[[Event], None] | None = None,
     ) -> Stream:
         """Ask for an answer; it is on its way when this returns.
 
@@ -184,8 +196,11 @@ class Engine:
             A question or a chat, of which the family's own prompt is made; or the tokens of a whole
             prompt.
         params : SamplingParams
-        on_end : callable, optional
-            Called in the engine's thread when the answer has ended, with it or why there is none.
+        tools : sequence of mapping
+            Functions that the model may call, in a chat.
+        on_event : callable, optional
+            Called in the engine's thread with each piece of the answer, and when it has ended with
+            all of it, or why there is none. The stream has nothing then.
 
         Raises
         ------
@@ -193,7 +208,7 @@ class Engine:
             If no memory is there for so long an answer, however long it waits; or if its grammar
             can't be compiled.
         """
-        tokens = self._tokens(prompt)
+        tokens = self._tokens(prompt, tools)
         is_chat = isinstance(prompt, str) or any(isinstance(part, Message) for part in prompt)
         if params.grammar is not None and is_chat:
             tokens.extend(self._reader.chat.content_start)
@@ -207,6 +222,7 @@ class Engine:
         matcher, detokenizer = None, None
         if params.grammar is not None:
             matcher, detokenizer = self._grammars.start(params.grammar)
+        events = SimpleQueue[Event]()
         seed = random.getrandbits(63) if params.seed is None else params.seed
         sequence = EngineSequence(
             tokens,
@@ -215,7 +231,7 @@ class Engine:
             rules=self._rules,
             detokenizer=detokenizer or Detokenizer(self._reader.tokenizer),
             matcher=matcher,
-            on_end=on_end,
+            on_event=on_event or events.put,
         )
         with self._changed:
             if self._failure is not None:
@@ -225,7 +241,7 @@ class Engine:
             self._scheduler.add(sequence)
             self._changed.notify()
         self._executor.wake()
-        return Stream(sequence)
+        return Stream(sequence, events)
 
     def as_completed(
         self,
@@ -245,7 +261,7 @@ class Engine:
                 num_asked += 1
                 try:
                     chosen = params(key) if callable(params) else params
-                    self.submit(prompt, chosen, on_end=partial(_put, ended, key))
+                    self.submit(prompt, chosen, on_event=partial(_put, ended, key))
                 except DuokaError as error:
                     ended.put((key, error))
             if not num_asked:
@@ -269,6 +285,25 @@ class Engine:
         with self._changed:
             return self._scheduler.pool.num_free
 
+    def load(self) -> Load:
+        """What is on its way now.
+
+        Raises
+        ------
+        Exception
+            Why the engine has ended, where nobody closed it.
+        """
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            scheduler = self._scheduler
+            return Load(
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                free_pages=scheduler.pool.num_free,
+                num_preempted=scheduler.num_preempted,
+            )
+
     def busy_seconds(self) -> dict[str, float]:
         """For how long each GPU has computed since the start, as far as that is known."""
         return self._executor.busy_seconds()
@@ -277,13 +312,13 @@ class Engine:
         """The peaks of the GPUs' memory, when the engine has been closed."""
         return self._executor.peaks()
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
+    def _tokens(self, prompt: Prompt, tools: Sequence[Tool]) -> list[int]:
         """The tokens of a prompt."""
         if isinstance(prompt, str):
-            return self._reader.prompt(prompt)
+            prompt = [Message(role="user", content=prompt)]
         messages = [part for part in prompt if isinstance(part, Message)]
         if messages:
-            return self._reader.chat.prompt(messages)
+            return self._reader.chat.prompt(messages, tools or None)
         return [index(token) for token in prompt if not isinstance(token, Message)]
 
     # ── the engine's thread ──
@@ -395,8 +430,9 @@ def capacity_of(plan: Plan) -> Capacity:
     )
 
 
-def _put(queue: SimpleQueue[tuple[K, Completion | Exception]], key: K, outcome: Any) -> None:
-    queue.put((key, outcome))
+def _put(queue: SimpleQueue[tuple[K, Completion | Exception]], key: K, event: Event) -> None:
+    if not isinstance(event, TextPiece):
+        queue.put((key, event))
 
 
 def _for_asker(error: Exception) -> Exception:

@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
@@ -117,6 +117,13 @@ class TokenChoice:
     token: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+class TextPiece(NamedTuple):
+    """More of an answer's text, and the tokens that have come since the last piece."""
+
+    text: str
+    tokens: tuple[TokenChoice, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

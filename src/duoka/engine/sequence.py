@@ -6,16 +6,15 @@ from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from itertools import count
-from queue import SimpleQueue
 
 from duoka.runtime.stream import Detokenizer
 
 from .generation_rules import GenerationRules
 from .grammar import BytesDetokenizer, Matcher, token_bits
-from .request import Completion, Finish, SamplingParams, TokenChoice
+from .request import Completion, Finish, SamplingParams, TextPiece, TokenChoice
 from .sampler import Row
 
-Event = str | Completion | BaseException
+Event = TextPiece | Completion | Exception
 """What is told of an answer: more of its text, all of it at the end, or why there is none."""
 
 
@@ -39,7 +38,7 @@ class Sequence:
         detokenizer: Detokenizer | BytesDetokenizer,
         rules: GenerationRules = _NO_RULES,
         matcher: Matcher | None = None,
-        on_end: Callable[[Completion | Exception], None] | None = None,
+        on_event: Callable[[Event], None] | None = None,
     ) -> None:
         assert params.seed is not None, "it is resolved"
         assert params.max_new_tokens is not None, "it is resolved"
@@ -53,7 +52,6 @@ class Sequence:
         self.is_running = False
         self.shared_tokens = 0
         self.is_cancelled = False
-        self.events: SimpleQueue[Event] = SimpleQueue()
         self._seed = params.seed
         self._rules = rules
         self._matcher = matcher
@@ -64,11 +62,12 @@ class Sequence:
         self._answer: list[int] = []
         self.tokens = list(prompt)  # and the answer so far
         self._detokenizer = detokenizer
-        self._on_end = on_end
+        self._on_event = on_event
         self._text = ""
         self._is_cut = False
         self._has_ended = False
-        self._num_sent = 0
+        self._num_sent = 0  # characters of the text
+        self._num_told = 0  # tokens
 
     @property
     def most_tokens(self) -> int:
@@ -160,9 +159,8 @@ class Sequence:
         if self._has_ended:  # what failed was to tell of it
             return
         self._has_ended = True
-        self.events.put(event)
-        if self._on_end is not None:
-            self._on_end(event)
+        if self._on_event is not None:
+            self._on_event(event)
 
     def _is_at_stop_text(self) -> bool:
         """Whether the answer has come to a text that ends it, which is then cut off."""
@@ -184,5 +182,7 @@ class Sequence:
 
     def _tell(self, end: int) -> None:
         if end > self._num_sent:
-            self.events.put(self._text[self._num_sent : end])
-            self._num_sent = end
+            tokens = tuple(self._choices[self._num_told :])
+            if self._on_event is not None:
+                self._on_event(TextPiece(self._text[self._num_sent : end], tokens))
+            self._num_sent, self._num_told = end, len(self._choices)
