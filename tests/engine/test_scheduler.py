@@ -27,7 +27,11 @@ class NoText:
         return ""
 
     def finish(self) -> str:
-        return ""
+        returENDS: dict[int, list[Event]] = {}
+"""What has been told of each sequence, by its number."""
+
+
+n ""
 
 
 ENDS: dict[int, list[Event]] = {}
