@@ -9,7 +9,7 @@ import pytest
 import tuning
 
 import duoka
-from duoka.engine import Engine
+from duoka.engine import Engine, SamplingParams
 from duoka.engine.answerer import EngineAnswerer
 from duoka.runtime import Conversation, Generator, PromptReader, Sampling
 
@@ -55,3 +55,19 @@ def test_it_answers_as_a_generator_and_reads_the_end_alone(
     assert measured.context_tokens > third.prompt_tokens
     assert measured.first_token_seconds is not None
     assert measured.tokens_per_second is not None
+
+
+def test_parameters_of_the_engine_hold(plan: Any) -> None:
+    checkpoint = duoka.Checkpoint.open(plan.source)
+    params = SamplingParams.recommended(
+        {"do_sample": False, "repetition_penalty": 1.8}, max_new_tokens=8
+    )
+    with Engine(plan, processes=False) as engine:
+        reader = PromptReader.open(checkpoint, plan.workload)
+        answerer = EngineAnswerer(engine, reader)
+        prompt = reader.prompt(QUESTIONS[0])
+        texts = []
+        for chosen in (params, SHORT):
+            with answerer.stream(prompt, chosen) as pieces:
+                texts.append("".join(pieces).strip())
+        assert texts[0] == engine.submit(prompt, params).result().text != texts[1]

@@ -344,9 +344,3 @@ def test_close_ends_what_is_on_its_way(plan: Any) -> None:
     with pytest.raises(UsageError, match="has been closed"):
         engine.submit([1])
     assert not engine._thread.is_alive()
-
-
-def test_a_plan_with_another_cache_is_refused(model: Path) -> None:
-    work = duoka.Workload(batch=2, prompt_tokens=32, new_tokens=8, cache="int8")
-    with pytest.raises(DuokaError, match="a cache of its own"):
-        Engine(duoka.plan(model, "virtual:256MiB", work))

@@ -88,6 +88,18 @@ def load(
     plan, checkpoint = prove_here(
         plan, trust_remote_code=trust_remote_code, download_progress=download_progress
     )
+    return load_proved(plan, checkpoint, progress=progress, lora=lora, outputs_stay=outputs_stay)
+
+
+def load_proved(
+    plan: Plan,
+    checkpoint: Checkpoint,
+    *,
+    progress: Progress | None = None,
+    lora: Adapter | None = None,
+    outputs_stay: bool = False,
+) -> PreTrainedModel:
+    """Load what `prove_here` has returned; see `load`."""
     devices.materialise(plan.fleet)
     say("reading the weights")
     model = _filled(plan, checkpoint, progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import select
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
 from itertools import chain
@@ -20,11 +20,7 @@ from .options import AnswerOptions, ModelOptions, PlanOptions, read_stdin, refus
 from .terminal import answer, stderr, working
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from duoka.checkpoint.sampling_params import Sampling
     from duoka.runtime import Conversation
-    from duoka.runtime.conversation import Answerer
 
 _HELP = """\
 /image FILE  show a picture with the next question
@@ -63,33 +59,22 @@ def chat(
     images = pictures.read()
     plan = planning.make_plan(model, with_images(options, images), texts=())
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
-    sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan, model)
+    reader = planning.open_prompts(plan, model)
+    from duoka.engine import SamplingParams
+    from duoka.engine.answerer import EngineAnswerer
+    from duoka.runtime import Conversation
+
+    params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     system = planning.usable_system(reader, answering.system)
     reader.check_images(images)
     if system is not None:
-        reader.check([reader.prompt("", system=system)], sampling.max_new_tokens)
-    adapter = answering.adapter
-    if reader.chat.images is None and plan.workload.cache == "dynamic":
-        from duoka.engine.answerer import EngineAnswerer
-
-        with planning.load_engine(plan, model, adapter) as engine:
-            answerer = EngineAnswerer(engine, reader)
-            _converse(answerer, sampling, system, images)
-        planning.tell_measured(plan, answerer.measured())
-        return
-    generator = planning.load_generator(plan, model, reader, adapter)
-    _converse(generator, sampling, system, images)
-    planning.tell_measured(plan, generator.pace.measured(plan.devices))
-
-
-def _converse(
-    answerer: Answerer, sampling: Sampling, system: str | None, images: Sequence[Image]
-) -> None:
-    from duoka.runtime import Conversation
-
-    conversation = Conversation(answerer, sampling, system=system)
-    conversation.show(*images)
-    _talk(conversation)
+        reader.check([reader.prompt("", system=system)], params.max_new_tokens)
+    with planning.load_engine(plan, model, answering.adapter) as engine:
+        answerer = EngineAnswerer(engine, reader)
+        conversation = Conversation(answerer, params, system=system)
+        conversation.show(*images)
+        _talk(conversation)
+    planning.tell_measured(plan, answerer.measured())
 
 
 def _talk(conversation: Conversation) -> None:

@@ -6,7 +6,7 @@
 - `executor`: what computes steps, in this process; `open_executor`: which one a plan gets
 - `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages
 - `paged_model`: a model with a paged cache on the devices of its layers
-- `cached_model`: a model whose layers can't read from pages
+- `cached_model`: a model with a cache of its own for each sequence
 - `answerer`: a conversation with an engine; `batch`: files of prompts and answers
 - `sampler`: a token from each row of logits
 - `grammar`: the tokens that fit an answer's grammar; `generation_rules`: those that a checkpoint's

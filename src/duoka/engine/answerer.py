@@ -20,7 +20,8 @@ from .request import SamplingParams
 class EngineAnswerer:
     """Answers one question after another; see `runtime.conversation.Answerer`.
 
-    What was said before lies in the engine's pages: of each prompt only the end is read.
+    What was said before lies in the engine's pages, where it has them: of each prompt only the
+    end is read.
     """
 
     def __init__(self, engine: Engine, reader: PromptReader) -> None:
@@ -41,7 +42,9 @@ class EngineAnswerer:
         self, prompt: Sequence[int], sampling: Sampling | None = None
     ) -> Iterator[Iterator[str]]:
         """Start an answer, which ends at the latest with the scope; its pieces."""
-        params = SamplingParams(**asdict(sampling or Sampling()))
+        params = sampling
+        if not isinstance(params, SamplingParams):
+            params = SamplingParams(**asdict(sampling or Sampling()))
         begin = time.perf_counter()
         stream = self._engine.submit(prompt, params)
         times: list[float] = []

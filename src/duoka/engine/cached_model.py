@@ -1,12 +1,15 @@
-"""Models whose layers can't read from pages: a cache of its own for each sequence.
+"""Models run as transformers' `generate` runs them: a cache of its own for each sequence.
 
-State spaces, linear attention, encoders with a decoder, and code with an attention of its own:
-these run as transformers' `generate` runs them, one sequence after another. Their steps are those
-of the engine all the same, so that many requests are on their way at once.
+These are models whose layers can't read from pages (state spaces, linear attention, encoders with a
+decoder, code with an attention of its own), plans for another cache than a growing one, and plans
+with images. A prompt is read at once, in the chunks that were planned, so that no answer depends on
+company, and no two prompts share anything: equal tokens may stand for different pictures. Their
+steps are those of the engine all the same, so that many requests are on their way at once.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +18,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from duoka.forecast.workload import Workload
 from duoka.models.kv_cache import cache_name, new_cache
+from duoka.runtime.encode_images import READ_ONCE, image_arguments
 
 from .step import Chunk
 
@@ -24,23 +29,35 @@ class CachedModel:
     """Computes the logits of steps of any model that generates; see `PagedModel`.
 
     Nothing is computed twice: a chunk that has failed is lost, and its sequence with it.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    workload : Workload
+        Its cache, its chunks, and how many images are encoded at a time.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
         self._model: Any = model
+        self._workload = workload
         self._cache_name = cache_name(model)
         # Of each sequence what `generate` carries from one call to the next.
         self._arguments: dict[int, dict[str, Any]] = {}
-        accepted = inspect.signature(model.forward).parameters
-        self._takes_positions = "position_ids" in accepted and not model.config.is_encoder_decoder
-        settings = model.generation_config
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self._is_pair = model.config.is_encoder_decoder
+        settings: Any = model.generation_config
         self._start_token = settings.decoder_start_token_id
         if self._start_token is None:
             self._start_token = settings.bos_token_id
+        self._settings = copy.copy(settings)
+        # A static cache lets transformers compile the model, whose memory nobody has planned.
+        self._settings.disable_compile = True
+        is_chunked = not self._is_pair and self._cache_name == "past_key_values"
+        self._settings.prefill_chunk_size = workload.prefill_chunk_tokens if is_chunked else None
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Run a step; the logits after the chunks, [chunks, vocabulary]."""
+        """Run whole prompts and single tokens; the logits after them, [chunks, vocabulary]."""
         return torch.cat([self._run(chunk) for chunk in chunks])
 
     def forget(self, sequence: int) -> None:
@@ -50,49 +67,66 @@ class CachedModel:
     @property
     def keeps_state_in_modules(self) -> bool:
         """Whether the model has room for one sequence alone, in its modules."""
-        return new_cache(self._model) is None
+        return self._new_cache() is None
 
     def close(self) -> None:
         """Let go of all caches."""
         self._arguments.clear()
 
     def _run(self, chunk: Chunk) -> Tensor:
-        model, is_first = self._model, not chunk.start
+        model = self._model
         ids = torch.tensor([chunk.tokens], device=model.device)
-        arguments = self._begin(ids) if is_first else self._arguments[chunk.sequence]
-        if model.config.is_encoder_decoder and is_first:
-            ids = ids.new_tensor([[self._start_token]])
-        # `generate` hands all tokens so far to the model, which takes the last ones of them.
-        arguments["ids"] = ids = (
-            torch.cat([arguments.pop("ids"), ids], dim=1) if not is_first else ids
+        if chunk.start:
+            # `generate` hands all tokens so far to the model, which takes the last ones of them.
+            arguments = self._arguments.pop(chunk.sequence)
+            ids = torch.cat([arguments.pop("ids"), ids], dim=1)
+            inputs = model.prepare_inputs_for_generation(
+                ids, next_sequence_length=len(chunk.tokens), is_first_iteration=False, **arguments
+            )
+            outputs = model(**inputs, return_dict=True)
+        else:
+            arguments = self._begin(chunk, ids)
+            if self._is_pair:
+                ids = ids.new_tensor([[self._start_token]])
+            outputs = model._prefill(ids, self._settings, arguments)
+            arguments = {k: v for k, v in arguments.items() if k not in READ_ONCE}
+        arguments = model._update_model_kwargs_for_generation(
+            outputs, arguments, is_encoder_decoder=self._is_pair
         )
-        carried = {name: value for name, value in arguments.items() if name != "ids"}
-        inputs = model.prepare_inputs_for_generation(
-            ids,
-            next_sequence_length=None if is_first else len(chunk.tokens),
-            is_first_iteration=is_first,
-            **carried,
-        )
-        outputs = model(**inputs, return_dict=True)
-        carried = model._update_model_kwargs_for_generation(
-            outputs, carried, is_encoder_decoder=model.config.is_encoder_decoder
-        )
-        self._arguments[chunk.sequence] = {**carried, "ids": ids}
+        self._arguments[chunk.sequence] = {**arguments, "ids": ids}
         logits: Tensor = outputs.logits[:, -1]
-        return logits
+        return logits.to(copy=True, dtype=torch.float32)  # of a prompt there may be many more
 
-    def _begin(self, ids: Tensor) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "attention_mask": torch.ones_like(ids),
-            "use_cache": True,
-        }
-        if self._takes_positions:
-            arguments["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
-        cache = new_cache(self._model)
+    def _begin(self, chunk: Chunk, ids: Tensor) -> dict[str, Any]:
+        """What `generate` has before its first call."""
+        model, mask = self._model, torch.ones_like(ids)
+        arguments: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
+        if self._is_pair:
+            arguments["encoder_outputs"] = model.get_encoder()(
+                input_ids=ids, attention_mask=mask, return_dict=True
+            )
+        elif self._workload.cache == "static":  # as `generate` does where nothing is padded
+            arguments["attention_mask"] = None
+        if "logits_to_keep" in self._accepted:
+            arguments["logits_to_keep"] = 1
+        if chunk.images is not None:
+            size = self._workload.conditions.vision_batch
+            arguments |= image_arguments(model, [chunk.images], ids.device, size)
+        if "position_ids" in self._accepted and not self._is_pair:
+            # Made on the CPU: a virtual GPU doesn't compute with as many numbers.
+            known = {
+                name: value.cpu()
+                for name, value in {**arguments, "attention_mask": mask}.items()
+                if isinstance(value, Tensor) and name not in READ_ONCE
+            }
+            tokens = torch.tensor([chunk.tokens])
+            positions = model._prepare_position_ids_for_generation(tokens, known)
+            arguments["position_ids"] = positions.to(ids.device)
+        cache = self._new_cache()
         if cache is not None:
             arguments[self._cache_name] = cache
-        if self._model.config.is_encoder_decoder:
-            arguments["encoder_outputs"] = self._model.get_encoder()(
-                input_ids=ids, attention_mask=arguments["attention_mask"], return_dict=True
-            )
         return arguments
+
+    def _new_cache(self) -> Any:
+        workload = self._workload
+        return new_cache(self._model, workload.cache, context_tokens=workload.static_tokens)

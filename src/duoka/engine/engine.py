@@ -19,8 +19,10 @@ import torch
 
 from duoka.api.load import Progress
 from duoka.base.text import choose
+from duoka.base.units import format_count
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.forecast.serving import PAGE_TOKENS, Capacity
+from duoka.models.text.image_prompts import ImagePrompt, images_of
 from duoka.models.text.messages import Message, Tool
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
@@ -39,7 +41,8 @@ from .step import Outcome, Step
 K = TypeVar("K")
 _GREEDY = SamplingParams()
 Prompt = str | Sequence[int] | Sequence[Message]
-"""A question, as text; or the token ids of a whole prompt; or the messages of a chat."""
+"""A question, as text; the token ids of a whole prompt, as an `ImagePrompt` where there are images
+among them; or the messages of a chat."""
 
 
 class Load(NamedTuple):
@@ -106,7 +109,7 @@ class Engine:
         context how long one may be; the cache has pages for all of them.
     processes : bool, optional
         Whether each GPU has a process of its own, so that all work at the same time, each on other
-        requests; by default wherever the plan has several GPUs and the model can run so.
+        requests; by default wherever the plan has several GPUs and can be run so.
     admission : {"reserve", "optimistic"}
         Whether a request begins when there is memory for the longest answer that it may have, or
         already for its prompt: then more begin, and where memory runs out the youngest one is put
@@ -116,10 +119,9 @@ class Engine:
 
     Raises
     ------
-    UsageError
-        If the plan is for a cache of another kind.
     DuokaError
-        As `load` does.
+        As `load` does; before a weight is read, if the checkpoint has a rule for generating that
+        the engine doesn't know.
     """
 
     def __init__(
@@ -205,8 +207,8 @@ class Engine:
         Raises
         ------
         UsageError
-            If no memory is there for so long an answer, however long it waits; or if its grammar
-            can't be compiled.
+            If no memory is there for so long an answer, however long it waits, or for its images;
+            or if its grammar can't be compiled.
         """
         tokens = self._tokens(prompt, tools)
         is_chat = isinstance(prompt, str) or any(isinstance(part, Message) for part in prompt)
@@ -219,6 +221,9 @@ class Engine:
         most = self._reader.workload.new_tokens
         number = params.max_new_tokens or max(1, min(most, limit))
         self._scheduler.refuse_unfit(len(tokens), number)
+        is_whole = self._reader.workload.prefill_chunk_tokens is None
+        if isinstance(tokens, ImagePrompt) or (is_whole and not self._executor.is_paged):
+            self._reader.check([tokens], None)
         matcher, detokenizer = None, None
         if params.grammar is not None:
             matcher, detokenizer = self._grammars.start(params.grammar)
@@ -316,8 +321,11 @@ class Engine:
         """The tokens of a prompt."""
         if isinstance(prompt, str):
             prompt = [Message(role="user", content=prompt)]
+        if isinstance(prompt, ImagePrompt):
+            return prompt
         messages = [part for part in prompt if isinstance(part, Message)]
         if messages:
+            self._reader.check_images(images_of(messages))
             return self._reader.chat.prompt(messages, tools or None)
         return [index(token) for token in prompt if not isinstance(token, Message)]
 
@@ -378,6 +386,8 @@ class Engine:
                     self._computed(piece, outcome)
 
     def _computed(self, piece: Piece, outcome: Outcome) -> None:
+        if isinstance(outcome, torch.OutOfMemoryError):
+            outcome = _out_of_memory(outcome, piece.num_tokens)
         try:
             self._scheduler.computed(piece, outcome)
         except Exception as error:  # of its tokenizer, say: others aren't concerned
@@ -398,7 +408,7 @@ class Engine:
         if isinstance(error, torch.OutOfMemoryError) and piece.num_tokens > 1:
             self._again.append([piece.half])
         else:
-            self._scheduler.computed(piece, _for_asker(error))
+            self._computed(piece, error)
 
     def _fail(self, error: Exception) -> None:
         """Nothing can be computed any more."""
@@ -412,12 +422,6 @@ def capacity_of(plan: Plan) -> Capacity:
     workload = plan.workload
     if workload.cache == "paged":
         return Capacity.of(workload)
-    if workload.cache != "dynamic":
-        raise UsageError(
-            f"the engine has a cache of its own, and the plan is for one of the kind "
-            f"{workload.cache!r}",
-            hint="plan without --cache",
-        )
     chunk = workload.prefill_chunk_tokens
     assert chunk != "auto", "a plan's workload is resolved"
     return Capacity(
@@ -435,11 +439,9 @@ def _put(queue: SimpleQueue[tuple[K, Completion | Exception]], key: K, event: Ev
         queue.put((key, event))
 
 
-def _for_asker(error: Exception) -> Exception:
-    """An error as the one who asked is to see it."""
-    if not isinstance(error, torch.OutOfMemoryError):
-        return error
+def _out_of_memory(error: Exception, num_tokens: int) -> MachineError:
+    """What the one who asked is told of it."""
     return MachineError(
-        f"out of memory, for a single token: {str(error)[:300]}",
+        f"out of memory, for {format_count(num_tokens, 'token')}: {str(error)[:300]}",
         hint="something else uses the memory that the plan counted on",
     )

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity
+from duoka.forecast.workload import Workload
 from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
 from duoka.runtime.paged_steps import reads_pages
@@ -24,6 +25,8 @@ from .request import SamplingParams
 from .sampler import Row, sample
 from .step import Chunk, Outcome, Step
 
+_PLAIN = Workload(prefill_chunk_tokens=None)
+_IN_PAGES = ("dynamic", "paged")
 _NOBODYS_ROW = Row(params=SamplingParams(), seed=0, place=0)
 
 
@@ -78,24 +81,31 @@ class InlineExecutor:
     model : PreTrainedModel
         On one device, or dispatched over several.
     capacity : Capacity
-        What memory is there for. A model that can't read from pages has a page for each sequence.
-    every_size : bool
-        Whether steps of every size are computed at once, as the forecast of a paged cache has it.
+        What memory is there for. A model that doesn't read from pages has a page for each sequence,
+        and reads each prompt at once.
+    workload : Workload
+        What was planned: with a paged cache steps of every size are computed at once, as its
+        forecast has it.
     """
 
     num_steps = 1
 
     def __init__(
-        self, model: PreTrainedModel, capacity: Capacity, *, every_size: bool = False
+        self, model: PreTrainedModel, capacity: Capacity, workload: Workload = _PLAIN
     ) -> None:
-        self._model = _paged(model, capacity, every_size) or CachedModel(model)
+        self._model = _paged(model, capacity, workload) or CachedModel(model, workload)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.is_paged = isinstance(self._model, PagedModel)
         self.capacity = replace(capacity, whole_prompts=False)
         if isinstance(self._model, CachedModel):
             sequences = 1 if self._model.keeps_state_in_modules else capacity.sequences
             self.capacity = replace(
-                capacity, sequences=sequences, pages=sequences, page_tokens=capacity.context_tokens
+                capacity,
+                sequences=sequences,
+                pages=sequences,
+                page_tokens=capacity.context_tokens,
+                step_tokens=sequences * capacity.context_tokens,
+                whole_prompts=True,
             )
         self._steps: deque[Step] = deque()
         self._busy_seconds = 0.0
@@ -155,6 +165,8 @@ class InlineExecutor:
         try:
             (outcome,) = outcomes_of(Step(0, [chunk]), self.run([chunk]))
         except Exception as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                devices.give_back()
             return error
         return outcome
 
@@ -166,12 +178,12 @@ def outcomes_of(step: Step, logits: Tensor) -> list[Outcome]:
     return [None if chunk.row is None else next(choices) for chunk in step.chunks]
 
 
-def _paged(model: PreTrainedModel, capacity: Capacity, every_size: bool) -> PagedModel | None:
-    if not reads_pages(model):
+def _paged(model: PreTrainedModel, capacity: Capacity, workload: Workload) -> PagedModel | None:
+    if workload.cache not in _IN_PAGES or workload.images or not reads_pages(model):
         return None
     paged = PagedModel(model, capacity)
     try:
-        paged.try_out(every_size=every_size)
+        paged.try_out(every_size=workload.cache == "paged")
     except ModelError:  # its code wants more of attention than it is known to
         return None
     return paged

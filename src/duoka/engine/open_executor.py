@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from duoka.api.load import Progress, load, prove_here, read_adapter_for
+from duoka.api.load import Progress, load_proved, prove_here, read_adapter_for
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import DuokaError, ModelError, UsageError
@@ -46,27 +46,19 @@ def open_executor(
         except DuokaError:
             if processes:
                 raise
-    if routes is None:
-        model = load(
-            plan,
-            progress=progress,
-            download_progress=download_progress,
-            trust_remote_code=trust_remote_code,
-            adapter=adapter,
-            # Where there are pages tokens are drawn where logits are.
-            outputs="stay" if plan.workload.cache == "paged" else "return",
-        )
-        reader = PromptReader.open(checkpoint, plan.workload)
-        rules = GenerationRules.of(model, checkpoint.generation_config)
-        is_planned = plan.workload.cache == "paged"
-        inline = InlineExecutor(model, capacity, every_size=is_planned)
-        return inline, num_embeddings(model), reader, rules
     lora = None if adapter is None else read_adapter_for(plan, adapter)
     plan, checkpoint = prove_here(
         plan, trust_remote_code=trust_remote_code, download_progress=download_progress
     )
     model = build_model(checkpoint, plan.workload)
-    rules = GenerationRules.of(model, checkpoint.generation_config)
+    rules = GenerationRules.of(model, checkpoint.generation_config)  # before a weight is read
+    rows = num_embeddings(model)
+    reader = PromptReader.open(checkpoint, plan.workload)
+    if routes is None:
+        # Where there are pages tokens are drawn where logits are.
+        stay = plan.workload.cache == "paged"
+        model = load_proved(plan, checkpoint, progress=progress, lora=lora, outputs_stay=stay)
+        return InlineExecutor(model, capacity, plan.workload), rows, reader, rules
     executor = StagedExecutor(
         plan,
         capacity,
@@ -74,8 +66,7 @@ def open_executor(
         trust_remote_code=trust_remote_code,
         adapter=None if lora is None else native_form(lora, checkpoint.config),
     )
-    reader = PromptReader.open(checkpoint, plan.workload)
-    return executor, num_embeddings(model), reader, rules
+    return executor, rows, reader, rules
 
 
 def _routes(plan: Plan, checkpoint: Checkpoint) -> Routes:
@@ -84,6 +75,16 @@ def _routes(plan: Plan, checkpoint: Checkpoint) -> Routes:
         raise UsageError(
             "a process for each GPU is wanted, and the plan has one GPU",
             hint="plan for several, with --use-all if one is enough, or leave processes out",
+        )
+    if plan.workload.images:
+        raise UsageError(
+            "prompts with images are read by one process",
+            hint="leave processes out, or plan without --images",
+        )
+    if plan.workload.cache in ("int8", "static"):
+        raise UsageError(
+            f"a cache of the kind {plan.workload.cache!r} is filled by one process",
+            hint="leave processes out, or plan without --cache",
         )
     if plan.offloaded:
         raise UsageError(

@@ -49,6 +49,7 @@ class Piece:
             self.start,
             sequence.pages,
             sequence.row if is_last else None,
+            None if self.start else sequence.images,
         )
 
     @property

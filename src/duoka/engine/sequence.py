@@ -7,6 +7,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from itertools import count
 
+from duoka.models.text.image_prompts import ImagePrompt
 from duoka.runtime.stream import Detokenizer
 
 from .generation_rules import GenerationRules
@@ -44,6 +45,7 @@ class Sequence:
         assert params.max_new_tokens is not None, "it is resolved"
         self.number = next(_numbers)
         self.prompt = list(prompt)
+        self.images = prompt if isinstance(prompt, ImagePrompt) else None
         self.params = params
         self.max_new_tokens = params.max_new_tokens
         self.pages: list[int] = []

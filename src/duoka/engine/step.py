@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from duoka.forecast.serving import StepSize
+from duoka.models.text.image_prompts import ImagePrompt
 
 from .request import TokenChoice
 from .sampler import Row
@@ -18,7 +19,8 @@ Outcome = TokenChoice | Exception | None
 class Chunk:
     """New tokens of a sequence, from the place `start` on; `pages` are those of all its tokens.
 
-    `row` says how the next token is chosen, if it can be chosen after these.
+    `row` says how the next token is chosen, if it can be chosen after these. A prompt with images
+    is one chunk, which has them.
     """
 
     sequence: int
@@ -26,6 +28,7 @@ class Chunk:
     start: int
     pages: Sequence[int]
     row: Row | None
+    images: ImagePrompt | None = None
 
     @property
     def end(self) -> int:

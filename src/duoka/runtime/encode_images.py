@@ -18,11 +18,15 @@ from transformers import PreTrainedModel, StoppingCriteria
 from transformers.generation import utils as generation
 
 from duoka.errors import UsageError
+from duoka.forecast.workload import image_passes
+from duoka.models.text.image_prompts import ImagePrompt, joined_pictures, padded_rows
 
 from .dispatch.arguments import bring, mapped
 
 FEATURES = "mm_encoder_outputs"
 _PIXELS = ("pixel_values", "pixel_values_images", "image_patches")
+READ_ONCE = (FEATURES, *_PIXELS)
+"""What a model reads with the prompt alone."""
 _GRIDS = "image_grid_thw"
 _DROPPED = ("last_hidden_state", "hidden_states", "attentions")
 # Their code reads more of what the tower returns than its last features.
@@ -147,6 +151,25 @@ def arguments_with_features(
             reader.encode()
         reader.finish()
     return {**reader.pictures, FEATURES: reader.features}
+
+
+def image_arguments(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    device: torch.device,
+    vision_batch: int | None,
+) -> dict[str, Any]:
+    """What `generate` is given of the images in prompts, encoded in passes; of none, nothing."""
+    with_images = [prompt for prompt in prompts if isinstance(prompt, ImagePrompt)]
+    if not with_images:
+        return {}
+    accepted = inspect.signature(model.forward).parameters
+    pictures, rows = (
+        {name: value.to(device) for name, value in tensors.items() if name in accepted}
+        for tensors in (joined_pictures(with_images, model.dtype), padded_rows(prompts))
+    )
+    sizes = image_passes(sum(prompt.num_images for prompt in with_images), vision_batch)
+    return {**rows, **arguments_with_features(model, pictures, sizes)}
 
 
 class Forget(StoppingCriteria):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,16 +26,16 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import beyond_embedding
 from duoka.errors import UsageError
-from duoka.forecast.workload import Workload, image_passes
+from duoka.forecast.workload import Workload
 from duoka.models.from_checkpoint import tokenizer_of
 from duoka.models.kv_cache import cache_name, new_cache
-from duoka.models.text.image_prompts import ImagePrompt, joined_pictures, padded_rows
+from duoka.models.text.image_prompts import ImagePrompt
 from duoka.models.text.messages import Message
 from duoka.models.text.prompts import ChatFormat, chat_format
 from duoka.report.measured import Measured
 
 from .devices import peak_bytes, synchronize
-from .encode_images import Forget, arguments_with_features
+from .encode_images import Forget, image_arguments
 from .stream import Stop, Stream
 
 
@@ -249,7 +248,8 @@ class Generator(PromptReader):
         """The new tokens of each prompt, padding and stop tokens included."""
         ids, mask = self._padded(prompts)
         clock = self.pace.start()
-        images = self._images(prompts, ids.device)
+        size = self.workload.conditions.vision_batch
+        images = image_arguments(self.model, prompts, ids.device, size)
         criteria: list[StoppingCriteria] = [*([stop] if stop else []), clock]
         if images:  # without any, nothing more is done for each token
             criteria.append(Forget(images))
@@ -267,20 +267,6 @@ class Generator(PromptReader):
         start = 1 if self.model.config.is_encoder_decoder else ids.shape[1]
         rows: list[list[int]] = output[:, start:].tolist()
         return rows
-
-    def _images(self, prompts: Sequence[Sequence[int]], device: torch.device) -> dict[str, Any]:
-        """What `generate` is given of images, encoded in passes as they were planned."""
-        with_images = [prompt for prompt in prompts if isinstance(prompt, ImagePrompt)]
-        if not with_images:
-            return {}
-        accepted = inspect.signature(self.model.forward).parameters
-        pictures, rows = (
-            {name: value.to(device) for name, value in tensors.items() if name in accepted}
-            for tensors in (joined_pictures(with_images, self.model.dtype), padded_rows(prompts))
-        )
-        number = sum(prompt.num_images for prompt in with_images)
-        sizes = image_passes(number, self.workload.conditions.vision_batch)
-        return {**rows, **arguments_with_features(self.model, pictures, sizes)}
 
     def _options(self, sampling: Sampling) -> dict[str, Any]:
         planned = self.workload.new_tokens

@@ -120,3 +120,13 @@ def test_a_template_in_a_file_of_its_own(tmp_path: Path) -> None:
     )
     template.unlink()
     assert reader(directory).prompt("What?", images=[OTHER]) == expected
+
+
+def test_tokens_of_text_that_are_added_have_rows() -> None:
+    rows = {"token_type_ids": torch.tensor([[0, 1, 1]]), "boxes": torch.ones(1, 3, 2)}
+    prompt = ImagePrompt([5, 6, 7], 1, {}, rows)
+    prompt.extend([8, 9])
+    assert prompt == [5, 6, 7, 8, 9]
+    assert prompt.rows["token_type_ids"].tolist() == [[0, 1, 1, 0, 0]]
+    assert prompt.rows["boxes"].shape == (1, 5, 2)
+    assert not prompt.rows["boxes"][:, 3:].any()

@@ -7,7 +7,7 @@ Pillow alone. Videos are no part of it, and neither is code that comes with a ch
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,15 @@ class ImagePrompt(list[int]):
         self.num_images = num_images
         self.pictures = dict(pictures)
         self.rows = dict(rows or {})
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """Add tokens of text."""
+        num_tokens = len(self)
+        super().extend(ids)
+        num_more = len(self) - num_tokens
+        for name, row in self.rows.items():
+            more = row.new_zeros((1, num_more, *row.shape[2:]))
+            self.rows[name] = torch.cat((row, more), dim=1)
 
 
 def images_of(messages: Sequence[Message]) -> list[Image.Image]:
