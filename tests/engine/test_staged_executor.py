@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -21,8 +22,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams, Stream
 from duoka.engine.staged_executor import WorkerError
-from duoka.errors import UsageError
+from duoka.errors import MachineError, UsageError
 from duoka.runtime import Generator
+from duoka.stages import workers
 
 pytestmark = pytest.mark.process
 
@@ -69,6 +71,10 @@ def outcome_of(stream: Stream) -> list[int] | None:
         if "the process of vgpu:1 has ended: signal 9" not in str(error):
             raise
         return None
+
+
+def open_files() -> list[str]:
+    return sorted(entry.name for entry in Path("/proc/self/fd").iterdir())
 
 
 def alike(one: Any, other: Any) -> None:
@@ -189,6 +195,37 @@ def test_a_process_that_is_killed_is_started_again(staged: Engine) -> None:
     assert outcomes[-1] == expected[-1]
     assert all(found in (None, ids) for found, ids in zip(outcomes, expected, strict=True))
     assert [ids(completion) for completion in staged.generate(texts)] == expected
+
+
+def test_nothing_is_left_where_a_process_cannot_be_started(
+    plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = workers._start, list[Any]()
+
+    def start_one(*arguments: Any) -> Any:
+        if started:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(start(*arguments))
+        return started[0]
+
+    monkeypatch.setattr(workers, "_start", start_one)
+    before = open_files()
+    with pytest.raises(MachineError, match="vgpu:0, vgpu:1 can't be started: Resource temp"):
+        Engine(plan, processes=True)
+    assert started[0].returncode == -signal.SIGKILL
+    assert open_files() == before
+
+
+def test_nothing_is_left_where_a_process_cannot_load_its_part(
+    plan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "no_worker.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("duoka.engine.staged_executor._MODULE", "no_worker")
+    before = open_files()
+    with pytest.raises(WorkerError, match="has ended: exit code 0"):
+        Engine(plan, processes=True)
+    assert open_files() == before
 
 
 def test_one_gpu_has_no_processes(plan: Any, tmp_path: Path) -> None:

@@ -12,18 +12,19 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
+from duoka.base.files import why
 from duoka.errors import MachineError
 from duoka.forecast.serving import FIRST, Capacity, StepSize
 from duoka.models.lora import Adapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
-from duoka.stages.route import Routes
+from duoka.stages.route import Route, Routes
 from duoka.stages.shared_memory import SharedMemory, connect
 from duoka.stages.workers import Workers
 
@@ -87,7 +88,11 @@ class StagedExecutor:
         # Whether the processes are there, and when they have been lost.
         self._is_started = False
         self._losses: deque[float] = deque(maxlen=_MOST_LOSSES)
-        self._start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
 
     def _start(self) -> None:
         """Start the processes, and wait until each has its part."""
@@ -95,22 +100,13 @@ class StagedExecutor:
         capacity = self.capacity
         most_tokens = capacity.tokens(max(capacity.step_tokens, capacity.sequences))
         largest = self._routes.at(most_tokens, capacity.logits(capacity.sequences))
-        self._memory = SharedMemory(largest, self.num_steps, len(names))
-        sockets = connect(len(names))
-        pipes = [Pipe() for _ in names]
-        self._drivers = [driver_end for driver_end, _ in pipes]
-        descriptors = [
-            [worker_end.fileno(), self._memory.descriptor, *(end for end in ends if end >= 0)]
-            for (_, worker_end), ends in zip(pipes, sockets, strict=True)
-        ]
         try:
-            self._workers = Workers(_MODULE, (), len(names), descriptors=descriptors)
-        finally:
-            for _, worker_end in pipes:
-                worker_end.close()
-            for end in chain(*sockets):
-                if end >= 0:
-                    os.close(end)
+            sockets = self._start_workers(largest, len(names))
+        except OSError as error:
+            raise MachineError(
+                f"the processes of {', '.join(names)} can't be started: {why(error)}",
+                hint="see how many processes and open files are allowed: `ulimit -u -n`",
+            ) from error
         self._failures: dict[int, Exception] = {}
         self._results: deque[Result] = deque()
         self._is_started = True
@@ -120,6 +116,28 @@ class StagedExecutor:
         except BaseException:
             self._stop()
             raise
+
+    def _start_workers(self, largest: Route, number: int) -> list[list[int]]:
+        """Start the processes, with all that joins them; the numbers of their sockets."""
+        with ExitStack() as opened, ExitStack() as for_workers:
+            self._memory = SharedMemory(largest, self.num_steps, number)
+            opened.callback(self._memory.close)
+            sockets = connect(number)
+            for end in chain(*sockets):
+                if end >= 0:
+                    for_workers.callback(os.close, end)
+            pipes = [Pipe() for _ in range(number)]
+            for driver_end, worker_end in pipes:
+                opened.enter_context(driver_end)
+                for_workers.enter_context(worker_end)
+            descriptors = [
+                [worker_end.fileno(), self._memory.descriptor, *(end for end in ends if end >= 0)]
+                for (_, worker_end), ends in zip(pipes, sockets, strict=True)
+            ]
+            self._workers = Workers(_MODULE, (), number, descriptors=descriptors)
+            self._drivers = [driver_end for driver_end, _ in pipes]
+            opened.pop_all()  # all is there, and stays
+        return sockets
 
     def submit(self, step: Step) -> None:
         """See `Executor`.

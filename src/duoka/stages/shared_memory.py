@@ -89,11 +89,11 @@ class SharedMemory:
 
 def connect(number: int) -> list[list[int]]:
     """Sockets between processes: for each one its ends, by rank; its own place has -1."""
+    places = [(rank, other) for rank in range(number) for other in range(rank)]
+    pairs = [socket.socketpair() for _ in places]  # they close themselves where one can't be had
     ends = [[-1] * number for _ in range(number)]
-    for rank in range(number):
-        for other in range(rank):
-            pair = socket.socketpair()
-            ends[rank][other], ends[other][rank] = (end.detach() for end in pair)
+    for (rank, other), pair in zip(places, pairs, strict=True):
+        ends[rank][other], ends[other][rank] = (end.detach() for end in pair)
     return ends
 
 

@@ -58,14 +58,15 @@ class Workers:
             **{name: os.environ.get(name, value) for name, value in _SETTINGS.items()},
         }
         command = [sys.executable, "-m", module, *arguments]
-        self._processes = [
-            _start(
-                command,
-                {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                descriptors[rank] if descriptors else (),
-            )
-            for rank in range(number)
-        ]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(number):
+                ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                files = descriptors[rank] if descriptors else ()
+                self._processes.append(_start(command, {**shared, **ranks}, files))
+        except BaseException:
+            self.end()
+            raise
 
     def __enter__(self) -> Workers:
         return self
