@@ -100,7 +100,8 @@ def soak(engine: CountingEngine, plan: duoka.Plan, number: int, seed: int) -> It
             yield from failure_of(waiting.pop(0))
         if at and at % 1000 == 0:
             seconds = time.monotonic() - started
-            print(f"{at} after {seconds:.0f} s, the host {host_bytes() / 2**20:.1f} MiB", flush=True)
+            host = f"the host {host_bytes() / 2**20:.1f} MiB"
+            print(f"{at} after {seconds:.0f} s, {host}", flush=True)
         if at == number * _WARM_HUNDREDTHS // 100:
             warm_bytes = host_bytes()
     grown = host_bytes() - warm_bytes
