@@ -200,13 +200,17 @@ def compare(rig: Rig, what: str) -> None:
     expected, answers = read(rig.directory / "whole.jsonl"), read(rig.out)
     times = Counter(row["number"] for row in answers)
     rig.faults += [f"{what}: prompt {at} has {n} answers" for at, n in times.items() if n > 1]
-    differing = sum(one != other for one, other in zip(expected, answers, strict=False))
+    pairs = list(zip(expected, answers, strict=False))
+    differing = [(one, other) for one, other in pairs if one != other]
     if len(answers) != len(expected) or differing:
-        rig.faults.append(f"{what}: {len(answers)} answers of {len(expected)}, {differing} differ")
+        rig.faults.append(f"{what}: {len(answers)} answers of {len(expected)}")
+        rig.faults += [f"{what}: {one}\n  is now {other}" for one, other in differing]
     names = {"model", "prompts.jsonl", "whole.jsonl", "answers.jsonl", "stderr"}
     left = {entry.name for entry in rig.directory.iterdir()} - names
     rig.faults += [f"{what}: {name} is left" for name in left]
-    print(f"  gone on to the end: {len(answers)} answers, {differing} of them others", flush=True)
+    print(
+        f"  gone on to the end: {len(answers)} answers, {len(differing)} of them others", flush=True
+    )
     rig.out.unlink()
 
 

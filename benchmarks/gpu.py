@@ -10,6 +10,8 @@
 - What dispatch costs on it, beside plain and accelerate, in turns.
 - The calibration (`duoka bench --calibrate`), which is kept; how long it took; and what a plan made
   with it says of seconds, beside those measured.
+- The engine on it: tokens a second of 1, 16 and 64 requests beside transformers', a long prompt in
+  pieces, memory beside its forecast (`gpu_engine.py`).
 - Ten pairs of a model and a workload, forecast and measured, allocated and reserved; several stages
   on one card, each under a cap of its own budget (`gpu_pairs.py`).
 
@@ -30,6 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_engine
 import gpu_pairs
 import torch
 from safetensors.torch import load_file, save_file
@@ -105,6 +108,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         write_checkpoint(Path(folder), "small" if options.rehearse else options.size)
         report["write_seconds"] = time.perf_counter() - started
         report |= large(Path(folder), pair[0], options)
+        devices.give_back()
+        one = fleet_of(pair[:1])
+        report["engine"] = gpu_engine.measure(Path(folder), one, small=options.rehearse)
     return report
 
 
@@ -335,6 +341,7 @@ def table(report: dict[str, Any]) -> Iterator[str]:
         first, token = expected["first_token_seconds"], expected["token_seconds"]
         yield f"forecast: prefill {first * 1e3:.0f} ms, decode {token * 1e3:.2f} ms a token"
     yield f"calibrated in {report['calibration']['seconds']:.1f} s: {report['calibration']['gpus']}"
+    yield from gpu_engine.table(report["engine"])
     yield from gpu_pairs.table(report["pairs"])
     cost = report["dispatch"]
     for name, value in cost.items():
