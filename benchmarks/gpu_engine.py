@@ -139,7 +139,6 @@ def _transformers(path: Path, fleet: Fleet, device: str, sizes: Sizes) -> Iterat
     work = duoka.Workload(
         prompt_tokens=sizes.long_tokens, new_tokens=sizes.new_tokens, prefill_chunk_tokens=None
     )
-    batch_tokens = 256 if sizes is SMALL else None
     with _loaded(path, fleet, work, device) as model:
 
         def one(texts: list[list[int]], number: int) -> None:
@@ -149,7 +148,7 @@ def _transformers(path: Path, fleet: Fleet, device: str, sizes: Sizes) -> Iterat
 
         def many(texts: list[list[int]], number: int) -> None:
             # What it takes by itself, but for the rehearsal, which hasn't memory for that.
-            few = {} if batch_tokens is None else {"max_batch_tokens": batch_tokens, "num_blocks": 16}
+            few = {"max_batch_tokens": 256, "num_blocks": 16} if sizes is SMALL else {}
             own = ContinuousBatchingConfig(**few)
             model.generate_batch(
                 texts, generation_config=_config(number), continuous_batching_config=own
