@@ -27,11 +27,11 @@ class NoText:
         return ""
 
     def finish(self) -> str:
-        returENDS: dict[int, list[Event]] = {}
+        return ""
+
+
+ENDS: dict[int, list[Event]] = {}
 """What has been told of each sequence, by its number."""
-
-
-n ""
 
 
 ENDS: dict[int, list[Event]] = {}
