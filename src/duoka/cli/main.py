@@ -26,6 +26,7 @@ from .gpus import gpus
 from .groups import Debug, State
 from .plan import plan
 from .plot import plot
+from .serve import serve
 from .suggestions import options_of
 from .training_options import with_method
 from .tune import tune
@@ -56,7 +57,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, check, generate, chat, tune, plot, gpus, bench, demo):
+for command in (plan, compare, check, generate, chat, serve, tune, plot, gpus, bench, demo):
     app.command()(command)
 
 

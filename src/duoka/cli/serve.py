@@ -1,0 +1,146 @@
+"""``duoka serve``: a model behind an address, as OpenAI's clients know it."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import duoka
+from duoka.base.files import why
+from duoka.errors import UsageError
+
+from . import planning, replicas
+from .groups import all_but, flag, option, with_groups
+from .options import ModelOptions, PlanOptions
+from .terminal import stderr, stdout
+
+if TYPE_CHECKING:
+    from duoka.serve.app import Service
+
+_KEY_VARIABLE = "DUOKA_API_KEY"
+_LEAST_KEY_CHARACTERS = 8
+_PORT, _MAX_QUEUE = 8000, 256
+_PlanToServe = Annotated[PlanOptions, all_but(PlanOptions, "max_context", "max_batch", "serve")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """Where the server listens, and whom it answers."""
+
+    host: str | None = option(
+        "ADDRESS", "Where to listen; 127.0.0.1, which this machine alone reaches, by default."
+    )
+    port: int | None = option(
+        "PORT", "Where to listen, 8000 by default; 0 for any that is free.", min=0, max=65535
+    )
+    name: str | None = option(
+        "NAME", "What clients call the model; the name of its directory by default."
+    )
+    api_key_file: Path | None = option(
+        "FILE", f"A file with the key that clients have to know; or set {_KEY_VARIABLE}."
+    )
+    insecure: bool = flag("--insecure", "Let everybody who reaches the address ask, without a key.")
+    max_queue: int | None = option(
+        "N", "Requests that may wait, 256 by default; more are refused with 429.", min=0
+    )
+    adapter: Path | None = option("DIR", "A LoRA adapter, which is added to the weights.")
+
+    def key(self) -> str | None:
+        """The key that clients have to know."""
+        key = os.environ.get(_KEY_VARIABLE)
+        if self.api_key_file is not None:
+            try:
+                key = self.api_key_file.read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(
+                    f"the key file {self.api_key_file} can't be read: {why(error)}",
+                    hint="name a text file whose content is the key",
+                ) from error
+        if key is not None and (len(key) < _LEAST_KEY_CHARACTERS or not key.isascii()):
+            raise UsageError(
+                f"the API key has {len(key)} characters; at least {_LEAST_KEY_CHARACTERS} of ASCII "
+                "are needed",
+                hint="head -c 32 /dev/urandom | base64 > key",
+            )
+        return key
+
+
+@with_groups
+def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> None:
+    """Serve a model to OpenAI's clients: planned, proved and loaded before it listens.
+
+    [bold]duoka serve[/] ./glm-4-9b-chat --gpus 2x24GiB
+
+    [bold]duoka serve[/] ./chatglm3-6b --gpus "virtual:2x8GiB" --context 8K --sequences 32
+
+    [bold]duoka serve[/] ./glm-4-9b-chat --host 0.0.0.0 --api-key-file key --port 8080
+    """
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
+    if missing:
+        raise UsageError(
+            f"{missing[0]} isn't installed, which the server needs",
+            hint='pip install "duoka[serve]"',
+        )
+    from duoka.serve.messages import Begin
+    from duoka.serve.server import Address
+    from duoka.serve.server import serve as run
+
+    port = _PORT if server.port is None else server.port
+    address = Address(host=server.host or "127.0.0.1", port=port, key=server.key())
+    if not address.is_local and address.key is None and not server.insecure:
+        raise UsageError(
+            f"{address.host} is reached by other machines, and no key is given",
+            hint="--api-key-file FILE; or --insecure, if everybody there may ask",
+        )
+    plans = _plans(options, model)
+    begins = [
+        Begin(
+            plan=plan,
+            trust_remote_code=model.trust_remote_code,
+            adapter=None if server.adapter is None else str(server.adapter),
+        )
+        for plan in plans
+    ]
+    name = server.name or Path(plans[0].source).name
+    for plan in plans:
+        stderr().print(f"loading {plan.model} on {', '.join(plan.devices)}", markup=False)
+    queue = _MAX_QUEUE if server.max_queue is None else server.max_queue
+    run(begins, name, address, max_queue=queue, on_ready=_tell)
+
+
+def _plans(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
+    """The plan of each engine."""
+    if options.plan_file is None:
+        options = replace(options, serve=True)
+    if options.replicas is not None:
+        number = replicas.read_number(options.replicas)
+        copies = planning.make_replicas(model, options, None, number)
+        return [plan.on_this_machine() for plan in copies.plans]
+    return [planning.make_plan(model, options, texts=()).on_this_machine()]
+
+
+def _tell(service: Service, url: str) -> None:
+    """Say on one screen what is served, and how to ask."""
+    engines = service.pool.engines
+    for engine in engines:
+        ready, plan = engine.ready, engine.begin.plan
+        assert ready is not None, "it is ready"
+        most = min(ready.sequences, ready.pages * ready.page_tokens // ready.context_tokens)
+        stderr().print(
+            f"{service.model} on {', '.join(plan.devices)}: {ready.sequences} requests at once, "
+            f"{most} of them where each has all of its {ready.context_tokens:,} tokens",
+            markup=False,
+        )
+    request: dict[str, Any] = {
+        "model": service.model,
+        "messages": [{"role": "user", "content": "你好"}],
+    }
+    key = ' -H "Authorization: Bearer $KEY"' if service.has_key else ""
+    data = json.dumps(request, ensure_ascii=False)
+    stdout().print(f"{url}  (a page to chat with; /v1 for OpenAI's clients)", markup=False)
+    text = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{data}'"
+    stdout().print(text, markup=False, soft_wrap=True)

@@ -1,0 +1,11 @@
+"""Serve: an engine behind an address, as OpenAI's clients know it. Its face is `server.serve`.
+
+The server's process has neither torch nor a GPU: each engine is a process of its own, which is
+started again when it ends.
+
+- `server`: opens engines, then listens; `app`: what each address answers
+- `requests`, `answers`, `errors`: the forms of OpenAI's interface
+- `limits`: what is hostile or slow, and who may ask; `metrics`: what Prometheus reads
+- `pool`: the engines behind one address; `engine_client`: one of them, as the server has it
+- `engine_process`, `__main__`: one of them, as a process; `messages`: what both tell each other
+"""

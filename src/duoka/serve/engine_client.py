@@ -1,0 +1,244 @@
+"""An engine in a process of its own, as the server has it: started, asked, and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
+from typing import Any, Literal
+
+from .errors import HttpError
+from .messages import (
+    LENGTH_BYTES,
+    Ask,
+    Begin,
+    Broken,
+    Cancel,
+    Count,
+    Counted,
+    Ended,
+    Event,
+    Failed,
+    Ready,
+    Spell,
+    Status,
+    length,
+    packed,
+)
+
+State = Literal["starting", "ready", "restarting", "failed"]
+_MOST_DEATHS = 3
+_DEATHS_SECONDS = 600.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
+_GRACE_SECONDS = 5.0
+
+
+class EngineClient:
+    """One engine; `run` keeps its process there, until it ends too often or can't begin.
+
+    Parameters
+    ----------
+    begin : Begin
+    replica : int
+        Which one it is, of those that the server has.
+    """
+
+    def __init__(self, begin: Begin, replica: int = 0) -> None:
+        self.begin = begin
+        self.replica = replica
+        self.state: State = "starting"
+        self.reason: str | None = None
+        self.exit_code = 1
+        self.ready: Ready | None = None
+        self.status: Status | None = None
+        self.num_deaths = 0
+        self.busy_shares: dict[str, float] = {}
+        self._told_at = 0.0
+        self.changed = asyncio.Event()
+        # What is asked and not ended, with how much it may take.
+        self._open: dict[int, asyncio.Queue[Event]] = {}
+        self._tokens: dict[int, int] = {}
+        self._numbers = count()
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
+
+    @property
+    def process_id(self) -> int | None:
+        """Of its process, where it is there."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open)
+
+    @property
+    def open_tokens(self) -> int:
+        """How many tokens those may take."""
+        return sum(self._tokens.values())
+
+    async def run(self) -> None:
+        """Keep a process there."""
+        wait = _FIRST_WAIT_SECONDS
+        try:
+            while True:
+                begun = time.monotonic()
+                broken = await self._live()
+                await self._lose(broken)
+                if broken is not None and self.state == "starting":
+                    return self._set("failed", broken.text)
+                self._deaths.append(time.monotonic())
+                self.num_deaths += 1
+                is_full = len(self._deaths) == _MOST_DEATHS
+                if is_full and self._deaths[-1] - self._deaths[0] < _DEATHS_SECONDS:
+                    text = f"it has ended {_MOST_DEATHS} times within ten minutes"
+                    return self._set("failed", f"{text}; the last time: {self.reason}")
+                if time.monotonic() - begun > _DEATHS_SECONDS:
+                    wait = _FIRST_WAIT_SECONDS
+                self._set("restarting", self.reason)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+        finally:
+            await self._lose(None)
+
+    async def ask(self, ask: Ask, tokens: int) -> AsyncGenerator[Event, None]:
+        """What comes of a request that may take so many tokens.
+
+        Raises
+        ------
+        HttpError
+            If it can't be answered.
+        """
+        number = next(self._numbers)
+        queue = self._submit(number, replace(ask, number=number), tokens)
+        left = ask.n
+        try:
+            while left:
+                event = await queue.get()
+                if isinstance(event, Failed):
+                    raise HttpError(event.status, event.text, code=event.code, param=event.param)
+                left -= isinstance(event, Ended)
+                yield event
+        finally:
+            del self._open[number], self._tokens[number]
+            if left:
+                self._send(Cancel(number))
+
+    async def count(self, message: Count | Spell) -> Counted:
+        """The tokens of a prompt, or the text of some."""
+        number = next(self._numbers)
+        queue = self._submit(number, replace(message, number=number), 0)
+        try:
+            event = await queue.get()
+        finally:
+            del self._open[number], self._tokens[number]
+        if isinstance(event, Counted):
+            return event
+        assert isinstance(event, Failed), "nothing else comes of it"
+        raise HttpError(event.status, event.text, code=event.code, param=event.param)
+
+    def _submit(self, number: int, message: object, tokens: int) -> asyncio.Queue[Event]:
+        if self._writer is None or self.state != "ready":
+            raise not_ready(self.reason)
+        queue = self._open[number] = asyncio.Queue()
+        self._tokens[number] = tokens
+        self._send(message)
+        return queue
+
+    def _send(self, message: object) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(packed([message]))
+
+    async def _live(self) -> Broken | None:
+        """From the start of a process to its end; why it says that it ends, where it does."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "duoka.serve", str(theirs.fileno())]
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # it ends where this one is gone
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a Ctrl-C of the terminal's is the server's alone
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
+        self._send(self.begin)
+        try:
+            while True:
+                head = await reader.readexactly(LENGTH_BYTES)
+                for message in pickle.loads(await reader.readexactly(length(head))):
+                    if isinstance(message, Broken):
+                        self.exit_code = message.code
+                        return message
+                    self._take(message)
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Ready):
+            self.ready = message
+            self._set("ready", None)
+        elif isinstance(message, Status):
+            self._compare(message)
+        elif (queue := self._open.get(message.number)) is not None:
+            queue.put_nowait(message)
+
+    def _compare(self, status: Status) -> None:
+        """How busy each device was since it was told last."""
+        now, before = time.monotonic(), self.status
+        if before is not None and now > self._told_at:
+            passed, earlier = now - self._told_at, before.busy_seconds
+            self.busy_shares = {
+                device: min(1.0, (seconds - earlier.get(device, 0.0)) / passed)
+                for device, seconds in status.busy_seconds.items()
+            }
+        self.status, self._told_at = status, now
+
+    async def _lose(self, broken: Broken | None) -> None:
+        """The process is gone, and what was asked of it."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        code = await asyncio.to_thread(self._end)
+        self.reason = broken.text if broken is not None else _how(code)
+        for number, queue in self._open.items():
+            text = f"the engine has ended, and this answer with it: {self.reason}"
+            queue.put_nowait(Failed(number=number, status=503, text=text, code="engine_died"))
+        self.status = None
+
+    def _end(self) -> int | None:
+        """Let nothing of the process be left; its exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        with suppress(subprocess.TimeoutExpired):  # its socket is closed: it ends by itself
+            process.wait(_GRACE_SECONDS if process.poll() is None else 0)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        return process.wait()
+
+    def _set(self, state: State, reason: str | None) -> None:
+        self.state, self.reason = state, reason
+        self.changed.set()
+
+
+def not_ready(reason: str | None) -> HttpError:
+    """The error where no engine answers."""
+    text = "the engine is being started" + (f": {reason}" if reason else "")
+    return HttpError(503, text, code="engine_not_ready", retry_after=5)
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "it was closed"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

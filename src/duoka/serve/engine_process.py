@@ -1,0 +1,335 @@
+"""The process of an engine: ``python -m duoka.serve SOCKET``.
+
+It reads what the server asks, makes prompts of it, and sends back what comes. Prompts are made and
+grammars compiled in threads of their own, so that a long one keeps nobody waiting.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from duoka.base.quiet import quiet_libraries
+
+with quiet_libraries():
+    from duoka.checkpoint.checkpoint import Checkpoint
+    from duoka.engine import Engine, SamplingParams
+    from duoka.engine.engine import Stream
+    from duoka.engine.request import Completion, TextPiece, TokenChoice
+    from duoka.runtime.generate import PromptReader
+from duoka.engine.grammar import Grammar
+from duoka.errors import DuokaError, MachineError
+from duoka.models.text.image_prompts import images_of
+from duoka.models.text.messages import read_message
+from duoka.stages.workers import end_with_parent
+
+from .messages import (
+    Ask,
+    Begin,
+    Begun,
+    Broken,
+    Cancel,
+    Count,
+    Counted,
+    Delta,
+    Ended,
+    Failed,
+    Prompt,
+    Ready,
+    Spell,
+    Status,
+    Token,
+    packed,
+    read,
+)
+
+_PROMPT_THREADS = 4
+_STATUS_SECONDS = 0.5
+_DEFECT = 70
+
+
+class EngineProcess:
+    """Answers what the server asks with an engine.
+
+    Parameters
+    ----------
+    begin : Begin
+    tell : callable
+        Sends a message to the server; from any thread.
+    """
+
+    def __init__(self, begin: Begin, tell: Callable[[object], None]) -> None:
+        checkpoint = Checkpoint.open(begin.plan.source, trust_remote_code=begin.trust_remote_code)
+        self._generation_config = checkpoint.generation_config
+        self._engine = Engine(
+            begin.plan,
+            processes=begin.processes,
+            trust_remote_code=begin.trust_remote_code,
+            adapter=begin.adapter,
+        )
+        self._reader = PromptReader.open(checkpoint, begin.plan.workload)
+        self._tell = tell
+        self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
+        self._lock = threading.Lock()
+        # The answers of each request that has not ended; none of one that was cancelled early.
+        self._streams: dict[int, list[Stream]] = {}
+        self._shared_tokens = 0
+
+    def serve(self, messages: Callable[[], list[Any]]) -> None:
+        """Do what is asked until nobody asks any more."""
+        capacity = self._engine.capacity
+        self._tell(
+            Ready(
+                context_tokens=capacity.context_tokens,
+                sequences=capacity.sequences,
+                pages=capacity.pages,
+                page_tokens=capacity.page_tokens,
+            )
+        )
+        threading.Thread(target=self._tell_status, name="duoka-status", daemon=True).start()
+        while True:
+            for message in messages():
+                if isinstance(message, Cancel):
+                    self._cancel(message.number)
+                    continue
+                if isinstance(message, Ask):
+                    self._streams[message.number] = []
+                self._threads.submit(self._do, message)
+
+    def _do(self, message: Ask | Count | Spell) -> None:
+        try:
+            if isinstance(message, Ask):
+                self._ask(message)
+            elif isinstance(message, Count):
+                self._tell(Counted(number=message.number, tokens=self._tokens(message.prompt)))
+            else:
+                text = self._reader.tokenizer.decode(list(message.tokens))
+                self._tell(Counted(number=message.number, text=str(text)))
+        except Exception as error:  # of a template's or tokenizer's code, say: one request's alone
+            self._fail(message.number, error)
+
+    def _ask(self, ask: Ask) -> None:
+        tokens = self._tokens(ask.prompt)
+        values = dict(ask.params)
+        form = values.pop("response_format", None)
+        if form is not None:
+            values["grammar"] = Grammar.from_response_format(form)
+        params = SamplingParams.recommended(self._generation_config, **values)
+        limit = self._engine.capacity.context_tokens
+        new = params.max_new_tokens or 1
+        if len(tokens) + new > limit:
+            self._tell(_too_long(ask, len(tokens), new, limit))
+            return
+        self._tell(Begun(number=ask.number, prompt_tokens=len(tokens)))
+        left = _Countdown(ask.n)
+        for choice, chosen in enumerate(params.split(ask.n)):
+            answer = _Answer(ask.number, choice, chosen, self, left)
+            stream = self._engine.submit(tokens, chosen, on_event=answer.take)
+            with self._lock:
+                streams = self._streams.get(ask.number)
+                if streams is not None:
+                    streams.append(stream)
+            if streams is None:  # cancelled, or failed, meanwhile
+                stream.cancel()
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        """The tokens of a prompt; with images an `ImagePrompt`."""
+        if prompt.tokens is not None:
+            return list(prompt.tokens)
+        if prompt.text is not None:
+            return self._reader.plain(prompt.text)
+        messages = [read_message(said) for said in prompt.messages or ()]
+        self._reader.check_images(images_of(messages))
+        tools = None if prompt.tool_choice == "none" else prompt.tools
+        return self._reader.chat.prompt(messages, tools or None)
+
+    def _cancel(self, number: int) -> None:
+        with self._lock:
+            streams = self._streams.pop(number, [])
+        for stream in streams:
+            stream.cancel()
+
+    def ended(self, number: int, completion: Completion | None) -> None:
+        """All answers of a request have ended."""
+        with self._lock:
+            self._streams.pop(number, None)
+            if completion is not None:
+                self._shared_tokens += completion.shared_tokens
+
+    def tell(self, message: object) -> None:
+        """Send a message to the server."""
+        self._tell(message)
+
+    def _fail(self, number: int, error: Exception) -> None:
+        self._cancel(number)
+        self._tell(failed(number, error))
+
+    def token(self, choice: TokenChoice) -> Token:
+        """A token as it is told, with its text."""
+        best = tuple((*self._spelled(token), logprob) for token, logprob in choice.top_logprobs)
+        return Token(*self._spelled(choice.token), choice.logprob or 0.0, best)
+
+    def _spelled(self, token: int) -> tuple[str, bytes]:
+        text = str(self._reader.tokenizer.decode([token]))
+        return text, text.encode(errors="replace")
+
+    def _tell_status(self) -> None:
+        while True:
+            try:
+                load = self._engine.load()
+            except Exception as error:  # the engine's thread has ended
+                self._tell(Broken(str(error)))
+                time.sleep(_STATUS_SECONDS)  # until it is sent
+                os._exit(_DEFECT)
+            self._tell(
+                Status(
+                    running=load.running,
+                    waiting=load.waiting,
+                    pages=self._engine.capacity.pages,
+                    free_pages=load.free_pages,
+                    preemptions=load.num_preempted,
+                    shared_tokens=self._shared_tokens,
+                    reserved_bytes={
+                        peak.device: peak.reserved_bytes for peak in self._engine.peaks()
+                    },
+                    busy_seconds=self._engine.busy_seconds(),
+                )
+            )
+            time.sleep(_STATUS_SECONDS)
+
+
+def _too_long(ask: Ask, num_tokens: int, new_tokens: int, limit: int) -> Failed:
+    return Failed(
+        number=ask.number,
+        status=400,
+        code="context_length_exceeded",
+        param="prompt" if ask.prompt.messages is None else "messages",
+        text=f"the prompt has {num_tokens} tokens, and {new_tokens} new ones are asked for; there "
+        f"is memory for {limit} together",
+    )
+
+
+class _Countdown:
+    """How many answers of a request have not ended; the engine's thread alone changes it."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+
+class _Answer:
+    """One of the answers to a request, as it comes."""
+
+    def __init__(
+        self,
+        number: int,
+        choice: int,
+        params: SamplingParams,
+        process: EngineProcess,
+        countdown: _Countdown,
+    ) -> None:
+        self._number, self._choice, self._process = number, choice, process
+        self._tells_tokens = params.logprobs is not None
+        self._countdown = countdown
+
+    def take(self, event: TextPiece | Completion | Exception) -> None:
+        """See `Engine.submit`'s `on_event`."""
+        if isinstance(event, TextPiece):
+            tokens = map(self._process.token, event.tokens if self._tells_tokens else ())
+            self._process.tell(
+                Delta(
+                    number=self._number,
+                    choice=self._choice,
+                    text=event.text,
+                    num_tokens=len(event.tokens),
+                    tokens=tuple(tokens),
+                )
+            )
+            return
+        self._countdown.left -= 1
+        if isinstance(event, Exception):
+            self._process.tell(failed(self._number, event))
+        else:
+            self._process.tell(
+                Ended(
+                    number=self._number,
+                    choice=self._choice,
+                    finish=event.finish,
+                    new_tokens=len(event.tokens),
+                    shared_tokens=event.shared_tokens,
+                )
+            )
+        if not self._countdown.left:
+            self._process.ended(self._number, None if isinstance(event, Exception) else event)
+
+
+def failed(number: int, error: Exception) -> Failed:
+    """Why a request isn't answered, as HTTP has it."""
+    is_theirs = isinstance(error, DuokaError) and not isinstance(error, MachineError)
+    hint = getattr(error, "hint", None)
+    text = (
+        str(error)[:1000]
+        if isinstance(error, DuokaError)
+        else f"{type(error).__name__}: {str(error)[:300]}"
+    )
+    return Failed(
+        number=number, status=400 if is_theirs else 500, text=f"{text}; {hint}" if hint else text
+    )
+
+
+class _Outbox:
+    """Sends messages from all threads; what comes while it sends goes together."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._queue: SimpleQueue[object] = SimpleQueue()
+        threading.Thread(target=self._work, name="duoka-outbox", daemon=True).start()
+
+    def put(self, message: object) -> None:
+        """Let a message be sent."""
+        self._queue.put(message)
+
+    def _work(self) -> None:
+        while True:
+            messages = [self._queue.get()]
+            try:
+                while True:
+                    messages.append(self._queue.get_nowait())
+            except Empty:
+                pass
+            try:
+                self._connection.sendall(packed(messages))
+            except OSError:  # the server is gone, which the main thread sees as well
+                return
+
+
+def main() -> None:
+    """The entry of the process: the socket of the server is its last argument."""
+    end_with_parent()
+    connection = socket.socket(fileno=int(sys.argv[-1]))
+    file = connection.makefile("rb")
+    (begin,) = read(file)
+    code = 0
+    try:
+        outbox = _Outbox(connection)
+        process = EngineProcess(begin, outbox.put)
+        process.serve(partial(read, file))
+    except EOFError:  # the server is gone
+        pass
+    except DuokaError as error:
+        hint = f"; {error.hint}" if error.hint else ""
+        connection.sendall(packed([Broken(f"{error}{hint}", error.exit_code)]))
+        code = error.exit_code
+    except BaseException:
+        traceback.print_exc()
+        code = _DEFECT
+    sys.stderr.flush()
+    os._exit(code)  # whatever threads and processes there are: they end with this one

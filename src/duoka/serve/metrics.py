@@ -1,0 +1,153 @@
+"""Metrics for Prometheus: under vLLM's names, so that its dashboards work, and duoka's own.
+
+Source: vLLM 0.33, ``v1/metrics/loggers.py`` (names and buckets are its interface).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from .messages import Begun, Delta, Ended, Event
+from .pool import Pool
+
+_SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_LATELY_SECONDS = 5.0
+
+
+class Metrics:
+    """What has been counted since the start, and how the engines are now."""
+
+    def __init__(self, pool: Pool, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_Engines(pool, model))
+        self._model = model
+        self._pieces: deque[tuple[float, int]] = deque(maxlen=100_000)
+
+        def histogram(name: str, text: str) -> Any:
+            family = Histogram(
+                f"vllm:{name}", text, ["model_name"], buckets=_SECONDS, registry=self.registry
+            )
+            return family.labels(model)
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"vllm:{name}", text, ["model_name", *labels], registry=self.registry)
+
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
+        self.generation_tokens = counter("generation_tokens", "Tokens of answers.").labels(model)
+        self.success = counter("request_success", "Answers that ended.", "finished_reason")
+        self.failures = Counter(
+            "duoka:request_failures",
+            "Requests that weren't answered.",
+            ["model_name", "status"],
+            registry=self.registry,
+        )
+        self.first_token = histogram("time_to_first_token_seconds", "To the first token.")
+        self.between = histogram("inter_token_latency_seconds", "Between pieces of an answer.")
+        self.whole = histogram("e2e_request_latency_seconds", "From a request to its end.")
+        self.prefill = histogram("request_prefill_time_seconds", "From prompt to first token.")
+        self.decode = histogram("request_decode_time_seconds", "From first token to the end.")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of answers lately, by the pieces that came."""
+        now = time.monotonic()
+        while self._pieces and self._pieces[0][0] < now - _LATELY_SECONDS:
+            self._pieces.popleft()
+        return sum(number for _, number in self._pieces) / _LATELY_SECONDS
+
+    def came(self, now: float, number: int) -> None:
+        """Note that so many tokens came."""
+        self._pieces.append((now, number))
+
+    def failed(self, status: int) -> None:
+        """Count a request that wasn't answered."""
+        self.failures.labels(self._model, str(status)).inc()
+
+    def watch(self) -> Watch:
+        """What counts the events of one request."""
+        return Watch(self, self._model)
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self.registry)
+
+
+class Watch:
+    """Counts what comes of one request."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics, self._model = metrics, model
+        self._begin = self._last = time.monotonic()
+        self._first: float | None = None
+
+    def take(self, event: Event) -> None:
+        """Count what comes."""
+        metrics, now = self._metrics, time.monotonic()
+        if isinstance(event, Begun):
+            metrics.prompt_tokens.inc(event.prompt_tokens)
+        elif isinstance(event, Delta):
+            if self._first is None:
+                self._first = now
+                metrics.first_token.observe(now - self._begin)
+                metrics.prefill.observe(now - self._begin)
+            else:
+                metrics.between.observe(now - self._last)
+            self._last = now
+            metrics.came(now, event.num_tokens)
+        elif isinstance(event, Ended):
+            metrics.generation_tokens.inc(event.new_tokens)
+            metrics.success.labels(self._model, event.finish).inc()
+            metrics.whole.observe(now - self._begin)
+            if self._first is not None:
+                metrics.decode.observe(now - self._first)
+
+
+class _Engines(Collector):
+    """How the engines are when somebody looks."""
+
+    def __init__(self, pool: Pool, model: str) -> None:
+        self._pool, self._model = pool, model
+
+    def collect(self) -> Iterator[Any]:
+        """See prometheus-client."""
+        labels = ("model_name", "engine")
+
+        def gauge(name: str, text: str, *more: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(name, text, labels=[*labels, *more])
+
+        running = gauge("vllm:num_requests_running", "Requests that are answered.")
+        waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")
+        usage = gauge("vllm:kv_cache_usage_perc", "Share of pages in use, 1 is all.")
+        up = gauge("duoka:engine_up", "1 where an engine answers.")
+        reserved = gauge("duoka:reserved_bytes", "Bytes of memory that are reserved.", "device")
+        forecast = gauge("duoka:forecast_bytes", "Bytes that the plan forecasts.", "device")
+        preempted = CounterMetricFamily("vllm:num_preemptions", "Answers put back.", labels=labels)
+        deaths = CounterMetricFamily("duoka:engine_deaths", "Ends of an engine.", labels=labels)
+        busy = CounterMetricFamily(
+            "duoka:stage_busy_seconds", "Seconds of work by device.", labels=[*labels, "device"]
+        )
+        for engine in self._pool.engines:
+            at = [self._model, str(engine.replica)]
+            up.add_metric(at, float(engine.state == "ready"))
+            deaths.add_metric(at, engine.num_deaths)
+            for stage in engine.begin.plan.forecast.devices:
+                forecast.add_metric([*at, stage.device], stage.reserved_bytes)
+            status = engine.status
+            if status is None:
+                continue
+            running.add_metric(at, status.running)
+            waiting.add_metric(at, status.waiting)
+            usage.add_metric(at, 1 - status.free_pages / max(1, status.pages))
+            preempted.add_metric(at, status.preemptions)
+            for device, number in status.reserved_bytes.items():
+                reserved.add_metric([*at, device], number)
+            for device, seconds in status.busy_seconds.items():
+                busy.add_metric([*at, device], seconds)
+        yield from (running, waiting, usage, up, reserved, forecast, preempted, deaths, busy)

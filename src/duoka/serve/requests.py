@@ -1,0 +1,196 @@
+"""Requests in OpenAI's form: chats and completions, as pydantic models that refuse what is unknown.
+
+Source: https://platform.openai.com/docs/api-reference, and its official Python client's types.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from .errors import HttpError
+from .messages import Prompt
+
+_MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 256
+_MOST_CHOICES = 16
+_MOST_BIASES = 1024
+_MOST_TOP_LOGPROBS = 20
+
+Stop = str | list[str]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream has beside its pieces."""
+
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class Sampled(BaseModel):
+    """What all kinds of requests say of how tokens are chosen."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
+    stop: Stop | None = None
+    seed: Seed | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    logit_bias: Annotated[dict[int, float], Field(max_length=_MOST_BIASES)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    response_format: dict[str, Any] | None = None
+    user: str | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _few_stops(cls, stop: Stop | None) -> Stop | None:
+        texts = [stop] if isinstance(stop, str) else stop or []
+        if len(texts) > _MOST_STOPS or any(len(text) > _MOST_STOP_CHARACTERS for text in texts):
+            raise ValueError(
+                f"at most {_MOST_STOPS} texts of {_MOST_STOP_CHARACTERS} characters can end it"
+            )
+        return stop
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """How long an answer may be, where that is said."""
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """Of how many of the likeliest tokens log-probabilities are told."""
+        return None
+
+    def params(self) -> dict[str, Any]:
+        """Sampling parameters in duoka's names; those that aren't said are left out."""
+        values = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self.logit_bias,
+            "seed": None if self.seed is None else self.seed % 2**63,
+            "stop": None
+            if self.stop is None
+            else tuple([self.stop] if isinstance(self.stop, str) else self.stop),
+            "max_new_tokens": self.most_new_tokens,
+            "min_new_tokens": self.min_tokens,
+            "logprobs": self.top,
+            "response_format": self.response_format,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class ChatRequest(Sampled):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    store: Literal[False] | None = None
+    metadata: dict[str, str] | None = None
+    modalities: list[Literal["text"]] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """See `Sampled`."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """See `Sampled`."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def prompt(self) -> Prompt:
+        """What is asked."""
+        choice = self.tool_choice or "auto"
+        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+            raise HttpError(400, f"tool_choice {choice!r} is unknown", param="tool_choice")
+        if choice not in ("none", "auto") and not self.tools:
+            raise HttpError(400, "tool_choice needs tools", param="tool_choice")
+        return Prompt(messages=self.messages, tools=self.tools or (), tool_choice=choice)
+
+
+class CompletionRequest(Sampled):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
+    best_of: Literal[1] | None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def top(self) -> int | None:
+        """See `Sampled`."""
+        if self.echo and self.logprobs is not None:
+            raise HttpError(
+                400,
+                "log-probabilities of a prompt's tokens aren't told: leave out echo or logprobs",
+                param="logprobs",
+            )
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """What is asked."""
+        value: Any = self.prompt
+        several = value if value and not isinstance(value, str | int) else [value]
+        if isinstance(value, list) and value and isinstance(value[0], int):
+            several = [value]
+        if not all(several) or len(several) > _MOST_CHOICES:
+            raise HttpError(
+                400, f"1 to {_MOST_CHOICES} prompts can be given, none empty", param="prompt"
+            )
+        return [
+            Prompt(text=prompt) if isinstance(prompt, str) else Prompt(tokens=prompt)
+            for prompt in several
+        ]
+
+
+class TokenizeRequest(BaseModel):
+    """``POST /tokenize``: a text, or a chat as it is asked."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+    @property
+    def question(self) -> Prompt:
+        """What is to be made tokens of."""
+        if (self.prompt is None) == (self.messages is None):
+            raise HttpError(400, "either prompt or messages is needed", param="prompt")
+        return Prompt(text=self.prompt, messages=self.messages, tools=self.tools or ())
+
+
+class DetokenizeRequest(BaseModel):
+    """``POST /detokenize``."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = ""
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]

@@ -1,0 +1,160 @@
+"""The server: engines opened, then an address that answers until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import uvicorn
+
+from duoka.errors import MachineError, UsageError
+
+from .app import Service, make_app
+from .limits import TimedProtocol
+from .messages import Begin
+from .pool import EngineLost, Pool
+
+_MOST_CONNECTIONS = 1024
+_MOST_HEADER_BYTES = 64 * 2**10
+_DRAIN_SECONDS = 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where a server listens, and who may ask.
+
+    Parameters
+    ----------
+    host : str
+    port : int
+        0 for any that is free.
+    key : str, optional
+        What a client has to know.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this machine alone reaches it."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    def bind(self) -> socket.socket:
+        """Take the address.
+
+        Raises
+        ------
+        UsageError
+            If it can't be had.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        bound = socket.socket(family)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((self.host, self.port))
+        except (OSError, OverflowError) as error:
+            bound.close()
+            number = error.errno if isinstance(error, OSError) else None
+            why = os.strerror(number) if number else str(error)
+            raise UsageError(
+                f"{self.host}:{self.port} can't be had: {why}",
+                hint="name another --port, or --port 0 for any that is free",
+            ) from error
+        return bound
+
+
+class EngineFailure(MachineError):
+    """Engines could not be opened, or ended too often."""
+
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.exit_code = code
+
+
+def serve(
+    begins: Sequence[Begin],
+    model: str,
+    address: Address,
+    *,
+    max_queue: int,
+    on_ready: Callable[[Service, str], None],
+) -> None:
+    """Serve a model until SIGINT or SIGTERM; open answers are ended first.
+
+    Parameters
+    ----------
+    begins : sequence of Begin
+        An engine each.
+    model : str
+        Its name for clients.
+    address : Address
+    max_queue : int
+        Requests that may wait.
+    on_ready : callable
+        Told when requests are answered, and at which URL.
+
+    Raises
+    ------
+    UsageError
+        If the address can't be had; no engine is opened then.
+    EngineFailure
+        If an engine can't be opened, or all have ended for good.
+    """
+    with address.bind() as bound:
+        asyncio.run(_serve(begins, model, address, bound, max_queue, on_ready))
+
+
+async def _serve(
+    begins: Sequence[Begin],
+    model: str,
+    address: Address,
+    bound: socket.socket,
+    max_queue: int,
+    on_ready: Callable[[Service, str], None],
+) -> None:
+    pool = Pool(begins, max_queue)
+    try:
+        await pool.start()
+        service = Service(pool, model, has_key=address.key is not None)
+        server = uvicorn.Server(_config(service, address))
+        host, port = bound.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        on_ready(service, f"http://{shown}:{port}")
+        watch = asyncio.create_task(_until_failed(pool, server))
+        await server.serve(sockets=[bound])
+        watch.cancel()
+        if pool.has_failed:
+            raise EngineFailure(f"the engine has ended: {pool.engines[0].reason}", 12)
+    except EngineLost as error:
+        raise EngineFailure(str(error), error.code) from error
+    finally:
+        await pool.close()
+
+
+def _config(service: Service, address: Address) -> uvicorn.Config:
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    return uvicorn.Config(
+        make_app(service, key=address.key),
+        http=TimedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        limit_concurrency=_MOST_CONNECTIONS,
+        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=_DRAIN_SECONDS,
+    )
+
+
+async def _until_failed(pool: Pool, server: uvicorn.Server) -> None:
+    while not pool.has_failed:
+        await asyncio.sleep(0.2)
+    server.should_exit = True
