@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -14,10 +15,12 @@ from typing import Any
 
 import pytest
 import tuning
+from transformers import MambaConfig, MambaForCausalLM
 
 from .conftest import MAIN, Program
 
-SIZES = ["--gpus", "virtual:2x64MiB", "--context", "96", "--new-tokens", "24", "--batch", "4"]
+LENGTHS = ["--context", "96", "--new-tokens", "24"]
+SIZES = ["--gpus", "virtual:64MiB", *LENGTHS, "--batch", "4"]
 PROMPTS = [f"{number}+{number}?" for number in range(24)]
 
 
@@ -44,9 +47,12 @@ def test_every_prompt_is_answered_as_by_itself(
         {"id": 3, "messages": [{"role": "user", "content": PROMPTS[2]}]},
     ]
     file, out = write(tmp_path / "prompts.jsonl", rows), tmp_path / "answers.jsonl"
-    done = program("generate", model, *SIZES, "--file", file, "--out", out)
+    spread = ["--gpus", "virtual:2x64MiB", *LENGTHS]  # pages fill both, each with a process
+    done = program("generate", model, *spread, "--file", file, "--out", out)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ""
+    assert "busy: vgpu:0 " in done.stderr
+    assert ", vgpu:1 " in done.stderr
     answers = {answer["number"]: answer for answer in read(out)}
     assert [answers[number].get("id") for number in range(3)] == [None, "second", 3]
     given = [part for question in PROMPTS[:3] for part in ("-p", question)]
@@ -114,3 +120,34 @@ def test_a_run_goes_on_wherever_it_was_killed(
     done = program("generate", model, *SIZES, "--file", file, "--out", out)
     assert done.returncode == 0, done.stderr
     assert sorted(read(out), key=lambda answer: answer["number"]) == expected
+
+
+def test_what_has_no_pages_is_answered_in_batches(
+    model: Path, program: Program, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "prompts.jsonl", PROMPTS[:3])
+    state = tmp_path / "mamba"
+    shutil.copytree(model, state)
+    config = {name: tuning.SIZES[name] for name in ("vocab_size", "hidden_size")}
+    MambaForCausalLM(
+        MambaConfig(**config, num_hidden_layers=2, state_size=4, eos_token_id=256)
+    ).save_pretrained(state)
+    sizes = ["--gpus", "virtual:64MiB", *LENGTHS]
+    done = program("generate", state, *sizes, "--file", file, "--out", tmp_path / "state.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert "MambaForCausalLM can't read from pages: 3 prompts at a time" in done.stderr
+    assert len(read(tmp_path / "state.jsonl")) == 3
+
+
+@pytest.mark.slow
+def test_a_saved_plan_of_either_kind_answers(model: Path, program: Program, tmp_path: Path) -> None:
+    file, kinds = write(tmp_path / "prompts.jsonl", PROMPTS[:3]), {}
+    for name, kind in (("paged", ["--serve", "--cache", "int8"]), ("batch", ["--batch", "2"])):
+        saved, out = tmp_path / f"{name}.plan", tmp_path / f"{name}.jsonl"
+        asked = ["--gpus", "virtual:64MiB", *LENGTHS, *kind, "--save", saved]
+        assert program("plan", model, *asked).returncode == 0
+        done = program("generate", "--plan", saved, "--file", file, "--out", out)
+        assert done.returncode == 0, done.stderr
+        kinds[name] = {answer["number"]: answer["prompt_digest"] for answer in read(out)}
+    assert len(kinds["paged"]) == 3
+    assert kinds["paged"] == kinds["batch"]

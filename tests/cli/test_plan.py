@@ -86,12 +86,19 @@ def test_a_plan_for_requests_counts_pages(tiny: Path, program: Program, tmp_path
     assert f"{plan.workload.pages:,} pages" in done.stdout
     assert (plan.workload.batch, plan.objective) == (3, "pages")
     assert max(map(len, done.stdout.splitlines())) <= 80
+    small = program("plan", tiny, *asked, "--cache", "int8", "--device-map", "auto", "--json")
+    workload = duoka.Plan.from_json(small.stdout).workload
+    assert workload.cache == "paged-int8"
+    assert workload.pages is not None
+    assert workload.pages > 1.5 * plan.workload.pages
 
 
 def test_what_does_not_go_with_requests_is_refused(tiny: Path, program: Program) -> None:
     for options, said in (
         (("--serve", "--batch", "2"), "--batch can't be given with --serve"),
-        (("--serve", "--device-map", "auto"), "--device-map can't be given with --serve"),
+        (("--serve", "--offload"), "--offload can't be given with --serve"),
+        (("--serve", "--cache", "static"), "--cache static can't be given with --serve"),
+        (("--serve", "--max-batch", "--sequences", "2"), "--sequences says how large it is"),
         (("--sequences", "2"), "--sequences can't be given with a plan for one batch"),
         (("--objective", "pages"), "the objective pages is for a paged cache"),
     ):

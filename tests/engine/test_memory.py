@@ -16,9 +16,10 @@ from duoka import virtual
 from duoka.checker.prove import prove
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.engine import Engine, SamplingParams
-from duoka.errors import ProofError
+from duoka.errors import ProofError, UsageError
 from duoka.models.from_checkpoint import build_model
 from duoka.runtime import devices
+from duoka.runtime.paged_steps import PagedStepper
 
 WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
@@ -41,13 +42,14 @@ def squeezed(plan: duoka.Plan) -> duoka.Plan:
 
 @pytest.fixture(
     scope="module",
-    params=[("shallow", 1), ("tied", 2)],
-    ids=lambda param: f"{param[0]}-{param[1]}",
+    params=[("shallow", 1, "paged"), ("tied", 2, "paged"), ("shallow", 1, "paged-int8")],
+    ids=lambda param: "-".join(map(str, param)),
 )
 def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> duoka.Plan:
-    family, number = request.param
+    family, number, cache = request.param
     model = tuning.write_model(family, tmp_path_factory.mktemp("model") / family)
-    return squeezed(duoka.plan(model, f"virtual:{number}x64MiB", WORK, use_all=True))
+    work = replace(WORK, cache=cache)
+    return squeezed(duoka.plan(model, f"virtual:{number}x64MiB", work, use_all=True))
 
 
 @pytest.fixture
@@ -88,10 +90,16 @@ def test_what_was_forecast_is_what_it_takes(plan: duoka.Plan, engine: Engine) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "number"), [("tied", 2), ("llama", 3)])
-def test_processes_take_what_was_forecast(family: str, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "number", "cache"),
+    [("tied", 2, "paged"), ("llama", 3, "paged"), ("llama", 2, "paged-int8")],
+)
+def test_processes_take_what_was_forecast(
+    family: str, number: int, cache: Any, tmp_path: Path
+) -> None:
     model = tuning.write_model(family, tmp_path / family)
-    plan = squeezed(duoka.plan(model, f"virtual:{number}x64MiB", WORK, use_all=True))
+    work = replace(WORK, cache=cache)
+    plan = squeezed(duoka.plan(model, f"virtual:{number}x64MiB", work, use_all=True))
     with Engine(plan, processes=True) as engine:
         answers = [outcome for _, outcome in engine.as_completed(random_requests(12), SHORT)]
     assert not [answer for answer in answers if isinstance(answer, Exception)]
@@ -101,6 +109,28 @@ def test_processes_take_what_was_forecast(family: str, number: int, tmp_path: Pa
         (stage.device, stage.allocated_bytes, stage.reserved_bytes)
         for stage in plan.forecast.devices
     ]
+
+
+def test_the_largest_steps_alone_are_tried_for_work_that_ends_soon(
+    plan: duoka.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    try_out = PagedStepper.try_out
+    monkeypatch.setattr(
+        PagedStepper, "try_out", lambda self, size: (tried.append(size), try_out(self, size))
+    )
+    with Engine(plan, processes=False, warm_up="largest") as engine:
+        largest = engine.capacity.largest_steps()
+        assert tried == [*largest, *largest]  # the proof's, and the engine's
+        assert {size.tokens for size in largest} == {engine.capacity.steps()[0].tokens}
+        assert len(largest) < len(engine.capacity.steps()) / 3
+        answers = [outcome for _, outcome in engine.as_completed(random_requests(12), SHORT)]
+    assert not [answer for answer in answers if isinstance(answer, Exception)]
+    for stage in plan.forecast.devices:
+        peaks: Any = devices.peak_bytes(stage.device)
+        assert peaks.reserved_bytes <= stage.reserved_bytes
+    with pytest.raises(UsageError, match="warm_up 'none' is unknown"):
+        Engine(plan, warm_up="none")  # type: ignore[arg-type]
 
 
 def test_the_proof_runs_the_worst_step(plan: duoka.Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import families
@@ -91,6 +92,18 @@ def compare(name: str, number: int = 2) -> bool:
 def test_family(name: str) -> None:
     number = 3 if name in families.FAST[::2] else 2
     assert compare(name, number) == (name in families.PAGED)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "glm"])
+def test_pages_of_8_bit_give_nearly_the_same_logits(name: str) -> None:
+    model: Any = families.build(name).eval()
+    steps, found = steps_of(random.Random(name), 6), []
+    for is_int8 in (False, True):
+        paged = PagedModel(model, replace(CAPACITY, is_int8=is_int8))
+        found.append(torch.cat([paged.run(chunks) for chunks in steps]))
+        paged.close()
+    distance = (found[0] - found[1]).norm() / found[0].norm()
+    assert 0 < distance < 0.02
 
 
 @pytest.mark.sweep

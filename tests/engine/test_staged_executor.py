@@ -157,11 +157,21 @@ def test_a_generation_config_holds_in_every_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "tied"])
-def test_processes_reserve_what_is_forecast_for_pages(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "cache"), [("llama", "paged"), ("tied", "paged"), ("llama", "paged-int8")]
+)
+def test_processes_reserve_what_is_forecast_for_pages(
+    family: str, cache: Any, tmp_path: Path
+) -> None:
     path = tuning.write_model(family, tmp_path / family)
-    plan = duoka.plan(path, "virtual:2x64MiB", replace(WORK, cache="paged"), use_all=True)
+    plan = duoka.plan(path, "virtual:2x64MiB", replace(WORK, cache=cache), use_all=True)
     drawn = SamplingParams(temperature=1.0, logprobs=5)
+    if cache == "paged-int8":
+        with (
+            Engine(plan, processes=False, warm_up="largest") as inline,
+            Engine(plan, processes=True, warm_up="largest") as staged,
+        ):
+            alike(inline, staged)
     with Engine(plan, processes=True) as engine:
         for params in (SamplingParams(), drawn):
             assert all(completion.tokens for completion in engine.generate(prompts(12), params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,69 @@ def test_no_cut_has_room_for_more_pages(
     assert plan.value >= 0.9 * best
     for stage in plan.forecast.devices:
         assert stage.reserved_bytes <= usable(stage.budget_bytes)
+
+
+def test_pages_of_8_bit_are_more(model: Path) -> None:
+    plan = duoka.plan(model, "virtual:64MiB", WORK)
+    small = duoka.plan(model, "virtual:64MiB", replace(WORK, cache="paged-int8"))
+    assert small.workload.pages is not None
+    assert plan.workload.pages is not None
+    # Heads of 8 numbers in 32 bit become 8 bytes and a scale of 4; what else there is stays.
+    assert 0.95 * 32 / 12 < small.workload.pages / plan.workload.pages < 1.02 * 32 / 12
+
+
+def test_pages_fill_all_cards_whatever_the_steps_take(tmp_path: Path) -> None:
+    path = tuning.write_model("llama", tmp_path / "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+    work = replace(WORK, prompt_tokens=1500, prefill_chunk_tokens="auto")
+    assert len([*with_chunks(work)]) > 1
+    assert len(duoka.plan(path, "virtual:64MiB", work).devices) == 1
+    plan = duoka.plan(path, "virtual:2x64MiB", work)
+    assert len(plan.devices) == 2
+    assert not any("GPUs are needed" in reason.text for reason in plan.why)
+
+
+def test_pages_fill_the_gpus_of_a_map(model: Path) -> None:
+    own = duoka.plan(model, "virtual:2x64MiB", WORK)
+    again = duoka.plan(model, "virtual:2x64MiB", WORK, device_map=own.device_map)
+    assert again.objective == "given"
+    assert again.workload == own.workload
+    assert again.forecast == own.forecast
+    unequal = {"model.layers.3": 1, "model.norm": 1, "lm_head": 1, "": 0}
+    plan = duoka.plan(model, "virtual:2x64MiB", WORK, device_map=unequal)
+    assert plan.workload.pages is not None
+    assert own.workload.pages is not None
+    assert WORK.context_tokens / 16 < plan.workload.pages < own.workload.pages
+    for stage in plan.forecast.devices:
+        assert stage.reserved_bytes <= usable(stage.budget_bytes)
+    assert plan.value == min(stage.free_bytes for stage in plan.forecast.devices)
+
+
+def test_the_largest_batch_is_there_at_once(model: Path, profile: Profile) -> None:
+    budget = 28 * MIB
+    plan = duoka.plan(model, "virtual:28MiB", WORK, largest="batch")
+    number, pages = plan.workload.batch, plan.workload.pages
+    assert pages == number * least_pages(WORK)
+
+    def needed(batch: int) -> int:
+        work = replace(WORK, batch=batch, pages=batch * least_pages(WORK))
+        peaks = ServingReplay(profile, work).run(range(len(profile.blocks)))
+        assert peaks is not None
+        return peaks.reserved_bytes
+
+    fitting = [batch for batch in range(1, 2 * number) if needed(batch) <= budget]
+    assert number == max(fitting) > WORK.batch
+    assert plan.forecast.serving_speeds == ()  # virtual GPUs have none
+    with pytest.raises(UsageError, match="how many there are is decided"):
+        duoka.plan(model, "virtual:28MiB", WORK, largest="batch", objective="pages")
+
+
+def test_the_longest_context_is_that_of_one_request(model: Path) -> None:
+    plan = duoka.plan(model, "virtual:22MiB", WORK, largest="context")
+    assert plan.workload.pages is not None
+    assert plan.workload.pages >= least_pages(plan.workload)
+    assert plan.workload.batch == WORK.batch
 
 
 def test_cards_fill_together(model: Path) -> None:

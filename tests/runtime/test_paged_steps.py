@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import Row
 from duoka.engine.step import Chunk
 from duoka.forecast.serving import Capacity
+from duoka.models.kv_cache import Int8Layer
 from duoka.runtime.paged_attention import PagedCache, attend
 from duoka.runtime.paged_steps import PagedStep
 
@@ -68,6 +69,18 @@ def dense(story: Story, query: Tensor, start: int, window: int, options: dict[st
     return scores.softmax(dim=-1) @ values
 
 
+def rounded(story: Story) -> Story:
+    """A sequence whose keys and values have been rounded as a cache of 8 bit rounds them."""
+    parts = []
+    for states in (story.keys, story.values):
+        layer = Int8Layer()
+        layer.update(states[None], states[None])
+        # The second step attends to what the first one left.
+        whole, _ = layer.update(states[None, :, :1], states[None, :, :1])
+        parts.append(whole[0, :, :-1])
+    return replace(story, keys=parts[0], values=parts[1])
+
+
 def chunks_of(rng: random.Random, told: list[Story]) -> list[Chunk]:
     """Some of each story that is to be told, as much as a step takes."""
     left, chunks = CAPACITY.step_tokens - len(told), []
@@ -88,14 +101,15 @@ def chunks_of(rng: random.Random, told: list[Story]) -> list[Chunk]:
     [{}, {"sliding_window": 20}, {"softcap": 0.7}, {"s_aux": torch.randn(HEADS)}],
     ids=["full", "window", "softcap", "sinks"],
 )
+@pytest.mark.parametrize("is_int8", [False, True], ids=["whole", "int8"])
 @pytest.mark.parametrize("seed", range(3))
 def test_attention_over_pages_is_that_over_whole_sequences(
-    options: dict[str, Any], seed: int
+    options: dict[str, Any], seed: int, is_int8: bool
 ) -> None:
     rng = random.Random(seed)
     told = stories(rng, 6)
     window = options.get("sliding_window", 0)
-    cache = PagedCache(CAPACITY, {0, window})
+    cache = PagedCache(replace(CAPACITY, is_int8=is_int8), {0, window})
     module: Any = SimpleNamespace(layer_idx=0, is_causal=True)
     for _ in range(6):
         chunks = chunks_of(rng, told)
@@ -114,7 +128,8 @@ def test_attention_over_pages_is_that_over_whole_sequences(
         for at, number in enumerate(order):
             rows = slice(int(step.offsets[at]), int(step.offsets[at + 1]))
             chunk = chunks[number]
-            expected = dense(told[number], query[0, :, rows], chunk.start, window, options)
+            story = rounded(told[number]) if is_int8 else told[number]
+            expected = dense(story, query[0, :, rows], chunk.start, window, options)
             torch.testing.assert_close(
                 found[0, rows].transpose(0, 1), expected, rtol=1e-4, atol=1e-5
             )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import families
 import pytest
 import torch
@@ -20,9 +23,9 @@ WORK = Workload(
 )
 
 
-def profile_of(name: str) -> Profile:
+def profile_of(name: str, work: Workload = WORK) -> Profile:
     model = without_data(families.build(name).eval())
-    return trace_serving(model, TraceSpec(fingerprint="", conditions=WORK.conditions))
+    return trace_serving(model, TraceSpec(fingerprint="", conditions=work.conditions))
 
 
 @pytest.mark.parametrize("name", ["llama", "glm", "gpt2", "qwen3", "opt"])
@@ -33,13 +36,15 @@ def test_blocks_are_those_of_a_batch(name: str) -> None:
     assert [block.modules for block in found.blocks] == [b.modules for b in expected.blocks]
 
 
+@pytest.mark.parametrize("cache", ["paged", "paged-int8"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gemma3_text"])
-def test_steps_take_what_the_profile_says(name: str) -> None:
-    profile = profile_of(name)
-    replay = ServingReplay(profile, WORK)
+def test_steps_take_what_the_profile_says(name: str, cache: Any) -> None:
+    work = replace(WORK, cache=cache)
+    profile = profile_of(name, work)
+    replay = ServingReplay(profile, work)
     forecast = replay.run(range(len(profile.blocks)))
     assert forecast is not None
-    generation = WORK.gpu_generation
+    generation = work.gpu_generation
     with torch.no_grad(), virtual.gpus([None], data="meta", generation=generation) as world:
         model = families.build(name).eval()
         dispatch(model, Placement(entries=(("", "vgpu:0"),)))

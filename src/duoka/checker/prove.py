@@ -120,7 +120,7 @@ def _measured(
 def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | None) -> None:
     """The prompt, and decode steps after it; over a paged cache the largest steps."""
     device = virtual.virtual_device(0)
-    if workload.cache == "paged":
+    if workload.is_paged:
         PagedStepper(model, Capacity.of(workload), device).run_largest()
         return
     stepper = Stepper.of(model, workload, device, prompts)

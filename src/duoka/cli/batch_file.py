@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+import duoka
 from duoka.base.progress import heard_by, say_import
 from duoka.base.units import format_count, format_seconds
-from duoka.errors import DuokaError
+from duoka.errors import DuokaError, ModelError
 
 from . import planning
 from .options import AnswerOptions, ModelOptions, PlanOptions
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
     from duoka.engine import Engine
     from duoka.engine.batch import AnswerFile, BatchPrompt
 
-# At most so many are on their way at a time, where nobody says how many.
+# At most so many are on their way at a time, where nobody says how many: over pages, of which there
+# are as many as fit, and as a batch, for which memory is kept whole.
+_MOST_REQUESTS = 64
 _MOST_AT_ONCE = 16
 _FAILED = 1
 
@@ -39,10 +42,8 @@ def answer_file(
     from duoka.engine.batch import AnswerFile, read_prompts, unanswered
 
     prompts = read_prompts(path, answering.system)
-    if options.batch is None and options.plan_file is None:
-        options = replace(options, batch=min(_MOST_AT_ONCE, len(prompts)))
     texts = [prompt.messages[-1].content for prompt in prompts]
-    plan = planning.make_plan(model, options, texts=texts).on_this_machine()
+    plan = _plan(model, options, texts).on_this_machine()
     params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
@@ -52,13 +53,36 @@ def answer_file(
         if left:
             with heard_by(_say):
                 engine = Engine(
-                    plan, trust_remote_code=model.trust_remote_code, adapter=answering.adapter
+                    plan,
+                    warm_up="largest",
+                    trust_remote_code=model.trust_remote_code,
+                    adapter=answering.adapter,
                 )
             with engine:
                 failed = _answer(engine, left, answers, params)
             if failed:
                 _say(f"{failed} of {format_count(len(left), 'prompt')} have no answer")
                 raise typer.Exit(_FAILED)
+
+
+def _plan(model: ModelOptions, options: PlanOptions, texts: list[str]) -> duoka.Plan:
+    """The saved plan, or one with pages; for a batch where the model or an option wants that."""
+    if options.plan_file is not None:
+        return planning.make_plan(model, options, texts=texts)
+    why_not = "weights are offloaded for a batch" if options.offload else ""
+    if options.cache in (None, "int8") and not options.offload:
+        number = min(_MOST_REQUESTS, len(texts)) if options.batch is None else options.batch
+        served = replace(options, serve=True, sequences=number, batch=None)
+        try:
+            return planning.make_plan(model, served, texts=texts)
+        except ModelError as error:
+            why_not = str(error)
+    if options.batch is None:
+        options = replace(options, batch=min(_MOST_AT_ONCE, len(texts)))
+    plan = planning.make_plan(model, options, texts=texts)
+    if why_not:
+        _say(f"{why_not}: {format_count(plan.workload.batch, 'prompt')} at a time")
+    return plan
 
 
 def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, params: Any) -> int:

@@ -89,7 +89,8 @@ class PlanOptions:
     cache: str | None = _plan(
         "KIND",
         "The KV cache: dynamic (the default) grows with each token, static is made for the whole "
-        "context at once, int8 grows and takes half the memory of 16 bit.",
+        "context at once, int8 grows and takes half the memory of 16 bit. Pages (--serve) can be "
+        "int8, too.",
     )
     quantize: str | None = _plan(
         "KIND",
@@ -134,7 +135,9 @@ class PlanOptions:
         "--max-context", "Plan for the longest context that fits, instead of --context."
     )
     max_batch: bool = _plan_flag(
-        "--max-batch", "Plan for the largest batch that fits, instead of --batch."
+        "--max-batch",
+        "Plan for the largest batch that fits, instead of --batch; with --serve for as many "
+        "requests of --context tokens.",
     )
     replicas: str | None = _plan(
         "N", 'Plan so many copies of the model, each on GPUs of its own; "auto" for as many as fit.'

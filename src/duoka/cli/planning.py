@@ -21,7 +21,13 @@ from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import CheckpointError, UsageError
-from duoka.forecast.workload import BATCH_CACHES, Training, read_dtype, read_quantization
+from duoka.forecast.workload import (
+    BATCH_CACHES,
+    Cache,
+    Training,
+    read_dtype,
+    read_quantization,
+)
 from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
@@ -215,13 +221,14 @@ def say_quantization(word: str | None, workload: duoka.Workload) -> None:
 
 
 def _largest(options: PlanOptions) -> Largest | None:
-    for is_wanted, size, name in (
-        (options.max_context, options.context, "context"),
-        (options.max_batch, options.batch, "batch"),
+    for is_wanted, size, name, kind in (
+        (options.max_context, options.context, "context", "context"),
+        (options.max_batch, options.batch, "batch", "batch"),
+        (options.max_batch, options.sequences, "sequences", "batch"),
     ):
         if is_wanted and size is not None:
             raise UsageError(
-                f"--{name} says how large it is, and --max-{name} asks for that",
+                f"--{name} says how large it is, and --max-{kind} asks for that",
                 hint="give one of the two",
             )
     if options.max_context and options.max_batch:
@@ -294,9 +301,7 @@ def read_workload(
         new_tokens=new,
         dtype=read_dtype(options.dtype or "auto"),
         prefill_chunk_tokens=parse_chunk(options.prefill_chunk or "auto"),
-        cache="paged"
-        if options.serve
-        else choose("cache", options.cache or "dynamic", BATCH_CACHES),
+        cache=_cache(options),
         quantize=read_quantization(options.quantize or "none"),
         images=options.images or 0,
         vision_batch=parse_chunk(options.vision_batch or "auto"),
@@ -319,6 +324,17 @@ def read_workload(
     return replace(workload, image_size=(pixels[1], pixels[0]))
 
 
+def _cache(options: PlanOptions) -> Cache:
+    if not options.serve:
+        return choose("cache", options.cache or "dynamic", BATCH_CACHES)
+    if options.cache not in (None, "int8"):
+        raise UsageError(
+            f"--cache {options.cache} can't be given with --serve, whose cache is in pages",
+            hint="--cache int8 makes pages of 8 bit; without it they are in the model's own type",
+        )
+    return "paged-int8" if options.cache else "paged"
+
+
 def _batch(options: PlanOptions) -> int:
     """Sequences that run together, or requests that are answered at once."""
     if options.serve:
@@ -333,10 +349,7 @@ def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
             given_options(options, "sequences"), "a plan for one batch", "say --serve as well"
         )
         return
-    names = (
-        *("batch", "cache", "images", "max_context", "max_batch"),
-        *("replicas", "offload", "device_map"),
-    )
+    names = "batch", "images", "replicas", "offload"
     refuse_beside(
         [*given_options(options, *names), *(["--train"] if training else [])],
         "--serve",

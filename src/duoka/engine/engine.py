@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count, islice
 from operator import index
 from queue import SimpleQueue
-from typing import NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -21,7 +21,6 @@ from duoka.api.load import Progress
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import DuokaError, MachineError, UsageError
-from duoka.forecast.serving import PAGE_TOKENS, Capacity
 from duoka.models.text.image_prompts import ImagePrompt, images_of
 from duoka.models.text.messages import Message, Tool
 from duoka.planner.plan import Plan
@@ -114,6 +113,12 @@ class Engine:
         Whether a request begins when there is memory for the longest answer that it may have, or
         already for its prompt: then more begin, and where memory runs out the youngest one is put
         back, and computed again later.
+    warm_up : {"every", "largest"}
+        Of a plan for pages: whether steps of every size that there can be are tried before the
+        first request, some hundreds, after which no further one needs more memory; or only those
+        with the most tokens. These take the most by far, and are enough for work that ends soon.
+        Later steps may still take a segment of memory from the device then, and where something
+        else has that, one runs in smaller parts.
     trust_remote_code, adapter, progress, download_progress
         As for `load`; processes tell no progress of theirs.
 
@@ -130,16 +135,18 @@ class Engine:
         *,
         processes: bool | None = None,
         admission: Admission = "reserve",
+        warm_up: Literal["every", "largest"] = "every",
         trust_remote_code: bool = False,
         adapter: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
         download_progress: Progress | None = None,
     ) -> None:
         admission = choose("admission", admission, get_args(Admission))
+        warm_up = choose("warm_up", warm_up, ("every", "largest"))
         opened = open_executor(
             plan,
-            capacity_of(plan),
             processes,
+            warm_up=warm_up,
             trust_remote_code=trust_remote_code,
             adapter=adapter,
             progress=progress,
@@ -415,23 +422,6 @@ class Engine:
         with self._changed:
             self._failure = error
             self._scheduler.fail_all(error)
-
-
-def capacity_of(plan: Plan) -> Capacity:
-    """What the memory of a plan for generating is there for."""
-    workload = plan.workload
-    if workload.cache == "paged":
-        return Capacity.of(workload)
-    chunk = workload.prefill_chunk_tokens
-    assert chunk != "auto", "a plan's workload is resolved"
-    return Capacity(
-        sequences=workload.batch,
-        context_tokens=workload.context_tokens,
-        pages=workload.batch * -(-workload.context_tokens // PAGE_TOKENS),
-        page_tokens=PAGE_TOKENS,
-        step_tokens=workload.batch * min(chunk or workload.prompt_tokens, workload.prompt_tokens),
-        whole_prompts=chunk is None,
-    )
 
 
 def _put(queue: SimpleQueue[tuple[K, Completion | Exception]], key: K, event: Event) -> None:

@@ -14,19 +14,19 @@ from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity
-from duoka.forecast.workload import Workload
+from duoka.forecast.workload import PAGED_CACHES, Workload
 from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
 from duoka.runtime.paged_steps import reads_pages
 
 from .cached_model import CachedModel
-from .paged_model import PagedModel
+from .paged_model import PagedModel, WarmUp
 from .request import SamplingParams
 from .sampler import Row, sample
 from .step import Chunk, Outcome, Step
 
 _PLAIN = Workload(prefill_chunk_tokens=None)
-_IN_PAGES = ("dynamic", "paged")
+_IN_PAGES = ("dynamic", *PAGED_CACHES)
 _NOBODYS_ROW = Row(params=SamplingParams(), seed=0, place=0)
 
 
@@ -84,16 +84,22 @@ class InlineExecutor:
         What memory is there for. A model that doesn't read from pages has a page for each sequence,
         and reads each prompt at once.
     workload : Workload
-        What was planned: with a paged cache steps of every size are computed at once, as its
-        forecast has it.
+        What was planned.
+    warm_up : {"first", "largest", "every"}
+        Which steps are computed at once. The forecast of a paged cache has every size.
     """
 
     num_steps = 1
 
     def __init__(
-        self, model: PreTrainedModel, capacity: Capacity, workload: Workload = _PLAIN
+        self,
+        model: PreTrainedModel,
+        capacity: Capacity,
+        workload: Workload = _PLAIN,
+        *,
+        warm_up: WarmUp = "first",
     ) -> None:
-        self._model = _paged(model, capacity, workload) or CachedModel(model, workload)
+        self._model = _paged(model, capacity, workload, warm_up) or CachedModel(model, workload)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.is_paged = isinstance(self._model, PagedModel)
         self.capacity = replace(capacity, whole_prompts=False)
@@ -178,12 +184,14 @@ def outcomes_of(step: Step, logits: Tensor) -> list[Outcome]:
     return [None if chunk.row is None else next(choices) for chunk in step.chunks]
 
 
-def _paged(model: PreTrainedModel, capacity: Capacity, workload: Workload) -> PagedModel | None:
+def _paged(
+    model: PreTrainedModel, capacity: Capacity, workload: Workload, warm_up: WarmUp
+) -> PagedModel | None:
     if workload.cache not in _IN_PAGES or workload.images or not reads_pages(model):
         return None
     paged = PagedModel(model, capacity)
     try:
-        paged.try_out(every_size=workload.cache == "paged")
+        paged.try_out(warm_up)
     except ModelError:  # its code wants more of attention than it is known to
         return None
     return paged

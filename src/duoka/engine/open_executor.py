@@ -8,7 +8,7 @@ from duoka.api.load import Progress, load_proved, prove_here, read_adapter_for
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import DuokaError, ModelError, UsageError
-from duoka.forecast.serving import Capacity
+from duoka.forecast.serving import PAGE_TOKENS, Capacity
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
@@ -19,15 +19,15 @@ from duoka.stages.route import Routes
 
 from .executor import Executor, InlineExecutor
 from .generation_rules import GenerationRules
-from .paged_model import find_routes
+from .paged_model import WarmUp, find_routes
 from .staged_executor import StagedExecutor
 
 
 def open_executor(
     plan: Plan,
-    capacity: Capacity,
     processes: bool | None,
     *,
+    warm_up: WarmUp = "every",
     trust_remote_code: bool = False,
     adapter: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
@@ -39,6 +39,8 @@ def open_executor(
     See `Engine` for what is given and raised.
     """
     checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
+    warm_up = warm_up if plan.workload.is_paged else "first"
+    capacity = capacity_of(plan)
     routes = None
     if processes or (processes is None and len(plan.devices) > 1):
         try:
@@ -56,17 +58,36 @@ def open_executor(
     reader = PromptReader.open(checkpoint, plan.workload)
     if routes is None:
         # Where there are pages tokens are drawn where logits are.
-        stay = plan.workload.cache == "paged"
+        stay = plan.workload.is_paged
         model = load_proved(plan, checkpoint, progress=progress, lora=lora, outputs_stay=stay)
-        return InlineExecutor(model, capacity, plan.workload), rows, reader, rules
+        inline = InlineExecutor(model, capacity, plan.workload, warm_up=warm_up)
+        return inline, rows, reader, rules
     executor = StagedExecutor(
         plan,
         capacity,
         routes,
+        warm_up=warm_up,
         trust_remote_code=trust_remote_code,
         adapter=None if lora is None else native_form(lora, checkpoint.config),
     )
     return executor, rows, reader, rules
+
+
+def capacity_of(plan: Plan) -> Capacity:
+    """What the memory of a plan for generating is there for."""
+    workload = plan.workload
+    if workload.is_paged:
+        return Capacity.of(workload)
+    chunk = workload.prefill_chunk_tokens
+    assert chunk != "auto", "a plan's workload is resolved"
+    return Capacity(
+        sequences=workload.batch,
+        context_tokens=workload.context_tokens,
+        pages=workload.batch * -(-workload.context_tokens // PAGE_TOKENS),
+        page_tokens=PAGE_TOKENS,
+        step_tokens=workload.batch * min(chunk or workload.prompt_tokens, workload.prompt_tokens),
+        whole_prompts=chunk is None,
+    )
 
 
 def _routes(plan: Plan, checkpoint: Checkpoint) -> Routes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from .request import SamplingParams
 from .sampler import Row
 from .step import Chunk
 
+WarmUp = Literal["first", "largest", "every"]
+"""The steps that are computed before anybody asks: the one that makes pages, and which others."""
 _GREEDY_ROW = Row(params=SamplingParams(), seed=0, place=0)
 # The steps of which routes are found: tokens, and rows of logits. Each of the two is larger once,
 # and none of them is padded.
@@ -60,8 +62,8 @@ class PagedModel:
         """Compute a step where all of the model is in this process."""
         return self._stepper.run(self.step(chunks))
 
-    def try_out(self, *, every_size: bool = False) -> None:
-        """Compute a token, for which all pages are made; and steps of every size where asked to.
+    def try_out(self, warm_up: WarmUp = "first") -> None:
+        """Compute a token, for which all pages are made; and steps of other sizes where asked to.
 
         Raises
         ------
@@ -69,8 +71,10 @@ class PagedModel:
             If the model's code does more than causal attention, once in each layer.
         """
         try:
-            if every_size:
+            if warm_up == "every":
                 self._stepper.warm_up()
+            elif warm_up == "largest":
+                self._stepper.run_largest()
             else:
                 self._stepper.start()
         except Exception as error:  # whatever code raises that reads the mask, which is none

@@ -29,6 +29,7 @@ from duoka.stages.shared_memory import SharedMemory, connect
 from duoka.stages.workers import Workers
 
 from .executor import Lost, Result
+from .paged_model import WarmUp
 from .stage_worker import LOST, Part, Report
 from .step import Step
 
@@ -56,6 +57,8 @@ class StagedExecutor:
     capacity : Capacity
     routes : Routes
         Of the model's steps.
+    warm_up : {"first", "largest", "every"}
+        Which steps are computed before anybody asks, whenever the processes are started.
     trust_remote_code, adapter
         As for `load`; the adapter in native form.
 
@@ -73,6 +76,7 @@ class StagedExecutor:
         capacity: Capacity,
         routes: Routes,
         *,
+        warm_up: WarmUp = "first",
         trust_remote_code: bool = False,
         adapter: Adapter | None = None,
     ) -> None:
@@ -80,6 +84,7 @@ class StagedExecutor:
         self.num_steps = len(plan.devices)
         self._plan = plan
         self._routes = routes
+        self._steps_first: WarmUp = warm_up
         self._trust_remote_code = trust_remote_code
         self._adapter = adapter
         self._woken, self._waker = os.pipe()
@@ -259,20 +264,20 @@ class StagedExecutor:
                 raise error
 
     def _warm_up(self) -> None:
-        """Make the pages, and see that there is memory for every size of a step.
+        """Make the pages, and see that there is memory for other sizes of a step.
 
-        On virtual GPUs and on CUDA the sizes are gone through until none takes more memory: none
+        On virtual GPUs and on CUDA all sizes are gone through until none takes more memory: none
         ever will then (`forecast.serving`).
         """
         self._try_out([FIRST])
-        if self._plan.workload.cache != "paged":
+        if self._steps_first == "first":
             return
-        sizes = self.capacity.steps()
         reserved, now = -1, self._reserved_bytes()
-        if not now:
-            sizes = [size for size in sizes if size.tokens == sizes[0].tokens]
+        if self._steps_first == "largest" or not now:
+            self._try_out(self.capacity.largest_steps())
+            return
         while reserved < now:
-            self._try_out(sizes)
+            self._try_out(self.capacity.steps())
             reserved, now = now, self._reserved_bytes()
 
     def _try_out(self, sizes: Sequence[StepSize]) -> None:

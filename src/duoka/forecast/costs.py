@@ -43,7 +43,7 @@ def costs_of(profile: Profile, workload: Workload, cache: ReplayCache | None = N
     """What stages cost at a workload, be it inference or training."""
     if workload.training is not None:
         return TrainingCosts(profile, workload, cache)
-    if workload.cache == "paged":
+    if workload.is_paged:
         return ServingCosts(profile, workload, cache)
     return Costs(profile, workload, cache)
 

@@ -362,7 +362,7 @@ class Profile:
 
     def answers(self, batch: int) -> bool:
         """Whether there are rules for so many sequences: one, or several."""
-        if self.conditions.cache == "paged":
+        if self.conditions.is_paged:
             return True
         return any(regime.many == (batch > 1) for regime in self.regimes)
 

@@ -89,7 +89,7 @@ class TrainingReplay(Replay):
 
 def replay_of(profile: Profile, workload: Workload, *, place: int = 1) -> Replay:
     """What replays a stage at a workload; in training, one at a place from the end."""
-    if workload.cache == "paged":
+    if workload.is_paged:
         return ServingReplay(profile, workload)
     if workload.training is None:
         return Replay(profile, workload)

@@ -65,6 +65,8 @@ class Capacity:
         Tokens that are computed at once.
     whole_prompts : bool
         Whether a prompt has to be read at once.
+    is_int8 : bool
+        Whether pages have 8-bit integers, with a scale for each token and head.
     """
 
     sequences: int
@@ -73,6 +75,7 @@ class Capacity:
     page_tokens: int
     step_tokens: int
     whole_prompts: bool = False
+    is_int8: bool = False
 
     @classmethod
     def of(cls, workload: Workload) -> Capacity:
@@ -85,6 +88,7 @@ class Capacity:
             pages=workload.pages or least_pages(workload),
             page_tokens=PAGE_TOKENS,
             step_tokens=max(chunk or workload.prompt_tokens, workload.batch),
+            is_int8=workload.has_int8_cache,
         )
 
     @property
@@ -143,6 +147,11 @@ class Capacity:
                 logit = logits[-1 - min(number, len(logits) - 1)]
                 sizes.append(StepSize(tokens=tokens, rows=min(row, tokens), logits=logit))
         return sizes
+
+    def largest_steps(self) -> list[StepSize]:
+        """Those of as many tokens as there can be."""
+        sizes = self.steps()
+        return [size for size in sizes if size.tokens == sizes[0].tokens]
 
 
 def least_pages(workload: Workload) -> int:

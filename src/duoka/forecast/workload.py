@@ -14,7 +14,7 @@ from duoka.hardware.gpu_generation import GpuGeneration
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-Cache = Literal["dynamic", "static", "int8", "paged"]
+Cache = Literal["dynamic", "static", "int8", "paged", "paged-int8"]
 Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
 AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 """What "auto" stands for: the first that fits."""
@@ -29,6 +29,8 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CACHES: tuple[Cache, ...] = get_args(Cache)
 BATCH_CACHES: tuple[Cache, ...] = ("dynamic", "static", "int8")
 """Those of a batch, whose sequences begin and end together."""
+PAGED_CACHES: tuple[Cache, ...] = ("paged", "paged-int8")
+"""Those of requests that come and go."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -136,6 +138,11 @@ class Conditions:
     before_ampere: bool = False
     training: Training | None = None
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether steps go over a paged cache."""
+        return self.cache in PAGED_CACHES
+
     def passes(self, batch: int) -> tuple[int, ...]:
         """How many images of a batch are encoded at a time, in order."""
         return image_passes(self.images * batch, self.vision_batch)
@@ -158,11 +165,11 @@ class Workload:
     prefill_chunk_tokens : int, None or "auto"
         Prompt tokens that run in one step: a number, None for the whole prompt, or "auto" for
         the whole prompt where it fits and the largest chunk that fits where it doesn't.
-    cache : {"dynamic", "static", "int8", "paged"}
+    cache : {"dynamic", "static", "int8", "paged", "paged-int8"}
         The KV cache: growing with each token, as `generate` makes it; made for the whole context
-        at once; growing in 8 bit; or in pages that requests have while they last (`Engine`). With
-        pages the batch is how many requests are answered at a time at most, and the chunk how many
-        tokens of all of them a step takes.
+        at once; growing in 8 bit; or in pages that requests have while they last (`Engine`), which
+        can be of 8 bit too. With pages the batch is how many requests are answered at a time at
+        most, and the chunk how many tokens of all of them a step takes.
     quantize : {"none", "int8", "int4", "nf4", "auto"}
         What the weights of linear layers become while they are loaded; "auto" is the first of
         "none", "int8", "int4" that fits. A checkpoint that is quantized already says "none".
@@ -234,7 +241,7 @@ class Workload:
         choose("logits", self.logits, get_args(Logits))
 
     def _make_pages(self) -> None:
-        if self.cache == "paged" and self.images:
+        if self.is_paged and self.images:
             raise UsageError(
                 f"images is {self.images}, and requests over a paged cache have none",
                 hint="plan for a batch: leave --serve out",
@@ -242,7 +249,7 @@ class Workload:
         if self.pages is None:
             return
         _make_whole(self, "pages", 1)
-        if self.cache != "paged":
+        if not self.is_paged:
             raise UsageError(
                 f"the cache is {self.cache}, and pages is {self.pages}",
                 hint="pages are of a paged cache (--serve)",
@@ -316,6 +323,16 @@ class Workload:
     def context_tokens(self) -> int:
         """Tokens of one sequence at the end: prompt and generated."""
         return self.prompt_tokens + self.new_tokens
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether it is requests that come and go, over a paged cache."""
+        return self.cache in PAGED_CACHES
+
+    @property
+    def has_int8_cache(self) -> bool:
+        """Whether keys and values are kept in 8 bit."""
+        return self.cache in ("int8", "paged-int8")
 
     @property
     def static_tokens(self) -> int:

@@ -1,8 +1,9 @@
 """KV caches: what keeps the keys and values of earlier tokens, on the device of their layer.
 
-Three kinds, by `Workload.cache`. "dynamic" is transformers' `DynamicCache`: it grows by a copy with
-each step. "static" is its `StaticCache`, made for the whole context at once. "int8" grows too, and
-keeps each token's keys and values as 8-bit integers with a scale for each head.
+Three kinds, by `Workload.cache`, beside those in pages (`runtime.paged_attention`). "dynamic" is
+transformers' `DynamicCache`: it grows by a copy with each step. "static" is its `StaticCache`, made
+for the whole context at once. "int8" grows too, and keeps each token's keys and values as 8-bit
+integers with a scale for each head.
 
 That one is duoka's own. Of the backends of transformers' `QuantizedCache`, quanto's has no 8 bit;
 fp8 takes one scale for a whole layer from the first tokens, which later ones may overflow; hqq's
@@ -197,7 +198,7 @@ def _extended(
     cached: Tensor | None, scales: Tensor | None, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Integers and scales with new states behind, and all of it in the states' type."""
-    new, new_scales = _rounded(states)
+    new, new_scales = round_to_int8(states)
     if cached is None or scales is None:
         return new, new_scales, states
     # Scales come first, as in the first step: so each step ends what the one before made in order.
@@ -206,7 +207,7 @@ def _extended(
     return cached, scales, cached * scales
 
 
-def _rounded(states: Tensor) -> tuple[Tensor, Tensor]:
+def round_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
     """[…, head_dim] as 8-bit integers, and what to multiply them with: […, 1]."""
     scales = states.abs().amax(dim=-1, keepdim=True) / _MOST
     scales = scales.clamp_(min=torch.finfo(states.dtype).tiny)

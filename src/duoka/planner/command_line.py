@@ -78,19 +78,19 @@ def _sizes(request: PlanRequest) -> Iterator[tuple[str, ...]]:
         yield ("--max-context", *new)
     else:
         yield ("--context", str(workload.context_tokens), *new)
-    if workload.cache == "paged":
+    if workload.is_paged:
         yield ("--serve",)
-        yield ("--sequences", str(workload.batch))
-    elif request.largest == "batch":
+    if request.largest == "batch":
         yield ("--max-batch",)
+    elif workload.is_paged:
+        yield ("--sequences", str(workload.batch))
     else:
         yield from _unusual(("--batch", workload.batch, _DEFAULT.batch))
     yield from _unusual(
         ("--dtype", workload.dtype, _DEFAULT.dtype),
         ("--quantize", workload.quantize, _DEFAULT.quantize),
     )
-    if workload.cache != "paged":
-        yield from _unusual(("--cache", workload.cache, _DEFAULT.cache))
+    yield from _unusual(("--cache", workload.cache.removeprefix("paged-"), _cache(workload)))
     if workload.training is None:
         yield from _unusual(("--prefill-chunk", workload.prefill_chunk_tokens or "none", "auto"))
     if workload.images:
@@ -98,6 +98,11 @@ def _sizes(request: PlanRequest) -> Iterator[tuple[str, ...]]:
         yield ("--images", str(workload.images))
         yield ("--image-size", f"{width}x{height}")
         yield from _unusual(("--vision-batch", workload.vision_batch or "none", "auto"))
+
+
+def _cache(workload: Workload) -> str:
+    """The kind of cache where none is named."""
+    return "paged" if workload.is_paged else _DEFAULT.cache
 
 
 def _training(training: Training | None) -> Iterator[tuple[str, ...]]:

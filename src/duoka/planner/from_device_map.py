@@ -8,9 +8,8 @@ from itertools import pairwise
 
 from duoka.base.units import format_bytes
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import costs_of
+from duoka.forecast.costs import Costs, costs_of
 from duoka.forecast.forecast import Forecast
-from duoka.forecast.latency import Seconds
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_training import replay_of
 from duoka.forecast.stage_bytes import StageBytes
@@ -18,12 +17,13 @@ from duoka.forecast.workload import Workload
 
 from . import planner
 from .device_map import Judgement, judge
+from .page_count import fill
 from .placement import Placement
 from .plan import Plan
 from .planner import check_context, with_chunks
 from .reasons import Reason, chunk_reason, crossing_values, room_reasons
 from .request import PlanProblem
-from .room import is_tight
+from .room import is_tight, room_bytes
 from .search import UnsearchableError
 
 OBJECTIVE = "given"
@@ -108,28 +108,38 @@ class _Judged:
         return peaks.placed(device)
 
     def _plan_with(self, workload: Workload, needs: list[StageBytes], source: str) -> Plan:
-        problem, profile = self.problem, self.profile
-        automatic = self._automatic()
-        tightest = min(needs, key=lambda need: need.free_bytes)
-        free = float(tightest.free_bytes)
-        return Plan(
+        problem, profile, costs = self.problem, self.profile, costs_of(self.profile, workload)
+        plan = Plan(
             source=source,
             model=profile.model,
             fingerprint=profile.fingerprint,
             fleet=problem.fleet,
             workload=workload,
             placement=self.placement,
-            forecast=Forecast(devices=tuple(needs), seconds=self._seconds(workload)),
+            forecast=Forecast(
+                devices=tuple(needs),
+                seconds=costs.latency.seconds_of(self._runs(costs), problem.fleet),
+            ),
             objective=OBJECTIVE,
+            value=0.0,
+            bound=0.0,
+            binding_device=needs[0].device,
+            request=problem.request,
+            needs_movers=profile.needs_movers,
+        )
+        if workload.is_paged:
+            roomy = costs if any(map(is_tight, needs)) else costs.leaving(room_bytes)
+            plan = fill(plan, roomy, self._runs(costs), self.device_of)
+        needs = [*plan.forecast.devices]
+        tightest = min(needs, key=lambda need: need.free_bytes)
+        free = float(tightest.free_bytes)
+        reasons = self._reasons(workload, tightest, self._automatic())
+        return replace(
+            plan,
             value=free,
             bound=free,
             binding_device=tightest.device,
-            request=problem.request,
-            needs_movers=profile.needs_movers,
-            why=(
-                *self._reasons(workload, tightest, automatic),
-                *room_reasons(needs, chosen=False),
-            ),
+            why=(*reasons, *room_reasons(needs, chosen=False)),
         )
 
     def _automatic(self) -> Plan | None:
@@ -152,9 +162,8 @@ class _Judged:
             yield Reason("own-plan", values)
         yield from chunk_reason(self.problem.workload, workload)
 
-    def _seconds(self, workload: Workload) -> Seconds | None:
+    def _runs(self, costs: Costs) -> list[tuple[str, int, int]]:
         """Each run of blocks on one device is a stage."""
-        costs = costs_of(self.profile, workload)
         stages: list[tuple[str, int, int]] = []
         for place, block in enumerate(costs.chain):
             name = self.device_of[block]
@@ -162,7 +171,7 @@ class _Judged:
                 stages[-1] = (name, stages[-1][1], place + 1)
             else:
                 stages.append((name, place, place + 1))
-        return costs.latency.seconds_of(stages, self.problem.fleet)
+        return stages
 
     def _infeasible(self, needs: list[StageBytes]) -> InfeasibleError:
         over = [need for need in needs if not _fits(need)]

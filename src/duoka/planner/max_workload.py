@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
+from duoka.forecast.serving import least_pages
 from duoka.forecast.workload import MOST_BATCH, MOST_BATCH_TOKENS, MOST_TOKENS, Workload
 
 from .plan import Plan
@@ -82,6 +83,9 @@ def candidates(profile: Profile, problem: PlanProblem) -> Sequence[int]:
 
 def _workload(problem: PlanProblem, number: int) -> Workload:
     workload = problem.workload
+    if problem.largest == "batch" and workload.is_paged:
+        # So many requests, as long as one may be, are there at once.
+        return replace(workload, batch=number, pages=number * least_pages(workload))
     if problem.largest == "batch":
         return replace(workload, batch=number)
     return replace(workload, prompt_tokens=number - workload.new_tokens)

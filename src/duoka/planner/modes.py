@@ -16,11 +16,6 @@ def find(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
     """The best plan, the plan for the problem's device map, or that for the largest that fits."""
     if problem.largest is None and problem.device_map is None:
         return planner.solve(profile, problem, source=source)
-    if problem.workload.cache == "paged" and problem.workload.pages is None:
-        raise UsageError(
-            "pages are counted where duoka places the modules, for requests of a given length",
-            hint="say how many pages there are to be, or leave out the device map or the largest",
-        )
     if problem.largest is None:
         return from_device_map.plan(profile, problem, source=source)
     if problem.device_map is not None:

@@ -1,18 +1,53 @@
-"""Page count: how many pages of a cache a placement has room for."""
+"""Page count: how many pages of a cache a placement has room for, and how fast it answers then."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_serving import ServingReplay
 from duoka.forecast.serving import least_pages
+from duoka.forecast.serving_speed import serving_speeds
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 
+from .plan import Plan
+
 Stage = tuple[Sequence[int], int]
 """The blocks of a stage, and the budget of its device."""
+
+
+def fill(
+    plan: Plan,
+    costs: Costs,
+    runs: Sequence[tuple[str, int, int]],
+    device_of: Sequence[str] | None = None,
+) -> Plan:
+    """A plan over a paged cache with as many pages as fit, if nobody says how many, and its speeds.
+
+    `runs` are its stages: the device, and from which place of the chain to which; a device that a
+    person gave several of them takes them together.
+    """
+    workload, fleet = costs.workload, plan.fleet
+    if workload.pages is None:
+        blocks: dict[str, list[int]] = {name: [] for name in plan.devices}
+        for name, start, stop in runs:
+            blocks[name] += costs.blocks_of(start, stop)
+        stages = [(sorted(blocks[name]), fleet.device(name).budget_bytes) for name in plan.devices]
+        workload, peaks = with_pages(costs.profile, workload, stages, costs.usable_bytes, device_of)
+        devices = tuple(
+            stage.placed(fleet.device(name))
+            for stage, name in zip(peaks, plan.devices, strict=True)
+        )
+        plan = replace(plan, workload=workload, forecast=replace(plan.forecast, devices=devices))
+        assert workload.pages is not None, "they were counted"
+        if plan.objective == "pages":
+            bound = plan.bound + least_pages(workload)
+            plan = replace(plan, value=float(workload.pages), bound=bound)
+    speeds = tuple(serving_speeds(costs.profile, workload, costs.places, runs, fleet))
+    return replace(plan, forecast=replace(plan.forecast, serving_speeds=speeds))
 
 
 def with_pages(

@@ -12,8 +12,6 @@ from duoka.forecast.costs import Costs, costs_of
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.latency import Seconds
 from duoka.forecast.profile import Profile
-from duoka.forecast.serving import least_pages
-from duoka.forecast.serving_speed import serving_speeds
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
@@ -21,7 +19,7 @@ from duoka.hardware.fleet import Fleet
 from . import search
 from .limits import limits_for, reserves
 from .offload import candidates, lightest
-from .page_count import with_pages
+from .page_count import fill
 from .placement import Placement
 from .plan import Plan
 from .reasons import (
@@ -169,7 +167,7 @@ def objective_of(problem: PlanProblem) -> Objective:
     """What is optimised for a problem, with "auto" resolved for all of its devices."""
     if problem.objective != "auto":
         return problem.objective
-    if problem.workload.cache == "paged":
+    if problem.workload.is_paged:
         return "pages"
     known = {device.speeds for device in problem.fleet.devices}
     unknown = any(device.memory_bytes_per_second is None for device in problem.fleet.devices)
@@ -217,7 +215,9 @@ def _on_fewest(chunked: Sequence[Costs], problem: PlanProblem, source: str) -> P
 def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[Limits]:
     """One number of devices after the other, where fewer are better than larger chunks."""
     limits = _limits(problem)
-    if problem.use_all or problem.constraints.strategy != "auto" or len(chunked) == 1:
+    wants_pages = chunked[0].page_bytes is not None and problem.objective in ("auto", "pages")
+    is_free = not (problem.use_all or wants_pages) and problem.constraints.strategy == "auto"
+    if not is_free or len(chunked) == 1:  # of pages no number of devices has enough
         yield limits
         return
     most = min(len(problem.fleet.devices), chunked[0].num_blocks)
@@ -261,7 +261,7 @@ def with_chunks(workload: Workload) -> Iterator[Workload]:
     if workload.prefill_chunk_tokens != "auto":
         yield workload
         return
-    if workload.cache == "paged":
+    if workload.is_paged:
         sizes = (min(tokens, workload.context_tokens) for tokens in _STEP_TOKENS)
         yield from (
             replace(workload, prefill_chunk_tokens=tokens) for tokens in dict.fromkeys(sizes)
@@ -340,30 +340,13 @@ def _plan(
 
 
 def _with_pages(plan: Plan, costs: Costs, solution: Solution) -> Plan:
-    """The plan with as many pages as fit, where there are to be pages and nobody says how many."""
-    workload, fleet = costs.workload, plan.fleet
-    if workload.cache != "paged" or workload.pages is not None:
+    """The plan with as many pages as fit, where there are to be pages."""
+    if not costs.workload.is_paged:
         return plan
-    stages = [
-        (costs.blocks_of(stage.start, stage.stop), fleet.devices[stage.device].budget_bytes)
-        for stage in solution.stages
-    ]
-    device_of = _device_of(costs, solution, fleet) if costs.has_returns else None
-    workload, peaks = with_pages(costs.profile, workload, stages, costs.usable_bytes, device_of)
-    devices = tuple(
-        stage.placed(fleet.device(name)) for stage, name in zip(peaks, plan.devices, strict=True)
-    )
-    runs = [
-        (name, stage.start, stage.stop)
-        for name, stage in zip(plan.devices, solution.stages, strict=True)
-    ]
-    speeds = tuple(serving_speeds(costs.profile, workload, costs.places, runs, fleet))
-    forecast = replace(plan.forecast, devices=devices, serving_speeds=speeds)
-    plan = replace(plan, workload=workload, forecast=forecast)
-    if plan.objective != "pages":
-        return plan
-    assert workload.pages is not None, "they were counted"
-    return replace(plan, value=float(workload.pages), bound=plan.bound + least_pages(workload))
+    names = plan.fleet.names
+    runs = [(names[stage.device], stage.start, stage.stop) for stage in solution.stages]
+    device_of = _device_of(costs, solution, plan.fleet) if costs.has_returns else None
+    return fill(plan, costs, runs, device_of)
 
 
 def _seconds(costs: Costs, solution: Solution, fleet: Fleet) -> Seconds | None:
@@ -387,7 +370,8 @@ def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | Non
 
 def _reasons(costs: Costs, solution: Solution, problem: PlanProblem) -> Iterator[Reason]:
     used, available = len(solution.stages), len(problem.fleet.devices)
-    if problem.constraints.strategy == "auto" and not problem.use_all:
+    wants_few = problem.constraints.strategy == "auto" and not problem.use_all
+    if wants_few and solution.objective != "pages":
         first = problem.fleet.devices[solution.stages[0].device].name
         tight = used > 1 and costs.room is not None and _may_fit_fewer(problem, costs, used)
         yield from gpus_reason(

@@ -129,7 +129,7 @@ def chunk_reason(requested: Workload, chosen: Workload) -> Iterator[Reason]:
     if requested.images and requested.vision_batch == "auto" and chosen.vision_batch is not None:
         yield Reason("vision-batch", {"images": chosen.vision_batch})
     chunk = chosen.prefill_chunk_tokens
-    if chosen.cache == "paged":
+    if chosen.is_paged:
         return  # it is what a step takes of all requests
     if requested.prefill_chunk_tokens == "auto" and isinstance(chunk, int):
         kind = "small-chunks" if chunk < LEAST_CHUNK_TOKENS else "chunks"

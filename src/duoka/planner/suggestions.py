@@ -105,9 +105,9 @@ class WaysOut:
 
     def _fewer_bits(self, *, shorten: bool) -> Iterator[WayOut]:
         """In a cache, in weights, in both; of fewer tokens too, where fewer alone won't do."""
-        keeps_cache = self._workload.cache in ("int8", "paged")
+        keeps_cache = self._workload.has_int8_cache
         if not keeps_cache:
-            plan = self._plan_or_chunked(self._of(replace(self._workload, cache="int8")))
+            plan = self._plan_or_chunked(self._of(_in_int8(self._workload)))
             if plan is not None:
                 text = f"the KV cache in 8 bit{self._pieces(plan)}"
                 yield self._way("cache", text, plan, loses=_QUALITY.format(_CACHE))
@@ -115,7 +115,7 @@ class WaysOut:
             workload = replace(self._workload, quantize=scheme)
             smaller = both = self._of(workload)
             if not keeps_cache:
-                both = self._of(replace(workload, cache="int8"))
+                both = self._of(_in_int8(workload))
             for problem in dict.fromkeys((smaller, both)):
                 plan = self._plan_or_chunked(problem)
                 if plan is not None:
@@ -347,6 +347,11 @@ def _smaller(workload: Workload) -> tuple[Literal["int8", "int4", "nf4"], ...]:
     if workload.quantize == "none":
         return ("int8", least)
     return (least,) if workload.quantize == "int8" else ()
+
+
+def _in_int8(workload: Workload) -> Workload:
+    """The workload with a cache of 8 bit, in pages if it has them."""
+    return replace(workload, cache="paged-int8" if workload.is_paged else "int8")
 
 
 def _size(plan: Plan, largest: str) -> str:

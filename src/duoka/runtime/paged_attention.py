@@ -4,7 +4,8 @@ Which sequence a token of a step is of, and where its earlier tokens are, the st
 to the attention function as one of its arguments. The model's own code isn't changed: it calls this
 function by transformers' `AttentionInterface`.
 
-Keys and values are gathered, page by page, into room that is as large in every step, and so are
+Keys and values are gathered, page by page, into room that is as large in every step (from pages of
+8 bit they are made whole there, rounded as `models.kv_cache.Int8Layer` rounds them), and so are
 masks and, where no fused kernel serves (sinks, soft caps), scores. All that differs with a step are
 its tokens and the queries of a piece.
 """
@@ -22,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from duoka.errors import ModelError
 from duoka.forecast.serving import PIECE_ROWS, Capacity
+from duoka.models.kv_cache import round_to_int8
 
 if TYPE_CHECKING:
     from .paged_steps import Group, PagedStep, Piece
@@ -31,6 +33,65 @@ NAME = "duoka_paged"
 _MOST_SCORES = 2**22
 # Fused kernels read heads of a multiple of so many elements.
 _ALIGNED = 8
+
+
+class Pages(NamedTuple):
+    """Keys or values of a layer: [pages, page_tokens, heads, head_dim].
+
+    In 8 bit they have a scale for each token and head, [pages, page_tokens, heads, 1].
+    """
+
+    states: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def new(cls, states: Tensor, number: int, page_tokens: int, *, is_int8: bool) -> Pages:
+        """So many pages for states as these, [1, heads, tokens, head_dim]."""
+        shape = number, page_tokens, states.shape[1]
+        if not is_int8:
+            return cls(states.new_zeros(*shape, states.shape[3]), None)
+        integers = states.new_zeros(*shape, states.shape[3], dtype=torch.int8)
+        return cls(integers, states.new_zeros(*shape, 1))
+
+    def store(self, slots: Tensor, states: Tensor) -> None:
+        """Keep the states of tokens, [tokens, heads, head_dim], each in its slot."""
+        if self.scales is not None:
+            states, scales = round_to_int8(states)
+            self.scales.flatten(0, 1).index_copy_(0, slots, scales)
+        self.states.flatten(0, 1).index_copy_(0, slots, states)
+
+    def gather(self, pages: Tensor, room: PageRoom) -> Tensor:
+        """The states of some pages, [tokens, heads, head_dim], in the room."""
+        number = len(pages) * self.states.shape[1]
+        out = room.states[:number]
+        if self.scales is None or room.integers is None or room.scales is None:
+            _gather(self.states, pages, out)
+            return out
+        integers, scales = room.integers[:number], room.scales[:number]
+        _gather(self.states, pages, integers)
+        _gather(self.scales, pages, scales)
+        return torch.mul(integers, scales, out=out)
+
+
+class PageRoom(NamedTuple):
+    """Where the states of pages are gathered, and in 8 bit what they are made of."""
+
+    states: Tensor
+    integers: Tensor | None
+    scales: Tensor | None
+
+    @classmethod
+    def new(cls, pages: Pages, tokens: int) -> PageRoom:
+        """Room for so many tokens."""
+        shape, scales = (tokens, *pages.states.shape[2:]), pages.scales
+        if scales is None:
+            return cls(pages.states.new_empty(shape), None, None)
+        whole, integers = scales.new_empty(shape), pages.states.new_empty(shape)
+        return cls(whole, integers, scales.new_empty(tokens, *scales.shape[2:]))
+
+
+def _gather(pages: Tensor, numbers: Tensor, out: Tensor) -> None:
+    torch.index_select(pages.flatten(1), 0, numbers, out=out.view(len(numbers), -1))
 
 
 class PagedCache:
@@ -43,15 +104,16 @@ class PagedCache:
     def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
         self.capacity = capacity
         self.windows = tuple(sorted(windows))
-        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._layers: dict[int, tuple[Pages, Pages]] = {}
 
-    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values: [pages, page_tokens, heads, head_dim]."""
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Pages, Pages]:
+        """A layer's keys and values."""
         if index not in self._layers:
-            rows = self.capacity.pages + 1, self.capacity.page_tokens
+            number, size = self.capacity.pages + 1, self.capacity.page_tokens
+            is_int8 = self.capacity.is_int8
             self._layers[index] = (
-                key.new_zeros(*rows, key.shape[1], key.shape[3]),
-                value.new_zeros(*rows, value.shape[1], value.shape[3]),
+                Pages.new(key, number, size, is_int8=is_int8),
+                Pages.new(value, number, size, is_int8=is_int8),
             )
         return self._layers[index]
 
@@ -72,22 +134,22 @@ class _Scores(NamedTuple):
 class _Room(NamedTuple):
     """What a layer needs for the time of its attention, whatever the step."""
 
-    keys: Tensor
-    values: Tensor
+    keys: PageRoom
+    values: PageRoom
     bias: Tensor
     hidden: Tensor
     scores: _ScoreRoom | None
 
     @classmethod
-    def new(cls, query: Tensor, keys: Tensor, values: Tensor, tokens: int, *, fused: bool) -> _Room:
+    def new(cls, query: Tensor, keys: Pages, values: Pages, tokens: int, *, fused: bool) -> _Room:
         """Room for so many tokens that are gathered."""
         pairs = PIECE_ROWS * tokens
         return cls(
-            keys=keys.new_empty(tokens, *keys.shape[2:]),
-            values=values.new_empty(tokens, *values.shape[2:]),
+            keys=PageRoom.new(keys, tokens),
+            values=PageRoom.new(values, tokens),
             bias=query.new_empty(pairs),
             hidden=query.new_empty(pairs, dtype=torch.bool),
-            scores=None if fused else _ScoreRoom.new(query, values.shape[-1], tokens),
+            scores=None if fused else _ScoreRoom.new(query, values.states.shape[-1], tokens),
         )
 
 
@@ -138,7 +200,7 @@ def attend(
     keys, values = step.cache.layer(module.layer_idx, key, value)
     slots, places, numbers = (step_table[part] for part in step.parts(window))
     for cached, new in ((keys, key), (values, value)):
-        cached.flatten(0, 1).index_copy_(0, slots, new[0].transpose(0, 1))
+        cached.store(slots, new[0].transpose(0, 1))
     scaling, softcap, sinks = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
     scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
     is_aligned = not (query.shape[-1] % _ALIGNED or value.shape[-1] % _ALIGNED)
@@ -150,7 +212,7 @@ def attend(
     layer = _Layer(query[0].unflatten(0, heads), step_table, places, window, scores, room)
     for group in step.groups(window):
         pages = numbers[group.at : group.at + group.sequences * group.pages]
-        gathered = _gather(keys, room.keys, pages), _gather(values, room.values, pages)
+        gathered = keys.gather(pages, room.keys), values.gather(pages, room.values)
         for piece in group.pieces:
             # No name for what a piece comes to: it is gone when the next one begins.
             output[piece.first : piece.first + piece.rows][piece.meant].copy_(
@@ -185,13 +247,6 @@ class _Layer(NamedTuple):
         else:
             attended = _with_scores(query, keys, values, bias, self.scores, self.room.scores)
         return attended if group.sequences > 1 else attended.permute(2, 0, 1, 3)
-
-
-def _gather(states: Tensor, room: Tensor, pages: Tensor) -> Tensor:
-    """The pages of a group, [tokens, heads, head_dim], in the room."""
-    out = room[: len(pages) * states.shape[1]]
-    torch.index_select(states.flatten(1), 0, pages, out=out.view(len(pages), -1))
-    return out
 
 
 def _seen(states: Tensor, group: Group, piece: Piece) -> Tensor:

@@ -288,10 +288,8 @@ class PagedStepper:
     def run_largest(self) -> None:
         """Run the first step, and those of as many tokens as there can be."""
         self.start()
-        sizes = self.cache.capacity.steps()
-        for size in sizes:
-            if size.tokens == sizes[0].tokens:
-                self.try_out(size)
+        for size in self.cache.capacity.largest_steps():
+            self.try_out(size)
 
     def warm_up(self) -> None:
         """Run steps of every size, the largest first, until none needs more memory.
@@ -300,10 +298,9 @@ class PagedStepper:
         tokens as there can be will do.
         """
         self.start()
-        sizes = self.cache.capacity.steps()
+        capacity = self.cache.capacity
         reserved, now = -1, self._reserved_bytes()
-        if not now:
-            sizes = [size for size in sizes if size.tokens == sizes[0].tokens]
+        sizes = capacity.steps() if now else capacity.largest_steps()
         while reserved < now:
             for size in sizes:
                 self.try_out(size)

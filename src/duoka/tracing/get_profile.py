@@ -94,7 +94,7 @@ def _trace_with(
 ) -> tuple[Profile, bool]:
     if workload.training is not None:
         return virtual.apart(profile_training, build, spec, workload)
-    if workload.cache == "paged":
+    if workload.is_paged:
         return trace_serving(build(), spec), True
     with suppress(Irregular):
         profile = trace(build(), spec)

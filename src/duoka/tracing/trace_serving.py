@@ -89,6 +89,7 @@ class _Tracer:
             pages=pages,
             page_tokens=16,
             step_tokens=128,
+            is_int8=self.spec.conditions.cache == "paged-int8",
         )
         return PagedStepper(self.model, capacity, self.device)
 

@@ -45,7 +45,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     >>> explanation.changes[0].outcome  # doctest: +SKIP
     'impossible'
     """
-    if plan.workload.cache == "paged":
+    if plan.workload.is_paged:
         raise UsageError(
             "the plan fills every GPU with pages, and duoka doesn't explain such a plan",
             hint="explain one without --serve, for as many requests: --batch N",

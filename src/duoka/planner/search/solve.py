@@ -150,6 +150,11 @@ def _resolve(objective: Objective | Literal["auto"], costs: Costs, fleet: Fleet)
         if objective == "auto":
             return "pages"
         if objective == "pages":
+            if costs.workload.is_paged:
+                raise UsageError(
+                    "the objective pages is for as many as fit, and how many there are is decided",
+                    hint="leave the objective out",
+                )
             raise UsageError(
                 "the objective pages is for a paged cache, and this one has none",
                 hint="plan for many requests: --serve",

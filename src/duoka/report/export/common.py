@@ -84,7 +84,7 @@ def source_note(plan: Plan) -> Iterator[str]:
 
 def bits_notes(plan: Plan, tool: str) -> Iterator[str]:
     """What an engine has instead of the cache and the weights of fewer bits that were planned."""
-    if plan.workload.cache == "int8":
+    if plan.workload.has_int8_cache:
         yield f"NOTE: the plan's cache has 8-bit integers; {tool}'s has 8-bit floats."
     if plan.workload.quantize != "none":
         yield (

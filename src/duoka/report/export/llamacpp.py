@@ -46,7 +46,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     if isinstance(workload.prefill_chunk_tokens, int):
         chunk = str(workload.prefill_chunk_tokens)
         options += [("--batch-size", chunk), ("--ubatch-size", chunk)]
-    kind = "q8_0" if workload.cache == "int8" else _TYPES.get(workload.dtype, "f16")
+    kind = "q8_0" if workload.has_int8_cache else _TYPES.get(workload.dtype, "f16")
     options += [("--cache-type-k", kind), ("--cache-type-v", kind), ("--fit", "off")]
     return Export(
         tool=NAME,

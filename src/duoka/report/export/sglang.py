@@ -39,7 +39,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     if revision is not None:
         options.insert(0, ("--revision", revision))
     options.append(("--chunked-prefill-size", "-1" if chunk is None else str(chunk)))
-    if workload.cache == "int8":
+    if workload.has_int8_cache:
         options.append(("--kv-cache-dtype", "fp8_e4m3"))
     sizes = common.layer_token_bytes(plan, profile, pipeline)
     if sizes is not None:

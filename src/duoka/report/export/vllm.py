@@ -45,7 +45,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         options.insert(0, ("--revision", revision))
     if tokens is not None:
         options.append(("--max-num-batched-tokens", str(tokens)))
-    if workload.cache == "int8":
+    if workload.has_int8_cache:
         options.append(("--kv-cache-dtype", "fp8"))
     sizes = common.layer_token_bytes(plan, profile, pipeline)
     if sizes is not None and any(sizes):

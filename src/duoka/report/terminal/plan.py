@@ -81,7 +81,7 @@ class _View:
         yield from _offloaded(self._plan)
         yield ""
         yield _bars(self._plan, options.max_width, ascii_only=options.ascii_only)
-        if self._plan.workload.cache == "paged":
+        if self._plan.workload.is_paged:
             yield from render_serving(self._plan)
         else:
             yield from _cache(self._plan)
@@ -297,7 +297,7 @@ def facts(plan: Plan) -> Iterator[str]:
 def _inference(workload: Workload) -> Iterator[str]:
     new = f"({workload.prompt_tokens} + {workload.new_tokens} new)"
     chunk = workload.prefill_chunk_tokens
-    is_served = workload.cache == "paged"
+    is_served = workload.is_paged
     yield f"up to {workload.batch} requests" if is_served else f"batch {workload.batch}"
     yield f"context {workload.context_tokens} {new}"
     if workload.images:
