@@ -90,7 +90,7 @@ def _measured(
                 empty=True,
                 offloaded=plan.offloaded,
                 has_movers=plan.needs_movers,
-                outputs_stay=plan.workload.cache == "paged",
+                outputs_stay=plan.workload.is_paged,
             )
             if data == "cpu":
                 invent_values(model)
