@@ -25,7 +25,8 @@ class SamplingParams(Sampling):
     ----------
     temperature, top_p, top_k, max_new_tokens, seed
         See `Sampling`. An answer with a seed doesn't depend on others that are made at the same
-        time; without one it gets a seed of its own.
+        time, but for what rounding does where two tokens are as good as equal; without one it gets
+        a seed of its own.
     min_p : float
         Leave tokens out that are less likely than this share of the likeliest one.
     repetition_penalty : float

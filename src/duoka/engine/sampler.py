@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from duoka.runtime.draw import draw, log_probabilities
+from duoka.runtime.draw import BANNED, Change, change, draw, log_probabilities, mask
 
 from .request import SamplingParams, TokenChoice
 
@@ -61,11 +61,11 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenChoice]:
     raw = logits.float()
     changed = raw
     if any(row.changes_logits for row in rows):
-        changed = raw.clone()
-        for values, row in zip(changed, rows, strict=True):
-            if row.changes_logits:
-                _change(values, row)
-        _mask(changed, rows)
+        changed, vocabulary = raw.clone(), logits.shape[-1]
+        changes = [_changes(row, vocabulary) for row in rows]
+        change(changed, [(at, *pair) for at, row in enumerate(changes) for pair in row.items()])
+        if any(row.allowed is not None for row in rows):
+            mask(changed, _octets(rows, vocabulary))
     tokens = changed.argmax(dim=-1)
     drawn = [not row.params.is_greedy for row in rows]
     if any(drawn):
@@ -74,39 +74,30 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenChoice]:
     return _choices(raw, tokens, rows)
 
 
-def _change(logits: Tensor, row: Row) -> None:
-    """Apply penalties and biases to a row of logits, in place."""
-    params, vocabulary = row.params, len(logits)
+def _changes(row: Row, vocabulary: int) -> dict[int, Change]:
+    """What penalties and biases do to a row's logits, by token."""
+    params = row.params
+    changes: dict[int, Change] = {}
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*row.prompt, *row.answer}), device=logits.device)
-        values = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    counts = Counter(row.answer)
-    if counts and (params.presence_penalty or params.frequency_penalty):
-        ids = torch.tensor(list(counts), device=logits.device)
-        times = torch.tensor(list(counts.values()), device=logits.device, dtype=logits.dtype)
-        logits[ids] -= params.presence_penalty + params.frequency_penalty * times
+        changes |= dict.fromkeys((*row.prompt, *row.answer), Change(params.repetition_penalty))
+    for token, times in Counter(row.answer).items() if params.has_penalties else ():
+        known = changes.get(token, Change())
+        subtracted = params.presence_penalty + params.frequency_penalty * times
+        changes[token] = Change(known.divisor, known.addend - subtracted)
     for token, bias in params.logit_bias.items():
-        if 0 <= token < vocabulary:
-            logits[token] += bias
-    # The least number there is, and not minus infinity, which is for what isn't allowed at all.
-    banned = [token for token in row.banned if 0 <= token < vocabulary]
-    logits[banned] = torch.finfo(logits.dtype).min
+        known = changes.get(token, Change())
+        changes[token] = Change(known.divisor, known.addend + bias)
+    changes |= dict.fromkeys(row.banned, BANNED)
+    return {token: change for token, change in changes.items() if 0 <= token < vocabulary}
 
 
-def _mask(logits: Tensor, rows: Sequence[Row]) -> None:
-    """Leave only what is allowed of each row, in place."""
-    masks = {index: row.allowed for index, row in enumerate(rows) if row.allowed is not None}
-    if not masks:
-        return
-    size = -(-logits.shape[-1] // 8)
-    packed = b"".join(mask[:size].ljust(size, b"\0") for mask in masks.values())
-    octets = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(logits.device)
-    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
-    allowed = (octets.view(len(masks), size, 1) & bits).flatten(1)[:, : logits.shape[-1]] != 0
-    places = torch.tensor(list(masks), device=logits.device)
-    logits[places] = logits[places].masked_fill(~allowed, -torch.inf)
+def _octets(rows: Sequence[Row], vocabulary: int) -> bytes:
+    """What is allowed of each row, a bit for each token; all of it where nothing is said."""
+    size = -(-vocabulary // 8)
+    masks = (row.allowed for row in rows)
+    return b"".join(
+        b"\xff" * size if mask is None else mask[:size].ljust(size, b"\0") for mask in masks
+    )
 
 
 def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:

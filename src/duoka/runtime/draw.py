@@ -6,10 +6,14 @@ are. It knows nothing of requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 MOST_LOGPROBS = 20
+_CHANGED = 1024
 
 
 def draw(
@@ -42,6 +46,43 @@ def draw(
     return tokens.gather(-1, torch.minimum(places, last))[:, 0]
 
 
+class Change(NamedTuple):
+    """What a logit is divided by if it is positive, or else multiplied by, and what is added."""
+
+    divisor: float = 1.0
+    addend: float = 0.0
+
+
+# The least number there is, and not minus infinity, which is for what isn't allowed at all.
+BANNED = Change(1.0, torch.finfo(torch.float32).min)
+
+
+def change(logits: Tensor, changes: Sequence[tuple[int, int, Change]]) -> None:
+    """Change logits, [rows, vocabulary], in place: each row and token at most once.
+
+    So many are changed at a time, however many there are.
+    """
+    for start in range(0, len(changes), _CHANGED):
+        part = list(changes[start : start + _CHANGED])
+        part += part[-1:] * (_CHANGED - len(part))  # twice is the same as once
+        where = torch.tensor([pair[:2] for pair in part], device=logits.device)
+        amounts = torch.tensor([pair[2] for pair in part], device=logits.device)
+        divisors, addends = amounts.unbind(dim=1)
+        rows, tokens = where.unbind(dim=1)
+        values = logits[rows, tokens]
+        values = torch.where(values > 0, values / divisors, values * divisors).add_(addends)
+        logits[rows, tokens] = values.clamp_(min=BANNED.addend)
+
+
+def mask(logits: Tensor, octets: bytes) -> None:
+    """Leave only what is allowed, in place: a bit for each token of each row, the lowest first."""
+    rows, vocabulary = logits.shape
+    packed = torch.frombuffer(bytearray(octets), dtype=torch.uint8).to(logits.device)
+    bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
+    is_banned = (packed.view(rows, -1, 1) & bits).flatten(1)[:, :vocabulary] == 0
+    logits.masked_fill_(is_banned, -torch.inf)
+
+
 def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Those of the tokens, [rows, 1], and of the likeliest ones with these, [rows, number]."""
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -56,7 +97,11 @@ def draw_in_every_way(logits: Tensor) -> None:
     """
     raw = logits.float()
     for is_changed in (False, True):
-        changed = raw.clone() if is_changed else raw
+        changed = raw
+        if is_changed:
+            changed = raw.clone()
+            change(changed, [(0, 0, Change())])
+            mask(changed, b"\xff" * len(raw) * -(-raw.shape[-1] // 8))
         tokens = changed.argmax(dim=-1)
         log_probabilities(raw, tokens)
         is_drawn = torch.ones(len(raw), dtype=torch.bool, device=raw.device)
