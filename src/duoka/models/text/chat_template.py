@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from duoka.errors import CheckpointError, UsageError
 
 from .image_prompts import PromptImages, images_of
-from .messages import Message, Tool, tool_function
+from .messages import Message, Tool, ToolCall, tool_function
 from .tokenizer import special_id
 
 MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published ones have some ten thousand
@@ -193,7 +193,7 @@ class _Special:
 
     def refuse_in_calls(self, messages: Sequence[Message]) -> None:
         """Raise UsageError for a special token in a call of a tool."""
-        calls = [message.tool_call for message in messages if message.tool_call is not None]
+        calls = [call for message in messages for call in message.calls]
         self._refuse([[call.name, call.arguments] for call in calls], "a tool call")
 
     def _refuse(self, value: object, what: str) -> None:
@@ -272,10 +272,11 @@ def _render(
     conversations = [
         _conversation(messages, contents, in_parts=in_parts) for contents in contents_of
     ]
-    calls = any(message.tool_call is not None for message in messages)
-    if calls:
-        uncalled = [replace(message, tool_call=None) for message in messages]
-        conversations.append(_conversation(uncalled, contents_of[0], in_parts=in_parts))
+    # Templates differ in what they leave out: some write no calls, some only the first.
+    names = _Marks(sum(len(message.calls) for message in messages))
+    if names.texts:
+        renamed = _with_names(messages, iter(names.texts))
+        conversations.append(_conversation(renamed, contents_of[0], in_parts=in_parts))
     render: Any = tokenizer.apply_chat_template
     template = _template(tokenizer, has_tools=bool(tools))
     try:
@@ -299,9 +300,21 @@ def _render(
         )
     if any(_LONE_SURROGATE.search(text) for text in texts):
         raise CheckpointError("the model's chat template is damaged: it is no valid text")
-    if calls and texts.pop() == texts[0]:
-        raise UsageError("the model's chat template leaves tool calls out")
+    if names.texts:
+        text = texts.pop()
+        if any(name not in text for name in names.texts):
+            raise UsageError("the model's chat template leaves tool calls out")
     return texts
+
+
+def _with_names(messages: Sequence[Message], names: Iterator[str]) -> list[Message]:
+    """Messages whose calls have other names."""
+    renamed = []
+    for message in messages:
+        calls = [replace(call, name=next(names)) for call in message.calls]
+        first = calls[0] if calls else None
+        renamed.append(replace(message, tool_call=first, further_calls=tuple(calls[1:])))
+    return renamed
 
 
 def _conversation(
@@ -309,16 +322,42 @@ def _conversation(
 ) -> list[dict[str, Any]]:
     """Messages as transformers takes them, with other contents."""
     conversation = []
+    ids = _CallIds(messages)
     for message, content in zip(messages, contents, strict=True):
         said: dict[str, Any] = {
             "role": "tool" if message.role == "observation" else message.role,
             "content": _parts(message, content) if in_parts else content,
         }
-        if message.tool_call is not None:
-            call = {"name": message.tool_call.name, "arguments": dict(message.tool_call.arguments)}
-            said["tool_calls"] = [{"type": "function", "function": call}]
+        if message.calls:
+            said["tool_calls"] = list(map(ids.written, message.calls))
+        said.update(ids.of_result(message))
         conversation.append(said)
     return conversation
+
+
+class _CallIds:
+    """What calls and their results are told to belong together by, where somebody said so.
+
+    Mistral's templates take nine letters and digits alone, so these are counted anew.
+    """
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        calls = [call for message in messages for call in message.calls if call.id]
+        self._names = {call.id: call.name for call in calls}
+        self._ids = {name: f"call{number:05}" for number, name in enumerate(self._names)}
+
+    def written(self, call: ToolCall) -> dict[str, Any]:
+        """A call as transformers takes it."""
+        function = {"name": call.name, "arguments": dict(call.arguments)}
+        said = {"type": "function", "function": function}
+        return {**said, "id": self._ids[call.id]} if call.id else said
+
+    def of_result(self, message: Message) -> dict[str, str]:
+        """The id of the call that an observation belongs to, and the name of the tool."""
+        if message.call_id not in self._ids:
+            return {}
+        names = {"tool_call_id": self._ids[message.call_id], "name": self._names[message.call_id]}
+        return names if message.role == "observation" else {}
 
 
 def _parts(message: Message, content: str) -> list[dict[str, str]]:

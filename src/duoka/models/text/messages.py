@@ -26,7 +26,7 @@ Tool = Mapping[str, Any]
 """A function as JSON schema: name, description, parameters; bare or as OpenAI wraps it."""
 _MAX_CHARACTERS = 1 << 16
 _SHOWN = 80
-_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
+TOOL_NAME = re.compile(r"[A-Za-z_][\w.-]{0,127}", re.ASCII)
 _FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 
 
@@ -36,6 +36,7 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
+    id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class Message:
     """One message; an observation is what a tool returned.
 
     `metadata` is what the ChatGLM family writes beside the role: the name of the tool that is
-    called. `images` stand before the content.
+    called. `images` stand before the content. Who calls several tools at once calls `further_calls`
+    after `tool_call`. An observation may say by `call_id` to which call it belongs.
     """
 
     role: Role
@@ -51,9 +53,17 @@ class Message:
     metadata: str = ""
     tool_call: ToolCall | None = None
     images: tuple[Image, ...] = ()
+    further_calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """All calls."""
+        return () if self.tool_call is None else (self.tool_call, *self.further_calls)
 
     def __post_init__(self) -> None:
         """Refuse what no model knows."""
+        assert self.tool_call is not None or not self.further_calls, "there is a first one"
         if self.role not in get_args(Role):
             raise UsageError(
                 f"{self.role!r} is no role of a message", hint=f"roles: {', '.join(get_args(Role))}"
@@ -75,7 +85,11 @@ def refuse_half_pairs(text: str, what: str) -> None:
 
 
 def read_message(said: object) -> Message:
-    """Read a message as transformers and OpenAI write it; a tool's is an observation."""
+    """Read a message as transformers and OpenAI write it; a tool's is an observation.
+
+    It calls one tool at most: a sample that calls several isn't trained. What is asked of a server
+    may call more; see `chat_requests`.
+    """
     if not isinstance(said, Mapping):
         raise UsageError(
             f"a message is a mapping, not {type(said).__name__}",
@@ -121,6 +135,7 @@ def read_tool_call(call: Any) -> ToolCall:
             f"a tool call has no name, or no arguments in JSON: {str(call)[:_SHOWN]}",
             hint='as {"name": "weather", "arguments": {"city": "Beijing"}}',
         ) from error
+    refuse_half_pairs(json.dumps([name, arguments], ensure_ascii=False, default=str), "a tool call")
     return ToolCall(name=name, arguments=arguments)
 
 
@@ -149,7 +164,7 @@ def parse_python_call(metadata: str, content: str) -> ToolCall | None:
     r"""Read ChatGLM3's form: the name, and ``tool_call(k='v')`` in a fenced block."""
     name = metadata.strip()
     fenced = _FENCED.fullmatch(content) if len(content) <= _MAX_CHARACTERS else None
-    if fenced is None or not _NAME.fullmatch(name):
+    if fenced is None or not TOOL_NAME.fullmatch(name):
         return None
     try:
         with warnings.catch_warnings():
@@ -191,7 +206,7 @@ def _refuse_odd(value: object) -> None:
 def parse_json_call(metadata: str, content: str) -> ToolCall | None:
     """Read GLM-4's form: the name, and the arguments as a JSON object."""
     name = metadata.strip()
-    if len(content) > _MAX_CHARACTERS or not _NAME.fullmatch(name):
+    if len(content) > _MAX_CHARACTERS or not TOOL_NAME.fullmatch(name):
         return None
     try:
         return ToolCall(name=name, arguments=parse_json_object(content, "the call"))

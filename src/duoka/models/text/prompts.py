@@ -18,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
 
+from .answer_format import AnswerFormat
+from .call_forms import LineForm
 from .chat_template import encode_answer, encode_template
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
@@ -56,6 +58,10 @@ class ChatFormat(Protocol):
     @property
     def content_start(self) -> tuple[int, ...]:
         """What the model says before an answer's content, where that isn't the content's."""
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """How reasoning and calls are told apart from what an answer says."""
 
     @property
     def images(self) -> ImageFormat | None:
@@ -122,7 +128,13 @@ class _TokenFormat:
     read: Callable[[str, str], ToolCall | None] = field(repr=False)
     write: Callable[[ToolCall], str] = field(repr=False)
     describe: Callable[[str, Sequence[Tool]], str] = field(repr=False)
+    form: LineForm
     images: SquareImages | None = None
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """See `ChatFormat.answers`."""
+        return AnswerFormat(self.tokenizer, self.form, None)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -179,9 +191,8 @@ class _TokenFormat:
         said: list[Message] = []
         for message in messages:
             if message.tool_call is None or message.content:
-                said.append(replace(message, tool_call=None))
-            if message.tool_call is not None:
-                call = message.tool_call
+                said.append(replace(message, tool_call=None, further_calls=()))
+            for call in message.calls:
                 written = self.write(call)
                 said.append(Message(role="assistant", metadata=call.name, content=written))
         if not tools:
@@ -201,6 +212,7 @@ class ChatGLM3Format(_TokenFormat):
             read=parse_python_call,
             write=write_python_call,
             describe=_chatglm3_tools,
+            form=LineForm("python"),
         )
 
 
@@ -220,6 +232,7 @@ class GLM4Format(_TokenFormat):
             read=parse_json_call,
             write=write_json_call,
             describe=_glm4_tools,
+            form=LineForm("json"),
             images=images,
         )
 
@@ -253,6 +266,11 @@ class ChatGLM2Format:
     tokenizer: PreTrainedTokenizerBase
     images: None = None
     content_start: tuple[int, ...] = ()
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """See `ChatFormat.answers`."""
+        return AnswerFormat(self.tokenizer, None, None)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -336,6 +354,11 @@ class TemplateFormat:
     content_start: tuple[int, ...] = ()
     # Whether text may become special tokens is a state of the tokenizer, and differs by call.
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def answers(self) -> AnswerFormat:
+        """See `ChatFormat.answers`."""
+        return AnswerFormat.of_template(self.tokenizer)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
         """See `ChatFormat.prompt`. Without a template the messages' texts follow one another."""

@@ -1,0 +1,158 @@
+"""How one model's answers are read: which form its calls have, and what marks its reasoning.
+
+Both are told by the chat template and the special tokens that come with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from duoka.errors import UsageError
+
+from .answer_reader import AnswerReader, CallForm, Tags
+from .call_forms import LineForm, MistralForm, ObjectForm, PairForm, ParameterForm, TaggedForm
+from .call_grammars import ForcedCall, forced_call
+from .messages import TOOL_NAME, Tool, tool_function
+
+_MOST_TOOLS = 128
+_TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
+_NUM_LAST = 8  # tokens of a prompt in which reasoning may begin
+# What a template has only if its model writes calls so; the first that fits.
+_FORMS: tuple[tuple[str, CallForm], ...] = (
+    ("<arg_key>", PairForm()),
+    ("<function=", ParameterForm()),
+    ("[ARGS]", MistralForm(has_names=True)),
+    ("[TOOL_CALLS]", MistralForm()),
+    ("<tool_call>", TaggedForm()),
+    ("<|python_tag|>", ObjectForm()),
+    ("<|observation|>", LineForm("json")),
+)
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a model's answers are read.
+
+    `form` is None for models that aren't known to call tools, `reasoning` for those that don't
+    reason.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    form: CallForm | None
+    reasoning: Tags | None
+
+    @classmethod
+    def of_template(cls, tokenizer: PreTrainedTokenizerBase) -> AnswerFormat:
+        """Find it out by the template for tools and the tokens that were added."""
+        try:
+            template = tokenizer.get_chat_template(tools=[{}])
+        except ValueError:  # it has none
+            return cls(tokenizer, None, None)
+        added = tokenizer.get_added_vocab()
+        form = next((form for mark, form in _FORMS if mark in template), None)
+        if form is None and "<|python_tag|>" in added and '"parameters"' in template:
+            form = ObjectForm()
+        reasoning = next(
+            (tags for tags in _TAGS if tags.end in template or {*tags} <= added.keys()), None
+        )
+        return cls(tokenizer, form, reasoning)
+
+    @property
+    def kept_ids(self) -> tuple[int, ...]:
+        """Special tokens that an answer's text must have, because its parts are told by them."""
+        special = {
+            token.content: number
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
+        return tuple(sorted(special[mark] for mark in self._marks() if mark in special))
+
+    def reader(
+        self,
+        tools: Sequence[Tool] | None = None,
+        prompt: Sequence[int] = (),
+        *,
+        forced: ForcedCall | None = None,
+        holds_calls: bool = False,
+    ) -> AnswerReader:
+        """Read an answer to a prompt.
+
+        Parameters
+        ----------
+        tools : sequence of Tool, optional
+            Those that may be called; without any, nothing is read as a call.
+        prompt : sequence of int
+            Its last tokens say whether the answer begins within reasoning.
+        forced : ForcedCall, optional
+            What the prompt was given, so that the answer is a call.
+        holds_calls : bool
+            Tell of a call when it is whole, and not as it comes: then what breaks off in the middle
+            is content, and otherwise a call that isn't whole.
+        """
+        form = self.form
+        if forced is not None and form is None:
+            form = ObjectForm(markers=())
+        reader = AnswerReader(
+            form,
+            tool_schemas(tools or ()),
+            self.reasoning,
+            is_reasoning=forced is None and self.begins_within_reasoning(prompt),
+            holds_calls=holds_calls,
+        )
+        parts = reader.feed(forced.text) if forced is not None else []
+        assert not parts, "what begins a call is no part"
+        return reader
+
+    def begins_within_reasoning(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends where reasoning has begun."""
+        if self.reasoning is None:
+            return False
+        end = str(self.tokenizer.decode(list(prompt[-_NUM_LAST:]), skip_special_tokens=False))
+        return end.rstrip().endswith(self.reasoning.begin)
+
+    def forced_call(
+        self, tools: Sequence[Tool], prompt: Sequence[int] = (), *, parallel: bool = True
+    ) -> ForcedCall:
+        """What makes the answer to a prompt a call of one of some tools.
+
+        UsageError is raised where the model's form of a call can't be written as a grammar.
+        """
+        tool_schemas(tools)
+        before = ""
+        if self.begins_within_reasoning(prompt):
+            assert self.reasoning is not None, "it has begun"
+            before = f"{self.reasoning.end}\n\n"
+        return forced_call(self.form, tools, self.tokenizer, before=before, parallel=parallel)
+
+    def _marks(self) -> Iterator[str]:
+        yield from self.reasoning or ()
+        if self.form is not None:
+            yield from (*self.form.markers, *self.form.inner_marks)
+            yield self.form.turn
+
+
+def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    """The parameters of each tool by its name, which must be one that a call can have."""
+    if len(tools) > _MOST_TOOLS:
+        raise UsageError(f"there are {len(tools)} tools; at most {_MOST_TOOLS} can be offered")
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for function in map(tool_function, tools):
+        name, parameters = function["name"], function.get("parameters")
+        if not TOOL_NAME.fullmatch(name):
+            raise UsageError(
+                f"{name[:80]!r} is no name of a tool",
+                hint="letters, digits, _, - and . make one, at most 128, with a letter or _ first",
+            )
+        if name in schemas:
+            raise UsageError(f"two tools have the name {name!r}", hint="give each its own")
+        if not isinstance(parameters, Mapping | None):
+            raise UsageError(
+                f"the parameters of the tool {name!r} are no JSON schema",
+                hint='as {"type": "object", "properties": …}',
+            )
+        schemas[name] = parameters or {}
+    return schemas

@@ -1,0 +1,130 @@
+"""Grammars that leave a model nothing to say but a call, in llguidance's variant of Lark.
+
+A special token is no text, and fits no grammar: what a call begins with goes into the prompt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from duoka.errors import UsageError
+
+from .answer_reader import CallForm
+from .call_forms import LineForm, MistralForm, ObjectForm, TaggedForm
+from .messages import Tool, tool_function
+
+_HINT = "let the model choose (tool_choice auto)"
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """What makes an answer a call.
+
+    Parameters
+    ----------
+    prompt_ids : tuple of int
+        What comes after the prompt.
+    text : str
+        The part of it that belongs to the call; its reader is given it.
+    grammar : str
+        Of the rest, in Lark's form.
+    """
+
+    prompt_ids: tuple[int, ...]
+    text: str
+    grammar: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What stands around a call, and what it begins with in the prompt; `mark` parts several."""
+
+    prompt: str
+    write: Callable[[str, str], str]
+    before: str = ""
+    mark: str = ""
+    after: str = ""
+
+
+def forced_call(
+    form: CallForm | None,
+    tools: Sequence[Tool],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    before: str,
+    parallel: bool,
+) -> ForcedCall:
+    """See `AnswerFormat.forced_call`; `before` ends what the prompt has begun."""
+    functions = [tool_function(tool) for tool in tools]
+    if not functions:
+        raise UsageError("a call is required, but no tool is offered", hint="offer one")
+    written = _written(form, functions)
+    prompt = before + written.prompt
+    ids = tokenizer.encode(prompt, add_special_tokens=False, split_special_tokens=False)
+    if written.mark and parallel:
+        more = f"start: {_text(written.before)} call ({_text(written.mark)} call)* "
+    else:
+        more = f"start: {_text(written.before)} call "
+    calls = [f"call_{number}" for number in range(len(functions))]
+    rules = [f"{more}{_text(written.after)}", f"call: {' | '.join(calls)}"]
+    for name, function in zip(calls, functions, strict=True):
+        rules.append(f"{name}: {written.write(function['name'], f'%json {_schema(function)}')}")
+    return ForcedCall(tuple(ids), written.prompt, "\n".join(rules))
+
+
+def _written(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -> _Written:
+    """How the calls of a form are written."""
+    if form is None or isinstance(form, ObjectForm):
+        key = "arguments" if form is None else "parameters"
+        return _Written("", lambda name, schema: _object(name, key, schema))
+    if isinstance(form, TaggedForm):
+        return _Written("<tool_call>\n", _tagged, mark="\n<tool_call>\n")
+    if isinstance(form, LineForm) and form.arguments == "json":
+        return _Written("", lambda name, schema: _text(name + "\n") + f" {schema}")
+    if isinstance(form, MistralForm) and not form.has_names:
+        return _Written(
+            "[TOOL_CALLS]",
+            lambda name, schema: _object(name, "arguments", schema),
+            *("[", ", ", "]"),
+        )
+    if isinstance(form, MistralForm) and len(functions) == 1:
+        return _Written(f"[TOOL_CALLS]{functions[0]['name']}[ARGS]", lambda _, schema: schema)
+    reason = (
+        "which of several tools it calls stands before a special token"
+        if isinstance(form, MistralForm)
+        else "its arguments are no JSON"
+    )
+    raise UsageError(
+        f"this model can't be made to call a tool: {reason}",
+        hint=f"name the tool, or {_HINT}" if isinstance(form, MistralForm) else _HINT,
+    )
+
+
+def _object(name: str, key: str, schema: str) -> str:
+    start = '{"name": ' + json.dumps(name) + f', "{key}": '
+    return f"{_text(start)} {schema} {_text('}')}"
+
+
+def _tagged(name: str, schema: str) -> str:
+    return _object(name, "arguments", schema) + " " + _text("\n</tool_call>")
+
+
+def _text(text: str) -> str:
+    """A text in a grammar."""
+    return json.dumps(text) if text else ""
+
+
+def _schema(function: Mapping[str, Any]) -> str:
+    """The schema of a tool's arguments; of a tool that isn't strict, as far as it is understood."""
+    schema = {**(function.get("parameters") or {}), "type": "object"}
+    if not function.get("strict"):
+        schema["x-guidance"] = {"lenient": True}
+    try:
+        return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"a tool's parameters are no JSON: {error}") from error
