@@ -83,7 +83,8 @@ def _written(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -> _
         key = "arguments" if form is None else "parameters"
         return _Written("", lambda name, schema: _object(name, key, schema))
     if isinstance(form, TaggedForm):
-        return _Written("<tool_call>\n", _tagged, mark="\n<tool_call>\n")
+        # The tag after it is one token for llguidance and the tokenizer, so there is one call.
+        return _Written("<tool_call>\n", lambda name, schema: _object(name, "arguments", schema))
     if isinstance(form, LineForm) and form.arguments == "json":
         return _Written("", lambda name, schema: _text(name + "\n") + f" {schema}")
     if isinstance(form, MistralForm) and not form.has_names:
@@ -108,10 +109,6 @@ def _written(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -> _
 def _object(name: str, key: str, schema: str) -> str:
     start = '{"name": ' + json.dumps(name) + f', "{key}": '
     return f"{_text(start)} {schema} {_text('}')}"
-
-
-def _tagged(name: str, schema: str) -> str:
-    return _object(name, "arguments", schema) + " " + _text("\n</tool_call>")
 
 
 def _text(text: str) -> str:

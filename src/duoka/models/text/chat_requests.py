@@ -1,0 +1,321 @@
+"""What clients of OpenAI's and Anthropic's servers send → the messages of a chat.
+
+Everything is as strangers wrote it. What a model can't be told is refused by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from PIL.Image import Image
+
+from duoka.base.images import MOST_BYTES, decode_image
+from duoka.errors import UsageError
+
+from .answer_reader import MOST_CALLS, Tags
+from .messages import Message, Role, ToolCall, read_tool_call, refuse_half_pairs
+
+MOST_MESSAGES = 4096
+MOST_IMAGES = 64
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+_ROLES: dict[object, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "observation",
+}
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+
+
+@dataclass
+class ChatRequest:
+    """The messages of one request.
+
+    Parameters
+    ----------
+    reasoning : Tags, optional
+        What the model writes around its reasoning. What it has reasoned in earlier answers is
+        written so, and the template chooses what it needs of it; otherwise it is left out.
+    takes_images : bool
+    fetch : callable, optional
+        Gets an image by its address; without it only images within the request are taken.
+    """
+
+    reasoning: Tags | None = None
+    takes_images: bool = True
+    fetch: Callable[[str], bytes] | None = None
+    _num_images: int = field(default=0, init=False)
+    _call_ids: set[str] = field(default_factory=set, init=False)
+
+    def openai(self, messages: object) -> list[Message]:
+        """Read the messages of OpenAI's chat completions.
+
+        Raises
+        ------
+        UsageError
+            For what a chat can't have, with the number of the message.
+        """
+        return self._messages(messages, lambda said: [self._openai_message(said)])
+
+    def anthropic(self, messages: object, system: object = None) -> list[Message]:
+        """Read the messages of Anthropic's, and its system prompt; errors are as above."""
+        chat = self._messages(messages, self._anthropic_messages)
+        if system in _EMPTY:
+            return chat
+        return [Message(role="system", content=_text_of(system, "the system prompt")), *chat]
+
+    def _messages(
+        self, messages: object, read: Callable[[Mapping[str, Any]], list[Message]]
+    ) -> list[Message]:
+        if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
+            raise UsageError(
+                f"messages must be a list of 1 to {MOST_MESSAGES}",
+                hint='as [{"role": "user", "content": "Hello"}]',
+            )
+        chat: list[Message] = []
+        for number, said in enumerate(messages):
+            try:
+                if not isinstance(said, Mapping):
+                    raise UsageError(f"it is {_shown(said)}, which is no object")
+                chat += read(said)
+            except UsageError as error:
+                raise UsageError(f"messages[{number}]: {error}", hint=error.hint) from error
+        return chat
+
+    # ── OpenAI's ──
+
+    def _openai_message(self, said: Mapping[str, Any]) -> Message:
+        role = _ROLES.get(said.get("role")) if isinstance(said.get("role"), str) else None
+        if role is None:
+            known = ", ".join(map(str, _ROLES))
+            raise UsageError(f"its role is {_shown(said.get('role'))}", hint=f"roles: {known}")
+        keys = {"user": set[str](), "system": set[str](), "observation": {"tool_call_id", "name"}}
+        assistants = {"tool_calls", "reasoning_content", "reasoning"}
+        _refuse_unknown(said, {"role", "content"} | keys.get(role, assistants), f"a {role} message")
+        content, images = self._openai_content(said.get("content"), role)
+        calls = tuple(map(self._openai_call, _listed(said.get("tool_calls"), "tool_calls")))
+        if role == "observation":
+            return self._result(said.get("tool_call_id"), content)
+        if said.get("content") is None and not calls:
+            raise UsageError("it has no content")
+        if role == "assistant":
+            thought = said.get("reasoning_content") or said.get("reasoning")
+            return self._answer(content, thought, calls)
+        return Message(role=role, content=content, images=images)
+
+    def _openai_content(self, content: object, role: Role) -> tuple[str, tuple[Image, ...]]:
+        if not isinstance(content, list):
+            return ("" if content is None else _text_of(content, "its content")), ()
+        texts, images = [], []
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind == "text" or (kind == "refusal" and role == "assistant"):
+                _refuse_unknown(part, {"type", kind}, "a part of its content")
+                texts.append(_text_of(part.get(kind), "a part of its content"))
+            elif kind == "image_url" and role == "user":
+                _refuse_unknown(part, {"type", "image_url"}, "a part of its content")
+                images.append(self._openai_image(part.get("image_url")))
+            else:
+                raise UsageError(
+                    f"a part of its content is of type {_shown(kind)}",
+                    hint="text, and image_url for users, are known",
+                )
+        return "".join(texts), tuple(images)
+
+    def _openai_image(self, image: object) -> Image:
+        if not isinstance(image, Mapping) or not isinstance(image.get("url"), str):
+            raise UsageError("an image has no url", hint='{"url": "data:image/png;base64,…"}')
+        _refuse_unknown(image, {"url", "detail"}, "an image")
+        if image.get("detail") not in (None, "auto", "low", "high"):
+            raise UsageError(f"an image's detail is {_shown(image['detail'])}", hint="leave it out")
+        url = image["url"]
+        match = _DATA_URL.match(url)
+        if match is None:
+            return self._fetched(url)
+        return self._image(url[match.end() :])
+
+    def _openai_call(self, call: object) -> ToolCall:
+        if not isinstance(call, Mapping) or call.get("type", "function") != "function":
+            raise UsageError(f"a call is {_shown(call)}, which is no function's")
+        _refuse_unknown(call, {"id", "type", "function", "index"}, "a call")
+        return self._call(call.get("id"), call.get("function"))
+
+    # ── Anthropic's ──
+
+    def _anthropic_messages(self, said: Mapping[str, Any]) -> list[Message]:
+        role, content = said.get("role"), said.get("content")
+        _refuse_unknown(said, {"role", "content"}, "a message")
+        if role not in ("user", "assistant"):
+            raise UsageError(f"its role is {_shown(role)}", hint="roles: user, assistant")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not blocks:
+            raise UsageError(
+                f"its content is {_shown(content)}", hint="a text, or a list of blocks"
+            )
+        if role == "assistant":
+            return [self._anthropic_answer(blocks)]
+        results: list[Message] = []
+        texts, images = [], []
+        for block in blocks:
+            kind = _kind(block)
+            if kind == "text":
+                texts.append(_block_text(block))
+            elif kind == "image":
+                images.append(self._anthropic_image(block))
+            elif kind == "tool_result":
+                results.append(self._anthropic_result(block))
+            else:
+                raise UsageError(f"a block is of type {_shown(kind)}, which isn't known for a user")
+        if texts or images:
+            results.append(Message(role="user", content="".join(texts), images=tuple(images)))
+        return results
+
+    def _anthropic_answer(self, blocks: Sequence[Any]) -> Message:
+        texts, thoughts, calls = [], [], []
+        for block in blocks:
+            kind = _kind(block)
+            if kind == "text":
+                texts.append(_block_text(block))
+            elif kind == "thinking":
+                _refuse_unknown(block, {"type", "thinking", "signature"}, "a block")
+                thoughts.append(_text_of(block.get("thinking"), "a block's thinking"))
+            elif kind == "tool_use":
+                _refuse_unknown(block, {"type", "id", "name", "input", "cache_control"}, "a block")
+                function = {"name": block.get("name"), "arguments": block.get("input")}
+                calls.append(self._call(block.get("id"), function))
+            else:
+                raise UsageError(
+                    f"a block is of type {_shown(kind)}, which isn't known for an assistant"
+                )
+        return self._answer("".join(texts), "".join(thoughts), tuple(calls))
+
+    def _anthropic_result(self, block: Mapping[str, Any]) -> Message:
+        known = {"type", "tool_use_id", "content", "is_error", "cache_control"}
+        _refuse_unknown(block, known, "a block")
+        content = block.get("content")
+        text = "" if content is None else _text_of(content, "a tool's result")
+        return self._result(
+            block.get("tool_use_id"), f"Error: {text}" if block.get("is_error") is True else text
+        )
+
+    def _anthropic_image(self, block: Mapping[str, Any]) -> Image:
+        _refuse_unknown(block, {"type", "source", "cache_control"}, "a block")
+        source = block.get("source")
+        kind = source.get("type") if isinstance(source, Mapping) else None
+        if isinstance(source, Mapping) and kind == "base64" and isinstance(source.get("data"), str):
+            _refuse_unknown(source, {"type", "media_type", "data"}, "an image's source")
+            return self._image(source["data"])
+        if isinstance(source, Mapping) and kind == "url" and isinstance(source.get("url"), str):
+            _refuse_unknown(source, {"type", "url"}, "an image's source")
+            return self._fetched(source["url"])
+        raise UsageError(
+            f"an image's source is {_shown(source)}",
+            hint='{"type": "base64", "media_type": "image/png", "data": "…"}',
+        )
+
+    # ── both ──
+
+    def _answer(self, content: str, thought: object, calls: tuple[ToolCall, ...]) -> Message:
+        if len(calls) > MOST_CALLS:
+            raise UsageError(f"it calls {len(calls)} tools; at most {MOST_CALLS} are read")
+        if thought not in _EMPTY:
+            text = _text_of(thought, "its reasoning")
+            if self.reasoning is not None:
+                begin, end = self.reasoning
+                content = f"{begin}\n{text}\n{end}\n\n{content}"
+        return Message(
+            role="assistant",
+            content=content,
+            tool_call=calls[0] if calls else None,
+            further_calls=calls[1:],
+        )
+
+    def _call(self, number: object, function: object) -> ToolCall:
+        if not isinstance(number, str) or not _ID.fullmatch(number):
+            raise UsageError(f"a call's id is {_shown(number)}", hint="as it was given: call_…")
+        self._call_ids.add(number)
+        return replace(read_tool_call(function), id=number)
+
+    def _result(self, number: object, content: str) -> Message:
+        if not isinstance(number, str) or number not in self._call_ids:
+            raise UsageError(
+                f"it is the result of the call {_shown(number)}, which no message before it made",
+                hint="send the assistant's message with its calls, too",
+            )
+        return Message(role="observation", content=content, call_id=number)
+
+    def _image(self, content: str) -> Image:
+        self._refuse_images()
+        if len(content) > (MOST_BYTES * 4) // 3 + 4:
+            raise UsageError(f"an image is larger than {MOST_BYTES} bytes", hint="make it smaller")
+        try:
+            decoded = base64.b64decode(content, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise UsageError(f"an image is no base64: {error}") from error
+        return decode_image(decoded, f"image {self._num_images}")
+
+    def _fetched(self, url: str) -> Image:
+        if self.fetch is None:
+            raise UsageError(
+                f"an image is at {url[:60]!r}; images are taken from the request alone",
+                hint="send it as data:image/png;base64,…",
+            )
+        self._refuse_images()
+        return decode_image(self.fetch(url), f"image {self._num_images}")
+
+    def _refuse_images(self) -> None:
+        if not self.takes_images:
+            raise UsageError("this model takes no images", hint="leave the images out")
+        if self._num_images == MOST_IMAGES:
+            raise UsageError(f"there are more than {MOST_IMAGES} images", hint="leave some out")
+        self._num_images += 1
+
+
+def _kind(block: object) -> object:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
+def _block_text(block: Mapping[str, Any]) -> str:
+    _refuse_unknown(block, {"type", "text", "cache_control", "citations"}, "a block")
+    return _text_of(block.get("text"), "a block's text")
+
+
+def _text_of(content: object, what: str) -> str:
+    """A text, or the texts of a list of parts."""
+    if isinstance(content, list) and all(_kind(part) == "text" for part in content):
+        return "".join(_block_text(part) for part in content)
+    if not isinstance(content, str):
+        raise UsageError(f"{what} is {_shown(content)}, which is no text")
+    refuse_half_pairs(content, what)
+    return content
+
+
+def _listed(value: object, what: str) -> list[Any]:
+    if value is not None and not isinstance(value, list):
+        raise UsageError(f"{what} is {_shown(value)}, which is no list")
+    return value or []
+
+
+def _refuse_unknown(said: Mapping[str, Any], known: set[str], what: str) -> None:
+    """Raise UsageError for a field that says something and isn't read."""
+    unknown = [key for key, value in said.items() if key not in known and value not in _EMPTY]
+    if unknown:
+        raise UsageError(
+            f"{what} has a field that isn't read: {str(unknown[0])[:80]!r}",
+            hint=f"known are {', '.join(sorted(known))}",
+        )
+
+
+def _shown(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=True)[:80]
+    except (TypeError, ValueError, RecursionError):
+        return type(value).__name__
