@@ -55,6 +55,21 @@ def test_bytes_that_are_no_character_come_at_the_end(generator: Generator) -> No
     assert "\ufffd" in pieces[-1]
 
 
+def test_special_tokens_are_left_out_but_for_those_that_are_kept(generator: Generator) -> None:
+    tokenizer = generator.tokenizer
+    special = [number for number, t in tokenizer.added_tokens_decoder.items() if t.special][:2]
+    first, second = tokenizer.convert_ids_to_tokens(special)
+    letters = tokenizer.encode("ab", add_special_tokens=False)
+    for kept, expected in (
+        ((), "ab"),
+        (special[:1], f"ab{first}"),
+        (special, f"{second}ab{first}"),
+    ):
+        text = Detokenizer(tokenizer, kept)
+        pieces = [text.add(token) for token in (special[1], *letters, special[0])]
+        assert "".join([*pieces, text.finish()]).replace(" ", "") == expected
+
+
 def test_a_stream_is_the_answer(generator: Generator) -> None:
     prompt = generator.prompt("什么是LoRA？")
     (answer,) = generator.answer([prompt])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container
 from types import TracebackType
 from typing import Any
 
@@ -18,10 +18,17 @@ _INCOMPLETE = "\ufffd"
 
 
 class Detokenizer:
-    """Text from token ids that come one by one; a character only with all of its bytes."""
+    """Text from token ids that come one by one; a character only with all of its bytes.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    Special tokens are left out, but for those of `kept_ids`: an answer's parts may be told by them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kept_ids: Collection[int] = ()) -> None:
         self._tokenizer = tokenizer
+        self._left_out: set[int] | None = None
+        if kept_ids:
+            added = tokenizer.added_tokens_decoder.items()
+            self._left_out = {number for number, token in added if token.special} - {*kept_ids}
         self._ids: list[int] = []
         # Only from `_start` on is decoded again, so that a long answer costs no more per token.
         # The tokens up to `_said` were written; they stay as the context of those that follow.
@@ -46,7 +53,10 @@ class Detokenizer:
         return text[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        if self._left_out is None:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        ids = [number for number in ids if number not in self._left_out]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
 class Stop(StoppingCriteria):

@@ -8,6 +8,7 @@ What a call looks like is no business of this module's, but of `call_forms`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -208,6 +209,11 @@ class CallReader:
         self.is_open = False
         return text
 
+    @property
+    def has_again(self) -> bool:
+        """Whether there are characters that are to be taken again."""
+        return bool(self._again)
+
     def forget(self) -> None:
         """Let what has been taken be told of."""
         self._taken.clear()
@@ -234,6 +240,8 @@ class AnswerReader:
         self._parts = self._calls.parts
         self._space: list[str] = []
         self._has_said = False
+        self._plain = _first_of(())
+        self._say_plain: Callable[[str], None] | None = None
         self._script = self._read()
         next(self._script)
 
@@ -244,8 +252,17 @@ class AnswerReader:
 
     def feed(self, text: str) -> list[Part]:
         """Take more of the answer's text; return what it certainly says."""
-        for char in text:
-            self._script.send(char)
+        at = 0
+        while at < len(text):
+            # Where no marker can have begun, what comes before the next one is said at once.
+            if self._say_plain is not None:
+                match = self._plain.search(text, at)
+                stop = match.start() if match else len(text)
+                self._say_plain(text[at:stop])
+                at = stop
+            if at < len(text):
+                self._script.send(text[at])
+                at += 1
         return self._new_parts()
 
     def finish(self) -> list[Part]:
@@ -303,8 +320,14 @@ class AnswerReader:
     def _scan(self, markers: tuple[str, ...], say: Callable[[str], None]) -> Characters:
         """Say what comes before the next marker, which is returned; "" at the end."""
         text = ""
-        while char := (yield from self._calls.take()):
+        self._plain = _first_of(markers)
+        while True:
+            self._say_plain = None if text or self._calls.has_again else say
+            char = yield from self._calls.take()
+            self._say_plain = None
             self._calls.forget()
+            if not char:
+                break
             text += char
             while text and not any(marker.startswith(text) for marker in markers):
                 say(text[0])
@@ -329,6 +352,11 @@ class AnswerReader:
         if self._has_said:
             trailing = text[len(text.rstrip()) :]
             self._space += [trailing] if trailing else []
+
+
+def _first_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """What matches the first characters of markers."""
+    return re.compile("|".join(re.escape(marker[0]) for marker in markers) or "(?!)")
 
 
 def joined(parts: list[Part]) -> list[Part]:

@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -131,7 +132,7 @@ class _TokenFormat:
     form: LineForm
     images: SquareImages | None = None
 
-    @property
+    @cached_property
     def answers(self) -> AnswerFormat:
         """See `ChatFormat.answers`."""
         return AnswerFormat(self.tokenizer, self.form, None)
@@ -267,7 +268,7 @@ class ChatGLM2Format:
     images: None = None
     content_start: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def answers(self) -> AnswerFormat:
         """See `ChatFormat.answers`."""
         return AnswerFormat(self.tokenizer, None, None)
@@ -355,7 +356,7 @@ class TemplateFormat:
     # Whether text may become special tokens is a state of the tokenizer, and differs by call.
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    @property
+    @cached_property
     def answers(self) -> AnswerFormat:
         """See `ChatFormat.answers`."""
         return AnswerFormat.of_template(self.tokenizer)
