@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from .paged_steps import Group, PagedStep, Piece
 
 NAME = "duoka_paged"
-# Where scores have to be there, so many at a time, or those of one query.
-_MOST_SCORES = 2**22
+# Where scores have to be there, so many at a time: as many in every step, so that the forecast knows
+# them, and enough for all queries of a piece at the contexts of which it is traced.
+_MOST_SCORES = 2**24
 # Fused kernels read heads of a multiple of so many elements.
 _ALIGNED = 8
 
@@ -166,10 +167,16 @@ class _ScoreRoom(NamedTuple):
     def new(cls, query: Tensor, value_dim: int, tokens: int) -> _ScoreRoom:
         """Room for the scores of as many queries as fit, at least one."""
         heads = query.shape[1]
-        number, rows = max(_MOST_SCORES, heads * tokens), PIECE_ROWS * heads
+        if heads * tokens > _MOST_SCORES:
+            raise ModelError(
+                f"{heads} heads and {tokens} tokens have {heads * tokens} scores for each token; "
+                f"at most {_MOST_SCORES} are kept",
+                hint=f"ask for a context of at most {_MOST_SCORES // heads} tokens",
+            )
+        rows = PIECE_ROWS * heads
         return cls(
-            scores=query.new_empty(number, dtype=torch.float32),
-            shares=query.new_empty(number),
+            scores=query.new_empty(_MOST_SCORES, dtype=torch.float32),
+            shares=query.new_empty(_MOST_SCORES),
             queries=query.new_empty(rows * max(query.shape[-1], value_dim)),
             attended=query.new_empty(rows * value_dim),
             rows=tuple(query.new_empty(rows, dtype=torch.float32) for _ in range(3)),
