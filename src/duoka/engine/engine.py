@@ -7,7 +7,7 @@ import os
 import random
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -22,7 +22,7 @@ from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.image_prompts import ImagePrompt, images_of
-from duoka.models.text.messages import Message, Tool
+from duoka.models.text.messages import Message
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime.generate import refuse_beyond
@@ -194,7 +194,7 @@ class Engine:
         prompt: Prompt,
         params: SamplingParams = _GREEDY,
         *,
-        tools: Sequence[Tool] = (),
+        kept_ids: Collection[int] = (),
         on_event: Callable[[Event], None] | None = None,
     ) -> Stream:
         """Ask for an answer; it is on its way when this returns.
@@ -205,8 +205,8 @@ class Engine:
             A question or a chat, of which the family's own prompt is made; or the tokens of a whole
             prompt.
         params : SamplingParams
-        tools : sequence of mapping
-            Functions that the model may call, in a chat.
+        kept_ids : collection of int
+            Special tokens that stay in the answer's text.
         on_event : callable, optional
             Called in the engine's thread with each piece of the answer, and when it has ended with
             all of it, or why there is none. The stream has nothing then.
@@ -217,7 +217,7 @@ class Engine:
             If no memory is there for so long an answer, however long it waits, or for its images;
             or if its grammar can't be compiled.
         """
-        tokens = self._tokens(prompt, tools)
+        tokens = self._tokens(prompt)
         is_chat = isinstance(prompt, str) or any(isinstance(part, Message) for part in prompt)
         if params.grammar is not None and is_chat:
             tokens.extend(self._reader.chat.content_start)
@@ -241,7 +241,7 @@ class Engine:
             replace(params, seed=seed, max_new_tokens=number),
             stop_ids=tuple(self._reader.chat.stop_ids),
             rules=self._rules,
-            detokenizer=detokenizer or Detokenizer(self._reader.tokenizer),
+            detokenizer=detokenizer or Detokenizer(self._reader.tokenizer, kept_ids),
             matcher=matcher,
             on_event=on_event or events.put,
         )
@@ -324,7 +324,7 @@ class Engine:
         """The peaks of the GPUs' memory, when the engine has been closed."""
         return self._executor.peaks()
 
-    def _tokens(self, prompt: Prompt, tools: Sequence[Tool]) -> list[int]:
+    def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt."""
         if isinstance(prompt, str):
             prompt = [Message(role="user", content=prompt)]
@@ -333,7 +333,7 @@ class Engine:
         messages = [part for part in prompt if isinstance(part, Message)]
         if messages:
             self._reader.check_images(images_of(messages))
-            return self._reader.chat.prompt(messages, tools or None)
+            return self._reader.chat.prompt(messages)
         return [index(token) for token in prompt if not isinstance(token, Message)]
 
     # ── the engine's thread ──

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from .paged_steps import Group, PagedStep, Piece
 
 NAME = "duoka_paged"
-# Where scores have to be there, so many at a time: as many in every step, so that the forecast knows
-# them, and enough for all queries of a piece at the contexts of which it is traced.
+# Where scores have to be there, so many at a time: as many in every step, so that the forecast
+# knows them, and enough for all queries of a piece at the contexts of which it is traced.
 _MOST_SCORES = 2**24
 # Fused kernels read heads of a multiple of so many elements.
 _ALIGNED = 8

@@ -73,7 +73,13 @@ class Service:
     async def ask(self, prompt: Prompt, request: Sampled) -> Events:
         """What comes of a request for answers to a prompt."""
         content = json.dumps(prompt.messages or prompt.text or prompt.tokens)
-        ask = Ask(number=-1, prompt=prompt, params=request.params(), n=request.n or 1)
+        ask = Ask(
+            number=-1,
+            prompt=prompt,
+            params=request.params(),
+            n=request.n or 1,
+            is_streamed=request.stream,
+        )
         tokens = len(content) // 4 + (request.most_new_tokens or 512)
         watch = self.metrics.watch()
         try:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -28,8 +28,6 @@ with quiet_libraries():
     from duoka.runtime.generate import PromptReader
 from duoka.engine.grammar import Grammar
 from duoka.errors import DuokaError, MachineError
-from duoka.models.text.image_prompts import images_of
-from duoka.models.text.messages import read_message
 from duoka.stages.workers import end_with_parent
 
 from .messages import (
@@ -43,7 +41,7 @@ from .messages import (
     Delta,
     Ended,
     Failed,
-    Prompt,
+    Kind,
     Ready,
     Spell,
     Status,
@@ -51,6 +49,7 @@ from .messages import (
     packed,
     read,
 )
+from .questions import PartReader, QuestionReader
 
 _PROMPT_THREADS = 4
 _STATUS_SECONDS = 0.5
@@ -77,6 +76,7 @@ class EngineProcess:
             adapter=begin.adapter,
         )
         self._reader = PromptReader.open(checkpoint, begin.plan.workload)
+        self._questions = QuestionReader(self._reader)
         self._tell = tell
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         self._lock = threading.Lock()
@@ -110,7 +110,8 @@ class EngineProcess:
             if isinstance(message, Ask):
                 self._ask(message)
             elif isinstance(message, Count):
-                self._tell(Counted(number=message.number, tokens=self._tokens(message.prompt)))
+                tokens = self._questions.read(message.prompt).tokens
+                self._tell(Counted(number=message.number, tokens=list(tokens)))
             else:
                 text = self._reader.tokenizer.decode(list(message.tokens))
                 self._tell(Counted(number=message.number, text=str(text)))
@@ -118,11 +119,12 @@ class EngineProcess:
             self._fail(message.number, error)
 
     def _ask(self, ask: Ask) -> None:
-        tokens = self._tokens(ask.prompt)
         values = dict(ask.params)
         form = values.pop("response_format", None)
-        if form is not None:
-            values["grammar"] = Grammar.from_response_format(form)
+        grammar = None if form is None else Grammar.from_response_format(form)
+        question = self._questions.read(ask.prompt, grammar)
+        tokens = question.tokens
+        values["grammar"] = question.grammar
         params = SamplingParams.recommended(self._generation_config, **values)
         limit = self._engine.capacity.context_tokens
         new = params.max_new_tokens or 1
@@ -132,25 +134,17 @@ class EngineProcess:
         self._tell(Begun(number=ask.number, prompt_tokens=len(tokens)))
         left = _Countdown(ask.n)
         for choice, chosen in enumerate(params.split(ask.n)):
-            answer = _Answer(ask.number, choice, chosen, self, left)
-            stream = self._engine.submit(tokens, chosen, on_event=answer.take)
+            reader = question.reader(is_streamed=ask.is_streamed)
+            answer = _Answer(ask.number, choice, chosen, self, left, reader)
+            stream = self._engine.submit(
+                tokens, chosen, kept_ids=question.kept_ids, on_event=answer.take
+            )
             with self._lock:
                 streams = self._streams.get(ask.number)
                 if streams is not None:
                     streams.append(stream)
             if streams is None:  # cancelled, or failed, meanwhile
                 stream.cancel()
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt; with images an `ImagePrompt`."""
-        if prompt.tokens is not None:
-            return list(prompt.tokens)
-        if prompt.text is not None:
-            return self._reader.plain(prompt.text)
-        messages = [read_message(said) for said in prompt.messages or ()]
-        self._reader.check_images(images_of(messages))
-        tools = None if prompt.tool_choice == "none" else prompt.tools
-        return self._reader.chat.prompt(messages, tools or None)
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -235,40 +229,53 @@ class _Answer:
         params: SamplingParams,
         process: EngineProcess,
         countdown: _Countdown,
+        reader: PartReader,
     ) -> None:
         self._number, self._choice, self._process = number, choice, process
+        self._reader = reader
+        # Those of text that may still become a part of another kind.
+        self._held: list[TokenChoice] = []
         self._tells_tokens = params.logprobs is not None
         self._countdown = countdown
 
     def take(self, event: TextPiece | Completion | Exception) -> None:
         """See `Engine.submit`'s `on_event`."""
         if isinstance(event, TextPiece):
-            tokens = map(self._process.token, event.tokens if self._tells_tokens else ())
-            self._process.tell(
-                Delta(
-                    number=self._number,
-                    choice=self._choice,
-                    text=event.text,
-                    num_tokens=len(event.tokens),
-                    tokens=tuple(tokens),
-                )
-            )
+            self._held += event.tokens
+            self._tell(self._reader.feed(event.text))
             return
         self._countdown.left -= 1
         if isinstance(event, Exception):
             self._process.tell(failed(self._number, event))
         else:
+            self._tell(self._reader.finish())
+            calls = event.finish == "stop" and self._reader.num_calls
             self._process.tell(
                 Ended(
                     number=self._number,
                     choice=self._choice,
-                    finish=event.finish,
+                    finish="tool_calls" if calls else event.finish,
                     new_tokens=len(event.tokens),
                     shared_tokens=event.shared_tokens,
                 )
             )
         if not self._countdown.left:
             self._process.ended(self._number, None if isinstance(event, Exception) else event)
+
+    def _tell(self, parts: Sequence[tuple[Kind, int, str]]) -> None:
+        for kind, call, text in parts:
+            tokens, self._held = self._held, []
+            self._process.tell(
+                Delta(
+                    number=self._number,
+                    choice=self._choice,
+                    kind=kind,
+                    call=call,
+                    text=text,
+                    num_tokens=len(tokens),
+                    tokens=tuple(map(self._process.token, tokens if self._tells_tokens else ())),
+                )
+            )
 
 
 def failed(number: int, error: Exception) -> Failed:

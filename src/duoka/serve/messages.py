@@ -35,6 +35,7 @@ class Prompt:
     tokens: Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class Ask:
     prompt: Prompt
     params: Mapping[str, Any]
     n: int = 1
+    is_streamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

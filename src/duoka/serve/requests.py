@@ -126,12 +126,12 @@ class ChatRequest(Sampled):
     @property
     def prompt(self) -> Prompt:
         """What is asked."""
-        choice = self.tool_choice or "auto"
-        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-            raise HttpError(400, f"tool_choice {choice!r} is unknown", param="tool_choice")
-        if choice not in ("none", "auto") and not self.tools:
-            raise HttpError(400, "tool_choice needs tools", param="tool_choice")
-        return Prompt(messages=self.messages, tools=self.tools or (), tool_choice=choice)
+        return Prompt(
+            messages=self.messages,
+            tools=self.tools or (),
+            tool_choice=self.tool_choice or "auto",
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+        )
 
 
 class CompletionRequest(Sampled):
