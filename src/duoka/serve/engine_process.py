@@ -234,14 +234,14 @@ class _Answer:
         self._number, self._choice, self._process = number, choice, process
         self._reader = reader
         # Those of text that may still become a part of another kind.
-        self._held: list[TokenChoice] = []
+        self._untold_tokens: list[TokenChoice] = []
         self._tells_tokens = params.logprobs is not None
         self._countdown = countdown
 
     def take(self, event: TextPiece | Completion | Exception) -> None:
         """See `Engine.submit`'s `on_event`."""
         if isinstance(event, TextPiece):
-            self._held += event.tokens
+            self._untold_tokens += event.tokens
             self._tell(self._reader.feed(event.text))
             return
         self._countdown.left -= 1
@@ -264,7 +264,7 @@ class _Answer:
 
     def _tell(self, parts: Sequence[tuple[Kind, int, str]]) -> None:
         for kind, call, text in parts:
-            tokens, self._held = self._held, []
+            tokens, self._untold_tokens = self._untold_tokens, []
             self._process.tell(
                 Delta(
                     number=self._number,
