@@ -24,7 +24,7 @@ from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.report.export.common import layer_token_bytes
 from duoka.report.export.stages import read_pipeline
-from duoka.report.export.vllm import BLOCK_TOKENS
+from duoka.report.export.vllm import BLOCK_TOKENS, planned_blocks
 
 
 def parsed(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
@@ -109,6 +109,57 @@ def test_the_cache_holds_the_planned_context() -> None:
     assert min(blocks) - 1 == needed
     told = " ".join(str(export(plan, "vllm", profile)).split())
     assert "gives all ranks equally many cache blocks" in told
+
+
+def test_a_cache_in_pages_is_given_as_blocks_and_steps_as_steps() -> None:
+    """A page is as large as a block, and the chunk of a plan for requests is one of all of them."""
+    workload = replace(WORKLOAD, cache="paged", pages=100, batch=4, prefill_chunk_tokens=512)
+    plan = replace(staged([3, 2]), workload=workload)
+    page_bytes = (3 * 16 * 4096, 2 * 16 * 4096)
+    with_caches = tuple(
+        replace(
+            stage,
+            kv_cache_bytes=101 * size,
+            allocated_bytes=stage.allocated_bytes + 101 * size,
+        )
+        for stage, size in zip(plan.forecast.devices, page_bytes, strict=True)
+    )
+    plan = replace(plan, forecast=replace(plan.forecast, devices=with_caches))
+    options = parsed(export(plan, "vllm").text)[2]
+    assert options["--kv-cache-memory-bytes"] == str(101 * page_bytes[0])
+    assert options["--max-num-batched-tokens"] == "512"
+    assert options["--max-num-seqs"] == "4"
+    assert planned_blocks(workload) == 101
+    options = parsed(export(plan, "sglang").text)[2]
+    assert options["--max-total-tokens"] == str(100 * 16)
+    assert options["--chunked-prefill-size"] == "512"
+
+
+def test_blocks_of_another_size_hold_the_same() -> None:
+    workload = Workload(batch=3, prompt_tokens=90, new_tokens=10, prefill_chunk_tokens=None)
+    assert planned_blocks(workload) == 3 * 7 + 1
+    assert planned_blocks(workload, 64) == 3 * 2 + 1
+    served = replace(workload, cache="paged", pages=9)
+    assert (planned_blocks(served), planned_blocks(served, 64)) == (10, 4)
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(20, None), (13, "0.61"), (14, "0.66")],
+    ids=["empty", "used", "less used"],
+)
+def test_a_gpu_that_others_use_may_have_less_free(budget: int, expected: str | None) -> None:
+    """vLLM refuses to start where less is free than the share that it is told."""
+    profile = made_up([1 << 20] * 12, Costs(cache=4096))
+    workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
+    gpus = fleet(160, 120)
+    plan = solve(profile, PlanProblem(fleet=gpus, workload=workload, use_all=True))
+    devices = tuple(
+        replace(device, budget_bytes=budget * GIB, memory_bytes=21 * GIB) for device in gpus.devices
+    )
+    plan = replace(plan, fleet=Fleet(devices=devices))
+    options = parsed(export(plan, "vllm", profile).text)[2]
+    assert options.get("--gpu-memory-utilization") == expected
 
 
 def test_sglangs_share_covers_weights_and_cache_of_every_rank() -> None:

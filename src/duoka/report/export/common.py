@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from duoka.forecast.profile import Profile, evaluate, monomials
+from duoka.forecast.serving import Capacity
 from duoka.forecast.tensor_names import layer_of
 from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
@@ -95,8 +96,20 @@ def bits_notes(plan: Plan, tool: str) -> Iterator[str]:
 
 def step_tokens(plan: Plan) -> int | None:
     """Prompt tokens that run in one step, those of all sequences together; None for all of them."""
-    chunk = plan.workload.prefill_chunk_tokens
-    return chunk * plan.workload.batch if isinstance(chunk, int) else None
+    workload = plan.workload
+    if workload.cache == "paged":  # its chunk is one of all requests already
+        return Capacity.of(workload).step_tokens
+    chunk = workload.prefill_chunk_tokens
+    return chunk * workload.batch if isinstance(chunk, int) else None
+
+
+def cache_tokens(plan: Plan) -> int:
+    """Tokens of all sequences that the planned cache holds."""
+    workload = plan.workload
+    if workload.cache == "paged":
+        capacity = Capacity.of(workload)
+        return capacity.pages * capacity.page_tokens
+    return workload.batch * workload.context_tokens
 
 
 def layer_token_bytes(plan: Plan, profile: Profile | None, pipeline: Pipeline) -> list[int] | None:

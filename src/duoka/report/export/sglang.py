@@ -32,7 +32,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         counts = ",".join(map(str, pipeline.counts))
         environment.append(("SGLANG_PP_LAYER_PARTITION", counts))
         options.insert(0, ("--pp-size", str(num)))
-    tokens = workload.batch * workload.context_tokens
+    tokens = common.cache_tokens(plan)
     options.append(("--max-running-requests", str(workload.batch)))
     options.append(("--max-total-tokens", str(tokens)))
     revision, chunk = common.revision_of(plan), common.step_tokens(plan)

@@ -6,15 +6,21 @@ their meanings (``vllm/engine/arg_utils.py``, ``vllm/config/cache.py``; docs.vll
 Arguments"); that all ranks get as many cache blocks as the poorest one
 (``vllm/v1/core/kv_cache_planning.py``, `get_kv_cache_configs`); that ``--max-num-batched-tokens``
 counts the tokens of all sequences in a step (``vllm/config/scheduler.py``), and what it is without
-(``vllm/engine/arg_utils.py``, `get_batch_defaults`).
+(``vllm/engine/arg_utils.py``, `get_batch_defaults`); that a start is refused where a GPU has less
+free than ``--gpu-memory-utilization`` of it, also where the cache's bytes are given
+(``vllm/v1/worker/utils.py``, `request_memory`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from duoka.base.units import format_bytes
 from duoka.forecast.profile import Profile
+from duoka.forecast.serving import PAGE_TOKENS
+from duoka.forecast.workload import Workload
 from duoka.planner.plan import Plan
 
 from . import common
@@ -29,8 +35,33 @@ BLOCK_TOKENS = 16
 _UTILIZATION = 0.92
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmCommand:
+    """What ``vllm serve`` is told of a plan.
+
+    `rank_bytes` is what each rank's share of the cache takes, in the order of stages; None where
+    that isn't known, and vLLM isn't told.
+    """
+
+    pipeline: Pipeline
+    model: str
+    environment: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, str], ...]
+    rank_bytes: tuple[int, ...] | None
+
+
 def export(plan: Plan, profile: Profile | None) -> Export:
     """The plan as a shell command."""
+    command = read_command(plan, profile)
+    return Export(
+        tool=NAME,
+        text=command_line(command.environment, ["vllm", "serve", command.model], command.options),
+        notes=tuple(_notes(plan, command, profile)),
+    )
+
+
+def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
+    """The plan as environment and options; UsageError for one that vLLM can't be told."""
     pipeline = read_pipeline(plan, NAME)
     workload, num = plan.workload, len(pipeline.stages)
     environment = common.visible(NAME, [stage.device for stage in pipeline.stages])
@@ -47,27 +78,61 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         options.append(("--max-num-batched-tokens", str(tokens)))
     if workload.has_int8_cache:
         options.append(("--kv-cache-dtype", "fp8"))
-    sizes = common.layer_token_bytes(plan, profile, pipeline)
-    if sizes is not None and any(sizes):
-        options.append(("--kv-cache-memory-bytes", str(max(cache_bytes(plan, pipeline, sizes)))))
-    return Export(
-        tool=NAME,
-        text=command_line(environment, ["vllm", "serve", common.name_of(plan)], options),
-        notes=tuple(_notes(plan, pipeline, sizes)),
+    rank_bytes = _rank_bytes(plan, profile, pipeline)
+    if rank_bytes is not None:
+        options.append(("--kv-cache-memory-bytes", str(max(rank_bytes))))
+        options += _utilization(pipeline)
+    return VllmCommand(
+        pipeline=pipeline,
+        model=common.name_of(plan),
+        environment=tuple(environment),
+        options=tuple(options),
+        rank_bytes=rank_bytes,
     )
 
 
-def cache_bytes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int]) -> list[int]:
-    """What each rank's share of the cache takes, for the plan's batch and context in blocks."""
-    workload = plan.workload
-    # A block more than sequences need: vLLM keeps one that it never gives out.
-    blocks = workload.batch * -(-workload.context_tokens // BLOCK_TOKENS) + 1
-    return [
-        blocks * BLOCK_TOKENS * sum(sizes[stage.start : stage.stop]) for stage in pipeline.stages
+def planned_blocks(workload: Workload, block_tokens: int = BLOCK_TOKENS) -> int:
+    """The cache blocks, of so many tokens, that vLLM needs to hold what was planned.
+
+    Examples
+    --------
+    >>> planned_blocks(Workload(batch=2, prompt_tokens=20, new_tokens=12))
+    5
+    """
+    if workload.cache == "paged":
+        assert workload.pages is not None, "a plan's workload is resolved"
+        blocks = -(-workload.pages * PAGE_TOKENS // block_tokens)
+    else:
+        blocks = workload.batch * -(-workload.context_tokens // block_tokens)
+    return blocks + 1  # vLLM keeps one that it never gives out
+
+
+def _rank_bytes(plan: Plan, profile: Profile | None, pipeline: Pipeline) -> tuple[int, ...] | None:
+    """What each rank's share of the cache takes; None where that isn't known, or nothing."""
+    if plan.workload.cache == "paged":
+        # Pages are there all the time, and duoka keeps one that it never gives out as well.
+        sizes = [stage.forecast.kv_cache_bytes for stage in pipeline.stages]
+        return tuple(sizes) if any(sizes) else None
+    layer_bytes = common.layer_token_bytes(plan, profile, pipeline)
+    if layer_bytes is None or not any(layer_bytes):
+        return None
+    tokens = planned_blocks(plan.workload) * BLOCK_TOKENS
+    return tuple(tokens * sum(layer_bytes[stage.start : stage.stop]) for stage in pipeline.stages)
+
+
+def _utilization(pipeline: Pipeline) -> list[tuple[str, str]]:
+    """The share of each GPU that has to be free at the start, where that is less than usual."""
+    shares = [
+        (stage.device.budget_bytes + stage.device.reserve_bytes) / stage.device.memory_bytes
+        for stage in pipeline.stages
+        if stage.device.memory_bytes is not None
     ]
+    share = math.floor(min(shares, default=1.0) * 100) / 100
+    return [("--gpu-memory-utilization", f"{share:.2f}")] if 0 < share < _UTILIZATION else []
 
 
-def _notes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None) -> Iterator[str]:
+def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterator[str]:
+    pipeline = command.pipeline
     yield from common.common_notes(plan, pipeline)
     yield from common.source_note(plan)
     yield from common.bits_notes(plan, NAME)
@@ -77,7 +142,7 @@ def _notes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None) -> Itera
             "default, of all sequences together (8192 or 16384 on the largest GPUs). That needs no "
             "more memory; --max-num-batched-tokens changes it."
         )
-    if sizes is None or not any(sizes):
+    if command.rank_bytes is None:
         yield (
             f"NOTE: without --kv-cache-memory-bytes vLLM fills {_UTILIZATION:.0%} of every GPU, "
             "and gives all ranks as many cache blocks as the poorest can have."
@@ -86,12 +151,13 @@ def _notes(plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None) -> Itera
     if len(pipeline.stages) > 1:
         shares = ", ".join(
             f"{stage.device.name} {format_bytes(size)}"
-            for stage, size in zip(pipeline.stages, cache_bytes(plan, pipeline, sizes), strict=True)
+            for stage, size in zip(pipeline.stages, command.rank_bytes, strict=True)
         )
         yield (
             "vLLM gives all ranks equally many cache blocks, however unequal the GPUs are. With "
-            f"the bytes below they take {shares}."
+            f"--kv-cache-memory-bytes of the largest share they take {shares}."
         )
+    sizes: Sequence[int] = common.layer_token_bytes(plan, profile, pipeline) or ()
     if len(set(filter(None, sizes))) > 1:
         yield (
             "NOTE: layers keep caches of different sizes (sliding windows, say); vLLM groups and "
