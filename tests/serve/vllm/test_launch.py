@@ -1,0 +1,353 @@
+"""vLLM from a plan to an exit code, with a stand-in that holds what it is told to vLLM's rules."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+from staged import WORKLOAD, staged
+from vllm_python import write_python
+
+from duoka.errors import MachineError, UsageError
+from duoka.planner.plan import Plan
+from duoka.serve.vllm import VllmOptions, launch, parse_nodes, process, serve_with_vllm
+
+pytestmark = pytest.mark.process
+
+PAGES = 512
+LAYER_BYTES = 4096
+_GONE_SECONDS = 20
+ANSWERS = "vLLM answers at"
+STARTS = "INFO starts"
+DRIVER = """
+import sys
+from pathlib import Path
+from duoka.planner.plan import Plan
+from duoka.serve.vllm import VllmOptions, launch, serve_with_vllm
+launch._GRACE_SECONDS = 1.0
+options = VllmOptions(python=Path(sys.argv[2]), port=0, drain_seconds=0)
+sys.exit(serve_with_vllm(Plan.load(sys.argv[1]), options, lambda line: print(line, flush=True)))
+"""
+
+
+def served(counts: list[int], gpus: str = "24GiB,12GiB,8GiB,8GiB") -> Plan:
+    """A plan for requests, with so many layers on each GPU and the pages of these."""
+    workload = replace(
+        WORKLOAD, cache="paged", pages=PAGES, batch=4, prefill_chunk_tokens=512,
+        prompt_tokens=1792, new_tokens=256,
+    )  # fmt: skip
+    plan = staged(counts, gpus=gpus)
+    devices = []
+    for stage, count in zip(plan.forecast.devices, counts, strict=True):
+        cache = (PAGES + 1) * 16 * LAYER_BYTES * count
+        devices.append(
+            replace(
+                stage,
+                kv_cache_bytes=cache,
+                allocated_bytes=stage.allocated_bytes + cache,
+                requested_bytes=stage.requested_bytes + cache,
+                reserved_bytes=stage.reserved_bytes + cache,
+            )
+        )
+    forecast = replace(plan.forecast, devices=tuple(devices))
+    return replace(plan, workload=workload, forecast=forecast)
+
+
+@dataclass
+class Launch:
+    """A launch in this process: what it told, and what is done at certain lines."""
+
+    directory: Path
+    lines: list[str] = field(default_factory=list)
+    reactions: dict[str, Callable[[], object]] = field(default_factory=dict)
+
+    def run(
+        self, plan: Plan | None = None, behaviour: dict[str, Any] | None = None, **options: Any
+    ) -> int:
+        plan = plan or served([20, 12, 8])
+        layers = sum("layers." in name for name, _ in plan.placement.entries)
+        python = write_python(
+            self.directory,
+            **{"layers": layers, "record": str(self.record), **(behaviour or {})},
+        )
+        return serve_with_vllm(
+            plan, VllmOptions(python=python, **{"port": 0, **options}), self.tell
+        )
+
+    def tell(self, line: str) -> None:
+        self.lines.append(line)
+        for beginning, reaction in self.reactions.items():
+            if line.startswith(beginning):
+                reaction()
+
+    @property
+    def record(self) -> Path:
+        return self.directory / "record.json"
+
+    def recorded(self) -> Any:
+        return json.loads(self.record.read_text(encoding="utf-8"))
+
+    def get(self, path: str, **headers: str) -> tuple[int, bytes]:
+        line = next(line for line in self.lines if line.startswith(ANSWERS))
+        port = int(line.removesuffix("/v1").rpartition(":")[2])
+        connection = HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("GET", path, headers=headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+    def assert_nothing_is_left(self) -> None:
+        for process_id in self.recorded()["processes"]:
+            assert_gone(process_id)
+
+
+def is_running(process_id: int) -> bool:
+    """Whether a process is there, and not only the record of one that nobody has waited for."""
+    try:
+        text = Path(f"/proc/{process_id}/stat").read_text(encoding="ascii")
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def assert_gone(process_id: int) -> None:
+    deadline = time.monotonic() + _GONE_SECONDS
+    while is_running(process_id) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running(process_id)
+
+
+def send(signum: int) -> Callable[[], None]:
+    """What sends this process a signal, which its main thread then takes."""
+    return lambda: os.kill(os.getpid(), signum)
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launch]:
+    # Whoever runs the tests in the background has them ignore Ctrl-C.
+    former = {
+        signum: signal.signal(signum, signal.default_int_handler)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield Launch(tmp_path)
+        for signum in former:  # they are put back
+            assert signal.getsignal(signum) is signal.default_int_handler
+    finally:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize(
+    ("signum", "expected"),
+    [
+        (signal.SIGINT, "ends after SIGINT"),
+        (signal.SIGTERM, "ends after SIGTERM"),
+        (signal.SIGHUP, "ends after SIGTERM"),
+    ],
+    ids=["INT", "TERM", "HUP"],
+)
+def test_the_plan_is_served_until_a_signal_comes(
+    launched: Launch, signum: int, expected: str
+) -> None:
+    launched.reactions[ANSWERS] = lambda: (launched.get("/v1/models"), send(signum)())
+    assert launched.run() == 0
+    assert expected in launched.lines
+    launched.assert_nothing_is_left()
+    told = launched.recorded()
+    assert told["environment"]["VLLM_PP_LAYER_PARTITION"] == "20,12,8"
+    assert told["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1,2"
+    options = told["options"]
+    assert options["model_tag"] == "my model"
+    assert options["pipeline_parallel_size"] == 3
+    assert options["kv_cache_memory_bytes"] == (PAGES + 1) * 16 * LAYER_BYTES * 20
+    assert (options["max_num_seqs"], options["max_num_batched_tokens"]) == (4, 512)
+    assert (options["max_model_len"], options["shutdown_timeout"]) == (2048, 30)
+    (blocks,) = [line for line in launched.lines if "cache blocks of" in line]
+    assert blocks.startswith("513 cache blocks of 16 tokens, 513 planned: at once 4 requests")
+    assert "vLLM 0.33.0 starts" in launched.lines
+    assert not any("was tried with" in line for line in launched.lines)
+
+
+def test_what_is_in_flight_is_answered_before_it_ends(launched: Launch) -> None:
+    answers: list[tuple[int, bytes]] = []
+    asker = threading.Thread(target=lambda: answers.append(launched.get("/slow")))
+    launched.reactions = {ANSWERS: asker.start, "slow begins": send(signal.SIGTERM)}
+    assert launched.run() == 0
+    asker.join()
+    assert answers == [(200, b"whole")]
+
+
+def test_its_exit_code_is_handed_on(launched: Launch) -> None:
+    def end() -> None:
+        with pytest.raises(ConnectionError):
+            launched.get("/exit")
+
+    launched.reactions[ANSWERS] = end
+    assert launched.run() == 7
+    launched.assert_nothing_is_left()
+
+
+def test_one_that_ignores_sigterm_is_killed(
+    launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.5)
+    launched.reactions[ANSWERS] = send(signal.SIGTERM)
+    assert launched.run(behaviour={"ignores_term": True}, drain_seconds=0) == 128 + signal.SIGKILL
+    assert "ignores SIGTERM" in launched.lines
+    assert any("is killed" in line for line in launched.lines)
+    launched.assert_nothing_is_left()
+
+
+def test_a_second_signal_kills_it(launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_PATIENCE_SECONDS", 0.0)
+    launched.reactions = {ANSWERS: send(signal.SIGTERM), "ignores": send(signal.SIGTERM)}
+    code = launched.run(behaviour={"ignores_term": True}, drain_seconds=3600)
+    assert code == 128 + signal.SIGKILL
+    launched.assert_nothing_is_left()
+
+
+def test_one_that_dies_at_the_start_is_told_with_its_last_words(launched: Launch) -> None:
+    with pytest.raises(MachineError) as error:
+        launched.run(behaviour={"dies": 3})
+    assert "exit code 3 before it answered" in str(error.value)
+    assert str(error.value).endswith("INFO loading\ntorch.OutOfMemoryError: CUDA out of memory.")
+
+
+def test_what_vllm_refuses_is_told(launched: Launch) -> None:
+    """The stand-in can refuse: here GPUs that the machine hasn't."""
+    with pytest.raises(MachineError, match=r"exit code 2 before(.|\n)*no such GPU: 0,1,2"):
+        launched.run(behaviour={"gpus": 2})
+
+
+def test_fewer_blocks_than_planned_are_an_error_with_both_numbers(launched: Launch) -> None:
+    with pytest.raises(MachineError) as error:
+        launched.run(behaviour={"lost_blocks": 13})
+    assert "has 500 cache blocks of 16 tokens, and the plan needs 513" in str(error.value)
+    assert not any(line.startswith(ANSWERS) for line in launched.lines)
+    launched.assert_nothing_is_left()
+
+
+def test_blocks_of_another_size_are_counted_as_such(launched: Launch) -> None:
+    """513 pages' bytes are 128 blocks of 64 tokens, and one that is never given out is needed."""
+    with pytest.raises(MachineError, match=r"has 128 cache blocks of 64 tokens, .* needs 129"):
+        launched.run(behaviour={"block_size": 64})
+    launched.assert_nothing_is_left()
+
+
+def test_one_that_never_answers_is_ended(launched: Launch) -> None:
+    with pytest.raises(MachineError, match=r"doesn't answer at http://127.0.0.1:.*after 2 s"):
+        launched.run(behaviour={"is_healthy": False}, start_seconds=2.0)
+    launched.assert_nothing_is_left()
+
+
+def test_it_can_be_stopped_while_it_starts(launched: Launch) -> None:
+    launched.reactions[STARTS] = send(signal.SIGTERM)
+    code = launched.run(behaviour={"is_healthy": False})
+    assert code in (0, 128 + signal.SIGTERM)  # as it comes before or after its handlers
+    launched.assert_nothing_is_left()
+
+
+def test_one_that_says_no_blocks_is_served_with_a_note(launched: Launch) -> None:
+    launched.reactions[ANSWERS] = send(signal.SIGTERM)
+    assert launched.run(behaviour={"says_blocks": False, "version": "0.40.1"}) == 0
+    notes = [line for line in launched.lines if line.startswith("NOTE: vLLM 0.40.1")]
+    assert "was tried with" in notes[0]
+    assert "513 of 16 tokens, and whether they are there isn't known" in notes[1]
+
+
+def test_the_key_is_in_no_argument_and_no_output(launched: Launch, tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("sk-very-secret\n")
+    answers: list[int] = []
+
+    def ask() -> None:
+        answers.append(launched.get("/v1/models", Authorization="Bearer sk-very-secret")[0])
+        answers.append(launched.get("/v1/models", Authorization="Bearer wrong")[0])
+        send(signal.SIGTERM)()
+
+    launched.reactions["curl"] = ask
+    launched.reactions[ANSWERS] = lambda: None
+    assert launched.run(api_key_file=key_file) == 0
+    assert answers == [200, 401]
+    told = launched.recorded()
+    assert told["environment"]["VLLM_API_KEY"] == "sk-very-secret"
+    assert not any("sk-very-secret" in word for word in told["argv"])
+    assert not any("sk-very-secret" in line for line in launched.lines)
+    assert "INFO starts with key ***" in launched.lines
+
+
+def test_its_environment_is_not_that_of_duokas_python(
+    launched: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    launched.reactions[ANSWERS] = send(signal.SIGTERM)
+    assert launched.run(served([40])) == 0
+    environment = launched.recorded()["environment"]
+    assert "/somewhere" not in environment["PYTHONPATH"]
+    assert "VLLM_PP_LAYER_PARTITION" not in environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_two_machines_are_told_what_to_run(launched: Launch) -> None:
+    ran: list[subprocess.CompletedProcess[str]] = []
+
+    def run_the_other() -> None:
+        place = next(
+            place for place, line in enumerate(launched.lines) if line.startswith("run this on")
+        )
+        command = launched.lines[place + 1]
+        ran.append(
+            subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+        )
+        send(signal.SIGTERM)()
+
+    launched.reactions[ANSWERS] = run_the_other
+    plan = served([20, 10, 6, 4])
+    nodes = parse_nodes("10.0.0.1=2,10.0.0.2=2")
+    assert launched.run(plan, behaviour={"gpus": 2}, nodes=nodes) == 0
+    assert ran[0].returncode == 0, ran[0].stderr
+    assert "INFO headless, rank 1 of 2" in ran[0].stdout
+    assert any(line.startswith("run this on 10.0.0.2") for line in launched.lines)
+    told = launched.recorded()
+    assert told["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert (told["options"]["nnodes"], told["options"]["node_rank"]) == (2, 0)
+
+
+def test_an_address_that_is_taken_is_told_before_anything_starts(launched: Launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(UsageError, match=f"nothing can listen at 127.0.0.1, port {port}"):
+            launched.run(port=port)
+    assert not launched.record.exists()
+    assert launched.lines == []
+
+
+@pytest.mark.parametrize("ignores_term", [False, True], ids=["ends", "ignores"])
+def test_nothing_is_left_when_duoka_is_killed(tmp_path: Path, ignores_term: bool) -> None:
+    served([20, 20]).save(tmp_path / "model.plan")
+    record = tmp_path / "record.json"
+    python = write_python(tmp_path, layers=40, record=str(record), ignores_term=ignores_term)
+    with subprocess.Popen(
+        [sys.executable, "-c", DRIVER, tmp_path / "model.plan", python],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        assert driver.stdout is not None
+        assert any(line.startswith(ANSWERS) for line in driver.stdout)
+        driver.kill()
+    for process_id in json.loads(record.read_text(encoding="utf-8"))["processes"]:
+        assert_gone(process_id)
