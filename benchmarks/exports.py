@@ -23,7 +23,8 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import accumulate, pairwise, product
+from dataclasses import replace
+from itertools import accumulate, chain, pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from torch import nn
 
 import duoka
 from duoka.report.export.stages import read_pipeline
+from duoka.serve.vllm import VllmOptions, commands, parse_nodes
 
 SHAPES = ("glm-4-9b-chat", "llama-3.1-8b", "qwen2.5-32b")
 PLACES = ("2 x 24", "24 + 12", "12 + 24", "80 + 24", "8 + 12 + 24", "8 unequal")
@@ -110,8 +112,18 @@ def vllm(tool: Tool, plan: duoka.Plan) -> None:
     )  # fmt: skip
     size = int(options.get("--pipeline-parallel-size", 1))
     assert [parse(bounds(plan)[-1][1], rank, size) for rank in range(size)] == bounds(plan)
-    declared = tool.options("engine/arg_utils.py")
+    declared = tool.options("engine/arg_utils.py", "entrypoints/common/cli_args.py")
     assert options.keys() <= declared, options.keys() - declared
+    # What `duoka serve --engine vllm` adds, on one machine, and on two where these can share it.
+    served = replace(plan, source="model")
+    alone = VllmOptions(python=Path("python"))
+    lists = [commands(served, alone)]
+    with suppress(duoka.errors.UsageError):
+        half = f"a={size // 2},b={size - size // 2}"
+        lists.append(commands(served, replace(alone, nodes=parse_nodes(half))))
+    for each in chain.from_iterable(lists):
+        names = {word for word in each.arguments if word.startswith("--")}
+        assert names <= declared, names - declared
 
 
 def sglang(tool: Tool, plan: duoka.Plan) -> None:

@@ -29,6 +29,7 @@ STANDIN: dict[str, Any] = {
     "gpus": 8,  # of this machine
     "lost_blocks": 0,  # fewer than there is room for
     "block_size": 16,
+    "groups": 1,  # kinds of layers, for each of which a request has blocks
     "dies": None,  # at the start, with this exit code
     "is_healthy": True,
     "says_blocks": True,
@@ -149,11 +150,16 @@ def num_blocks(options: argparse.Namespace, counts: list[int]) -> int:
 
 def page(options: argparse.Namespace, counts: list[int]) -> str:
     """The metrics, in Prometheus's text format."""
-    blocks = num_blocks(options, counts) if STANDIN["says_blocks"] else None
+    blocks = requests = None
+    if STANDIN["says_blocks"]:
+        blocks = num_blocks(options, counts)
+        by_request = -(-options.max_model_len // STANDIN["block_size"]) * STANDIN["groups"]
+        requests = blocks / by_request
     labels = {
         "block_size": STANDIN["block_size"],
         "cache_dtype": options.kv_cache_dtype,
         "engine": 0,
+        "kv_cache_max_concurrency": requests,
         "note": 'a "quoted", \\ odd } text',
         "num_gpu_blocks": blocks,
         "num_gpu_blocks_override": None,

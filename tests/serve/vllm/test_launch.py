@@ -232,6 +232,7 @@ def test_what_vllm_refuses_is_told(launched: Launch) -> None:
 
 
 def test_fewer_blocks_than_planned_are_an_error_with_both_numbers(launched: Launch) -> None:
+    launched.reactions[ANSWERS] = send(signal.SIGTERM)
     with pytest.raises(MachineError) as error:
         launched.run(behaviour={"lost_blocks": 13})
     assert "has 500 cache blocks of 16 tokens, and the plan needs 513" in str(error.value)
@@ -239,8 +240,18 @@ def test_fewer_blocks_than_planned_are_an_error_with_both_numbers(launched: Laun
     launched.assert_nothing_is_left()
 
 
+def test_fewer_requests_than_planned_are_an_error_with_both_numbers(launched: Launch) -> None:
+    """There are blocks enough, but a request takes some for every kind of layers."""
+    launched.reactions[ANSWERS] = send(signal.SIGTERM)
+    with pytest.raises(MachineError) as error:
+        launched.run(behaviour={"groups": 2})
+    assert "holds 2.00 requests of 2,048 tokens at once, and the plan's 4.00" in str(error.value)
+    launched.assert_nothing_is_left()
+
+
 def test_blocks_of_another_size_are_counted_as_such(launched: Launch) -> None:
     """513 pages' bytes are 128 blocks of 64 tokens, and one that is never given out is needed."""
+    launched.reactions[ANSWERS] = send(signal.SIGTERM)
     with pytest.raises(MachineError, match=r"has 128 cache blocks of 64 tokens, .* needs 129"):
         launched.run(behaviour={"block_size": 64})
     launched.assert_nothing_is_left()

@@ -43,6 +43,11 @@ def server(text: bytes, status: int = 200) -> Iterator[Address]:
         (LINE.format(16, 0, 661), CacheBlocks(number=661, tokens=16)),
         (LINE.format(16, 0, 661) + LINE.format(16, 1, 600), CacheBlocks(number=600, tokens=16)),
         (LINE.format(16, 0, None), CacheBlocks(number=None, tokens=16)),
+        (
+            'vllm:cache_config_info{kv_cache_max_concurrency="2.58203125",block_size="16"} 1.0\n'
+            'vllm:cache_config_info{kv_cache_max_concurrency="nan",block_size="8"} 1.0\n',
+            CacheBlocks(number=None, tokens=8, requests=2.58203125),
+        ),
         (LINE.format("x", 0, -5), CacheBlocks(number=None, tokens=None)),
         ('# vllm:cache_config_info{num_gpu_blocks="1"}\n', CacheBlocks(number=None, tokens=None)),
         (

@@ -27,6 +27,10 @@ _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 15.0
 _SHOWN_LINES = 8
 _KEY = "VLLM_API_KEY"
+_PLAN_FOR_LESS = (
+    "vLLM's cache takes more for a token than the plan's, or its GPUs have less free: plan for "
+    "less (--context, --sequences), or with smaller budgets (--gpus)"
+)
 
 
 def serve_with_vllm(plan: Plan, options: VllmOptions, tell: Tell) -> int:
@@ -125,19 +129,28 @@ def _wait_until_healthy(program: ProgramGroup, address: Address, start_seconds: 
 
 def _hold_against(plan: Plan, blocks: CacheBlocks, interpreter: Interpreter, tell: Tell) -> None:
     """Refuse a cache that holds less than planned."""
+    workload = plan.workload
     block_tokens = blocks.tokens or BLOCK_TOKENS
-    planned = planned_blocks(plan.workload, block_tokens)
+    planned = planned_blocks(workload, block_tokens)
     if blocks.number is None:
         tell(
             f"NOTE: vLLM {interpreter.vllm_version} doesn't say how many cache blocks it has; the "
             f"plan needs {planned} of {block_tokens} tokens, and whether they are there isn't known"
         )
-    elif blocks.number < planned:
+        return
+    if blocks.number < planned:
         raise MachineError(
             f"vLLM has {blocks.number} cache blocks of {block_tokens} tokens, and the plan needs "
             f"{planned}: it was ended",
-            hint="vLLM's cache takes more for a token than the plan's, or its GPUs have less "
-            "free: plan for less (--context, --sequences), or with a smaller budget (--gpus)",
+            hint=_PLAN_FOR_LESS,
+        )
+    # One block is never given out.
+    requests = (planned - 1) / -(-workload.context_tokens // block_tokens)
+    if blocks.requests is not None and blocks.requests < requests:
+        raise MachineError(
+            f"vLLM's cache holds {blocks.requests:.2f} requests of {workload.context_tokens:,} "
+            f"tokens at once, and the plan's {requests:.2f}: it was ended",
+            hint=_PLAN_FOR_LESS,
         )
 
 
@@ -150,6 +163,8 @@ def _welcome(
     if blocks.number is not None:
         block_tokens = blocks.tokens or BLOCK_TOKENS
         longest = (blocks.number - 1) // -(-workload.context_tokens // block_tokens)
+        if blocks.requests is not None:
+            longest = min(longest, int(blocks.requests))
         lines.append(
             f"{blocks.number} cache blocks of {block_tokens} tokens, "
             f"{planned_blocks(workload, block_tokens)} planned: at once "

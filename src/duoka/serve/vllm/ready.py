@@ -16,6 +16,7 @@ from duoka.errors import UsageError
 
 _METRIC = "vllm:cache_config_info"
 _LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_FLOAT = re.compile(r"[0-9]{1,18}(\.[0-9]{1,18})?(e-?[0-9]{1,2})?", re.ASCII)
 _ANSWER_SECONDS = 5.0
 _MOST_BYTES = 16 * 2**20
 _ANY = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -42,10 +43,16 @@ class Address:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheBlocks:
-    """The blocks of vLLM's cache, and how many tokens each has; None for what it doesn't say."""
+    """What vLLM says of its cache; None for what it doesn't say.
+
+    `number` of blocks, of so many `tokens` each, and how many `requests` of the longest context
+    they hold. The last isn't a quotient of the others where layers look back differently far: a
+    request then has blocks of its own for each kind of them.
+    """
 
     number: int | None
     tokens: int | None
+    requests: float | None = None
 
 
 def free_address(host: str, port: int) -> Address:
@@ -65,7 +72,6 @@ def free_address(host: str, port: int) -> Address:
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(place)
-            listener.listen(1)
             return Address(host=host, port=listener.getsockname()[1])
     except OSError as error:
         raise UsageError(
@@ -88,6 +94,14 @@ def read_blocks(address: Address) -> CacheBlocks:
     return CacheBlocks(
         number=min(_numbers(engines, "num_gpu_blocks"), default=None),
         tokens=min(_numbers(engines, "block_size"), default=None),
+        requests=min(
+            (
+                float(text)
+                for labels in engines
+                if _FLOAT.fullmatch(text := labels.get("kv_cache_max_concurrency", ""))
+            ),
+            default=None,
+        ),
     )
 
 
