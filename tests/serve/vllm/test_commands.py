@@ -94,8 +94,15 @@ def test_a_directory_is_named_whole_and_served_by_its_name(
     (command,) = commands(plan, OPTIONS)
     assert command.words[1] == str(tmp_path / "glm-4-9b")
     assert options_of(command.arguments)["--served-model-name"] == "glm-4-9b"
-    (command,) = commands(plan, replace(OPTIONS, arguments=("--served-model-name", "mine")))
-    assert command.arguments.count("--served-model-name") == 1
+    (command,) = commands(plan, replace(OPTIONS, name="mine"))
+    assert options_of(command.arguments)["--served-model-name"] == "mine"
+
+
+def test_the_checkpoints_code_runs_where_it_is_trusted() -> None:
+    nodes = parse_nodes("a=1,b=1")
+    for command in commands(staged([3, 2]), replace(OPTIONS, nodes=nodes, trust_remote_code=True)):
+        assert "--trust-remote-code" in command.words
+    assert "--trust-remote-code" not in commands(staged([3, 2]), OPTIONS)[0].words
 
 
 def test_a_repository_is_served_by_its_name() -> None:

@@ -278,9 +278,7 @@ def test_one_that_says_no_blocks_is_served_with_a_note(launched: Launch) -> None
     assert "513 of 16 tokens, and whether they are there isn't known" in notes[1]
 
 
-def test_the_key_is_in_no_argument_and_no_output(launched: Launch, tmp_path: Path) -> None:
-    key_file = tmp_path / "key"
-    key_file.write_text("sk-very-secret\n")
+def test_the_key_is_in_no_argument_and_no_output(launched: Launch) -> None:
     answers: list[int] = []
 
     def ask() -> None:
@@ -290,7 +288,7 @@ def test_the_key_is_in_no_argument_and_no_output(launched: Launch, tmp_path: Pat
 
     launched.reactions["curl"] = ask
     launched.reactions[ANSWERS] = lambda: None
-    assert launched.run(api_key_file=key_file) == 0
+    assert launched.run(api_key="sk-very-secret") == 0
     assert answers == [200, 401]
     told = launched.recorded()
     assert told["environment"]["VLLM_API_KEY"] == "sk-very-secret"

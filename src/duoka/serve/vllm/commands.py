@@ -21,7 +21,6 @@ from .options import VllmOptions
 MODULE = "vllm.entrypoints.cli.main"
 """The module of vLLM's command line."""
 _QUANTIZATION = ("quantization", "q")
-_SERVED_NAME = "served-model-name"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +104,8 @@ def _command(
     further: Sequence[tuple[str, str]],
     flags: Sequence[str] = (),
 ) -> NodeCommand:
+    if options.trust_remote_code:
+        flags = ("--trust-remote-code", *flags)
     # Of an option that is there twice vLLM takes the last one: the plan's come after a person's.
     return NodeCommand(
         address=address,
@@ -135,20 +136,18 @@ def _joining(options: VllmOptions, head: Node, rank: int, num_nodes: int) -> lis
 
 def _listening(plan: Plan, options: VllmOptions) -> list[tuple[str, str]]:
     """Where requests are answered, and for which name."""
-    listening = [
+    return [
+        ("--served-model-name", served_name(plan, options)),
         ("--host", options.host),
         ("--port", str(options.port)),
         ("--shutdown-timeout", str(options.drain_seconds)),
     ]
-    if not options.has(_SERVED_NAME):
-        listening.insert(0, (f"--{_SERVED_NAME}", served_name(plan)))
-    return listening
 
 
-def served_name(plan: Plan) -> str:
-    """What clients call the model: the repository, or the directory without where it lies."""
+def served_name(plan: Plan, options: VllmOptions) -> str:
+    """What clients call the model."""
     name = common.name_of(plan)
-    return PurePath(name).name if PurePath(name).is_absolute() else name
+    return options.name or (PurePath(name).name if PurePath(name).is_absolute() else name)
 
 
 def refuse_unservable(plan: Plan, options: VllmOptions) -> None:

@@ -17,7 +17,7 @@ from duoka.report.export.vllm import BLOCK_TOKENS, export, planned_blocks
 
 from .commands import MODULE, NodeCommand, commands, served_name
 from .interpreter import TRIED, Interpreter, clean_environment, find_vllm
-from .options import VllmOptions, read_key
+from .options import VllmOptions
 from .process import ProgramGroup
 from .ready import Address, CacheBlocks, free_address, is_healthy, read_blocks
 
@@ -64,7 +64,6 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, tell: Tell) -> int:
     """
     profile = cached_profile(plan)
     commands(plan, options, profile)  # what can't be said is told before vLLM is looked for
-    key = read_key(options.api_key_file)
     address = free_address(options.host, options.port)
     interpreter = find_vllm(options.python)
     head, *further = commands(plan, replace(options, port=address.port), profile)
@@ -72,8 +71,8 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, tell: Tell) -> int:
         tell(note)
     _tell_start(interpreter, further, tell)
     environment = clean_environment() | dict(head.environment)
-    if key is not None:
-        environment[_KEY] = key
+    if options.api_key is not None:
+        environment[_KEY] = options.api_key
     with ProgramGroup(
         [os.fspath(interpreter.python), "-P"],
         MODULE,
@@ -171,14 +170,13 @@ def _welcome(
             f"{format_count(min(longest, workload.batch), 'request')} of "
             f"{workload.context_tokens:,} tokens, {workload.batch} in all"
         )
-    if not options.has("served-model-name"):
-        body = {
-            "model": served_name(plan.lasting()),
-            "messages": [{"role": "user", "content": "Hello"}],
-        }
-        words = ["curl", f"{address.url}/v1/chat/completions"]
-        words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
-        # The key is not shown; a shell puts it in.
-        key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if has_key else ""
-        lines.append(shlex.join(words) + key)
+    body = {
+        "model": served_name(plan.lasting(), options),
+        "messages": [{"role": "user", "content": "Hello"}],
+    }
+    words = ["curl", f"{address.url}/v1/chat/completions"]
+    words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
+    # The key is not shown; a shell puts it in.
+    key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
+    lines.append(shlex.join(words) + key)
     return lines

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from duoka.base.files import read_text, why
 from duoka.errors import UsageError
 
 from .nodes import Node
 
-_MOST_KEY_BYTES = 4096
 # Those that the plan decides, and those by which vLLM would answer elsewhere, or not say what it
 # has; each with its short form.
 _DECIDED = {
@@ -48,6 +45,7 @@ _DECIDED = {
     "ssl-keyfile": "--port",
     "ssl-certfile": "--port",
     "api-key": "--api-key-file",
+    "served-model-name": "--name",
     "api-server-count": "one process",
     "asc": "one process",
     "config": "options one by one",
@@ -68,8 +66,12 @@ class VllmOptions:
         The Python that vLLM is installed for.
     host, port
         Where vLLM answers; port 0 is a free one.
-    api_key_file : Path, optional
-        A file with the key that requests have to come with.
+    name : str, optional
+        What clients call the model; by default its repository, or the name of its directory.
+    api_key : str, optional
+        The key that requests have to come with.
+    trust_remote_code : bool
+        Let the checkpoint's code run.
     nodes : tuple of Node
         The machines that share the plan, this one first; empty for this one alone.
     master_port : int
@@ -85,7 +87,9 @@ class VllmOptions:
     python: Path
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key_file: Path | None = None
+    name: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    trust_remote_code: bool = False
     nodes: tuple[Node, ...] = ()
     master_port: int = 29501
     arguments: tuple[str, ...] = ()
@@ -104,11 +108,22 @@ class VllmOptions:
                 f"vLLM has {self.start_seconds} s to start and {self.drain_seconds} s to end",
                 hint="say how many seconds each may take",
             )
+        if self.api_key is not None and not _is_key(self.api_key):
+            raise UsageError(
+                f"the API key has {len(self.api_key)} characters; vLLM takes letters, digits and "
+                "signs of ASCII, without spaces, and at least one",
+                hint="head -c 32 /dev/urandom | base64 > key",
+            )
         refuse_decided(self.arguments)
 
     def has(self, *names: str) -> bool:
         """Whether the further arguments have an option, by one of its names."""
         return any(_option(argument) in names for argument in self.arguments)
+
+
+def _is_key(text: str) -> bool:
+    """Whether a header can have it as it is."""
+    return text.isascii() and text.isprintable() and " " not in text and text != ""
 
 
 def refuse_decided(arguments: Sequence[str]) -> None:
@@ -144,31 +159,3 @@ def _option(argument: str) -> str | None:
     name = argument.lstrip("-").partition("=")[0].partition(".")[0].replace("_", "-")
     # A short one has its number right behind it: -n2.
     return name if argument.startswith("--") else name.rstrip("0123456789")
-
-
-def read_key(path: Path | None) -> str | None:
-    """The key in a file; None without a file.
-
-    Raises
-    ------
-    UsageError
-        If it can't be read, or there isn't one key in it.
-    """
-    if path is None:
-        return None
-    try:
-        text = read_text(path, most_bytes=_MOST_KEY_BYTES)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"the key in {os.fspath(path)!r} can't be read: {why(error)}",
-            hint="write one key into a file that only you can read",
-        ) from error
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    key = lines[0] if len(lines) == 1 else ""
-    if not key.isascii() or not key.isprintable() or not key or " " in key:
-        raise UsageError(
-            f"{os.fspath(path)!r} has {len(lines)} lines that aren't empty; vLLM takes one key, of "
-            "letters, digits and signs",
-            hint="write one key into it, on one line",
-        )
-    return key
