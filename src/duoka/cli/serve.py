@@ -9,20 +9,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
 import duoka
 from duoka.base.files import why
+from duoka.base.text import choose
 from duoka.errors import UsageError
 
 from . import planning, replicas
 from .groups import all_but, flag, option, with_groups
-from .options import ModelOptions, PlanOptions
+from .options import ModelOptions, PlanOptions, given_options, refuse_beside
 from .terminal import stderr, stdout
 
 if TYPE_CHECKING:
+    from duoka.serve.address import Address
     from duoka.serve.app import Service
 
 _KEY_VARIABLE = "DUOKA_API_KEY"
 _LEAST_KEY_CHARACTERS = 8
+_VLLM = "Another engine"
+_ENGINES = ("duoka", "vllm")
 _PORT, _MAX_QUEUE = 8000, 256
 _PlanToServe = Annotated[PlanOptions, all_but(PlanOptions, "max_context", "max_batch", "serve")]
 
@@ -48,6 +54,16 @@ class ServeOptions:
         "N", "Requests that may wait, 256 by default; more are refused with 429.", min=0
     )
     adapter: Path | None = option("DIR", "A LoRA adapter, which is added to the weights.")
+    engine: str | None = option("NAME", "What answers: duoka, by default, or vllm.", panel=_VLLM)
+    engine_python: Path | None = option(
+        "FILE", "The Python that vLLM is installed for.", panel=_VLLM
+    )
+    engine_arg: list[str] | None = option(
+        "ARGUMENT", "One more argument for vLLM; may be given several times.", panel=_VLLM
+    )
+    nodes: str | None = option(
+        "ADDRESS=GPUS,…", "The machines that share the plan, this one first.", panel=_VLLM
+    )
 
     def key(self) -> str | None:
         """The key that clients have to know."""
@@ -79,23 +95,27 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 
     [bold]duoka serve[/] ./glm-4-9b-chat --host 0.0.0.0 --api-key-file key --port 8080
     """
+    if choose("engine", server.engine or "duoka", _ENGINES) == "vllm":
+        _serve_with_vllm(server, options, model)
+        return
+    refuse_beside(
+        given_options(server, "engine_python", "engine_arg", "nodes"),
+        "duoka's own engine",
+        "say --engine vllm as well",
+    )
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
     if missing:
         raise UsageError(
             f"{missing[0]} isn't installed, which the server needs",
             hint='pip install "duoka[serve]"',
         )
+    from duoka.serve.address import Address
     from duoka.serve.messages import Begin
-    from duoka.serve.server import Address
     from duoka.serve.server import serve as run
 
     port = _PORT if server.port is None else server.port
     address = Address(host=server.host or "127.0.0.1", port=port, key=server.key())
-    if not address.is_local and address.key is None and not server.insecure:
-        raise UsageError(
-            f"{address.host} is reached by other machines, and no key is given",
-            hint="--api-key-file FILE; or --insecure, if everybody there may ask",
-        )
+    _refuse_open(address, server)
     plans = _plans(options, model)
     begins = [
         Begin(
@@ -112,10 +132,63 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     run(begins, name, address, max_queue=queue, on_ready=_tell)
 
 
+def _refuse_open(address: Address, server: ServeOptions) -> None:
+    """Refuse to be asked by other machines without a key."""
+    if not address.is_local and address.key is None and not server.insecure:
+        raise UsageError(
+            f"{address.host} is reached by other machines, and no key is given",
+            hint="--api-key-file FILE; or --insecure, if everybody there may ask",
+        )
+
+
+def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOptions) -> None:
+    """Start vLLM by the plan, and hold it to that."""
+    from duoka.serve.address import Address
+    from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
+
+    refuse_beside(
+        [*given_options(server, "adapter", "max_queue"), *given_options(options, "replicas")],
+        "--engine vllm",
+        "leave either out",
+    )
+    if server.engine_python is None:
+        raise UsageError(
+            "--engine vllm needs --engine-python: vLLM is installed apart from duoka",
+            hint="--engine-python /opt/vllm/bin/python",
+        )
+    port = _PORT if server.port is None else server.port
+    address = Address(host=server.host or "127.0.0.1", port=port, key=server.key())
+    _refuse_open(address, server)
+    chosen = VllmOptions(
+        python=server.engine_python,
+        host=address.host,
+        port=address.port,
+        name=server.name,
+        api_key=address.key,
+        trust_remote_code=model.trust_remote_code,
+        nodes=parse_nodes(server.nodes) if server.nodes else (),
+        arguments=tuple(server.engine_arg or ()),
+    )
+    plan = planning.make_plan(model, _for_requests(options), texts=())
+    if not chosen.nodes:
+        plan = plan.on_this_machine()
+
+    def say(text: str) -> None:
+        stderr().print(text, markup=False, soft_wrap=True)
+
+    code = serve_with_vllm(plan, chosen, say)
+    if code:
+        raise typer.Exit(code)
+
+
+def _for_requests(options: PlanOptions) -> PlanOptions:
+    """Options that plan for requests, where there is no plan yet."""
+    return options if options.plan_file is not None else replace(options, serve=True)
+
+
 def _plans(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
     """The plan of each engine."""
-    if options.plan_file is None:
-        options = replace(options, serve=True)
+    options = _for_requests(options)
     if options.replicas is not None:
         number = replicas.read_number(options.replicas)
         copies = planning.make_replicas(model, options, None, number)

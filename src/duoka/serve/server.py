@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import uvicorn
 
-from duoka.errors import MachineError, UsageError
+from duoka.errors import MachineError
 
+from .address import Address
 from .app import Service, make_app
 from .limits import TimedProtocol
 from .messages import Begin
@@ -21,52 +20,6 @@ from .pool import EngineLost, Pool
 _MOST_CONNECTIONS = 1024
 _MOST_HEADER_BYTES = 64 * 2**10
 _DRAIN_SECONDS = 120
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
-    """Where a server listens, and who may ask.
-
-    Parameters
-    ----------
-    host : str
-    port : int
-        0 for any that is free.
-    key : str, optional
-        What a client has to know.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    key: str | None = None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether this machine alone reaches it."""
-        return self.host in ("localhost", "::1") or self.host.startswith("127.")
-
-    def bind(self) -> socket.socket:
-        """Take the address.
-
-        Raises
-        ------
-        UsageError
-            If it can't be had.
-        """
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            bound.bind((self.host, self.port))
-        except (OSError, OverflowError) as error:
-            bound.close()
-            number = error.errno if isinstance(error, OSError) else None
-            why = os.strerror(number) if number else str(error)
-            raise UsageError(
-                f"{self.host}:{self.port} can't be had: {why}",
-                hint="name another --port, or --port 0 for any that is free",
-            ) from error
-        return bound
 
 
 class EngineFailure(MachineError):
