@@ -1,0 +1,145 @@
+// The box at the foot of the page: writing, attaching pictures, sending, stopping.
+
+import { byId, element, icon } from "./dom.js";
+import { imageFiles, readImage } from "./images.js";
+import { label, say } from "./texts.js";
+
+export class Composer {
+  #images = []; // data URLs
+  #maxImages = null; // null until the server has said it
+  #ready = true;
+  #running = false;
+
+  constructor({ onSend, onStop, numImagesBefore }) {
+    this.onSend = onSend;
+    this.numImagesBefore = numImagesBefore;
+    this.prompt = byId("prompt");
+    byId("composer").addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.#send();
+    });
+    byId("stop").addEventListener("click", onStop);
+    this.prompt.addEventListener("input", () => this.#refresh());
+    this.prompt.addEventListener("keydown", (event) => this.#onKey(event, onStop));
+    this.#listenForImages();
+    this.#refresh();
+  }
+
+  setServer({ ready, maxImages }) {
+    this.#ready = ready;
+    this.#maxImages = maxImages;
+    this.#refresh();
+  }
+
+  setRunning(running) {
+    const hadFocus = [byId("send"), byId("stop")].includes(document.activeElement);
+    this.#running = running;
+    this.#refresh();
+    if (hadFocus) this.prompt.focus();
+  }
+
+  #onKey(event, onStop) {
+    if (event.key === "Escape" && this.#running) onStop();
+    // An Enter that ends the choice of a Chinese character sends nothing (229 is how Safari says
+    // so); on a phone's keyboard it is the only way to a new line.
+    const composing = event.isComposing || event.keyCode === 229;
+    const sends = event.key === "Enter" && !event.shiftKey && !composing;
+    if (!sends || matchMedia("(hover: none) and (pointer: coarse)").matches) return;
+    event.preventDefault();
+    this.#send();
+  }
+
+  get #maySend() {
+    const hasContent = this.prompt.value.trim() !== "" || this.#images.length > 0;
+    return hasContent && this.#ready && !this.#running;
+  }
+
+  #send() {
+    if (!this.#maySend) return;
+    const text = this.prompt.value.trim();
+    const images = this.#images;
+    this.prompt.value = "";
+    this.#images = [];
+    this.#refresh();
+    this.onSend(text, images);
+  }
+
+  #refresh() {
+    byId("send").hidden = this.#running;
+    byId("send").disabled = !this.#maySend;
+    byId("stop").hidden = !this.#running;
+    byId("attach").hidden = this.#maxImages === 0;
+    this.prompt.style.height = "auto";
+    this.prompt.style.height = `${this.prompt.scrollHeight}px`;
+    this.#showImages();
+  }
+
+  #showImages() {
+    const list = byId("attached");
+    list.hidden = this.#images.length === 0;
+    list.replaceChildren(...this.#images.map((source, index) => {
+      const remove = element("button", { class: "remove", type: "button" }, icon("close"));
+      remove.addEventListener("click", () => this.#remove(index));
+      const picture = label(element("img", { src: source, alt: "" }), "attachedImage", { number: index + 1 });
+      return element("li", {}, picture, label(remove, "removeImage"));
+    }));
+  }
+
+  #remove(index) {
+    this.#images = this.#images.filter((_, other) => other !== index);
+    byId("notice").textContent = "";
+    this.#refresh();
+    this.prompt.focus();
+  }
+
+  #listenForImages() {
+    const input = byId("files");
+    byId("attach").addEventListener("click", () => input.click());
+    input.addEventListener("change", async () => {
+      await this.#add([...input.files]);
+      input.value = "";
+    });
+    this.prompt.addEventListener("paste", (event) => {
+      const files = imageFiles(event.clipboardData);
+      if (!files.length) return;
+      event.preventDefault();
+      this.#add(files);
+    });
+    const isFile = (event) => event.dataTransfer?.types.includes("Files");
+    // Over the whole page: a file dropped beside the box must not open in its place.
+    document.addEventListener("dragover", (event) => {
+      if (!isFile(event)) return;
+      event.preventDefault();
+      document.body.classList.add("dropping");
+    });
+    document.addEventListener("dragleave", (event) => {
+      if (event.relatedTarget === null) document.body.classList.remove("dropping");
+    });
+    document.addEventListener("drop", (event) => {
+      document.body.classList.remove("dropping");
+      if (!isFile(event)) return;
+      event.preventDefault();
+      this.#add([...event.dataTransfer.files]);
+    });
+  }
+
+  async #add(files) {
+    const notice = byId("notice");
+    notice.textContent = "";
+    delete notice.dataset.text;
+    for (const file of files) {
+      if (this.#maxImages === 0) return say(notice, "noImages");
+      const number = this.numImagesBefore() + this.#images.length;
+      if (this.#maxImages !== null && number >= this.#maxImages) {
+        return say(notice, "tooManyImages", { images: this.#maxImages });
+      }
+      try {
+        this.#images = [...this.#images, await readImage(file)];
+      } catch {
+        say(notice, "notAnImage", { name: file.name });
+      }
+      this.#refresh();
+    }
+    this.prompt.focus();
+  }
+}
