@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60.0  # a machine may be busy; what is there is seen at once
+SECONDS = 6.0  # a machine may be busy; what is there is seen at once
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
     "--headless",
@@ -197,7 +197,8 @@ class Page:
         self.wait(f"{chosen}?.checkVisibility() && !{chosen}.disabled")
         x, y = self.evaluate(
             f"(() => {{ const n = {chosen}; n.scrollIntoView({{block: 'nearest'}});"
-            "const r = n.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] })()"
+            "const r = n.getBoundingClientRect();"
+            "return [r.x + r.width / 2, r.y + r.height / 2] })()"
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)

@@ -100,6 +100,7 @@ class FakeServer:
     status: dict[str, Any] | None = field(default_factory=status)
     models: list[str] = field(default_factory=lambda: ["glm-4v-9b"])
     key: str | None = None
+    policy: str = POLICY
     replies: deque[Reply] = field(default_factory=deque)
     chats: list[dict[str, Any]] = field(default_factory=list)
     num_status: int = 0
@@ -182,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"", "text/plain", {})
             return
         kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-        self._send(200, path.read_bytes(), kind, {"Content-Security-Policy": POLICY})
+        self._send(200, path.read_bytes(), kind, {"Content-Security-Policy": self.fake.policy})
 
     def _send(self, code: int, body: bytes, kind: str, headers: dict[str, str]) -> None:
         self.send_response(code)

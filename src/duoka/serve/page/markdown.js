@@ -13,6 +13,7 @@ const CLEAN = {
     "li", "ol", "p", "pre", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
   ],
   ALLOWED_ATTR: ["align", "alt", "class", "href", "src", "start", "title"],
+  ADD_URI_SAFE_ATTR: ["align", "start"], // or they would be held against the addresses below
   ALLOW_ARIA_ATTR: false,
   ALLOW_DATA_ATTR: false,
   // No relative addresses: an answer has no business with this server's own paths. Pictures may

@@ -64,7 +64,6 @@ export const TEXTS = {
     "请开始新对话，或在设置中减少最多生成的 token 数。",
   ],
   refused: ["The server refused the request.", "服务器拒绝了请求。"],
-  notAnswered: ["This was not answered.", "这条消息没有得到回答。"],
 
   systemPrompt: ["System prompt", "系统提示词"],
   temperature: ["Temperature", "温度"],
