@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SECONDS = 6.0  # a machine may be busy; what is there is seen at once
+SECONDS = 60.0  # a machine may be busy; what is there is seen at once
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
     "--headless",
@@ -172,7 +172,7 @@ class Page:
         """Until an expression is true, and what it is."""
         end = time.monotonic() + SECONDS
         while not (value := self.evaluate(expression)):
-            assert time.monotonic() < end, f"never so: {expression}\n{self.text()}"
+            assert time.monotonic() < end, f"never so: {expression}\n{self.text()[-2000:]}"
             time.sleep(0.02)
         return value
 

@@ -5,12 +5,23 @@ See `test_page.py` for how.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from chromium import Chromium, Page, executable, running_chromium
-from page_server import FakeServer, answer, device, refusal, running_server, status
+from page_server import (
+    FakeServer,
+    Reply,
+    answer,
+    chunk,
+    device,
+    ending,
+    refusal,
+    running_server,
+    status,
+)
 
 PATH = executable()
 pytestmark = [
@@ -269,7 +280,7 @@ def test_without_a_mouse(browser: Chromium, server: FakeServer) -> None:
         page.press("Enter")
         assert page.evaluate("document.activeElement.id") == "prompt"
         tools = ["panel-button", "new-chat", "language", "theme", "settings-button"]
-        assert [name for name in visited if name in tools] == tools
+        assert [name for name in dict.fromkeys(visited) if name in tools] == tools
         assert {"messages", "prompt", "attach"} <= set(visited)
 
 
@@ -308,17 +319,24 @@ def test_on_a_phone(browser: Chromium, server: FakeServer, language: str) -> Non
 
 def test_reading_further_up_is_not_disturbed(browser: Chromium, server: FakeServer) -> None:
     long = "\n\n".join(f"Line {number}" for number in range(200))
-    server.replies += [answer(long), answer("And more.")]
+    gate = threading.Event()
+    server.replies.append(Reply([chunk(content=long), gate, chunk(content=long), *ending()]))
     with browser.page(server.url) as page:
         page.wait_text("#state", "Ready")
         page.click("#prompt")
         page.type("Hi")
         page.press("Enter")
-        page.wait_text(".meta", "42 tokens")
+        page.wait_text(".answer", "Line 199")
         root = "document.getElementById('messages')"
         end = f"{root}.scrollHeight - {root}.clientHeight - {root}.scrollTop"
         page.wait(f"{end} < 2")
         page.evaluate(f"{root}.scrollTop = 100")
         page.wait("!document.getElementById('newest').hidden")
+        gate.set()
+        page.wait_text(".meta", "42 tokens")
+        assert page.evaluate(f"{root}.scrollTop") == 100
         page.click("#newest")
+        page.wait(f"{end} < 2 && document.getElementById('newest').hidden")
+        page.click("#prompt")
+        page.type("A\nlong\nquestion\nindeed")  # the box grows over what was at the end
         page.wait(f"{end} < 2 && document.getElementById('newest').hidden")

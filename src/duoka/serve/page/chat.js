@@ -12,6 +12,7 @@ export class Chat {
   #turns = conversation.read();
   #views = [];
   #root = byId("messages");
+  #height = this.#root.clientHeight;
   #stopper = null;
   #atEnd = true;
 
@@ -24,6 +25,8 @@ export class Chat {
       this.#addView(turn).showEnd(turn.end === null ? new ApiError(0, { code: "cut_off" }) : null);
     }
     this.#root.addEventListener("scroll", () => this.#noteScroll());
+    // The box at the foot grows with what is written in it.
+    new ResizeObserver(() => this.#noteSize()).observe(this.#root);
     byId("newest").addEventListener("click", () => this.scrollToEnd());
     this.#show();
   }
@@ -76,7 +79,15 @@ export class Chat {
     this.#noteScroll();
   }
 
+  #noteSize() {
+    this.#height = this.#root.clientHeight;
+    if (this.#atEnd) this.scrollToEnd();
+    else this.#noteScroll();
+  }
+
   #noteScroll() {
+    // Moved by a new size, not by the reader: where they want to be hasn't changed.
+    if (this.#root.clientHeight !== this.#height) return;
     const below = this.#root.scrollHeight - this.#root.scrollTop - this.#root.clientHeight;
     this.#atEnd = below < NEAR_PIXELS;
     byId("newest").hidden = this.#atEnd;

@@ -151,4 +151,5 @@ showPanel(wide.matches);
 say(byId("state"), "stateConnecting");
 loadModels();
 poll.ask();
-byId("prompt").focus();
+// On a phone that would bring up the keyboard.
+if (matchMedia("(hover: hover)").matches) byId("prompt").focus();

@@ -67,8 +67,8 @@ export const TEXTS = {
 
   systemPrompt: ["System prompt", "系统提示词"],
   temperature: ["Temperature", "温度"],
-  maxTokens: ["Most tokens of an answer", "回答的最多 token 数"],
-  serverDefault: ["the server's", "服务器默认"],
+  maxTokens: ["Max tokens", "最多生成 token 数"],
+  serverDefault: ["server's default", "服务器默认"],
   whereKept: [
     "Settings are kept in this browser; the conversation and the key in this tab only.",
     "设置保存在此浏览器中；对话和密钥只保存在此标签页中。",
@@ -176,9 +176,9 @@ export const currentLanguage = () => ["en", "zh"][column];
 export const formatNumber = (value, digits = 0) =>
   value.toLocaleString(locale(), { maximumFractionDigits: digits });
 
-/** GiB, or MiB where it is less than a tenth of one; the unit of all that duoka prints. */
+/** GiB, or MiB where there is something and it is less than a tenth of one. */
 export function formatBytes(bytes) {
   const gib = bytes / 2 ** 30;
-  if (Math.abs(gib) >= 0.1) return `${formatNumber(gib, 1)} GiB`;
+  if (bytes === 0 || Math.abs(gib) >= 0.1) return `${formatNumber(gib, 1)} GiB`;
   return `${formatNumber(bytes / 2 ** 20, Math.abs(bytes) < 10 * 2 ** 20 ? 1 : 0)} MiB`;
 }
