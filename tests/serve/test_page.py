@@ -459,6 +459,16 @@ def test_a_conversation_lasts_as_long_as_its_tab(page: Page, server: FakeServer)
     page.wait_text(".turn.last .answer", "Second.")
     assert len(server.chats[1]["messages"]) == 3
     assert page.evaluate("Object.keys(localStorage).length") == 0
+    gate = threading.Event()
+    server.replies += [Reply([chunk(content="Never seen"), gate]), answer("Third.")]
+    ask(page, "Three")
+    page.wait_text(".turn.last .answer", "Never seen")
+    page.call("Page.reload")
+    page.wait_text(".turn.last .trouble", "The answer broke off.")
+    page.wait_text("#state", "Ready")
+    gate.set()
+    page.click(".turn.last .trouble button")
+    page.wait_text(".turn.last .answer", "Third.")
     page.click("#new-chat")
     assert page.count(".turn") == 0
     page.call("Page.reload")

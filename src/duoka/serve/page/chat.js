@@ -104,6 +104,7 @@ export class Chat {
     const stopper = new AbortController();
     this.#stopper = stopper;
     this.onState(true);
+    conversation.write(this.#turns); // the question, should the page be left before the answer
     let fault = null;
     try {
       await this.#receive(turn, view, stopper.signal);

@@ -26,10 +26,10 @@ export function troubleCard(fault, retry) {
   countDown(button, fault.retrySeconds ?? 0);
   return element(
     "div",
-    { class: "trouble", role: "alert" },
+    { class: "trouble" },
     element(
       "div",
-      {},
+      { role: "alert" }, // not around the button: its seconds would be read out, one by one
       say(element("strong"), title),
       more ? say(element("p"), more) : null,
       detail ? element("p", { class: "detail" }, detail) : null,
