@@ -257,6 +257,9 @@ def test_everything_has_a_name(browser: Chromium, server: FakeServer) -> None:
         page.press("Enter")
         page.wait_text(".meta", "42 tokens")
         assert unnamed(page) == []
+        # A placeholder is a name to the browser, but gone when something is written.
+        fields = "[...document.querySelectorAll('input:not([hidden]), textarea, select')]"
+        assert page.evaluate(f"{fields}.filter((n) => !n.labels.length).length") == 0
         page.click("#settings-button")
         assert unnamed(page) == []
         page.press("Escape")
@@ -304,6 +307,7 @@ def test_on_a_phone(browser: Chromium, server: FakeServer, language: str) -> Non
         page.wait_text(".meta", "42")
         assert page.evaluate(WIDE) == []
         assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.evaluate("document.getElementById('messages').scrollWidth") == 390
         assert page.evaluate("document.documentElement.scrollHeight") <= 844
         assert page.evaluate("document.getElementById('panel').hidden")
         page.click("#panel-button")
@@ -337,6 +341,11 @@ def test_reading_further_up_is_not_disturbed(browser: Chromium, server: FakeServ
         assert page.evaluate(f"{root}.scrollTop") == 100
         page.click("#newest")
         page.wait(f"{end} < 2 && document.getElementById('newest').hidden")
-        page.click("#prompt")
-        page.type("A\nlong\nquestion\nindeed")  # the box grows over what was at the end
+        # The box grows over what was at the end, before the browser has told of the scrolling.
+        page.evaluate(
+            f"{root}.scrollTop = 100, document.getElementById('newest').click(), ((box) => {{"
+            "box.value = 'A\\nlong\\nquestion\\nindeed'; box.dispatchEvent(new Event('input'))"
+            "})(document.getElementById('prompt'))"
+        )
+        page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done, 50)))")
         page.wait(f"{end} < 2 && document.getElementById('newest').hidden")
