@@ -3,7 +3,8 @@
 The server's process has neither torch nor a GPU: each engine is a process of its own, which is
 started again when it ends.
 
-- `server`: opens engines, then listens; `address`: where, and who may ask; `app`: what each address answers
+- `server`: opens engines, then listens; `address`: where, and who may ask
+- `app`: what each address answers; `page`: the files of the page at its root
 - `requests`, `answers`, `errors`: the forms of OpenAI's interface
 - `limits`: what is hostile or slow, and who may ask; `metrics`: what Prometheus reads
 - `pool`: the engines behind one address; `engine_client`: one of them, as the server has it

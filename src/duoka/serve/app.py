@@ -35,7 +35,10 @@ T = TypeVar("T")
 Events = AsyncGenerator[Event, None]
 """What comes of a request."""
 _PAGE = Path(__file__).parent / "page"
-_POLICY = "default-src 'self'; img-src 'self' data: blob:; style-src 'self'; script-src 'self'"
+_POLICY = (
+    "default-src 'self'; img-src 'self' data: blob:; style-src 'self'; script-src 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'; object-src 'none'"
+)
 # What a request begins with, for the engine that has read it before.
 _KEY_CHARACTERS = 1024
 _CLOSED = 499
