@@ -1,0 +1,78 @@
+"""The bytes of single tokens: some are no whole character, and no tokenizer writes those as text.
+
+Two kinds of vocabularies have such tokens. Byte-level ones (GPT-2's) write each byte as a printable
+character of its own; sentencepiece's have ``<0xE2>`` for a byte that is in no other piece. Which
+one it is, the decoder says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """What each token of a tokenizer is as bytes.
+
+    One whose decoder isn't known gives what it writes for the token alone.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = getattr(self._backend, "decoder", None)
+        state = {} if decoder is None else json.loads(decoder.__getstate__())
+        self._decoders = {step["type"]: step for step in _steps(state)}
+        self._spaces = _spaces(self._decoders)
+        self._added = set(tokenizer.get_added_vocab().values())
+
+    def of(self, token: int) -> bytes:
+        """The bytes of a token; a special one's are those of its name."""
+        text = None if self._backend is None else self._backend.id_to_token(token)
+        if text is None:
+            return str(self._tokenizer.decode([token])).encode(errors="replace")
+        if token in self._added:
+            return str(text).encode(errors="replace")
+        if "ByteLevel" in self._decoders and all(character in _BYTES for character in text):
+            return bytes(_BYTES[character] for character in text)
+        match = _BYTE.fullmatch(text) if "ByteFallback" in self._decoders else None
+        if match is not None:
+            return bytes([int(match[1], 16)])
+        if self._spaces is None:
+            return str(self._tokenizer.decode([token])).encode(errors="replace")
+        return str(text).replace(self._spaces, " ").encode(errors="replace")
+
+
+def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """What a decoder does, one after another."""
+    if decoder.get("type") == "Sequence":
+        for step in decoder["decoders"]:
+            yield from _steps(step)
+    elif "type" in decoder:
+        yield decoder
+
+
+def _spaces(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What a vocabulary of sentencepiece's writes for a space."""
+    if "Metaspace" in decoders:
+        return str(decoders["Metaspace"]["replacement"])
+    replaced = decoders.get("Replace", {})
+    pattern = replaced.get("pattern", {}).get("String")
+    return pattern if pattern and replaced.get("content") == " " else None
+
+
+def _characters() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (Radford et al., 2019)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    next_ones = count(0x100)
+    return {chr(byte if byte in printable else next(next_ones)): byte for byte in range(256)}
+
+
+_BYTES = _characters()
