@@ -105,7 +105,7 @@ def test_a_text_ends_the_answer_and_nothing_of_it_is_told(engine: Engine) -> Non
     stop = whole[3:5]
     stream = engine.submit("2+2?", SamplingParams(max_new_tokens=16, stop=(stop,)))
     pieces = list(stream)
-    assert stream.result().finish == "stop"
+    assert (stream.result().finish, stream.result().stop_text) == ("stop", stop)
     assert "".join(pieces).strip() == whole[: whole.index(stop)].strip()
 
 

@@ -142,6 +142,8 @@ class Completion:
     finish : {"stop", "length", "cancelled"}
         Whether the model or what was asked ended it, a limit, or who asked. What a limit ends may
         be within its grammar.
+    stop_text : str, optional
+        Which of the texts to stop at has ended it, where one has.
     """
 
     text: str
@@ -149,3 +151,4 @@ class Completion:
     prompt_tokens: int
     shared_tokens: int
     finish: Finish
+    stop_text: str | None = None

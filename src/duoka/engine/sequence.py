@@ -66,7 +66,7 @@ class Sequence:
         self._detokenizer = detokenizer
         self._on_event = on_event
         self._text = ""
-        self._is_cut = False
+        self._stop_text: str | None = None  # which one of them has ended it
         self._has_ended = False
         self._num_sent = 0  # characters of the text
         self._num_told = 0  # tokens
@@ -139,7 +139,7 @@ class Sequence:
 
     def finish(self, reason: Finish) -> None:
         """Tell the end of the answer."""
-        if not self._is_cut:
+        if self._stop_text is None:
             self._text += self._detokenizer.finish()
             self._is_at_stop_text()
         self._tell(len(self._text))
@@ -150,6 +150,7 @@ class Sequence:
                 prompt_tokens=len(self.prompt),
                 shared_tokens=self.shared_tokens,
                 finish=reason,
+                stop_text=self._stop_text,
             )
         )
 
@@ -166,11 +167,12 @@ class Sequence:
 
     def _is_at_stop_text(self) -> bool:
         """Whether the answer has come to a text that ends it, which is then cut off."""
-        places = [place for text in self.params.stop if (place := self._text.find(text)) >= 0]
+        found_at = [(self._text.find(text), text) for text in self.params.stop]
+        places = [(place, text) for place, text in found_at if place >= 0]
         if places:
-            self._text = self._text[: min(places)]
-            self._is_cut = True
-        return self._is_cut
+            place, self._stop_text = min(places)
+            self._text = self._text[:place]
+        return self._stop_text is not None
 
     def _num_safe(self) -> int:
         """The characters of the text that can't be the beginning of one that ends it."""
