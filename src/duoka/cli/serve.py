@@ -23,7 +23,7 @@ from .terminal import stderr, stdout
 
 if TYPE_CHECKING:
     from duoka.serve.address import Address
-    from duoka.serve.app import Service
+    from duoka.serve.service import Service
 
 _KEY_VARIABLE = "DUOKA_API_KEY"
 _LEAST_KEY_CHARACTERS = 8

@@ -101,19 +101,19 @@ def finish_reason(event: Ended) -> str:
 
 def new_id(prefix: str) -> str:
     """A name of its own for what is answered."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 def new_call(name: str) -> dict[str, Any]:
     """A call of a tool, without arguments yet."""
-    return {"id": new_id("call"), "type": "function", "function": {"name": name, "arguments": ""}}
+    return {"id": new_id("call_"), "type": "function", "function": {"name": name, "arguments": ""}}
 
 
 class ChatAnswer:
     """The forms of what is answered to a chat."""
 
     def __init__(self, model: str) -> None:
-        self._head = {"id": new_id("chatcmpl"), "created": int(time.time()), "model": model}
+        self._head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model}
 
     def whole(self, choices: Sequence[Choice], usage: Usage, *, logprobs: bool) -> dict[str, Any]:
         """All of it."""
@@ -169,7 +169,7 @@ class CompletionAnswer:
 
     def __init__(self, model: str) -> None:
         self._head = {
-            "id": new_id("cmpl"),
+            "id": new_id("cmpl-"),
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
@@ -212,13 +212,23 @@ class CompletionAnswer:
             offsets.append(self._offsets.get(number, 0))
             self._offsets[number] = offsets[-1] + len(token.text)
         return {
-            "tokens": [token.text for token in tokens],
+            "tokens": [_spelled(token.text, token.data) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {text: logprob for text, _, logprob in token.likeliest} for token in tokens
+                {_spelled(text, data): logprob for text, data, logprob in token.likeliest}
+                for token in tokens
             ],
             "text_offset": offsets,
         }
+
+
+def _spelled(text: str, data: bytes) -> str:
+    """A token as completions have it, which tell no bytes: what is no text is written out."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    return text
 
 
 def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ with quiet_libraries():
     from duoka.runtime.generate import PromptReader
 from duoka.engine.grammar import Grammar
 from duoka.errors import DuokaError, MachineError
+from duoka.models.text.token_bytes import TokenBytes
 from duoka.stages.workers import end_with_parent
 
 from .messages import (
@@ -77,6 +78,7 @@ class EngineProcess:
         )
         self._reader = PromptReader.open(checkpoint, begin.plan.workload)
         self._questions = QuestionReader(self._reader)
+        self._token_bytes = TokenBytes(self._reader.tokenizer)
         self._tell = tell
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         self._lock = threading.Lock()
@@ -131,11 +133,10 @@ class EngineProcess:
         if len(tokens) + new > limit:
             self._tell(_too_long(ask, len(tokens), new, limit))
             return
-        self._tell(Begun(number=ask.number, prompt_tokens=len(tokens)))
-        left = _Countdown(ask.n)
+        answers = _Answers(ask, self)
         for choice, chosen in enumerate(params.split(ask.n)):
             reader = question.reader(is_streamed=ask.is_streamed)
-            answer = _Answer(ask.number, choice, chosen, self, left, reader)
+            answer = _Answer(choice, chosen, answers, reader)
             stream = self._engine.submit(
                 tokens, chosen, kept_ids=question.kept_ids, on_event=answer.take
             )
@@ -145,6 +146,7 @@ class EngineProcess:
                     streams.append(stream)
             if streams is None:  # cancelled, or failed, meanwhile
                 stream.cancel()
+        answers.begin(len(tokens))
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -173,8 +175,8 @@ class EngineProcess:
         return Token(*self._spelled(choice.token), choice.logprob or 0.0, best)
 
     def _spelled(self, token: int) -> tuple[str, bytes]:
-        text = str(self._reader.tokenizer.decode([token]))
-        return text, text.encode(errors="replace")
+        data = self._token_bytes.of(token)
+        return data.decode(errors="replace"), data
 
     def _tell_status(self) -> None:
         while True:
@@ -206,74 +208,103 @@ def _too_long(ask: Ask, num_tokens: int, new_tokens: int, limit: int) -> Failed:
         number=ask.number,
         status=400,
         code="context_length_exceeded",
-        param="prompt" if ask.prompt.messages is None else "messages",
+        param=ask.prompt.field,
         text=f"the prompt has {num_tokens} tokens, and {new_tokens} new ones are asked for; there "
         f"is memory for {limit} together",
     )
 
 
-class _Countdown:
-    """How many answers of a request have not ended; the engine's thread alone changes it."""
+class _Answers:
+    """What comes of a request, told when the engine has taken all of it.
 
-    def __init__(self, number: int) -> None:
-        self.left = number
+    So what the engine refuses is an error, and no answer that breaks off.
+    """
+
+    def __init__(self, ask: Ask, process: EngineProcess) -> None:
+        self.number, self.process = ask.number, process
+        self._left = ask.n
+        self._lock = threading.Lock()
+        self._early: list[object] | None = []
+
+    def begin(self, prompt_tokens: int) -> None:
+        """Tell that it is on its way, and what has come already."""
+        with self._lock:
+            self.process.tell(Begun(number=self.number, prompt_tokens=prompt_tokens))
+            for message in self._early or ():
+                self.process.tell(message)
+            self._early = None
+
+    def tell(self, message: object) -> None:
+        """Tell what comes."""
+        with self._lock:
+            if self._early is None:
+                self.process.tell(message)
+            else:
+                self._early.append(message)
+
+    def end(self, completion: Completion | None) -> None:
+        """Note that an answer has ended; the engine's thread alone does."""
+        self._left -= 1
+        if not self._left:
+            self.process.ended(self.number, completion)
 
 
 class _Answer:
     """One of the answers to a request, as it comes."""
 
     def __init__(
-        self,
-        number: int,
-        choice: int,
-        params: SamplingParams,
-        process: EngineProcess,
-        countdown: _Countdown,
-        reader: PartReader,
+        self, choice: int, params: SamplingParams, answers: _Answers, reader: PartReader
     ) -> None:
-        self._number, self._choice, self._process = number, choice, process
-        self._reader = reader
+        self._choice, self._answers, self._reader = choice, answers, reader
         # Those of text that may still become a part of another kind.
         self._untold_tokens: list[TokenChoice] = []
+        self._num_tokens = 0
         self._tells_tokens = params.logprobs is not None
-        self._countdown = countdown
 
     def take(self, event: TextPiece | Completion | Exception) -> None:
         """See `Engine.submit`'s `on_event`."""
+        answers, number = self._answers, self._answers.number
         if isinstance(event, TextPiece):
+            self._num_tokens += len(event.tokens)
             self._untold_tokens += event.tokens
             self._tell(self._reader.feed(event.text))
             return
-        self._countdown.left -= 1
         if isinstance(event, Exception):
-            self._process.tell(failed(self._number, event))
-        else:
-            self._tell(self._reader.finish())
-            calls = event.finish == "stop" and self._reader.num_calls
-            self._process.tell(
-                Ended(
-                    number=self._number,
-                    choice=self._choice,
-                    finish="tool_calls" if calls else event.finish,
-                    new_tokens=len(event.tokens),
-                    shared_tokens=event.shared_tokens,
-                )
+            answers.tell(failed(number, event))
+            answers.end(None)
+            return
+        # Those that brought no text, or one that was cut off, are told with the rest, or alone.
+        self._untold_tokens += event.tokens[self._num_tokens :]
+        self._tell(self._reader.finish())
+        if self._untold_tokens and self._tells_tokens:
+            self._tell([("content", 0, "")])
+        calls = event.finish == "stop" and self._reader.num_calls
+        answers.tell(
+            Ended(
+                number=number,
+                choice=self._choice,
+                finish="tool_calls" if calls else event.finish,
+                new_tokens=len(event.tokens),
+                shared_tokens=event.shared_tokens,
+                stop_text=event.stop_text,
             )
-        if not self._countdown.left:
-            self._process.ended(self._number, None if isinstance(event, Exception) else event)
+        )
+        answers.end(event)
 
     def _tell(self, parts: Sequence[tuple[Kind, int, str]]) -> None:
+        answers = self._answers
         for kind, call, text in parts:
             tokens, self._untold_tokens = self._untold_tokens, []
-            self._process.tell(
+            shown = map(answers.process.token, tokens if self._tells_tokens else ())
+            answers.tell(
                 Delta(
-                    number=self._number,
+                    number=answers.number,
                     choice=self._choice,
                     kind=kind,
                     call=call,
                     text=text,
                     num_tokens=len(tokens),
-                    tokens=tuple(map(self._process.token, tokens if self._tells_tokens else ())),
+                    tokens=tuple(shown),
                 )
             )
 

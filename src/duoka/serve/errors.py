@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 _TYPES = {
@@ -14,6 +15,12 @@ _TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+_ANTHROPIC_TYPES = {
+    **_TYPES,
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+_ANTHROPIC_PATH = "/v1/messages"
 
 
 class HttpError(Exception):
@@ -58,7 +65,54 @@ class HttpError(Exception):
         return {"error": error}
 
     @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The same in Anthropic's form."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.text}}
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """What is answered to a request of this path."""
+        is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
+        return self.anthropic_body if is_anthropic else self.body
+
+    @property
     def headers(self) -> dict[str, str]:
         """What is said in headers."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
+    """The error where a body doesn't have its form, by what pydantic says of it.
+
+    What may be of several kinds is wrong in several ways; what lies deepest is told.
+    """
+    places = [_place(error, body) for error in errors]
+    deepest = max(places, key=len)
+    all_of_it = [error for error, place in zip(errors, places, strict=True) if place == deepest]
+    param = ".".join(deepest) or None
+    if all_of_it[0]["type"] == "extra_forbidden":
+        return HttpError(400, f"{param} is unknown here", code="unknown_parameter", param=param)
+    texts = dict.fromkeys(_text(error) for error in all_of_it)
+    return HttpError(400, f"{param or 'the body'}: {'; or: '.join(texts)}", param=param)
+
+
+def _text(error: Mapping[str, Any]) -> str:
+    """What is wrong, without pydantic's words for its own code."""
+    if error["type"].startswith("union_tag_"):
+        tag = error["ctx"].get("tag")
+        kind = "no type is given" if tag is None else f"the type {tag[:80]!r} is unknown"
+        return f"{kind}; known: {error['ctx'].get('expected_tags', 'see the documentation')}"
+    return str(error["msg"]).removeprefix("Value error, ")
+
+
+def _place(error: Mapping[str, Any], body: Any) -> tuple[str, ...]:
+    """Where it is in the body: pydantic also names the kinds that it has tried."""
+    loc = error["loc"][1:]
+    names = []
+    for part in loc:
+        is_key = isinstance(body, Mapping) and part in body
+        if is_key or (isinstance(body, list) and isinstance(part, int) and part < len(body)):
+            names.append(str(part))
+            body = body[part]
+    return (*names, str(loc[-1])) if error["type"] == "missing" and loc else tuple(names)

@@ -46,7 +46,7 @@ class Gate:
             self._check(scope["path"], headers)
             await self._app(scope, _Body(receive).receive, send)
         except HttpError as error:  # before anything was answered
-            await respond(send, error)
+            await respond(send, error, scope["path"])
 
     def _check(self, path: str, headers: Headers) -> None:
         length = headers.get("content-length", "0")
@@ -82,9 +82,9 @@ class _Body:
         return message
 
 
-async def respond(send: Send, error: HttpError) -> None:
-    """Answer with an error."""
-    body = json.dumps(error.body).encode()
+async def respond(send: Send, error: HttpError, path: str) -> None:
+    """Answer a request of this path with an error."""
+    body = json.dumps(error.body_for(path)).encode()
     headers = {"Content-Type": "application/json", **error.headers}
     await send(
         {

@@ -28,7 +28,10 @@ class Begin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is asked: messages of a chat in OpenAI's form, a text that goes on, or its tokens."""
+    """What is asked: messages of a chat in OpenAI's form, a text that goes on, or its tokens.
+
+    `field` is where the request has it.
+    """
 
     messages: Sequence[Mapping[str, Any]] | None = None
     text: str | None = None
@@ -36,6 +39,7 @@ class Prompt:
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool = True
+    field: str = "messages"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,8 @@ class Ended:
     finish: Literal["stop", "length", "cancelled", "tool_calls"]
     new_tokens: int
     shared_tokens: int
+    stop_text: str | None = None
+    """What was asked to end it, where that did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Source: https://platform.openai.com/docs/api-reference, and its official Python 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -15,12 +16,27 @@ from .messages import Prompt
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 256
 _MOST_CHOICES = 16
 _MOST_BIASES = 1024
-_MOST_TOP_LOGPROBS = 20
+MOST_TOP_LOGPROBS = 20
 
 Stop = str | list[str]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+
+
+def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def few_stops(stop: Stop | None) -> Stop | None:
+    """Refuse more, or longer, texts that end an answer than are looked for at each token."""
+    texts = [stop] if isinstance(stop, str) else stop or []
+    if len(texts) > _MOST_STOPS or any(len(text) > _MOST_STOP_CHARACTERS for text in texts):
+        raise ValueError(
+            f"at most {_MOST_STOPS} texts of {_MOST_STOP_CHARACTERS} characters can end it"
+        )
+    return stop
 
 
 class StreamOptions(BaseModel):
@@ -53,15 +69,7 @@ class Sampled(BaseModel):
     response_format: dict[str, Any] | None = None
     user: str | None = None
 
-    @field_validator("stop")
-    @classmethod
-    def _few_stops(cls, stop: Stop | None) -> Stop | None:
-        texts = [stop] if isinstance(stop, str) else stop or []
-        if len(texts) > _MOST_STOPS or any(len(text) > _MOST_STOP_CHARACTERS for text in texts):
-            raise ValueError(
-                f"at most {_MOST_STOPS} texts of {_MOST_STOP_CHARACTERS} characters can end it"
-            )
-        return stop
+    _few_stops = field_validator("stop")(few_stops)
 
     @property
     def most_new_tokens(self) -> int | None:
@@ -93,7 +101,7 @@ class Sampled(BaseModel):
             "logprobs": self.top,
             "response_format": self.response_format,
         }
-        return {name: value for name, value in values.items() if value is not None}
+        return without_none(values)
 
 
 class ChatRequest(Sampled):
@@ -102,7 +110,7 @@ class ChatRequest(Sampled):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -126,10 +134,15 @@ class ChatRequest(Sampled):
     @property
     def prompt(self) -> Prompt:
         """What is asked."""
+        choice = self.tool_choice or "auto"
+        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
+            raise HttpError(400, f"tool_choice {choice!r} is unknown", param="tool_choice")
+        if choice not in ("none", "auto") and not self.tools:
+            raise HttpError(400, "tool_choice needs tools", param="tool_choice")
         return Prompt(
             messages=self.messages,
             tools=self.tools or (),
-            tool_choice=self.tool_choice or "auto",
+            tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
         )
 
@@ -139,7 +152,7 @@ class CompletionRequest(Sampled):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=_MOST_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
@@ -166,7 +179,9 @@ class CompletionRequest(Sampled):
                 400, f"1 to {_MOST_CHOICES} prompts can be given, none empty", param="prompt"
             )
         return [
-            Prompt(text=prompt) if isinstance(prompt, str) else Prompt(tokens=prompt)
+            Prompt(text=prompt, field="prompt")
+            if isinstance(prompt, str)
+            else Prompt(tokens=prompt, field="prompt")
             for prompt in several
         ]
 

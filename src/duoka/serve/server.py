@@ -12,10 +12,11 @@ import uvicorn
 from duoka.errors import MachineError
 
 from .address import Address
-from .app import Service, make_app
+from .app import make_app
 from .limits import TimedProtocol
 from .messages import Begin
 from .pool import EngineLost, Pool
+from .service import Service
 
 _MOST_CONNECTIONS = 1024
 _MOST_HEADER_BYTES = 64 * 2**10

@@ -1,0 +1,111 @@
+"""Answers in Anthropic's form: blocks, and the events that tell how they grow."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from .answers import new_id
+from .errors import HttpError
+from .messages import Delta, Ended
+from .parts import PartKind, PartsAnswer, Piece
+
+_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+# Under which name Anthropic's clients get arguments back that are no JSON object.
+_NO_JSON = "INVALID_JSON"
+
+
+class MessageAnswer(PartsAnswer):
+    """One message, as it comes; `model` is its model's name."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._blocks: list[dict[str, Any]] = []
+        self._arguments = ""
+        self._message: dict[str, Any] = {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": self._blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {},
+        }
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """See `PartsAnswer`."""
+        return self._message
+
+    def failed(self, error: HttpError) -> list[Piece]:
+        """See `PartsAnswer`."""
+        return [error.anthropic_body]
+
+    def _begin(self) -> Iterator[Piece]:
+        self._message["usage"] = self._usage()
+        yield {"type": "message_start", "message": copy.deepcopy(self._message)}
+
+    def _begin_part(self, kind: PartKind, name: str) -> Iterator[Piece]:
+        block: dict[str, Any] = {"type": "text", "text": ""}
+        if kind == "tool":
+            block = {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": {}}
+            self._arguments = ""
+        elif kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        self._blocks.append(block)
+        yield self._at("content_block_start", content_block=copy.deepcopy(block))
+
+    def _add(self, kind: PartKind, delta: Delta) -> Iterator[Piece]:
+        if not delta.text:
+            return
+        block = self._blocks[-1]
+        if kind == "tool":
+            self._arguments += delta.text
+            change = {"type": "input_json_delta", "partial_json": delta.text}
+        elif kind == "reasoning":
+            block["thinking"] += delta.text
+            change = {"type": "thinking_delta", "thinking": delta.text}
+        else:
+            block["text"] += delta.text
+            change = {"type": "text_delta", "text": delta.text}
+        yield self._at("content_block_delta", delta=change)
+
+    def _end_part(self, kind: PartKind, *, is_whole: bool) -> Iterator[Piece]:
+        if kind == "tool":
+            self._blocks[-1]["input"] = _read(self._arguments)
+        yield self._at("content_block_stop")
+
+    def _end(self, event: Ended) -> Iterator[Piece]:
+        reason = "end_turn" if event.stop_text is None else "stop_sequence"
+        end = {
+            "stop_reason": _REASONS.get(event.finish, reason),
+            "stop_sequence": event.stop_text,
+        }
+        self._message |= {**end, "usage": self._usage()}
+        yield {"type": "message_delta", "delta": end, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _usage(self) -> dict[str, Any]:
+        """Its tokens; those that were in the cache are counted apart."""
+        usage = self.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.shared_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.shared_tokens,
+            "output_tokens": usage.new_tokens,
+        }
+
+    def _at(self, kind: str, **values: Any) -> Piece:
+        return {"type": kind, "index": len(self._blocks) - 1, **values}
+
+
+def _read(arguments: str) -> dict[str, Any]:
+    """The arguments of a call; what was cut is no JSON, and given back as it is."""
+    try:
+        content = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        content = None
+    return content if isinstance(content, dict) else {_NO_JSON: arguments}

@@ -1,0 +1,158 @@
+"""Answers in the form of OpenAI's responses: items, and the events that tell how they grow."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from itertools import count
+from typing import Any
+
+from .answers import chat_logprobs, new_id
+from .errors import HttpError
+from .messages import Delta, Ended
+from .parts import PartKind, PartsAnswer, Piece
+
+# The events of each kind of part, and what its text is called.
+_EVENTS = {
+    "reasoning": "response.reasoning_text",
+    "content": "response.output_text",
+    "tool": "response.function_call_arguments",
+}
+_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
+
+
+class ResponseAnswer(PartsAnswer):
+    """One response, as it comes.
+
+    Parameters
+    ----------
+    model : str
+    settings : mapping
+        What it repeats of the request.
+    has_logprobs : bool
+        Whether log-probabilities are told.
+    """
+
+    def __init__(self, model: str, settings: Mapping[str, Any], *, has_logprobs: bool) -> None:
+        super().__init__()
+        self._has_logprobs = has_logprobs
+        self._numbers = count()
+        self._output: list[dict[str, Any]] = []
+        self._response: dict[str, Any] = {
+            "id": new_id("resp_"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "output": self._output,
+            "usage": None,
+            "background": False,
+            "previous_response_id": None,
+            # What was asked of it has no effect, so there is none to tell.
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "truncation": "disabled",
+            **settings,
+        }
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """See `PartsAnswer`."""
+        return self._response
+
+    def failed(self, error: HttpError) -> list[Piece]:
+        """See `PartsAnswer`."""
+        code = _CODES.get(error.status, "server_error")
+        self._response |= {"status": "failed", "error": {"code": code, "message": error.text}}
+        return [self._whole("response.failed")]
+
+    def _begin(self) -> Iterator[Piece]:
+        yield self._whole("response.created")
+        yield self._whole("response.in_progress")
+
+    def _begin_part(self, kind: PartKind, name: str) -> Iterator[Piece]:
+        item: dict[str, Any]
+        if kind == "tool":
+            call = {"call_id": new_id("call_"), "name": name, "arguments": ""}
+            item = {"type": "function_call", "id": new_id("fc_"), **call}
+        elif kind == "reasoning":
+            item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
+        else:
+            item = {"type": "message", "id": new_id("msg_"), "role": "assistant", "content": []}
+        item["status"] = "in_progress"
+        self._output.append(item)
+        yield self._at("response.output_item.added", item=copy.deepcopy(item))
+        if kind == "tool":
+            return
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        if kind == "content":
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item["content"].append(part)
+        yield self._of_part("response.content_part.added", part=copy.deepcopy(part))
+
+    def _add(self, kind: PartKind, delta: Delta) -> Iterator[Piece]:
+        item, name = self._output[-1], f"{_EVENTS[kind]}.delta"
+        if kind == "tool":
+            item["arguments"] += delta.text
+            yield self._of_item(name, delta=delta.text)
+            return
+        part = item["content"][0]
+        part["text"] += delta.text
+        if kind == "reasoning":
+            yield self._of_part(name, delta=delta.text)
+            return
+        logprobs = chat_logprobs(delta.tokens)["content"] if self._has_logprobs else []
+        part["logprobs"] += logprobs
+        yield self._of_part(name, delta=delta.text, logprobs=logprobs)
+
+    def _end_part(self, kind: PartKind, *, is_whole: bool) -> Iterator[Piece]:
+        item, name = self._output[-1], f"{_EVENTS[kind]}.done"
+        item["status"] = "completed" if is_whole else "incomplete"
+        if kind == "tool":
+            yield self._of_item(name, name=item["name"], arguments=item["arguments"])
+        else:
+            (part,) = item["content"]
+            logprobs = {"logprobs": part["logprobs"]} if kind == "content" else {}
+            yield self._of_part(name, text=part["text"], **logprobs)
+            yield self._of_part("response.content_part.done", part=copy.deepcopy(part))
+        yield self._at("response.output_item.done", item=copy.deepcopy(item))
+
+    def _end(self, event: Ended) -> Iterator[Piece]:
+        is_whole = event.finish != "length"
+        if not self._output:  # an answer without a word is one all the same
+            yield from self._begin_part("content", "")
+            yield from self._end_part("content", is_whole=is_whole)
+        self._response["usage"] = {
+            "input_tokens": self.usage.prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": self.usage.shared_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": self.usage.new_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": self.usage.prompt_tokens + self.usage.new_tokens,
+        }
+        self._response["completed_at"] = int(time.time()) if is_whole else None
+        self._response["status"] = "completed" if is_whole else "incomplete"
+        if not is_whole:
+            self._response["incomplete_details"] = {"reason": "max_output_tokens"}
+        yield self._whole("response.completed" if is_whole else "response.incomplete")
+
+    def _whole(self, kind: str) -> Piece:
+        return self._event(kind, response=copy.deepcopy(self._response))
+
+    def _at(self, kind: str, **values: Any) -> Piece:
+        return self._event(kind, output_index=len(self._output) - 1, **values)
+
+    def _of_item(self, kind: str, **values: Any) -> Piece:
+        return self._at(kind, item_id=self._output[-1]["id"], **values)
+
+    def _of_part(self, kind: str, **values: Any) -> Piece:
+        return self._of_item(kind, content_index=0, **values)
+
+    def _event(self, kind: str, **values: Any) -> Piece:
+        return {"type": kind, "sequence_number": next(self._numbers), **values}

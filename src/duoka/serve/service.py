@@ -1,0 +1,121 @@
+"""What answers requests with the engines of a pool, whatever the form that they come in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from importlib.metadata import version
+from typing import Any
+
+from .errors import HttpError
+from .messages import Ask, Event, Prompt
+from .metrics import Metrics
+from .pool import Pool
+
+Events = AsyncGenerator[Event, None]
+"""What comes of a request."""
+# What a request begins with, for the engine that has read it before.
+_KEY_CHARACTERS = 1024
+CLOSED = 499
+"""The status, for metrics alone, where a client has gone: nginx's."""
+
+
+class Service:
+    """What answers requests with the engines of a pool.
+
+    Parameters
+    ----------
+    pool : Pool
+    model : str
+        Its name for clients.
+    has_key : bool
+        Whether they have to know a key.
+    """
+
+    def __init__(self, pool: Pool, model: str, *, has_key: bool = False) -> None:
+        self.pool = pool
+        self.model = model
+        self.has_key = has_key
+        self.metrics = Metrics(pool, model)
+
+    def check_model(self, name: str) -> None:
+        """Refuse the name of another model."""
+        if name and name != self.model:
+            raise HttpError(
+                404,
+                f"there is no model {name!r}; this is {self.model!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    async def ask(
+        self, prompt: Prompt, params: Mapping[str, Any], n: int = 1, *, is_streamed: bool
+    ) -> Events:
+        """What comes of a request for `n` answers to a prompt."""
+        content = json.dumps(prompt.messages or prompt.text or prompt.tokens)
+        ask = Ask(number=-1, prompt=prompt, params=params, n=n, is_streamed=is_streamed)
+        tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
+        watch = self.metrics.watch()
+        try:
+            events = self.pool.ask(ask, tokens, content[:_KEY_CHARACTERS])
+            async with aclosing(events):
+                async for event in events:
+                    watch.take(event)
+                    yield event
+        except HttpError as error:
+            self.metrics.failed(error.status)
+            raise
+        except (GeneratorExit, asyncio.CancelledError):
+            self.metrics.failed(CLOSED)
+            raise
+
+
+def status_of(service: Service) -> dict[str, Any]:
+    """How the engines are, for people."""
+    engines = service.pool.engines
+    plan = engines[0].begin.plan
+    known = [engine.status for engine in engines if engine.status is not None]
+    ready = next((engine.ready for engine in engines if engine.ready), None)
+    return {
+        "model": service.model,
+        "version": version("duoka"),
+        "context_tokens": plan.workload.context_tokens if ready is None else ready.context_tokens,
+        "sequences": sum(e.ready.sequences for e in engines if e.ready),
+        "images": plan.workload.images,
+        "engines": [_engine_status(engine) for engine in engines],
+        "running": sum(status.running for status in known),
+        "waiting": sum(status.waiting for status in known),
+        "pages": {
+            "total": sum(status.pages for status in known),
+            "free": sum(status.free_pages for status in known),
+        }
+        if known
+        else None,
+        "tokens_per_second": service.metrics.tokens_per_second,
+    }
+
+
+def _engine_status(engine: Any) -> dict[str, Any]:
+    plan, status = engine.begin.plan, engine.status
+    return {
+        "replica": engine.replica,
+        "state": engine.state,
+        "reason": engine.reason,
+        "devices": [
+            {
+                "name": stage.device,
+                "gpu": plan.fleet.device(stage.device).product or None,
+                "budget_bytes": stage.budget_bytes,
+                "forecast_bytes": stage.reserved_bytes,
+                "reserved_bytes": None
+                if status is None
+                else status.reserved_bytes.get(stage.device),
+                "weights_bytes": stage.weight_bytes,
+                "kv_cache_bytes": stage.kv_cache_bytes,
+                "busy_share": engine.busy_shares.get(stage.device),
+            }
+            for stage in plan.forecast.devices
+        ],
+    }
