@@ -1,0 +1,77 @@
+"""An application whose engine says what a test has written down, for what no small model says."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, cast
+
+import httpx2
+from fastapi import FastAPI
+
+from duoka.serve.app import make_app
+from duoka.serve.errors import HttpError
+from duoka.serve.messages import Ask, Begun, Delta, Ended, Event, Failed, Token
+from duoka.serve.pool import Pool
+from duoka.serve.service import Service
+
+MODEL = "scripted"
+
+
+class ScriptedPool:
+    """Answers each request with the same events; `asks` has the requests."""
+
+    engines: Sequence[Any] = ()
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+        self.asks: list[Ask] = []
+
+    async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
+        self.asks.append(ask)
+        for event in self._events:
+            if isinstance(event, Failed):
+                raise HttpError(event.status, event.text, code=event.code, param=event.param)
+            yield event
+
+
+def app_of(*events: Event, key: str | None = None) -> tuple[FastAPI, ScriptedPool]:
+    pool = ScriptedPool(events)
+    return make_app(Service(cast(Pool, pool), MODEL), key=key), pool
+
+
+def transport(app: FastAPI) -> httpx2.AsyncClient:
+    """An HTTP client of an application in this process."""
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+
+
+def begun() -> Begun:
+    return Begun(number=0, prompt_tokens=7)
+
+
+def delta(text: str, kind: Any = "content", call: int = 0) -> Delta:
+    tokens = tuple(Token(character, character.encode(), -0.5) for character in text)
+    return Delta(
+        number=0, choice=0, text=text, kind=kind, call=call, num_tokens=len(text), tokens=tokens
+    )
+
+
+def ended(finish: Any = "stop", stop_text: str | None = None) -> Ended:
+    return Ended(
+        number=0, choice=0, finish=finish, new_tokens=9, shared_tokens=3, stop_text=stop_text
+    )
+
+
+# Reasoning, text, and two calls, each in several pieces.
+CALLS = (
+    begun(),
+    delta("Let me ", "reasoning"),
+    delta("see.", "reasoning"),
+    delta("I ask "),
+    delta("two."),
+    delta("weather", "tool_name", 0),
+    delta('{"city": ', "tool_arguments", 0),
+    delta('"Beijing"}', "tool_arguments", 0),
+    delta("time", "tool_name", 1),
+    delta("{}", "tool_arguments", 1),
+    ended("tool_calls"),
+)
