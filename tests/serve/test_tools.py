@@ -1,0 +1,93 @@
+"""Calls that a request forces, of a real model: the three forms of chats tell the same call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+from served import Served
+
+PARAMETERS: Any = {
+    "type": "object",
+    "properties": {"dry": {"type": "boolean"}},
+    "required": ["dry"],
+    "additionalProperties": False,
+}
+HI: Any = [{"role": "user", "content": "hi"}]
+NAME, MOST_TOKENS = "rain", 110
+
+
+def chat_call(url: str, *, stream: bool) -> tuple[str | None, str, str | None]:
+    client = OpenAI(base_url=f"{url}/v1", api_key="x", _strict_response_validation=True)
+    function: Any = {"name": NAME, "parameters": PARAMETERS}
+    request: Any = {"model": "llama", "messages": HI, "temperature": 0}
+    request |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    request |= {"max_tokens": MOST_TOKENS, "parallel_tool_calls": False}
+    if not stream:
+        (choice,) = client.chat.completions.create(**request).choices
+        (call,) = choice.message.tool_calls or ()
+        assert call.type == "function"
+        return call.function.name, call.function.arguments, choice.finish_reason
+    names, arguments, end = [], "", None
+    for chunk in client.chat.completions.create(stream=True, **request):
+        end = chunk.choices[0].finish_reason
+        for piece in chunk.choices[0].delta.tool_calls or ():
+            assert piece.function is not None
+            names += [piece.function.name] if piece.function.name else []
+            arguments += piece.function.arguments or ""
+    (name,) = names
+    return name, arguments, end
+
+
+def response_call(url: str, *, stream: bool) -> tuple[str, str, str | None]:
+    client = OpenAI(base_url=f"{url}/v1", api_key="x", _strict_response_validation=True)
+    tool: Any = {"type": "function", "name": NAME, "parameters": PARAMETERS, "strict": True}
+    request: Any = {"model": "llama", "input": "hi", "temperature": 0, "tools": [tool]}
+    request |= {"tool_choice": {"type": "function", "name": NAME}, "parallel_tool_calls": False}
+    request |= {"max_output_tokens": MOST_TOKENS}
+    if stream:
+        events = list(client.responses.create(stream=True, **request))
+        answer: Any = events[-1]
+        answer = answer.response
+        deltas = [event for event in events if event.type.endswith("arguments.delta")]
+        assert len(deltas) > 1
+    else:
+        answer = client.responses.create(**request)
+    (item,) = answer.output
+    return item.name, item.arguments, answer.status
+
+
+def message_call(url: str, *, stream: bool) -> tuple[str, str, str | None]:
+    client = Anthropic(base_url=url, api_key="x", _strict_response_validation=True)
+    request: Any = {"model": "llama", "messages": HI, "max_tokens": MOST_TOKENS}
+    request |= {"tools": [{"name": NAME, "input_schema": PARAMETERS}]}
+    request |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    request |= {"extra_body": {"temperature": 0}}
+    if stream:
+        with client.messages.stream(**request) as events:
+            answer = events.get_final_message()
+    else:
+        answer = client.messages.create(**request)
+    (block,) = answer.content
+    assert block.type == "tool_use"
+    return block.name, json.dumps(block.input), answer.stop_reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_is_told_in_every_form(served: Served, stream: bool) -> None:
+    chat = chat_call(served.url, stream=stream)
+    response = response_call(served.url, stream=stream)
+    message = message_call(served.url, stream=stream)
+    arguments = json.loads(chat[1])
+    assert arguments.keys() == {"dry"}
+    assert isinstance(arguments["dry"], bool)
+    assert [json.loads(call[1]) for call in (response, message)] == [arguments] * 2
+    assert [call[0] for call in (chat, response, message)] == [NAME] * 3
+    assert [call[2] for call in (chat, response, message)] == [
+        "tool_calls",
+        "completed",
+        "tool_use",
+    ]
