@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import anthropic
@@ -302,19 +302,21 @@ def test_a_body_that_is_too_large_is_refused_in_the_form_of_its_path() -> None:
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> Anthropic:
-    return Anthropic(
+def client(served: Served) -> Iterator[Anthropic]:
+    with Anthropic(
         base_url=served.url, api_key="x", max_retries=0, _strict_response_validation=True
-    )
+    ) as client:
+        yield client
 
 
 GREEDY: Any = {"temperature": 0}
 
 
 def test_a_real_model_answers(served: Served, client: Anthropic) -> None:
-    chat = openai.OpenAI(base_url=f"{served.url}/v1", api_key="x").chat.completions.create(
-        model=served.model, messages=HI, max_tokens=12, temperature=0
-    )
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="x") as other:
+        chat = other.chat.completions.create(
+            model=served.model, messages=HI, max_tokens=12, temperature=0
+        )
     whole = client.messages.create(
         model=served.model, max_tokens=12, messages=HI, extra_body=GREEDY
     )

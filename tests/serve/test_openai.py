@@ -56,13 +56,14 @@ def engine(llama: Path) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def client(served: Served) -> OpenAI:
-    return OpenAI(
+def client(served: Served) -> Iterator[OpenAI]:
+    with OpenAI(
         base_url=f"{served.url}/v1",
         api_key="x",
         max_retries=0,
         _strict_response_validation=True,
-    )
+    ) as client:
+        yield client
 
 
 def chat_answers(engine: Engine, n: int = 1, **params: Any) -> list[EngineCompletion]:
@@ -89,8 +90,8 @@ def continued(client: OpenAI, **request: Any) -> list[Any]:
     why it ended; of the pieces of a stream that its server sends, the last one alone has. Ours are
     like those.
     """
-    loose = OpenAI(base_url=client.base_url, api_key="x", max_retries=0)
-    chunks = list(loose.completions.create(stream=True, **request))
+    with OpenAI(base_url=client.base_url, api_key="x", max_retries=0) as loose:
+        chunks = list(loose.completions.create(stream=True, **request))
     for chunk in chunks:
         content = chunk.model_dump(exclude_unset=True)
         for choice in content["choices"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import openai
@@ -275,13 +275,18 @@ def test_unknown_fields_are_refused() -> None:
     assert (caught.value.code, caught.value.param) == ("unknown_parameter", "logit_bias")
 
 
-def test_a_real_model_answers(served: Served) -> None:
-    client = OpenAI(
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[OpenAI]:
+    with OpenAI(
         base_url=f"{served.url}/v1",
         api_key="x",
         max_retries=0,
         _strict_response_validation=True,
-    )
+    ) as client:
+        yield client
+
+
+def test_a_real_model_answers(served: Served, client: OpenAI) -> None:
     said: Any = [{"role": "user", "content": "hi"}]
     chat = client.chat.completions.create(
         model=served.model, messages=said, max_tokens=12, temperature=0, logprobs=True
@@ -301,8 +306,7 @@ def test_a_real_model_answers(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_too_long_is_refused(served: Served, stream: bool) -> None:
-    client = OpenAI(base_url=f"{served.url}/v1", api_key="x", max_retries=0)
+def test_what_is_too_long_is_refused(served: Served, client: OpenAI, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError, match="203 tokens") as caught:
         client.responses.create(
             model=served.model, input="hi" * 100, max_output_tokens=5, stream=stream

@@ -20,8 +20,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 NAME, MOST_TOKENS = "rain", 110
 
 
-def chat_call(url: str, *, stream: bool) -> tuple[str | None, str, str | None]:
-    client = OpenAI(base_url=f"{url}/v1", api_key="x", _strict_response_validation=True)
+def chat_call(client: OpenAI, *, stream: bool) -> tuple[str | None, str, str | None]:
     function: Any = {"name": NAME, "parameters": PARAMETERS}
     request: Any = {"model": "llama", "messages": HI, "temperature": 0}
     request |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
@@ -42,8 +41,7 @@ def chat_call(url: str, *, stream: bool) -> tuple[str | None, str, str | None]:
     return name, arguments, end
 
 
-def response_call(url: str, *, stream: bool) -> tuple[str, str, str | None]:
-    client = OpenAI(base_url=f"{url}/v1", api_key="x", _strict_response_validation=True)
+def response_call(client: OpenAI, *, stream: bool) -> tuple[str, str, str | None]:
     tool: Any = {"type": "function", "name": NAME, "parameters": PARAMETERS, "strict": True}
     request: Any = {"model": "llama", "input": "hi", "temperature": 0, "tools": [tool]}
     request |= {"tool_choice": {"type": "function", "name": NAME}, "parallel_tool_calls": False}
@@ -60,8 +58,7 @@ def response_call(url: str, *, stream: bool) -> tuple[str, str, str | None]:
     return item.name, item.arguments, answer.status
 
 
-def message_call(url: str, *, stream: bool) -> tuple[str, str, str | None]:
-    client = Anthropic(base_url=url, api_key="x", _strict_response_validation=True)
+def message_call(client: Anthropic, *, stream: bool) -> tuple[str, str, str | None]:
     request: Any = {"model": "llama", "messages": HI, "max_tokens": MOST_TOKENS}
     request |= {"tools": [{"name": NAME, "input_schema": PARAMETERS}]}
     request |= {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
@@ -78,9 +75,13 @@ def message_call(url: str, *, stream: bool) -> tuple[str, str, str | None]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_told_in_every_form(served: Served, stream: bool) -> None:
-    chat = chat_call(served.url, stream=stream)
-    response = response_call(served.url, stream=stream)
-    message = message_call(served.url, stream=stream)
+    with OpenAI(
+        base_url=f"{served.url}/v1", api_key="x", _strict_response_validation=True
+    ) as client:
+        chat = chat_call(client, stream=stream)
+        response = response_call(client, stream=stream)
+    with Anthropic(base_url=served.url, api_key="x", _strict_response_validation=True) as anthropic:
+        message = message_call(anthropic, stream=stream)
     arguments = json.loads(chat[1])
     assert arguments.keys() == {"dry"}
     assert isinstance(arguments["dry"], bool)
