@@ -330,6 +330,9 @@ def num_embeddings(model: PreTrainedModel) -> int | None:
 
 def refuse_beyond(tokens: Iterable[int], rows: int | None) -> None:
     """Refuse tokens that an embedding has no rows for."""
+    tokens = list(tokens)
+    if min(tokens) < 0:
+        raise UsageError(f"token {min(tokens)} is none: tokens are numbers from 0")
     largest = max(tokens)
     if rows is not None and largest >= rows:
         raise beyond_embedding(largest, rows)

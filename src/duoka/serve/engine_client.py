@@ -41,6 +41,7 @@ _MOST_DEATHS = 3
 _DEATHS_SECONDS = 600.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
 _GRACE_SECONDS = 5.0
+_MOST_COUNTS = 64
 
 
 class EngineClient:
@@ -69,6 +70,7 @@ class EngineClient:
         self._open: dict[int, asyncio.Queue[Event]] = {}
         self._tokens: dict[int, int] = {}
         self._numbers = count()
+        self._num_counts = 0
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
@@ -137,6 +139,16 @@ class EngineClient:
 
     async def count(self, message: Count | Spell) -> Counted:
         """The tokens of a prompt, or the text of some."""
+        if self._num_counts >= _MOST_COUNTS:
+            text = f"{_MOST_COUNTS} texts are counted or spelled already"
+            raise HttpError(429, text, code="queue_full", retry_after=1)
+        self._num_counts += 1
+        try:
+            return await self._count(message)
+        finally:
+            self._num_counts -= 1
+
+    async def _count(self, message: Count | Spell) -> Counted:
         number = next(self._numbers)
         queue = self._submit(number, replace(message, number=number), 0)
         try:

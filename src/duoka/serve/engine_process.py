@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -27,7 +27,7 @@ with quiet_libraries():
     from duoka.engine.request import Completion, TextPiece, TokenChoice
     from duoka.runtime.generate import PromptReader
 from duoka.engine.grammar import Grammar
-from duoka.errors import DuokaError, MachineError
+from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.token_bytes import TokenBytes
 from duoka.stages.workers import end_with_parent
 
@@ -50,7 +50,7 @@ from .messages import (
     packed,
     read,
 )
-from .questions import PartReader, QuestionReader
+from .questions import PartReader, Question, QuestionReader
 
 _PROMPT_THREADS = 4
 _STATUS_SECONDS = 0.5
@@ -79,6 +79,7 @@ class EngineProcess:
         self._reader = PromptReader.open(checkpoint, begin.plan.workload)
         self._questions = QuestionReader(self._reader)
         self._token_bytes = TokenBytes(self._reader.tokenizer)
+        self._longest_token = max(map(len, self._reader.tokenizer.get_vocab()))
         self._tell = tell
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         self._lock = threading.Lock()
@@ -112,7 +113,7 @@ class EngineProcess:
             if isinstance(message, Ask):
                 self._ask(message)
             elif isinstance(message, Count):
-                tokens = self._questions.read(message.prompt).tokens
+                tokens = self._question(message.prompt).tokens
                 self._tell(Counted(number=message.number, tokens=list(tokens)))
             else:
                 text = self._reader.tokenizer.decode(list(message.tokens))
@@ -124,7 +125,7 @@ class EngineProcess:
         values = dict(ask.params)
         form = values.pop("response_format", None)
         grammar = None if form is None else Grammar.from_response_format(form)
-        question = self._questions.read(ask.prompt, grammar)
+        question = self._question(ask.prompt, grammar)
         tokens = question.tokens
         values["grammar"] = question.grammar
         params = SamplingParams.recommended(self._generation_config, **values)
@@ -147,6 +148,17 @@ class EngineProcess:
             if streams is None:  # cancelled, or failed, meanwhile
                 stream.cancel()
         answers.begin(len(tokens))
+
+    def _question(self, prompt: Prompt, grammar: Grammar | None = None) -> Question:
+        """Read a prompt; what can't fit is refused before it is counted, which takes minutes."""
+        limit = self._engine.capacity.context_tokens
+        number = sum(len(text) for text in _texts(prompt))
+        if number > limit * self._longest_token:
+            raise _EndlessPrompt(
+                f"the prompt has {number} characters, and {limit} tokens, for which there is "
+                f"memory, have at most {self._longest_token} each"
+            )
+        return self._questions.read(prompt, grammar)
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -201,6 +213,22 @@ class EngineProcess:
                 )
             )
             time.sleep(_STATUS_SECONDS)
+
+
+class _EndlessPrompt(UsageError):
+    """A prompt that is too long, whatever its tokens are."""
+
+
+def _texts(prompt: Prompt) -> Iterator[str]:
+    """The texts that a prompt is made of."""
+    if prompt.text is not None:
+        yield prompt.text
+    for message in prompt.messages or ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else [{"text": content}]:
+            text = part.get("text") if isinstance(part, Mapping) else None
+            if isinstance(text, str):
+                yield text
 
 
 def _too_long(ask: Ask, num_tokens: int, new_tokens: int, limit: int) -> Failed:
@@ -319,7 +347,10 @@ def failed(number: int, error: Exception) -> Failed:
         else f"{type(error).__name__}: {str(error)[:300]}"
     )
     return Failed(
-        number=number, status=400 if is_theirs else 500, text=f"{text}; {hint}" if hint else text
+        number=number,
+        status=400 if is_theirs else 500,
+        text=f"{text}; {hint}" if hint else text,
+        code="context_length_exceeded" if isinstance(error, _EndlessPrompt) else None,
     )
 
 

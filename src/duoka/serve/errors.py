@@ -23,6 +23,10 @@ _ANTHROPIC_TYPES = {
 _ANTHROPIC_PATH = "/v1/messages"
 
 
+# Of what a client sent, which an error repeats.
+_MOST_CHARACTERS, _MOST_PARAM_CHARACTERS = 1500, 200
+
+
 class HttpError(Exception):
     """A request that isn't answered: its status, and what its body says.
 
@@ -46,17 +50,18 @@ class HttpError(Exception):
         param: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(text)
+        super().__init__(text[:_MOST_CHARACTERS])
         self.status = status
-        self.text = text
+        self.text = text[:_MOST_CHARACTERS]
         self.code = code
-        self.param = param
+        self.param = param and param[:_MOST_PARAM_CHARACTERS]
         self.retry_after = retry_after
 
     @property
     def kind(self) -> str:
         """OpenAI's type of the error."""
-        return _TYPES.get(self.status, "server_error")
+        is_theirs = 400 <= self.status < 500
+        return _TYPES.get(self.status, "invalid_request_error" if is_theirs else "server_error")
 
     @property
     def body(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import hmac
 import json
+import re
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -15,15 +16,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .errors import HttpError
 
 MOST_BODY_BYTES = 32 * 2**20
-_BODY_SECONDS = 30.0
+_MOST_HELD_BYTES = 512 * 2**20
+# A body may take so long, and a second more for each so many of its bytes.
+_BODY_SECONDS, _LEAST_BYTES_PER_SECOND = 30.0, 16 * 2**10
 _HEADER_SECONDS = 15.0
+_TAKE_SECONDS = 30.0
 SEND_SECONDS = 60.0
 """After so long a client that takes nothing has gone."""
+MOST_CONNECTIONS = 1024
+# Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
+_MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
+_NEXT_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{}])', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SLOW_CHECK_BYTES = 2**18
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\n"
+    b"Connection: close\r\nContent-Length: %d\r\n\r\n%s"
+)
 _OPEN = ("/health", "/ready", "/version", "/", "/favicon.ico")
 
 
 class Gate:
     """Lets a request in that has the key, and a body that comes in time and isn't too large.
+
+    A body is read before anything else sees it, and none whose JSON would be costly is parsed.
 
     Parameters
     ----------
@@ -35,23 +51,35 @@ class Gate:
     def __init__(self, app: ASGIApp, key: str | None = None) -> None:
         self._app = app
         self._digest = None if key is None else _digest(key)
+        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        body = _Body(self, receive)
         try:
-            self._check(scope["path"], headers)
-            await self._app(scope, _Body(receive).receive, send)
+            self._check(scope["path"], Headers(scope=scope))
+            if await body.read():
+                await self._app(scope, body.receive, send)
         except HttpError as error:  # before anything was answered
             await respond(send, error, scope["path"])
+        finally:
+            self._held_bytes -= body.num_bytes
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes of bodies that are in memory."""
+        if self._held_bytes + num_bytes > _MOST_HELD_BYTES:
+            text = f"requests of {self._held_bytes // 2**20} MiB are on their way"
+            raise HttpError(503, text, code="overloaded", retry_after=5)
+        self._held_bytes += num_bytes
 
     def _check(self, path: str, headers: Headers) -> None:
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > MOST_BODY_BYTES:
+        if int(headers.get("content-length", "0")) > MOST_BODY_BYTES:  # digits: see h11
             raise _too_large()
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            raise HttpError(415, "a body is taken without Content-Encoding alone")
         if self._digest is None or path in _OPEN or path.startswith("/page/"):
             return
         kind, _, said = headers.get("authorization", "").partition(" ")
@@ -63,23 +91,73 @@ class Gate:
 class _Body:
     """What a client sends, up to a limit and in time."""
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, gate: Gate, receive: Receive) -> None:
+        self._gate = gate
         self._receive = receive
-        self._num_bytes = 0
-        self._is_whole = False
+        self._whole: Message | None = None
+        self.num_bytes = 0
+
+    async def read(self) -> bool:
+        """Take all of it; whether the client is still there then."""
+        parts: list[bytes] = []
+        begin = asyncio.get_running_loop().time()
+        while True:
+            end = begin + _BODY_SECONDS + self.num_bytes / _LEAST_BYTES_PER_SECOND
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await self._receive()
+            except TimeoutError as error:
+                text = f"{self.num_bytes} bytes of the body came within {end - begin:.0f} s"
+                raise HttpError(408, text) from error
+            if message["type"] != "http.request":
+                return False
+            parts.append(message.get("body", b""))
+            if self.num_bytes + len(parts[-1]) > MOST_BODY_BYTES:
+                raise _too_large()
+            self._gate.hold(len(parts[-1]))
+            self.num_bytes += len(parts[-1])
+            if not message.get("more_body", False):
+                break
+        body = b"".join(parts)
+        if len(body) < _SLOW_CHECK_BYTES:
+            check_json(body)
+        else:
+            await asyncio.to_thread(check_json, body)
+        self._whole = {"type": "http.request", "body": body, "more_body": False}
+        return True
 
     async def receive(self) -> Message:
-        if self._is_whole:  # only its going away is waited for, as long as it takes
-            return await self._receive()
+        """All of it once; then the client's going away, as long as it takes."""
+        message, self._whole = self._whole, None
+        return await self._receive() if message is None else message
+
+
+def check_json(body: bytes) -> None:
+    """Refuse what costs too much to parse or to hand on, should it be JSON.
+
+    Raises
+    ------
+    HttpError
+        If it is nested too deeply, has too many values, or half of a surrogate pair.
+    """
+    if body.count(b",") > _MOST_COMMAS:
+        raise HttpError(400, f"the body has more than {_MOST_COMMAS:,} commas", code="too_large")
+    place = depth = number = 0
+    while bracket := _NEXT_BRACKET.match(body, place):
+        place, opens = bracket.end(), bracket[1] in b"[{"
+        depth += 1 if opens else -1
+        number += opens
+        if depth > _MOST_DEPTH or number > _MOST_NESTS:
+            text = f"{_MOST_DEPTH} objects and lists in one another, or {_MOST_NESTS:,} in all"
+            raise HttpError(400, f"the body has more than {text}", code="too_large")
+    if _SURROGATE.search(body):
         try:
-            message = await asyncio.wait_for(self._receive(), _BODY_SECONDS)
-        except TimeoutError as error:
-            raise HttpError(408, f"the body didn't come within {_BODY_SECONDS:.0f} s") from error
-        self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > MOST_BODY_BYTES:
-            raise _too_large()
-        self._is_whole = not message.get("more_body", False)
-        return message
+            json.dumps(json.loads(body), ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            text = "a text of the body has half of a surrogate pair: send UTF-8"
+            raise HttpError(400, text) from None
+        except ValueError:  # who parses it says why
+            return
 
 
 async def respond(send: Send, error: HttpError, path: str) -> None:
@@ -97,26 +175,67 @@ async def respond(send: Send, error: HttpError, path: str) -> None:
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP, on connections whose next request has to be there in time."""
+    """HTTP, on connections whose requests come in time, and whose answers are taken in time."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+    _take_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        self._timer = self.loop.call_later(_HEADER_SECONDS, self._close_idle)
+        self._header_timer = self.loop.call_later(_HEADER_SECONDS, transport.abort)
+        if len(self.connections) > MOST_CONNECTIONS:
+            error = HttpError(503, f"{MOST_CONNECTIONS} connections are open", code="overloaded")
+            body = json.dumps(error.body).encode()
+            transport.write(_BUSY % (len(body), body))
+            transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._timer.cancel()
+        self._stop("_header_timer")
+        self._stop("_take_timer")
         super().connection_lost(exc)
 
-    def handle_events(self) -> None:
-        """See uvicorn."""
-        super().handle_events()
-        if self.cycle is not None:  # its headers are there; between requests uvicorn has a timer
-            self._timer.cancel()
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        super().data_received(data)
+        if self._is_answering:
+            self._stop("_header_timer")
+        elif self._header_timer is None:  # uvicorn's own ends with the first byte
+            self._header_timer = self.loop.call_later(_HEADER_SECONDS, self.transport.abort)
 
-    def _close_idle(self) -> None:
-        self.transport.close()
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().pause_writing()
+        self._stop("_take_timer")
+        self._take_timer = self.loop.call_later(_TAKE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        self._stop("_take_timer")
+        super().resume_writing()
+
+    def on_response_complete(self) -> None:
+        """See uvicorn."""
+        super().on_response_complete()
+        if self.transport.get_write_buffer_size() and self._take_timer is None:
+            self._take_timer = self.loop.call_later(_TAKE_SECONDS, self._let_go)
+
+    def _let_go(self) -> None:
+        """End a connection where an answer's rest wasn't taken, which closing waits for."""
+        self._take_timer = None
+        if self.transport.get_write_buffer_size() and not self._is_answering:
+            self.transport.abort()
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _stop(self, name: str) -> None:
+        timer: asyncio.TimerHandle | None = getattr(self, name)
+        if timer is not None:
+            timer.cancel()
+            setattr(self, name, None)
 
 
 def _digest(key: str) -> bytes:

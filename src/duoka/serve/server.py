@@ -18,7 +18,6 @@ from .messages import Begin
 from .pool import EngineLost, Pool
 from .service import Service
 
-_MOST_CONNECTIONS = 1024
 _MOST_HEADER_BYTES = 64 * 2**10
 _DRAIN_SECONDS = 120
 
@@ -92,7 +91,8 @@ async def _serve(
 
 
 def _config(service: Service, address: Address) -> uvicorn.Config:
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    # Each malformed request would be a line.
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
         make_app(service, key=address.key),
         http=TimedProtocol,
@@ -101,7 +101,6 @@ def _config(service: Service, address: Address) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        limit_concurrency=_MOST_CONNECTIONS,
         h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=_DRAIN_SECONDS,
