@@ -349,7 +349,7 @@ def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
             given_options(options, "sequences"), "a plan for one batch", "say --serve as well"
         )
         return
-    names = "batch", "images", "replicas", "offload"
+    names = "batch", "images", "offload"
     refuse_beside(
         [*given_options(options, *names), *(["--train"] if training else [])],
         "--serve",

@@ -75,6 +75,7 @@ def _summary(copies: Replicas) -> Iterator[str]:
         "headroom": f"at least {format_bytes(round(copies.value))} stay free on each GPU",
         "latency": f"a request takes {copies.value:.3g} s on the slowest",
         "throughput": f"{copies.value:.3g} requests a second together",
+        "pages": f"{round(copies.value):,} pages of KV cache together",
     }[copies.objective]
     yield f"{format_copies(number)}: {what}"
     if copies.idle:

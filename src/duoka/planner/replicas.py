@@ -7,7 +7,7 @@ the objective; the user's order. The optimum over all ways to deal the devices i
 dynamic programme over what is left of each kind of device; those that can be exchanged are counted.
 
 What is optimised is the headroom of the tightest group, the latency of the slowest, or the
-throughput of all together. It knows nothing of how copies share their work.
+throughput or the pages of all together. It knows nothing of how copies share their work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Replicas:
 
     They are in the order of the first of them; the devices that no group uses are `idle`. `value`
     is bytes free on the tightest device of all; seconds of the slowest group; or requests a second
-    of all groups.
+    or pages of all groups.
     """
 
     plans: tuple[Plan, ...]
@@ -277,14 +277,14 @@ class _Dealer:
 
     def _worth(self, plan: Plan) -> float:
         """What a group adds, to be made large."""
-        if self._objective == "headroom":
+        if self._objective in ("headroom", "pages"):
             return plan.value
         return -plan.value if self._objective == "latency" else 1.0 / plan.value
 
     @property
     def _join(self) -> Callable[[Sequence[float]], float]:
         """What groups are worth together: as much as the worst, or all of it."""
-        if self._objective == "throughput":
+        if self._objective in ("throughput", "pages"):
             return math.fsum
         return lambda values: min(values, default=math.inf)
 

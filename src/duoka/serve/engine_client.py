@@ -42,6 +42,7 @@ _DEATHS_SECONDS = 600.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
 _GRACE_SECONDS = 5.0
 _MOST_COUNTS = 64
+_RETRY_SECONDS = 5
 
 
 class EngineClient:
@@ -112,7 +113,8 @@ class EngineClient:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
         finally:
-            await self._lose(None)
+            if self._process is not None:  # the server ends
+                await self._lose(None)
 
     async def ask(self, ask: Ask, tokens: int) -> AsyncGenerator[Event, None]:
         """What comes of a request that may take so many tokens.
@@ -129,7 +131,7 @@ class EngineClient:
             while left:
                 event = await queue.get()
                 if isinstance(event, Failed):
-                    raise HttpError(event.status, event.text, code=event.code, param=event.param)
+                    raise _error_of(event)
                 left -= isinstance(event, Ended)
                 yield event
         finally:
@@ -158,7 +160,7 @@ class EngineClient:
         if isinstance(event, Counted):
             return event
         assert isinstance(event, Failed), "nothing else comes of it"
-        raise HttpError(event.status, event.text, code=event.code, param=event.param)
+        raise _error_of(event)
 
     def _submit(self, number: int, message: object, tokens: int) -> asyncio.Queue[Event]:
         if self._writer is None or self.state != "ready":
@@ -221,12 +223,14 @@ class EngineClient:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        self.status, self.busy_shares = None, {}
+        if self.state == "ready":  # nothing new comes here while its process is being ended
+            self.state = "restarting"
         code = await asyncio.to_thread(self._end)
         self.reason = broken.text if broken is not None else _how(code)
         for number, queue in self._open.items():
             text = f"the engine has ended, and this answer with it: {self.reason}"
             queue.put_nowait(Failed(number=number, status=503, text=text, code="engine_died"))
-        self.status = None
 
     def _end(self) -> int | None:
         """Let nothing of the process be left; its exit code."""
@@ -247,7 +251,14 @@ class EngineClient:
 def not_ready(reason: str | None) -> HttpError:
     """The error where no engine answers."""
     text = "the engine is being started" + (f": {reason}" if reason else "")
-    return HttpError(503, text, code="engine_not_ready", retry_after=5)
+    return HttpError(503, text, code="engine_not_ready", retry_after=_RETRY_SECONDS)
+
+
+def _error_of(event: Failed) -> HttpError:
+    after = _RETRY_SECONDS if event.status == 503 else None
+    return HttpError(
+        event.status, event.text, code=event.code, param=event.param, retry_after=after
+    )
 
 
 def _how(code: int | None) -> str:

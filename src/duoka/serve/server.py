@@ -78,6 +78,7 @@ async def _serve(
         server = uvicorn.Server(_config(service, address))
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
+        bound.listen()  # who reads the address asks at once
         on_ready(service, f"http://{shown}:{port}")
         watch = asyncio.create_task(_until_failed(pool, server))
         await server.serve(sockets=[bound])
@@ -87,6 +88,8 @@ async def _serve(
     except EngineLost as error:
         raise EngineFailure(str(error), error.code) from error
     finally:
+        # Who asked a second time waits for nobody; an answer that is cut off is no error then.
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
         await pool.close()
 
 

@@ -1,0 +1,173 @@
+"""A server's life: engines that die or can't be opened, signals, and an end that leaves nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from abuse import CHAT, children, connect, exchange, look, message_of, settled
+from served import Served, serving
+
+LONG = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 100}
+STREAM = {**LONG, "stream": True}
+GPUS = ["--gpus", "virtual:1x256MiB", "--context", "128", "--sequences", "4"]
+_PATIENCE_SECONDS = 120
+_ENGINE_LOST = 12
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait for something; fail where it doesn't come."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < end, "it doesn't come"
+        time.sleep(0.02)
+
+
+def is_there(process: int) -> bool:
+    """Whether a process runs; one that has ended and isn't collected doesn't."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def engine_of(served: Served) -> int:
+    """Its process, as soon as it is there."""
+    until(lambda: bool(children(served.process.pid)))
+    return children(served.process.pid)[0]
+
+
+async def asked(url: str, engine: int, number: int) -> list[tuple[int, bytes]]:
+    """What clients see whose engine is killed when all are on their way."""
+
+    def ask(at: int) -> asyncio.Task[tuple[int, bytes]]:
+        # None begins like another: where there are two engines, both have some.
+        said = [{"role": "user", "content": f"{at}, {at}"}]
+        body = {**(STREAM if at % 2 else LONG), "messages": said}
+        return asyncio.create_task(exchange(url, message_of(CHAT, body)))
+
+    tasks = [ask(at) for at in range(number)]
+    while (await asyncio.to_thread(look, url))["running"] < 2:
+        assert not all(task.done() for task in tasks), "the answers have ended too early"
+        tasks.append(ask(len(tasks)))
+        await asyncio.sleep(0.05)
+    os.kill(engine, signal.SIGKILL)
+    return await asyncio.gather(*tasks)
+
+
+def test_an_engine_that_dies_is_told_and_started_again(llama: Path, tmp_path: Path) -> None:
+    with serving(llama, tmp_path / "log") as served:
+        first = engine_of(served)
+        answers = asyncio.run(asked(served.url, first, 12))
+        cut = [answer for code, answer in answers if code == 200 and b"[DONE]" not in answer]
+        lost = [answer for code, answer in answers if code == 503]
+        assert lost
+        streams = [answer for answer in cut if b"event-stream" in answer]
+        assert streams
+        for answer in (*streams, *lost):
+            assert b'"engine_died"' in answer
+            assert b"signal 9" in answer
+        assert all(b"retry-after: 5" in answer.lower() for answer in lost)
+        until(lambda: look(served.url)["engines"][0]["state"] == "ready")
+        status = settled(served.url)
+        assert status["pages"]["free"] == status["pages"]["total"]
+        assert asyncio.run(exchange(served.url, message_of(CHAT, LONG)))[0] == 200
+        assert not is_there(first)
+        for _ in range(2):  # the third death is the last
+            os.kill(engine_of(served), signal.SIGKILL)
+            until(lambda: served.process.poll() is not None or not children(served.process.pid))
+        assert served.process.wait(_PATIENCE_SECONDS) == _ENGINE_LOST
+    log = served.log.read_text()
+    assert "3 times within ten minutes" in log
+    assert "signal 9" in log
+    assert "Traceback" not in log
+
+
+async def drained(served: Served, *signals: signal.Signals) -> tuple[bytes, bool]:
+    """What an open stream gets when the server is told to stop; whether a new client gets in."""
+    reader, writer = await connect(served.url)
+    head = message_of(CHAT, {**STREAM, "n": 4})
+    writer.write(head)
+    begin = await reader.readuntil(b'"content": ')
+    served.process.send_signal(signals[0])
+    is_refused = False
+    for _ in range(100):
+        try:
+            (await connect(served.url))[1].close()
+        except ConnectionError:
+            is_refused = True
+            break
+        await asyncio.sleep(0.05)
+    for again in signals[1:]:
+        served.process.send_signal(again)
+    rest = await reader.read(-1)
+    writer.close()
+    return begin + rest, is_refused
+
+
+def test_sigterm_lets_open_answers_end(llama: Path, tmp_path: Path) -> None:
+    with serving(llama, tmp_path / "log") as served:
+        engine = engine_of(served)
+        answer, is_refused = asyncio.run(drained(served, signal.SIGTERM))
+        assert is_refused
+        assert answer.count(b'"finish_reason": "length"') == 4
+        assert b"[DONE]" in answer
+        assert served.process.wait(_PATIENCE_SECONDS) == 128 + signal.SIGTERM
+        assert not is_there(engine)
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_a_second_ctrl_c_waits_for_nobody(llama: Path, tmp_path: Path) -> None:
+    with serving(llama, tmp_path / "log") as served:
+        engine = engine_of(served)
+        asyncio.run(drained(served, signal.SIGINT, signal.SIGINT))
+        assert served.process.wait(_PATIENCE_SECONDS) == 128 + signal.SIGINT
+        until(lambda: not is_there(engine))
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_no_engine_outlives_a_server_that_is_killed(llama: Path, tmp_path: Path) -> None:
+    with serving(llama, tmp_path / "log") as served:
+        engine = engine_of(served)
+        served.process.kill()
+        served.process.wait()
+        until(lambda: not is_there(engine))
+
+
+def test_an_engine_that_cant_be_opened_ends_the_server(llama: Path, tmp_path: Path) -> None:
+    program = "from duoka.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", str(llama), *GPUS, "--port", "0"]
+    done = subprocess.run(
+        [*command, "--adapter", str(tmp_path / "nothing")],
+        capture_output=True,
+        text=True,
+        timeout=_PATIENCE_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 4, done.stderr
+    assert "holds no adapter" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_a_copy_that_dies_loses_its_own_requests_alone(llama: Path, tmp_path: Path) -> None:
+    gpus = ["--gpus", "virtual:2x256MiB", "--replicas", "2", *GPUS[2:]]
+    with serving(llama, tmp_path / "log", gpus=gpus) as served:
+        engine = engine_of(served)
+        answers = asyncio.run(asked(served.url, engine, 12))
+        died = [answer for _, answer in answers if b"engine_died" in answer]
+        ended = [answer for _, answer in answers if b'"length"' in answer]
+        assert died
+        assert ended
+        assert len(died) + len(ended) == len(answers)
+        assert look(served.url, "/ready") is None  # the other answers meanwhile
+        assert asyncio.run(exchange(served.url, message_of(CHAT, LONG)))[0] == 200
+        until(lambda: all(e["state"] == "ready" for e in look(served.url)["engines"]))
+        settled(served.url)
