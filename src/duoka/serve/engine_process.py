@@ -43,6 +43,7 @@ from .messages import (
     Ended,
     Failed,
     Kind,
+    Prompt,
     Ready,
     Spell,
     Status,
