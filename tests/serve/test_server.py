@@ -14,7 +14,12 @@ from pathlib import Path
 from abuse import CHAT, children, connect, exchange, look, message_of, settled
 from served import Served, serving
 
-LONG = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 100}
+# Token 256 would end it.
+LONG = {
+    "messages": [{"role": "user", "content": "ab"}],
+    "max_tokens": 100,
+    "logit_bias": {"256": -100},
+}
 STREAM = {**LONG, "stream": True}
 GPUS = ["--gpus", "virtual:1x256MiB", "--context", "128", "--sequences", "4"]
 _PATIENCE_SECONDS = 120

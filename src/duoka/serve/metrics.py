@@ -19,6 +19,8 @@ from .pool import Pool
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _LATELY_SECONDS = 5.0
+# vLLM's words for why an answer has ended.
+_REASONS = {"cancelled": "abort", "tool_calls": "stop"}
 
 
 class Metrics:
@@ -42,6 +44,9 @@ class Metrics:
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
         self.generation_tokens = counter("generation_tokens", "Tokens of answers.").labels(model)
         self.success = counter("request_success", "Answers that ended.", "finished_reason")
+        queries = counter("prefix_cache_queries", "Tokens of prompts that were looked for.")
+        self.queries = queries.labels(model)
+        self.hits = counter("prefix_cache_hits", "Tokens of prompts that were there.").labels(model)
         self.failures = Counter(
             "duoka:request_failures",
             "Requests that weren't answered.",
@@ -92,6 +97,7 @@ class Watch:
         metrics, now = self._metrics, time.monotonic()
         if isinstance(event, Begun):
             metrics.prompt_tokens.inc(event.prompt_tokens)
+            metrics.queries.inc(event.prompt_tokens)
         elif isinstance(event, Delta):
             if self._first is None:
                 self._first = now
@@ -103,7 +109,9 @@ class Watch:
             metrics.came(now, event.num_tokens)
         elif isinstance(event, Ended):
             metrics.generation_tokens.inc(event.new_tokens)
-            metrics.success.labels(self._model, event.finish).inc()
+            metrics.success.labels(self._model, _REASONS.get(event.finish, event.finish)).inc()
+            if event.choice == 0:  # all of a request have one prompt
+                metrics.hits.inc(event.shared_tokens)
             metrics.whole.observe(now - self._begin)
             if self._first is not None:
                 metrics.decode.observe(now - self._first)
@@ -133,6 +141,7 @@ class _Engines(Collector):
         busy = CounterMetricFamily(
             "duoka:stage_busy_seconds", "Seconds of work by device.", labels=[*labels, "device"]
         )
+        share = gauge("duoka:busy_share", "Share of the last half second in work.", "device")
         for engine in self._pool.engines:
             at = [self._model, str(engine.replica)]
             up.add_metric(at, float(engine.state == "ready"))
@@ -146,8 +155,11 @@ class _Engines(Collector):
             waiting.add_metric(at, status.waiting)
             usage.add_metric(at, 1 - status.free_pages / max(1, status.pages))
             preempted.add_metric(at, status.preemptions)
+            for device, part in engine.busy_shares.items():
+                share.add_metric([*at, device], part)
             for device, number in status.reserved_bytes.items():
                 reserved.add_metric([*at, device], number)
             for device, seconds in status.busy_seconds.items():
                 busy.add_metric([*at, device], seconds)
-        yield from (running, waiting, usage, up, reserved, forecast, preempted, deaths, busy)
+        yield from (running, waiting, usage, up, reserved, forecast)
+        yield from (share, preempted, deaths, busy)
