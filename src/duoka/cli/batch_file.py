@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import duoka
 from duoka.base.progress import heard_by, say_import
 from duoka.base.units import format_count, format_seconds
-from duoka.errors import DuokaError, ModelError
+from duoka.errors import DuokaError
 
 from . import planning
 from .options import AnswerOptions, ModelOptions, PlanOptions
@@ -67,19 +66,13 @@ def answer_file(
 
 def _plan(model: ModelOptions, options: PlanOptions, texts: list[str]) -> duoka.Plan:
     """The saved plan, or one with pages; for a batch where the model or an option wants that."""
-    if options.plan_file is not None:
-        return planning.make_plan(model, options, texts=texts)
-    why_not = "weights are offloaded for a batch" if options.offload else ""
-    if options.cache in (None, "int8") and not options.offload:
-        number = min(_MOST_REQUESTS, len(texts)) if options.batch is None else options.batch
-        served = replace(options, serve=True, sequences=number, batch=None)
-        try:
-            return planning.make_plan(model, served, texts=texts)
-        except ModelError as error:
-            why_not = str(error)
-    if options.batch is None:
-        options = replace(options, batch=min(_MOST_AT_ONCE, len(texts)))
-    plan = planning.make_plan(model, options, texts=texts)
+    plan, why_not = planning.make_plan_for_requests(
+        model,
+        options,
+        requests=min(_MOST_REQUESTS, len(texts)),
+        batch=min(_MOST_AT_ONCE, len(texts)),
+        texts=texts,
+    )
     if why_not:
         _say(f"{why_not}: {format_count(plan.workload.batch, 'prompt')} at a time")
     return plan

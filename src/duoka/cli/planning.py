@@ -20,7 +20,7 @@ from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import refuse_prompts
-from duoka.errors import CheckpointError, UsageError
+from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.forecast.workload import (
     BATCH_CACHES,
     Cache,
@@ -101,6 +101,34 @@ def make_plan(
     if texts is not None:
         refuse_prompts(checkpoint, texts, request.workload.prompt_tokens)
     return _plan(checkpoint, request, request.gpus, device_map)
+
+
+def make_plan_for_requests(
+    model: ModelOptions,
+    options: PlanOptions,
+    *,
+    requests: int,
+    batch: int,
+    texts: Sequence[str] = (),
+) -> tuple[duoka.Plan, str]:
+    """The saved plan, or one with pages for so many requests; or why it is for such a batch."""
+    if options.plan_file is not None:
+        return make_plan(model, options, texts=texts), ""
+    why_not = ""
+    if options.offload:
+        why_not = "weights are offloaded for a batch"
+    elif options.images:
+        why_not = "prompts with images aren't read from pages"
+    elif options.cache in (None, "int8"):
+        number = options.sequences or options.batch or requests
+        served = replace(options, serve=True, sequences=number, batch=None)
+        try:
+            return make_plan(model, served, texts=texts), ""
+        except ModelError as error:
+            why_not = str(error)
+    number = options.sequences or options.batch or batch
+    options = replace(options, serve=False, sequences=None, batch=number)
+    return make_plan(model, options, texts=texts), why_not
 
 
 def make_replicas(

@@ -14,6 +14,7 @@ import typer
 import duoka
 from duoka.base.files import why
 from duoka.base.text import choose
+from duoka.base.units import format_count
 from duoka.errors import UsageError
 
 from . import planning, replicas
@@ -30,6 +31,8 @@ _LEAST_KEY_CHARACTERS = 8
 _VLLM = "Another engine"
 _ENGINES = ("duoka", "vllm")
 _PORT, _MAX_QUEUE = 8000, 256
+# Requests at once where no option says so, with pages and without them.
+_SEQUENCES, _BATCH = 16, 4
 _PlanToServe = Annotated[PlanOptions, all_but(PlanOptions, "max_context", "max_batch", "serve")]
 
 
@@ -188,12 +191,18 @@ def _for_requests(options: PlanOptions) -> PlanOptions:
 
 def _plans(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
     """The plan of each engine."""
-    options = _for_requests(options)
     if options.replicas is not None:
         number = replicas.read_number(options.replicas)
-        copies = planning.make_replicas(model, options, None, number)
+        copies = planning.make_replicas(model, _for_requests(options), None, number)
         return [plan.on_this_machine() for plan in copies.plans]
-    return [planning.make_plan(model, options, texts=()).on_this_machine()]
+    plan, why_not = planning.make_plan_for_requests(
+        model, options, requests=_SEQUENCES, batch=_BATCH
+    )
+    if why_not:
+        number = plan.workload.batch
+        text = f"{why_not}: {format_count(number, 'request')} at once, each with a cache of its own"
+        stderr().print(text, markup=False, soft_wrap=True)
+    return [plan.on_this_machine()]
 
 
 def _tell(service: Service, url: str) -> None:
