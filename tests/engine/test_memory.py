@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -54,6 +55,8 @@ def plan(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture
 def engine(plan: duoka.Plan) -> Iterator[Engine]:
+    gc.collect()
+    virtual.set_gpus([None])  # GPUs of its own, with nothing of an engine before
     with Engine(plan, processes=False) as engine:
         yield engine
 
