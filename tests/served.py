@@ -55,7 +55,10 @@ def serving(
 
     Its exit is checked where the test hasn't ended it.
     """
-    program = "from duoka.cli import main; main()"
+    program = (  # a run of tests in the background may leave Ctrl-C ignored
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from duoka.cli import main; main()"
+    )
     command = [sys.executable, "-c", program, "serve", str(directory), *gpus, "--port", "0"]
     with (
         log.open("w") as errors,
