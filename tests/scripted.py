@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, cast
 
 import httpx2
@@ -42,6 +43,23 @@ def app_of(*events: Event, key: str | None = None) -> tuple[FastAPI, ScriptedPoo
 def transport(app: FastAPI) -> httpx2.AsyncClient:
     """An HTTP client of an application in this process."""
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+
+
+def answer_of(
+    events: Sequence[Event],
+    open_client: Callable[[httpx2.AsyncClient], Any],
+    send: Callable[..., Any],
+    **request: Any,
+) -> tuple[Any, ScriptedPool]:
+    """What a client makes of an answer that consists of these events."""
+    app, pool = app_of(*events)
+
+    async def ask() -> Any:
+        async with transport(app) as http:
+            answer = await send(open_client(http))(model=MODEL, **request)
+            return [event async for event in answer] if request.get("stream") else answer
+
+    return asyncio.run(ask()), pool
 
 
 def begun() -> Begun:

@@ -1,4 +1,4 @@
-"""One server for the tests of a module."""
+"""One server for all tests that can share it, its client, and a browser."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from chromium import Chromium, executable, running_chromium
+from openai import OpenAI
 from served import Served, serving
 from tuning import write_model
 
@@ -16,8 +18,30 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model("llama", tmp_path_factory.mktemp("served") / "llama")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of it; loopback, and without a key."""
     with serving(llama, tmp_path_factory.mktemp("server") / "log") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def client(served: Served) -> Iterator[OpenAI]:
+    """OpenAI's client of the server, which takes nothing but what its types say."""
+    with OpenAI(
+        base_url=f"{served.url}/v1",
+        api_key="x",
+        max_retries=0,
+        _strict_response_validation=True,
+    ) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    """A browser for the page; where none is here its tests are left out."""
+    path = executable()
+    if path is None:
+        pytest.skip("no Chromium: see test_page.py")
+    with running_chromium(path) as running:
+        yield running

@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
-from scripted import CALLS, MODEL, ScriptedPool, app_of, begun, delta, ended, transport
+from scripted import CALLS, MODEL, ScriptedPool, answer_of, app_of, begun, delta, ended, transport
 from served import Served
 
 from duoka.serve.limits import MOST_BODY_BYTES
@@ -27,22 +27,18 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 def send(events: Sequence[Event], **request: Any) -> tuple[Any, ScriptedPool]:
     """What the client makes of an answer that consists of these events."""
-    app, pool = app_of(*events)
+
+    def open_client(http: httpx2.AsyncClient) -> AsyncAnthropic:
+        return AsyncAnthropic(
+            base_url="http://test",
+            api_key="x",
+            max_retries=0,
+            http_client=http,
+            _strict_response_validation=True,
+        )
+
     request = {"messages": HI, "max_tokens": 50, **request}
-
-    async def ask() -> Any:
-        async with transport(app) as http:
-            client = AsyncAnthropic(
-                base_url="http://test",
-                api_key="x",
-                max_retries=0,
-                http_client=http,
-                _strict_response_validation=True,
-            )
-            answer = await client.messages.create(model=MODEL, **request)
-            return [event async for event in answer] if request.get("stream") else answer
-
-    return asyncio.run(ask()), pool
+    return answer_of(events, open_client, lambda client: client.messages.create, **request)
 
 
 def test_reasoning_text_and_calls_are_blocks() -> None:

@@ -55,17 +55,6 @@ def engine(llama: Path) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(
-        base_url=f"{served.url}/v1",
-        api_key="x",
-        max_retries=0,
-        _strict_response_validation=True,
-    ) as client:
-        yield client
-
-
 def chat_answers(engine: Engine, n: int = 1, **params: Any) -> list[EngineCompletion]:
     chosen = SamplingParams(**{"temperature": 0, "max_new_tokens": 16, **params})
     return engine.generate([[Message(role="user", content="hi")]], chosen, n=n)

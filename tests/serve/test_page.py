@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import Chromium, Page, executable, running_chromium
+from chromium import Chromium, Page
 from page_server import (
     FakeServer,
     Forever,
@@ -29,11 +29,7 @@ from page_server import (
 )
 from PIL import Image
 
-PATH = executable()
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(PATH is None, reason="no Chromium: see this file's docstring"),
-]
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("browser")]
 
 ANSWER = """\
 ## Two ways
@@ -49,13 +45,6 @@ print("hello")
 |---|--:|
 | 1 | 2 |
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    assert PATH is not None
-    with running_chromium(PATH) as running:
-        yield running
 
 
 @pytest.fixture

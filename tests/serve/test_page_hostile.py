@@ -6,14 +6,10 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from chromium import Chromium, Page, executable, running_chromium
+from chromium import Chromium, Page
 from page_server import POLICY, FakeServer, Reply, chunk, ending, refusal, running_server
 
-PATH = executable()
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(PATH is None, reason="no Chromium: see test_page.py"),
-]
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("browser")]
 
 RUN = "window.pwned=1"
 HOSTILE = [
@@ -51,13 +47,6 @@ HOSTILE = [
 ]
 TEXT = "\n\n".join(HOSTILE)
 FORBIDDEN = "script, style, iframe, object, embed, form, input, button, svg, math, link, meta, base"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    assert PATH is not None
-    with running_chromium(PATH) as running:
-        yield running
 
 
 # The policy is a wall of its own; without it the page alone has to hold.

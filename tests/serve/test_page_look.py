@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from chromium import Chromium, Page, executable, running_chromium
+from chromium import Chromium, Page
 from page_server import (
     FakeServer,
     Reply,
@@ -23,18 +23,7 @@ from page_server import (
     status,
 )
 
-PATH = executable()
-pytestmark = [
-    pytest.mark.process,
-    pytest.mark.skipif(PATH is None, reason="no Chromium: see test_page.py"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    assert PATH is not None
-    with running_chromium(PATH) as running:
-        yield running
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("browser")]
 
 
 @pytest.fixture

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from pydantic import TypeAdapter
-from scripted import CALLS, MODEL, ScriptedPool, app_of, begun, delta, ended, transport
+from scripted import CALLS, MODEL, ScriptedPool, answer_of, app_of, begun, delta, ended, transport
 from served import Served
 
 from duoka.serve.messages import Event, Failed
@@ -26,21 +27,17 @@ TOOL: Any = {
 
 def respond(events: Sequence[Event], **request: Any) -> tuple[Any, ScriptedPool]:
     """What the client makes of an answer that consists of these events."""
-    app, pool = app_of(*events)
 
-    async def ask() -> Any:
-        async with transport(app) as http:
-            client = AsyncOpenAI(
-                base_url="http://test/v1",
-                api_key="x",
-                max_retries=0,
-                http_client=http,
-                _strict_response_validation=True,
-            )
-            answer = await client.responses.create(model=MODEL, **request)
-            return [event async for event in answer] if request.get("stream") else answer
+    def open_client(http: httpx2.AsyncClient) -> AsyncOpenAI:
+        return AsyncOpenAI(
+            base_url="http://test/v1",
+            api_key="x",
+            max_retries=0,
+            http_client=http,
+            _strict_response_validation=True,
+        )
 
-    return asyncio.run(ask()), pool
+    return answer_of(events, open_client, lambda client: client.responses.create, **request)
 
 
 def test_reasoning_text_and_calls_are_items() -> None:
@@ -273,17 +270,6 @@ def test_unknown_fields_are_refused() -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         respond(CALLS, input="a", extra_body={"logit_bias": {}})
     assert (caught.value.code, caught.value.param) == ("unknown_parameter", "logit_bias")
-
-
-@pytest.fixture(scope="module")
-def client(served: Served) -> Iterator[OpenAI]:
-    with OpenAI(
-        base_url=f"{served.url}/v1",
-        api_key="x",
-        max_retries=0,
-        _strict_response_validation=True,
-    ) as client:
-        yield client
 
 
 def test_a_real_model_answers(served: Served, client: OpenAI) -> None:

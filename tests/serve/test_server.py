@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from abuse import CHAT, children, connect, exchange, look, message_of, settled
 from served import Served, serving
 
@@ -129,6 +130,7 @@ def test_sigterm_lets_open_answers_end(llama: Path, tmp_path: Path) -> None:
     assert "Traceback" not in served.log.read_text()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_waits_for_nobody(llama: Path, tmp_path: Path) -> None:
     with serving(llama, tmp_path / "log") as served:
         engine = engine_of(served)
@@ -138,6 +140,7 @@ def test_a_second_ctrl_c_waits_for_nobody(llama: Path, tmp_path: Path) -> None:
     assert "Traceback" not in served.log.read_text()
 
 
+@pytest.mark.slow
 def test_no_engine_outlives_a_server_that_is_killed(llama: Path, tmp_path: Path) -> None:
     with serving(llama, tmp_path / "log") as served:
         engine = engine_of(served)
@@ -146,6 +149,7 @@ def test_no_engine_outlives_a_server_that_is_killed(llama: Path, tmp_path: Path)
         until(lambda: not is_there(engine))
 
 
+@pytest.mark.slow
 def test_an_engine_that_cant_be_opened_ends_the_server(llama: Path, tmp_path: Path) -> None:
     program = "from duoka.cli import main; main()"
     command = [sys.executable, "-c", program, "serve", str(llama), *GPUS, "--port", "0"]
@@ -162,6 +166,7 @@ def test_an_engine_that_cant_be_opened_ends_the_server(llama: Path, tmp_path: Pa
     assert not done.stdout
 
 
+@pytest.mark.slow
 def test_a_copy_that_dies_loses_its_own_requests_alone(llama: Path, tmp_path: Path) -> None:
     gpus = ["--gpus", "virtual:2x256MiB", "--replicas", "2", *GPUS[2:]]
     with serving(llama, tmp_path / "log", gpus=gpus) as served:

@@ -21,8 +21,6 @@ _MOST_HELD_BYTES = 512 * 2**20
 _BODY_SECONDS, _LEAST_BYTES_PER_SECOND = 30.0, 16 * 2**10
 _HEADER_SECONDS = 15.0
 _TAKE_SECONDS = 30.0
-SEND_SECONDS = 60.0
-"""After so long a client that takes nothing has gone."""
 MOST_CONNECTIONS = 1024
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000

@@ -10,32 +10,13 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response, StreamingResponse
-from starlette.types import Send
 
 from .answers import Usage
 from .errors import HttpError
-from .limits import SEND_SECONDS
 from .messages import Event
 from .service import CLOSED, Events
 
 T = TypeVar("T")
-
-
-class Lines(StreamingResponse):
-    """Events of a stream as server-sent ones; a client that takes nothing is let go."""
-
-    media_type = "text/event-stream"
-
-    async def stream_response(self, send: Send) -> None:
-        """See `StreamingResponse`."""
-
-        async def timed(message: Any) -> None:
-            await asyncio.wait_for(send(message), SEND_SECONDS)
-
-        try:
-            await super().stream_response(timed)
-        except TimeoutError:
-            return
 
 
 async def streamed(
@@ -68,7 +49,8 @@ async def streamed(
         if failed is None:
             yield "data: [DONE]\n\n"
 
-    return Lines(lines(), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(lines(), headers=headers, media_type="text/event-stream")
 
 
 async def _begun(sources: Sequence[Events]) -> list[Events]:
