@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,9 @@ from cuda_rig.values import values
 import duoka
 from duoka import Checkpoint, Fleet, Workload
 from duoka.cli.main import run
-from duoka.runtime import Conversation, Generator, Sampling, stream
+from duoka.engine import Engine, SamplingParams
+from duoka.engine.conversation import Conversation
+from duoka.runtime import PromptReader
 from duoka.tools.bench.quality import Quality, Windows, measure_quality
 from duoka.tools.demo.checkpoint import CONFIG
 
@@ -30,7 +31,7 @@ TINY = {
     "num_attention_heads": 4,
     "kv_channels": 16,
 }
-SHORT = Sampling(max_new_tokens=4)
+SHORT = SamplingParams(max_new_tokens=4)
 SIZES = ("--context", "96", "--new-tokens", "4")
 QUESTIONS = ("What is NVLink?", "显存不足怎么办？")
 
@@ -41,37 +42,34 @@ def chatglm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _streams_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that streams comes from a thread of its own."""
-    generate = stream._generate
+def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are computed in a thread of the engine's own."""
+    work = Engine._work
 
-    def compute(*arguments: Any) -> None:
+    def compute(self: Engine) -> None:
         with values(most=None):
-            generate(*arguments)
+            work(self)
 
-    monkeypatch.setattr(stream, "_generate", compute)
+    monkeypatch.setattr(Engine, "_work", compute)
 
 
-def loaded(folder: Path, fleet: str) -> Generator:
+def said(folder: Path, fleet: str) -> list[str]:
+    """Answers to a batch, and to a conversation."""
     workload = Workload(batch=2, prompt_tokens=64, new_tokens=8, prefill_chunk_tokens=None)
     plan = duoka.plan(folder, fleet, workload, use_all=True)
-    return Generator.of(duoka.load(plan), Checkpoint.open(folder), plan.workload)
-
-
-def said(generator: Generator) -> tuple[Any, ...]:
-    """Answers to a batch, and to a conversation."""
-    together = generator.answer([generator.prompt(text) for text in QUESTIONS], SHORT)
-    conversation = Conversation(generator, SHORT)
-    return *together, *("".join(conversation.ask(text)) for text in QUESTIONS)
+    assert len(plan.devices) == 2
+    reader = PromptReader.open(Checkpoint.open(folder), plan.workload)
+    with Engine(plan, processes=False) as engine:
+        batch = engine.generate([reader.prompt(text) for text in QUESTIONS], SHORT)
+        conversation = Conversation(engine, reader, SHORT)
+        rounds = ["".join(conversation.ask(text)) for text in QUESTIONS]
+    return [*(completion.text for completion in batch), *rounds]
 
 
 def test_a_batch_and_a_conversation(chatglm: Path) -> None:
-    expected = said(loaded(chatglm, "virtual:2x64MiB"))
+    expected = said(chatglm, "virtual:2x64MiB")
     with values(most=None):
-        generator = loaded(chatglm, "2x64MiB")
-        assert len({parameter.device for parameter in generator.model.parameters()}) == 2
-        found = said(generator)
-    assert found == expected
+        assert said(chatglm, "2x64MiB") == expected
 
 
 def test_commands_detect_plan_load_and_answer(

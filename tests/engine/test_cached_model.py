@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import plain_generate
 import pytest
 import torch
 import tuning
@@ -17,7 +18,7 @@ from duoka.engine import Completion, Engine, Grammar, SamplingParams, open_execu
 from duoka.engine.cached_model import CachedModel
 from duoka.errors import MachineError, UsageError
 from duoka.models.text.messages import Message
-from duoka.runtime import Generator, PromptReader, Sampling, devices
+from duoka.runtime import PromptReader, devices
 from duoka.runtime.encode_images import FEATURES
 
 NEW_TOKENS = 10
@@ -44,10 +45,10 @@ CHATS = [
 
 
 def one_by_one(plan: duoka.Plan, chats: list[list[Message]]) -> list[tuple[str, int]]:
-    """What a generator answers, on the plan's GPUs."""
-    generator = Generator.of(duoka.load(plan), duoka.Checkpoint.open(plan.source), plan.workload)
-    greedy = Sampling(temperature=0, max_new_tokens=NEW_TOKENS)
-    answers = [generator.answer([generator.chat.prompt(chat)], greedy)[0] for chat in chats]
+    """What transformers' `generate` answers, on the plan's GPUs."""
+    reader = PromptReader.open(duoka.Checkpoint.open(plan.source), plan.workload)
+    prompts = [reader.chat.prompt(chat) for chat in chats]
+    answers = plain_generate.answers(plan, prompts, max_new_tokens=NEW_TOKENS)
     return [(answer.text, answer.new_tokens) for answer in answers]
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 import tuning
+from plain_generate import answers
 from tiers import only
 
 import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams
+from duoka.engine.detokenizer import Detokenizer
 from duoka.errors import DuokaError, UsageError
 from duoka.models.text.messages import Message
-from duoka.runtime import Generator
-from duoka.runtime.stream import Detokenizer
 
 WORK = duoka.Workload(batch=4, prompt_tokens=64, new_tokens=16, dtype="float32")
 
@@ -56,8 +56,7 @@ def ids(completion: Completion) -> list[int]:
 
 def test_many_are_answered_as_one_by_one(plan: Any, engine: Engine) -> None:
     texts = prompts(12)
-    generator = Generator.of(duoka.load(plan), duoka.Checkpoint.open(plan.source), plan.workload)
-    expected = [generator.answer([text])[0] for text in texts]
+    expected = answers(plan, texts)
     found = engine.generate(texts)
     assert [completion.text for completion in found] == [answer.text for answer in expected]
     assert [completion.finish for completion in found] == [answer.finish for answer in expected]

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import plain_generate
 import pytest
 import tuning
 from faulty_worker import HANG, HARMFUL, KILL, MEMORY, RAISE
@@ -23,7 +24,6 @@ import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams, Stream
 from duoka.engine.staged_executor import WorkerError
 from duoka.errors import MachineError, UsageError
-from duoka.runtime import Generator
 from duoka.stages import workers
 
 pytestmark = pytest.mark.process
@@ -146,8 +146,7 @@ def test_a_generation_config_holds_in_every_process(tmp_path: Path) -> None:
     config = {"eos_token_id": 256, "forced_eos_token_id": 256, "no_repeat_ngram_size": 2, **rules}
     (path / "generation_config.json").write_text(json.dumps(config))
     plan, texts = duoka.plan(path, "virtual:2x256MiB", WORK, use_all=True), prompts(6)
-    generator = Generator.of(duoka.load(plan), duoka.Checkpoint.open(path), plan.workload)
-    expected = [generator.answer([text])[0] for text in texts]
+    expected = plain_generate.answers(plan, texts)
     for processes in (False, True):
         with Engine(plan, processes=processes) as engine:
             answers = engine.generate(texts)

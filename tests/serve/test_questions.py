@@ -8,7 +8,7 @@ import tuning
 from duoka import Checkpoint, Workload
 from duoka.engine import Grammar
 from duoka.errors import UsageError
-from duoka.runtime.generate import PromptReader
+from duoka.runtime.prompt_reader import PromptReader
 from duoka.serve.messages import Prompt
 from duoka.serve.questions import QuestionReader
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import plain_generate
 import pytest
 import torch
 from transformers import AutoTokenizer, GlmForCausalLM
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer, GlmForCausalLM
 import duoka
 from duoka import TuneSettings
 from duoka.models.lora import native_form
-from duoka.runtime import Generator
+from duoka.runtime import PromptReader
 from duoka.runtime.load.adapter import read_adapter
 from duoka.tools.demo.checkpoint import make_checkpoint
 from duoka.tools.demo.training import load_pairs
@@ -30,9 +31,8 @@ def ask(directory: Path, question: str, adapter: Path | None = None) -> str:
     """What a checkpoint answers on two virtual GPUs."""
     plan = duoka.plan(directory, "virtual:2x64MiB", WORK, use_all=True)
     model: Any = duoka.load(plan, adapter=adapter)
-    generator = Generator.of(model, duoka.Checkpoint.open(directory), plan.workload)
-    (answer,) = generator.answer([generator.prompt(question)])
-    return answer.text.strip()
+    reader = PromptReader.open(duoka.Checkpoint.open(directory), plan.workload)
+    return plain_generate.answer(model, reader, reader.prompt(question)).text
 
 
 def ask_peft(base: Path, adapter: Path, question: str) -> str:

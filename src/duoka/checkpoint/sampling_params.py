@@ -76,17 +76,6 @@ class Sampling:
             defaults["top_k"] = int(defaults["top_k"])
         return cls(**{**defaults, **overrides})
 
-    def options(self) -> dict[str, Any]:
-        """The arguments of transformers' `generate`."""
-        if self.is_greedy:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        return {
-            "do_sample": True,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-        }
-
 
 def _number(value: object, low: float, high: float) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):

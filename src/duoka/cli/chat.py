@@ -20,7 +20,7 @@ from .options import AnswerOptions, ModelOptions, PlanOptions, read_stdin, refus
 from .terminal import answer, stderr, working
 
 if TYPE_CHECKING:
-    from duoka.runtime import Conversation
+    from duoka.engine.conversation import Conversation
 
 _HELP = """\
 /image FILE  show a picture with the next question
@@ -61,8 +61,8 @@ def chat(
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     reader = planning.open_prompts(plan, model)
     from duoka.engine import SamplingParams
-    from duoka.engine.answerer import EngineAnswerer
-    from duoka.runtime import Conversation
+    from duoka.engine.conversation import Conversation
+    from duoka.engine.timing import measured
 
     params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     system = planning.usable_system(reader, answering.system)
@@ -70,11 +70,10 @@ def chat(
     if system is not None:
         reader.check([reader.prompt("", system=system)], params.max_new_tokens)
     with planning.load_engine(plan, model, answering.adapter) as engine:
-        answerer = EngineAnswerer(engine, reader)
-        conversation = Conversation(answerer, params, system=system)
+        conversation = Conversation(engine, reader, params, system=system)
         conversation.show(*images)
         _talk(conversation)
-    planning.tell_measured(plan, answerer.measured())
+    planning.tell_measured(plan, measured(conversation.answers, engine.peaks()))
 
 
 def _talk(conversation: Conversation) -> None:

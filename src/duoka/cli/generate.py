@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,8 +32,8 @@ from .options import (
 from .terminal import answer, working
 
 if TYPE_CHECKING:
+    from duoka.engine import Completion, Engine, SamplingParams
     from duoka.report.measured import Measured
-    from duoka.runtime import Answer, Generator, Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,11 @@ def generate(
         )
     plan = planning.make_plan(model, with_images(options, images), texts=questions)
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
-    sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan, model)
+    reader = planning.open_prompts(plan, model)
+    from duoka.engine import SamplingParams
+    from duoka.engine.timing import measured
+
+    params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     usable = None if prompts.raw else planning.usable_system(reader, answering.system)
     reader.check_images(images)
     tokens = [
@@ -125,18 +129,20 @@ def generate(
         for text in questions
     ]
     for ids in tokens:
-        reader.check([ids], sampling.max_new_tokens)
-    generator = planning.load_generator(plan, model, reader, answering.adapter)
+        reader.check([ids], params.max_new_tokens)
+    with planning.load_engine(plan, model, answering.adapter) as engine:
+        if len(tokens) == 1 and not prompts.json:
+            answers = [_stream(engine, tokens[0], params)]
+        else:
+            with working("answering"):
+                answers = engine.generate(tokens, params)
+    took = measured(answers, engine.peaks())
     if prompts.json:
-        answers = _answer(generator, tokens, sampling)
-        typer.echo(_json(plan, questions, answers, generator.pace.measured(plan.devices)))
+        typer.echo(_json(plan, questions, answers, took))
         return
-    if len(tokens) == 1:
-        _stream(generator, tokens[0], sampling)
-    else:
-        texts = [reply.text for reply in _answer(generator, tokens, sampling)]
-        answer("\n\n".join(texts) + "\n")
-    planning.tell_measured(plan, generator.pace.measured(plan.devices))
+    if len(answers) > 1:
+        answer("\n\n".join(reply.text for reply in answers) + "\n")
+    planning.tell_measured(plan, took)
 
 
 def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
@@ -151,41 +157,37 @@ def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
     return prompts.file, prompts.out
 
 
-def _answer(
-    generator: Generator, prompts: Sequence[Sequence[int]], sampling: Sampling
-) -> list[Answer]:
-    size = generator.workload.batch
-    with working("answering"):
-        return [
-            answer
-            for start in range(0, len(prompts), size)
-            for answer in generator.answer(prompts[start : start + size], sampling)
-        ]
-
-
-def _stream(generator: Generator, prompt: Sequence[int], sampling: Sampling) -> None:
-    with generator.stream(prompt, sampling) as pieces:
-        said = False
-        with working("reading the prompt"):
-            first = next(pieces, "")
-        for piece in chain([first], pieces):
-            shown = piece if said else piece.lstrip()
-            said = said or bool(shown)
-            answer(shown)
+def _stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Completion:
+    """Show an answer as it comes."""
+    pieces = engine.submit(prompt, params)
+    text, said = iter(pieces), False
+    with working("reading the prompt"):
+        first = next(text, "")
+    for piece in chain([first], text):
+        shown = piece if said else piece.lstrip()
+        said = said or bool(shown)
+        answer(shown)
     answer("\n")
+    return pieces.result()
 
 
 def _json(
-    plan: duoka.Plan, questions: Sequence[str], answers: Sequence[Answer], measured: Measured
+    plan: duoka.Plan, questions: Sequence[str], answers: Sequence[Completion], took: Measured
 ) -> str:
     answered = [
-        {"prompt": question, **asdict(answer)}
+        {
+            "prompt": question,
+            "text": answer.text,
+            "prompt_tokens": answer.prompt_tokens,
+            "new_tokens": len(answer.tokens),
+            "finish": answer.finish,
+        }
         for question, answer in zip(questions, answers, strict=True)
     ]
     content = {
         "model": plan.model,
         "devices": plan.devices,
         "answers": answered,
-        "measured": measured.to_dict(plan.forecast),
+        "measured": took.to_dict(plan.forecast),
     }
     return json.dumps(content, ensure_ascii=False, indent=1)

@@ -18,7 +18,6 @@ from duoka.base.text import choose
 from duoka.base.units import parse_memory
 from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.config import is_for_transformers4
-from duoka.checkpoint.sampling_params import Sampling
 from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.forecast.workload import (
@@ -52,7 +51,7 @@ from .terminal import progress_bars, stderr, working, write_file
 if TYPE_CHECKING:
     from duoka.engine import Engine
     from duoka.report.measured import Measured
-    from duoka.runtime import Generator, PromptReader
+    from duoka.runtime import PromptReader
 
 ALL_GPUS = "all"
 _CONTEXT_TOKENS = 4096
@@ -444,21 +443,8 @@ def usable_system(reader: PromptReader, system: str | None) -> str | None:
     return None if reason else system
 
 
-def load_generator(
-    plan: duoka.Plan, model: ModelOptions, reader: PromptReader, adapter: str | None = None
-) -> Generator:
-    """Prove and load a plan, with a progress bar."""
-    with _loading(plan) as options:
-        from duoka.runtime import Generator
-
-        loaded: Any = duoka.load(
-            plan, trust_remote_code=model.trust_remote_code, adapter=adapter, **options
-        )
-    return Generator(loaded, reader.tokenizer, reader.chat, plan.workload)
-
-
 def load_engine(plan: duoka.Plan, model: ModelOptions, adapter: str | None = None) -> Engine:
-    """The same in one process, for one request after another."""
+    """Prove and load a plan in one process, with a progress bar."""
     with _loading(plan) as options:
         return duoka.Engine(
             plan,
@@ -487,11 +473,6 @@ def tell_measured(plan: duoka.Plan, measured: Measured) -> None:
     from duoka.report.terminal import render_measured
 
     stderr().print(render_measured(plan, measured))
-
-
-def sampling(plan: duoka.Plan, chosen: dict[str, Any]) -> Sampling:
-    """How tokens are chosen: as the person said, else as the checkpoint recommends."""
-    return Sampling.recommended(generation_config(plan), **chosen)
 
 
 def generation_config(plan: duoka.Plan) -> Mapping[str, Any] | None:

@@ -7,7 +7,8 @@
 - `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages
 - `paged_model`: a model with a paged cache on the devices of its layers
 - `cached_model`: a model with a cache of its own for each sequence
-- `answerer`: a conversation with an engine; `batch`: files of prompts and answers
+- `conversation`: questions and answers in rounds; `batch`: files of prompts and answers
+- `detokenizer`: text from tokens that come one by one; `timing`: how fast answers came
 - `sampler`: a token from each row of logits
 - `grammar`: the tokens that fit an answer's grammar; `generation_rules`: those that a checkpoint's
   generation config forbids and forces

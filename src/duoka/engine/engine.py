@@ -25,9 +25,9 @@ from duoka.models.text.image_prompts import ImagePrompt, images_of
 from duoka.models.text.messages import Message
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
-from duoka.runtime.generate import refuse_beyond
-from duoka.runtime.stream import Detokenizer
+from duoka.runtime.prompt_reader import refuse_beyond
 
+from .detokenizer import Detokenizer
 from .executor import Lost, Result
 from .grammar import GrammarCompiler
 from .open_executor import open_executor
@@ -60,6 +60,7 @@ class Stream:
         self._sequence = sequence
         self._events = events
         self._completion: Completion | None = None
+        self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[str]:
         """The text, piece by piece.
@@ -70,10 +71,12 @@ class Stream:
             Why there is no answer.
         """
         while self._completion is None:
+            if self._error is not None:
+                raise self._error
             event = self._events.get()
             if isinstance(event, Exception):
-                raise event
-            if isinstance(event, TextPiece):
+                self._error = event
+            elif isinstance(event, TextPiece):
                 yield event.text
             else:
                 self._completion = event

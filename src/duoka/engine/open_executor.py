@@ -13,8 +13,8 @@ from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
-from duoka.runtime.generate import PromptReader, num_embeddings
 from duoka.runtime.paged_steps import reads_pages
+from duoka.runtime.prompt_reader import PromptReader, num_embeddings
 from duoka.stages.route import Routes
 
 from .executor import Executor, InlineExecutor

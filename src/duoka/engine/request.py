@@ -144,6 +144,8 @@ class Completion:
         be within its grammar.
     stop_text : str, optional
         Which of the texts to stop at has ended it, where one has.
+    asked_at, first_token_at, ended_at : float
+        When, in seconds of `time.monotonic`; no first token where there is none.
     """
 
     text: str
@@ -152,3 +154,6 @@ class Completion:
     shared_tokens: int
     finish: Finish
     stop_text: str | None = None
+    asked_at: float = field(default=0.0, compare=False)
+    first_token_at: float | None = field(default=None, compare=False)
+    ended_at: float = field(default=0.0, compare=False)

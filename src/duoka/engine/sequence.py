@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from itertools import count
 
 from duoka.models.text.image_prompts import ImagePrompt
-from duoka.runtime.stream import Detokenizer
 
+from .detokenizer import Detokenizer
 from .generation_rules import GenerationRules
 from .grammar import BytesDetokenizer, Matcher, token_bits
 from .request import Completion, Finish, SamplingParams, TextPiece, TokenChoice
@@ -65,6 +66,8 @@ class Sequence:
         self.tokens = list(prompt)  # and the answer so far
         self._detokenizer = detokenizer
         self._on_event = on_event
+        self._asked_at = time.monotonic()
+        self._first_token_at: float | None = None
         self._text = ""
         self._stop_text: str | None = None  # which one of them has ended it
         self._has_ended = False
@@ -122,6 +125,8 @@ class Sequence:
         can_end = place >= self.params.min_new_tokens or matcher is not None
         if choice.token in self._stop_ids and can_end:
             return "stop"
+        if self._first_token_at is None:
+            self._first_token_at = time.monotonic()
         self._choices.append(choice)
         self._answer.append(choice.token)
         self.tokens.append(choice.token)
@@ -151,6 +156,9 @@ class Sequence:
                 shared_tokens=self.shared_tokens,
                 finish=reason,
                 stop_text=self._stop_text,
+                asked_at=self._asked_at,
+                first_token_at=self._first_token_at,
+                ended_at=time.monotonic(),
             )
         )
 

@@ -1,9 +1,8 @@
-"""Runtime: answers from a loaded model, whole or as a stream, and conversations.
+"""Runtime: tensors to devices, and a model called as `generate`, training and the engine call it.
 
-It stands on transformers' `generate`, which also works without it. It knows nothing of planning
-or terminals; of a plan it takes the placement, and the workload, whose limits it keeps.
+It knows nothing of planning or terminals; of a plan it takes the placement, and the workload.
 
-- `generate`, `stream`, `conversation`: one answer or several, piece by piece, and in rounds
+- `prompt_reader`: prompts for a model, within what was planned
 - `steps`: a model called as `generate` and a training loop do
 - `paged_steps`, `paged_attention`: a model called with many sequences over a paged cache
 - `draw`: a token from each row of logits
@@ -15,10 +14,6 @@ or terminals; of a plan it takes the placement, and the workload, whose limits i
 - `load`: tensors from the files to their devices
 """
 
-from duoka.checkpoint.sampling_params import Sampling
+from .prompt_reader import PromptReader
 
-from .conversation import Conversation
-from .generate import Answer, Generator, PromptReader
-from .stream import Stream
-
-__all__ = ["Answer", "Conversation", "Generator", "PromptReader", "Sampling", "Stream"]
+__all__ = ["PromptReader"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StoppingCriteria
+from transformers import PreTrainedModel
 from transformers.generation import utils as generation
 
 from duoka.errors import UsageError
@@ -170,18 +170,6 @@ def image_arguments(
     )
     sizes = image_passes(sum(prompt.num_images for prompt in with_images), vision_batch)
     return {**rows, **arguments_with_features(model, pictures, sizes)}
-
-
-class Forget(StoppingCriteria):
-    """Lets go of features after the first new token: it stops nothing."""
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._features: dict[str, Any] = arguments.get(FEATURES, {})
-
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        """Hear of a new token of each sequence."""
-        self._features.clear()
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class ImageReader:

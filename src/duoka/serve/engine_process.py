@@ -25,7 +25,7 @@ with quiet_libraries():
     from duoka.engine import Engine, SamplingParams
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
-    from duoka.runtime.generate import PromptReader
+    from duoka.runtime.prompt_reader import PromptReader
 from duoka.engine.grammar import Grammar
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.token_bytes import TokenBytes

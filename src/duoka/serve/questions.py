@@ -16,7 +16,7 @@ from duoka.models.text.chat_requests import ChatRequest
 from duoka.models.text.image_prompts import images_of
 from duoka.models.text.messages import Tool
 from duoka.models.text.tool_choice import ToolChoice, openai_tools
-from duoka.runtime.generate import PromptReader
+from duoka.runtime.prompt_reader import PromptReader
 
 from .messages import Kind, Prompt
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import plain_generate
 import pytest
 import tiktoken
 
@@ -12,7 +13,7 @@ import duoka
 from duoka import Checkpoint, Workload
 from duoka.errors import CheckpointError
 from duoka.models.transformers4.tokenizer import LegacyTokenizer
-from duoka.runtime import Generator
+from duoka.runtime import PromptReader
 
 from .conftest import MakeHeron
 
@@ -49,13 +50,13 @@ def test_its_code_reads_and_writes(spoken: Path) -> None:
 def test_it_answers_and_stops_where_the_model_ends(spoken: Path) -> None:
     checkpoint = Checkpoint.open(spoken, trust_remote_code=True)
     plan = duoka.plan(checkpoint, "virtual:2x64MiB", WORK, use_all=True)
+    reader = PromptReader.open(checkpoint, plan.workload)
+    assert reader.chat.stop_ids == (2,)
+    prompt = reader.prompt("hello")
     model = duoka.load(plan, trust_remote_code=True)
-    generator = Generator.of(model, checkpoint, plan.workload)
-    assert generator.chat.stop_ids == (2,)
-    prompt = generator.prompt("hello")
-    [answer] = generator.answer([prompt])
-    with generator.stream(prompt) as pieces:
-        assert "".join(pieces).strip() == answer.text
+    with duoka.Engine(plan, processes=False, trust_remote_code=True) as engine:
+        answer = engine.submit(prompt).result()
+    assert answer.text == plain_generate.answer(model, reader, prompt).text
 
 
 def test_it_runs_only_where_it_is_trusted(spoken: Path) -> None:

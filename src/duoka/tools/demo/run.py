@@ -20,7 +20,7 @@ from duoka.planner.plan import Plan
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.report.measured import Measured
-from duoka.runtime import Generator, devices
+from duoka.runtime import PromptReader, devices
 from duoka.tracing.get_profile import profile_checkpoint
 
 from .checkpoint import make_checkpoint
@@ -88,16 +88,17 @@ def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
     model = load(plan)
     clock.lap("load")
     tell("answering")
-    generator = Generator.of(model, Checkpoint.open(directory), plan.workload)
-    _fill(generator)
-    answers = _ask(generator)
+    _fill(model)
+    clock.lap("fill")
+    answers = _ask(model, PromptReader.open(Checkpoint.open(directory), plan.workload))
     clock.lap("answer")
     return Demo(
         plan=plan,
         answers=answers,
-        # One answer was as long as planned, whatever the questions are.
-        measured=replace(
-            generator.pace.measured(plan.devices), context_tokens=WORKLOAD.context_tokens
+        measured=Measured(
+            devices=tuple(filter(None, map(devices.peak_bytes, plan.devices))),
+            # One answer was as long as planned, whatever the questions are.
+            context_tokens=WORKLOAD.context_tokens,
         ),
         one_gpu=one_gpu,
         training_steps=steps,
@@ -122,27 +123,28 @@ def _refusal(plan: Plan, directory: Path) -> str:
     raise DuokaError("the demo's model fits one of its GPUs, so it shows nothing")
 
 
-def _fill(generator: Generator) -> None:
+def _fill(model: Any) -> None:
     """One answer at the planned lengths, for memory to be measured at what was forecast."""
-    embeddings: Any = generator.model.get_input_embeddings()
     shape = (WORKLOAD.batch, WORKLOAD.prompt_tokens)
-    generate: Any = generator.model.generate
-    generate(
-        torch.ones(shape, dtype=torch.long, device=embeddings.weight.device),
-        max_new_tokens=WORKLOAD.new_tokens,
-        eos_token_id=None,
-        do_sample=False,
-    )
+    ids = torch.ones(shape, dtype=torch.long, device=model.device)
+    model.generate(ids, max_new_tokens=WORKLOAD.new_tokens, eos_token_id=None, do_sample=False)
 
 
-def _ask(generator: Generator) -> tuple[DemoAnswer, ...]:
+def _ask(model: Any, reader: PromptReader) -> tuple[DemoAnswer, ...]:
+    """The answers by transformers' own `generate`."""
     answers = []
     for pair in load_pairs():
         if pair.ask:
-            (answer,) = generator.answer([generator.prompt(pair.question)])
-            answers.append(
-                DemoAnswer(question=pair.question, answer=answer.text, expected=pair.answer)
+            ids = torch.tensor([reader.prompt(pair.question)], device=model.device)
+            (row,) = model.generate(
+                ids,
+                max_new_tokens=WORKLOAD.new_tokens,
+                eos_token_id=list(reader.chat.stop_ids),
+                do_sample=False,
             )
+            new = reader.tokenizer.decode(row[ids.shape[1] :], skip_special_tokens=True)
+            text = str(new).strip()
+            answers.append(DemoAnswer(question=pair.question, answer=text, expected=pair.answer))
     return tuple(answers)
 
 

@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator as Pieces
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Generator
+from contextlib import suppress
 
 from PIL.Image import Image
 
-from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
-from duoka.forecast.workload import Workload
 from duoka.models.text.image_prompts import images_of
 from duoka.models.text.messages import Message
-from duoka.models.text.prompts import ChatFormat
+from duoka.runtime.prompt_reader import PromptReader
 
-
-class Answerer(Protocol):
-    """Who answers the prompts of a conversation: a `Generator`, or one with an engine."""
-
-    chat: ChatFormat
-    workload: Workload
-
-    def check_images(self, images: Sequence[Image]) -> None:
-        """Refuse images of one prompt that no memory was planned for."""
-
-    def stream(
-        self, prompt: Sequence[int], sampling: Sampling | None = None
-    ) -> AbstractContextManager[Iterator[str]]:
-        """Start an answer, which ends at the latest with the scope; its pieces."""
+from .engine import Engine
+from .request import Completion, SamplingParams
 
 
 class Conversation:
     """Questions and answers with one model, each with those before it as its context.
+
+    What was said before lies in the engine's pages, where it has them: of each prompt only the end
+    is read. `answers` are those that have ended, whatever was forgotten since.
 
     When the history no longer fits the planned prompt, or has more images than were planned, the
     oldest rounds are left out of it, as many as `num_forgotten`; a system's message, told before
@@ -41,10 +28,17 @@ class Conversation:
     """
 
     def __init__(
-        self, answerer: Answerer, sampling: Sampling | None = None, *, system: str | None = None
+        self,
+        engine: Engine,
+        reader: PromptReader,
+        params: SamplingParams,
+        *,
+        system: str | None = None,
     ) -> None:
-        self._answerer = answerer
-        self._sampling = sampling
+        self._engine = engine
+        self._reader = reader
+        self._params = params
+        self.answers: list[Completion] = []
         self._system = [Message(role="system", content=system)] if system else []
         self._rounds: list[tuple[Message, Message]] = []
         self._shown: list[Image] = []
@@ -70,10 +64,10 @@ class Conversation:
             If the model takes none, or no memory was planned for so many, or for so large ones;
             none of them is shown then.
         """
-        self._answerer.check_images([*self._shown, *images])
+        self._reader.check_images([*self._shown, *images])
         self._shown += images
 
-    def ask(self, question: str) -> Pieces[str, None, None]:
+    def ask(self, question: str) -> Generator[str, None, None]:
         """Ask; the answer comes in pieces.
 
         When the caller stops in the middle (an exception, Ctrl-C, `close`), the generation ends
@@ -87,27 +81,30 @@ class Conversation:
         message = Message(role="user", content=question, images=tuple(self._shown))
         prompt = self._prompt(message)
         answer = said = ""
-        with self._answerer.stream(prompt, self._sampling) as pieces:
-            try:
-                for piece in pieces:
-                    # Models of the ChatGLM family begin with an empty line of metadata.
-                    shown = piece if said else piece.lstrip()
-                    answer, said = answer + piece, said + shown
-                    if shown:
-                        yield shown
-            finally:
-                if said:
-                    self._rounds.append((message, self._answerer.chat.parse(answer)))
-                    self._shown.clear()
+        stream = self._engine.submit(prompt, self._params)
+        try:
+            for piece in stream:
+                # Models of the ChatGLM family begin with an empty line of metadata.
+                shown = piece if said else piece.lstrip()
+                answer, said = answer + piece, said + shown
+                if shown:
+                    yield shown
+        finally:
+            stream.cancel()
+            if said:
+                self._rounds.append((message, self._reader.chat.parse(answer)))
+                self._shown.clear()
+            with suppress(Exception):  # where it failed, that is on its way already
+                self.answers.append(stream.result())
 
     def _prompt(self, message: Message) -> list[int]:
         """The ids of the history and a question; forgets rounds until they fit."""
-        workload = self._answerer.workload
+        workload = self._reader.workload
         limit = workload.prompt_tokens
         while self._rounds and len(images_of([*self.messages, message])) > workload.images:
             self._forget()
         while True:
-            prompt = self._answerer.chat.prompt([*self.messages, message])
+            prompt = self._reader.chat.prompt([*self.messages, message])
             if len(prompt) <= limit:
                 return prompt
             if not self._rounds:

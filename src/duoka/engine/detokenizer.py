@@ -1,0 +1,52 @@
+"""Text from the tokens of an answer that is on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from transformers import PreTrainedTokenizerBase
+
+# What a tokenizer writes for bytes that are no whole character yet.
+_INCOMPLETE = "\ufffd"
+
+
+class Detokenizer:
+    """Text from token ids that come one by one; a character only with all of its bytes.
+
+    Special tokens are left out, but for those of `kept_ids`: an answer's parts may be told by them.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kept_ids: Collection[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._left_out: set[int] | None = None
+        if kept_ids:
+            added = tokenizer.added_tokens_decoder.items()
+            self._left_out = {number for number, token in added if token.special} - {*kept_ids}
+        self._ids: list[int] = []
+        # Only from `_start` on is decoded again, so that a long answer costs no more per token.
+        # The tokens up to `_said` were written; they stay as the context of those that follow.
+        self._start = 0
+        self._said = 0
+
+    def add(self, token: int) -> str:
+        """Take one token; return the text that is complete now, often none."""
+        self._ids.append(token)
+        return self._complete(final=False)
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        return self._complete(final=True)
+
+    def _complete(self, *, final: bool) -> str:
+        before = self._decode(self._ids[self._start : self._said])
+        text = self._decode(self._ids[self._start :])
+        if len(text) <= len(before) or (text.endswith(_INCOMPLETE) and not final):
+            return ""
+        self._start, self._said = self._said, len(self._ids)
+        return text[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        if self._left_out is None:
+            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+        ids = [number for number in ids if number not in self._left_out]
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))

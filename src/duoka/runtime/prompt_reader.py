@@ -1,0 +1,110 @@
+"""Prompts for a model, read before its weights are, within what was planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from PIL.Image import Image
+from PIL.Image import new as new_image
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from duoka.base.units import format_count
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.tokenizer_files import beyond_embedding
+from duoka.errors import UsageError
+from duoka.forecast.workload import Workload
+from duoka.models.from_checkpoint import tokenizer_of
+from duoka.models.text.image_prompts import ImagePrompt
+from duoka.models.text.messages import Message
+from duoka.models.text.prompts import ChatFormat, chat_format
+
+
+class PromptReader:
+    """A checkpoint's tokenizer and prompt format, within the limits of a workload."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, workload: Workload
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self.workload = workload
+
+    @classmethod
+    def open(cls, checkpoint: Checkpoint, workload: Workload) -> PromptReader:
+        """The reader of a checkpoint whose tokenizer is on this machine."""
+        tokenizer = tokenizer_of(checkpoint)
+        # What code of a checkpoint's own reads of images, only that code knows.
+        directory = None if checkpoint.builds_own_model else checkpoint.path
+        chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config, directory)
+        return cls(tokenizer, chat, workload)
+
+    def prompt(
+        self, question: str, *, system: str | None = None, images: Sequence[Image] = ()
+    ) -> list[int]:
+        """The token ids of a single question; with images an `ImagePrompt`."""
+        messages = [Message(role="system", content=system)] if system else []
+        user = Message(role="user", content=question, images=tuple(images))
+        return self.chat.prompt([*messages, user])
+
+    def plain(self, text: str) -> list[int]:
+        """The token ids of a text that is to be continued."""
+        ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
+        return ids
+
+    def check_images(self, images: Sequence[Image]) -> None:
+        """Refuse images of one prompt that no memory was planned for."""
+        planned, reader = self.workload, self.chat.images
+        if not images:
+            return
+        if reader is None:
+            raise UsageError("this model takes no images", hint="leave the images out")
+        if len(images) > planned.images:
+            raise UsageError(
+                f"{format_count(len(images), 'image')} in a prompt; the plan has memory for "
+                f"{planned.images}",
+                hint="plan with a larger --images, and with their --image-size",
+            )
+        height, width = planned.image_size
+        most = reader.pixel_count(new_image("RGB", (width, height)))
+        for image in images:
+            if reader.pixel_count(image) > most:
+                raise UsageError(
+                    f"an image of {image.width}x{image.height}; the plan has memory for images of "
+                    f"{width}x{height}",
+                    hint="make it smaller, or plan with a larger --image-size",
+                )
+
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None) -> None:
+        """Refuse what no memory was planned for."""
+        planned = self.workload
+        if not prompts or not all(map(len, prompts)):
+            raise UsageError("there is nothing to answer: a prompt is empty")
+        longest = max(map(len, prompts))
+        images = [prompt.num_images for prompt in prompts if isinstance(prompt, ImagePrompt)]
+        for what, got, limit, option in (
+            ("prompts", len(prompts), planned.batch, "--batch"),
+            ("images in a prompt", max(images, default=0), planned.images, "--images"),
+            ("tokens of prompt", longest, planned.prompt_tokens, "--context"),
+            ("new tokens", max_new_tokens or 0, planned.new_tokens, "--new-tokens"),
+        ):
+            if got > limit:
+                raise UsageError(
+                    f"{got} {what}; the plan has memory for {limit}",
+                    hint=f"plan with a larger {option}",
+                )
+
+
+def num_embeddings(model: PreTrainedModel) -> int | None:
+    """The rows of a model's embedding; None where it doesn't tell them."""
+    # Not its weight's: that may be in the host's memory.
+    return getattr(model.get_input_embeddings(), "num_embeddings", None)
+
+
+def refuse_beyond(tokens: Iterable[int], rows: int | None) -> None:
+    """Refuse tokens that an embedding has no rows for."""
+    tokens = list(tokens)
+    if min(tokens) < 0:
+        raise UsageError(f"token {min(tokens)} is none: tokens are numbers from 0")
+    largest = max(tokens)
+    if rows is not None and largest >= rows:
+        raise beyond_embedding(largest, rows)
