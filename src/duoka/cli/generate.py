@@ -120,14 +120,12 @@ def generate(
     from duoka.engine.timing import measured
 
     params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
-    usable = None if prompts.raw else planning.usable_system(reader, answering.system)
     reader.check_images(images)
-    tokens = [
-        reader.plain(text)
-        if prompts.raw
-        else reader.prompt(text.strip(), system=usable, images=images)
-        for text in questions
-    ]
+    if prompts.raw:
+        tokens = [reader.plain(text) for text in questions]
+    else:
+        usable = planning.usable_system(reader, answering.system)
+        tokens = [reader.prompt(text.strip(), system=usable, images=images) for text in questions]
     for ids in tokens:
         reader.check([ids], params.max_new_tokens)
     with planning.load_engine(plan, model, answering.adapter) as engine:
@@ -136,13 +134,12 @@ def generate(
         else:
             with working("answering"):
                 answers = engine.generate(tokens, params)
-    took = measured(answers, engine.peaks())
     if prompts.json:
-        typer.echo(_json(plan, questions, answers, took))
+        typer.echo(_json(plan, questions, answers, measured(answers, engine.peaks())))
         return
     if len(answers) > 1:
         answer("\n\n".join(reply.text for reply in answers) + "\n")
-    planning.tell_measured(plan, took)
+    planning.tell_measured(plan, measured(answers, engine.peaks()))
 
 
 def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
