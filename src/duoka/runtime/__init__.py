@@ -13,12 +13,34 @@ or terminals; of a plan it takes the placement, and the workload, whose limits i
 - `image_inputs`: made-up images, as a model's ``forward`` takes them
 - `dispatch`: the one place where activations change device
 - `load`: tensors from the files to their devices
+
+Its names are imported on first use: who copies a tensor doesn't wait for transformers.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from duoka.checkpoint.sampling_params import Sampling
 
-from .conversation import Conversation
-from .generate import Answer, Generator, PromptReader
-from .stream import Stream
+if TYPE_CHECKING:
+    from .conversation import Conversation
+    from .generate import Answer, Generator, PromptReader
+    from .stream import Stream
 
 __all__ = ["Answer", "Conversation", "Generator", "PromptReader", "Sampling", "Stream"]
+
+_MODULES = {
+    "Answer": "generate",
+    "Conversation": "conversation",
+    "Generator": "generate",
+    "PromptReader": "generate",
+    "Stream": "stream",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -1,0 +1,84 @@
+"""A report that can be attached where everybody reads it: nothing in it says whose machine it is.
+
+Tokens and passwords are left out by whoever writes it, as they are of error messages.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+from duoka.base.serialization import to_dict
+
+from .findings import Diagnosis
+
+_VERSION = 1
+_HIDDEN = "***"
+# What of the environment decides how a model runs; a token's name isn't among them.
+_VARIABLES = re.compile(
+    r"(CUDA|NCCL|NVIDIA|TORCH|PYTORCH|OMP|MKL|DUOKA|TRANSFORMERS)_\w+|LD_LIBRARY_PATH|LD_PRELOAD|"
+    r"HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT)"
+)
+_UUID = re.compile(
+    r"(?:\b(?:GPU|MIG)-)?\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.I
+)
+_HOMES = re.compile(r"(/home/|/Users/|/root\b/?)[^/\s\"',:]*")
+_PLAIN = frozenset({"root", "localhost", "user", "ubuntu"})  # nobody's name
+_SHORTEST = 2
+
+
+def bundle(diagnosis: Diagnosis) -> str:
+    """The diagnosis, the libraries and the settings as JSON, with all names masked."""
+    report: dict[str, Any] = {
+        "duoka_doctor": _VERSION,
+        "severity": diagnosis.severity,
+        "system": {
+            "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "python": platform.python_version(),
+            "processors": os.cpu_count(),
+        },
+        "environment": {n: v for n, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(n)},
+        "libraries": dict(sorted((d.name, d.version) for d in distributions())),
+        **to_dict(diagnosis),
+    }
+    return json.dumps(_masked(report, [*_private_names()]), ensure_ascii=False, indent=1) + "\n"
+
+
+def _private_names() -> Iterator[str]:
+    """What this machine and its user are called, as whole words."""
+    names = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
+    names |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
+    names.add(Path.home().name)
+    with suppress(OSError, KeyError):
+        names.add(getpass.getuser())
+    names |= {name.partition(".")[0] for name in names}
+    return (
+        name
+        for name in sorted(names, key=len, reverse=True)
+        if len(name) >= _SHORTEST and name not in _PLAIN
+    )
+
+
+def _masked(value: Any, names: list[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _masked(item, names) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(item, names) for item in value]
+    if not isinstance(value, str):
+        return value
+    home = str(Path.home())
+    if len(home) > 1:
+        value = value.replace(home, "~")
+    value = _UUID.sub(_HIDDEN, _HOMES.sub(rf"\1{_HIDDEN}", value))
+    for name in names:
+        value = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", _HIDDEN, value)
+    return value
