@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import nvml
+import pynvml
+
+from .nvml import _ask, _session
 
 # Bits of NVML's clock event reasons that mean that something is wrong, or is in the way. Those for
 # idleness, applications' clocks and displays are left out.
@@ -64,48 +66,52 @@ class MachineHealth:
 
 def read_health() -> MachineHealth:
     """Ask the driver how all GPUs are."""
-    api, ask = nvml.pynvml, nvml._ask
-    with nvml._session():
-        version = ask(api.nvmlSystemGetCudaDriverVersion)
+    with _session():
+        version = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
         handles = {}
-        for index in range(ask(api.nvmlDeviceGetCount) or 0):
+        for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0):
             try:
-                handles[index] = api.nvmlDeviceGetHandleByIndex(index)
-            except api.NVMLError:  # `nvml.read` tells of it
+                handles[index] = pynvml.nvmlDeviceGetHandleByIndex(index)
+            except pynvml.NVMLError:  # `nvml.read` tells of it
                 continue
         gpus = {}
         for index, handle in handles.items():
             try:
                 gpus[index] = _health(handle, {i: h for i, h in handles.items() if i != index})
-            except api.NVMLError:
+            except pynvml.NVMLError:
                 continue
     cuda = None if version is None else (version // 1000, version % 1000 // 10)
     return MachineHealth(cuda_version=cuda, gpus=gpus)
 
 
 def _health(handle: Any, peers: Mapping[int, Any]) -> GpuHealth:
-    api, ask = nvml.pynvml, nvml._ask
-    reasons = ask(api.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    remapped = ask(api.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    remapped = _ask(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     states = [
-        ask(api.nvmlDeviceGetNvLinkState, handle, link) for link in range(api.NVML_NVLINK_MAX_LINKS)
+        _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link)
+        for link in range(pynvml.NVML_NVLINK_MAX_LINKS)
     ]
-    persistent = ask(api.nvmlDeviceGetPersistenceMode, handle)
+    persistent = _ask(pynvml.nvmlDeviceGetPersistenceMode, handle)
     statuses = {
-        index: ask(api.nvmlDeviceGetP2PStatus, handle, peer, _READ) for index, peer in peers.items()
+        index: _ask(pynvml.nvmlDeviceGetP2PStatus, handle, peer, _READ)
+        for index, peer in peers.items()
     }
     return GpuHealth(
         slowdowns=tuple(text for bit, text in _SLOWDOWNS.items() if reasons & bit),
-        uncorrected_errors=ask(
-            api.nvmlDeviceGetTotalEccErrors,
+        uncorrected_errors=_ask(
+            pynvml.nvmlDeviceGetTotalEccErrors,
             handle,
-            api.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
-            api.NVML_VOLATILE_ECC,
+            pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+            pynvml.NVML_VOLATILE_ECC,
         ),
-        awaits_reset=bool(remapped[2] or ask(api.nvmlDeviceGetRetiredPagesPendingStatus, handle)),
+        awaits_reset=bool(
+            remapped[2] or _ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+        ),
         is_worn=bool(remapped[3]),
-        power_limit_watts=_watts(ask(api.nvmlDeviceGetPowerManagementLimit, handle)),
-        default_power_limit_watts=_watts(ask(api.nvmlDeviceGetPowerManagementDefaultLimit, handle)),
+        power_limit_watts=_watts(_ask(pynvml.nvmlDeviceGetPowerManagementLimit, handle)),
+        default_power_limit_watts=_watts(
+            _ask(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle)
+        ),
         is_persistent=None if persistent is None else bool(persistent),
         links_up=sum(state in _LINKS_UP for state in states),
         links_down=states.count(_LINK_DOWN),

@@ -1,8 +1,9 @@
 """NVML: what the driver says of this machine's GPUs, as frozen snapshots.
 
-The module that calls NVML (`pynvml`, of the package nvidia-ml-py), but for `gpu_health`. What a card or driver
-doesn't tell is None; a card that doesn't answer at all is told as lost and hides no other one. It
-knows nothing of CUDA: which of these GPUs a process may use, and under which number, isn't here.
+But for `gpu_health` the only module that calls NVML (`pynvml`, of the package nvidia-ml-py). What a
+card or driver doesn't tell is None; a card that doesn't answer at all is told as lost and hides no
+other one. It knows nothing of CUDA: which of these GPUs a process may use, and under which number,
+isn't here.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ rig_read_defects(void)
     if (text && (sscanf(text, "%d=%i", &index, &reasons) < 2 || !is_gpu(index)))
         refuse("RIG_THROTTLE", "a GPU and NVML's reasons, as in 0=0x40");
     throttle[index] = reasons;
+    rig_befall(rig_now());
 }
 
 /* What the clock brings about. */

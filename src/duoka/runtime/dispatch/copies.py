@@ -65,7 +65,7 @@ def copy_fault(source: str, target: str) -> str:
     with torch.inference_mode():
         pattern = torch.arange(1, _WORDS + 1, dtype=torch.int32, device="cpu")
         before = pattern.bitwise_not()
-        received = before.to(target)
+        received = before.to(target, copy=True)
         received.copy_(pattern.to(source))
         back = received.cpu()
     if torch.equal(back, pattern):

@@ -141,13 +141,15 @@ def check_copies(facts: Facts) -> Iterator[Finding]:
 def _slow(
     fleet: Fleet | None, sound: Sequence[tuple[Sequence[str], Mapping[str, Any]]]
 ) -> Iterator[Finding]:
+    slow = []
     for pair, outcome in sound:
         link = None if fleet is None else fleet.link(*pair)
-        if link is None or outcome["bytes_per_second"] > _LEAST_SHARE * link.bytes_per_second:
-            continue
-        rate, expected = outcome["bytes_per_second"] / 1e9, link.bytes_per_second / 1e9
+        if link is not None and outcome["bytes_per_second"] < _LEAST_SHARE * link.bytes_per_second:
+            rate, expected = outcome["bytes_per_second"] / 1e9, link.bytes_per_second / 1e9
+            slow.append(f"{' → '.join(pair)}: {rate:.1f} GB/s, not {expected:.0f}")
+    if slow:
         yield warning(
-            f"{' → '.join(pair)}: {rate:.1f} GB/s, where {expected:.0f} were to be expected",
+            f"slower than their links: {named(slow)}",
             "hidden states take that much longer from GPU to GPU",
             "look at PCIe's width, the slots and the NUMA nodes above; who else uses the link?",
         )

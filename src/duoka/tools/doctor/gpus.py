@@ -1,4 +1,4 @@
-"""What the driver knows of the GPUs: which there are, who uses them, how they are and are joined."""
+"""What the driver knows of the GPUs: which there are, who uses them, how they are and joined."""
 
 from __future__ import annotations
 
@@ -192,9 +192,9 @@ def check_pcie(facts: Facts) -> Iterator[Finding]:
                 f"{gpu.max_pcie_lanes / gpu.pcie_lanes:.0f} times as long",
                 "put it into a full slot; look at risers, and at the BIOS's bifurcation",
             )
-        if gpu.pcie_generation and gpu.max_pcie_generation:
-            if gpu.pcie_generation < gpu.max_pcie_generation:
-                idle[gpu.pcie_generation, gpu.max_pcie_generation].append(gpu.index)
+        now, most = gpu.pcie_generation or 0, gpu.max_pcie_generation or 0
+        if 0 < now < most:
+            idle[now, most].append(gpu.index)
     for (now, most), indices in idle.items():
         yield note(
             f"{numbered(indices)}: PCIe {now}.0 now, {most}.0 at most",
@@ -249,8 +249,8 @@ def check_numa(facts: Facts) -> Iterator[Finding]:
     for gpu in () if facts.machine is None else facts.machine.gpus:
         address = gpu.pci_address.lower()[-12:]
         with suppress(OSError, ValueError):
-            node = (facts.root / "sys/bus/pci/devices" / address / "numa_node").read_text()
-            nodes[int(node)].append(gpu.index)
+            text = (facts.root / "sys/bus/pci/devices" / address / "numa_node").read_text()
+            nodes[int(text)].append(gpu.index)
     nodes.pop(-1, None)
     mine = os.sched_getaffinity(0)
     for node, indices in sorted(nodes.items()):
