@@ -59,6 +59,8 @@ def doctor(
     from duoka.tools import doctor as tool
 
     check_file(bundle, "the report")
+    if options.gpus is not None:
+        planning.look_at_cards(options.gpus)
     named = None
     if model.model is not None:
         named = tool.ModelFacts(model.model, lambda: planning.make_plan(model, options))

@@ -57,7 +57,7 @@ def _private_names() -> Iterator[str]:
     """What this machine and its user are called, as whole words."""
     names = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
     names |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
-    names.add(Path.home().name)
+    names.add(Path(_home()).name)
     with suppress(OSError, KeyError):
         names.add(getpass.getuser())
     names |= {name.partition(".")[0] for name in names}
@@ -68,6 +68,10 @@ def _private_names() -> Iterator[str]:
     )
 
 
+def _home() -> str:
+    return os.path.expanduser("~")  # noqa: PTH111 (Path.home raises where there is none)
+
+
 def _masked(value: Any, names: list[str]) -> Any:
     if isinstance(value, dict):
         return {key: _masked(item, names) for key, item in value.items()}
@@ -75,8 +79,7 @@ def _masked(value: Any, names: list[str]) -> Any:
         return [_masked(item, names) for item in value]
     if not isinstance(value, str):
         return value
-    home = str(Path.home())
-    if len(home) > 1:
+    if len(home := _home()) > 1:
         value = value.replace(home, "~")
     value = _UUID.sub(_HIDDEN, _HOMES.sub(rf"\1{_HIDDEN}", value))
     for name in names:

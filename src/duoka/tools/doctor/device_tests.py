@@ -38,7 +38,8 @@ def main() -> None:
         except torch.OutOfMemoryError:
             _write({"skipped": "too little memory is free"})
         except Exception as error:
-            _write({"fault": " ".join(str(error).split())[:200] or type(error).__name__})
+            text = " ".join(str(error).split())[:200] or type(error).__name__
+            _write({"fault": text, "raised": True})
             return
 
 

@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from duoka.base.units import format_count
-from duoka.hardware.fleet import Fleet
 
 from .facts import Facts, named
-from .findings import Finding, error, note, ok, skipped, warning
+from .findings import Finding
 
-_LEAST_SHARE = 0.3
 _LOST_BYTES = (
     "what one GPU copies to the other is lost and nobody reports it: models that are spread over "
     "them answer nonsense. duoka notices when it loads, and goes through the host's memory"
@@ -20,6 +18,8 @@ _REMEDIES = (
     "NCCL_P2P_DISABLE=1 for what uses NCCL (vLLM, torch.distributed); the cause is mostly an "
     "IOMMU (off: intel_iommu=off or amd_iommu=off for the kernel) or PCIe's ACS (off in the BIOS)"
 )
+_NO_COPY = "a copy fails: one of the two is lost or hangs, or what lies between them"
+_LOOK = "`dmesg | grep -i xid` tells which card it is; NCCL_P2P_DISABLE=1 where copies hang"
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
@@ -27,13 +27,16 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     about = facts.probed.torch
     version, cuda = about.get("version", "torch"), about.get("cuda")
     if facts.machine is None:
-        yield ok(f"torch {version}")
+        yield Finding("ok", f"torch {version}")
         return
     if "version" not in about:
-        yield error("torch can't be imported", str(about.get("error", "")), "install torch again")
+        yield Finding(
+            "error", "torch can't be imported", str(about.get("error", "")), "install torch again"
+        )
         return
     if cuda is None:
-        yield error(
+        yield Finding(
+            "error",
             f"torch {version} is a build for the CPU alone, and there are GPUs",
             "no GPU can be used",
             "install PyTorch's CUDA build of that version in its place",
@@ -42,7 +45,7 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     problems = [*_driver(facts, cuda), *_architectures(facts, about), *_unseen(facts, about)]
     yield from problems
     if not problems:
-        yield ok(f"torch {version} for CUDA {cuda} fits the driver and each GPU")
+        yield Finding("ok", f"torch {version} for CUDA {cuda} fits the driver and each GPU")
 
 
 def _driver(facts: Facts, cuda: str) -> Iterator[Finding]:
@@ -53,50 +56,46 @@ def _driver(facts: Facts, cuda: str) -> Iterator[Finding]:
     texts = f"torch is built for CUDA {cuda}, and the driver knows {known[0]}.{known[1]}"
     if known[0] < built[0]:
         advice = f"update the NVIDIA driver, or install a torch for CUDA {known[0]}"
-        yield error(texts, "torch can't use a GPU over it", advice)
+        yield Finding("error", texts, "torch can't use a GPU over it", advice)
     elif known < built:
-        yield note(texts, "that works but for kernels that are compiled when they are first used")
+        yield Finding(
+            "note", texts, "that works but for kernels that are compiled when they are first used"
+        )
 
 
 def _architectures(facts: Facts, about: Mapping[str, Any]) -> Iterator[Finding]:
     """GPUs for which the wheel has no kernels: neither their own nor any that can be translated."""
-    listed = [name.partition("_") for name in about.get("architectures", [])]
-    if not listed or facts.machine is None:
-        return
-    kernels = {(kind, _capability(digits)) for kind, _, digits in listed}
-    uncovered = [
-        gpu
-        for gpu in facts.machine.gpus
-        if gpu.compute_capability is not None
-        and not any(
-            (kind == "sm" and one[0] == gpu.compute_capability[0] and one <= gpu.compute_capability)
-            or (kind == "compute" and one <= gpu.compute_capability)
-            for kind, one in kernels
-        )
-    ]
-    for gpu in uncovered:
-        capability = ".".join(map(str, gpu.compute_capability or ()))
-        yield error(
-            f"GPU {gpu.index} ({gpu.name}) has compute capability {capability}, and this torch "
-            f"has kernels for {', '.join(about['architectures'])}",
+    listed = about.get("architectures", [])
+    for gpu in {one.gpu.index: one.gpu for one in facts.present if one.torch_name}.values():
+        capability = gpu.compute_capability
+        if not listed or capability is None or any(_runs(one, capability) for one in listed):
+            continue
+        yield Finding(
+            "error",
+            f"GPU {gpu.index} ({gpu.name}) has compute capability {capability[0]}.{capability[1]}, "
+            f"and this torch has kernels for {', '.join(listed)}",
             "nothing runs on it: no kernel image is available",
             "install a torch whose build lists it: newer for a new card, older for an old one",
         )
 
 
-def _capability(digits: str) -> tuple[int, int]:
-    number = digits.rstrip("af")
-    return int(number[:-1] or 0), int(number[-1:] or 0)
+def _runs(architecture: str, capability: tuple[int, int]) -> bool:
+    """Whether kernels for an architecture run on a card: of its generation, or translated."""
+    kind, _, digits = architecture.rstrip("af").partition("_")
+    built = int(digits[:-1]), int(digits[-1])
+    return built <= capability and (kind == "compute" or built[0] == capability[0])
 
 
 def _unseen(facts: Facts, about: Mapping[str, Any]) -> Iterator[Finding]:
     visible = facts.visible_uuids
     if about.get("error") and visible:
         meaning = f"{format_count(len(visible), 'GPU')} are visible to CUDA's driver"
-        yield error(f"torch starts no CUDA: {about['error']}", meaning)
+        yield Finding("error", f"torch starts no CUDA: {about['error']}", meaning)
     elif len(about["uuids"]) != len(visible):
         text = f"torch sees {len(about['uuids'])} GPUs, and CUDA's driver {len(visible)}"
-        yield warning(text, "torch leaves out what it can't use", "look at the GPUs' checks above")
+        yield Finding(
+            "warning", text, "torch leaves out what it can't use", "look at the GPUs' checks above"
+        )
 
 
 def check_matrices(facts: Facts) -> Iterator[Finding]:
@@ -104,7 +103,8 @@ def check_matrices(facts: Facts) -> Iterator[Finding]:
     outcomes = _outcomes(facts, "matrix")
     for (name,), outcome in outcomes:
         if outcome.get("fault"):
-            yield error(
+            yield Finding(
+                "error",
                 f"{name}: a product of matrices in bfloat16 fails: {outcome['fault']}",
                 "what a model computes on it can't be trusted",
                 "leave it out (--gpus), and look at its temperature, clocks, power and cables",
@@ -112,46 +112,31 @@ def check_matrices(facts: Facts) -> Iterator[Finding]:
     yield from _untested(outcomes)
     right = [name for (name,), outcome in outcomes if outcome.get("fault") == ""]
     if right:
-        yield ok(f"products in bfloat16 are right on {', '.join(right)}")
+        yield Finding("ok", f"products in bfloat16 are right on {', '.join(right)}")
 
 
 def check_copies(facts: Facts) -> Iterator[Finding]:
     """Whether bytes arrive, between each two devices in each direction, and how fast."""
     outcomes = _outcomes(facts, "copy")
-    broken: dict[str, list[str]] = {}
+    broken: dict[tuple[str, bool], list[str]] = {}
     for pair, outcome in outcomes:
         if outcome.get("fault"):
-            broken.setdefault(outcome["fault"], []).append(" → ".join(pair))
-    for fault, pairs in broken.items():
-        yield error(f"{', '.join(pairs)}: {fault}", _LOST_BYTES, _REMEDIES)
+            fault = outcome["fault"], "raised" in outcome
+            broken.setdefault(fault, []).append(" → ".join(pair))
+    for (text, is_raised), pairs in broken.items():
+        meaning, advice = (_NO_COPY, _LOOK) if is_raised else (_LOST_BYTES, _REMEDIES)
+        yield Finding("error", f"{', '.join(pairs)}: {text}", meaning, advice)
     yield from _untested(outcomes)
     sound = [(pair, outcome) for pair, outcome in outcomes if outcome.get("fault") == ""]
-    yield from _slow(facts.fleet, sound)
     if sound:
         rates = [outcome["bytes_per_second"] / 1e9 for _, outcome in sound]
         times = [outcome["latency_seconds"] * 1e6 for _, outcome in sound]
         direct = sum(outcome["direct"] for _, outcome in sound)
-        yield ok(
+        yield Finding(
+            "ok",
             f"bytes arrive between {len(sound)} ordered pairs ({direct} directly): "
             f"{_range(rates)} GB/s, {_range(times)} µs",
-            pairs=[{"source": s, "target": t, **outcome} for (s, t), outcome in sound],
-        )
-
-
-def _slow(
-    fleet: Fleet | None, sound: Sequence[tuple[Sequence[str], Mapping[str, Any]]]
-) -> Iterator[Finding]:
-    slow = []
-    for pair, outcome in sound:
-        link = None if fleet is None else fleet.link(*pair)
-        if link is not None and outcome["bytes_per_second"] < _LEAST_SHARE * link.bytes_per_second:
-            rate, expected = outcome["bytes_per_second"] / 1e9, link.bytes_per_second / 1e9
-            slow.append(f"{' → '.join(pair)}: {rate:.1f} GB/s, not {expected:.0f}")
-    if slow:
-        yield warning(
-            f"slower than their links: {named(slow)}",
-            "hidden states take that much longer from GPU to GPU",
-            "look at PCIe's width, the slots and the NUMA nodes above; who else uses the link?",
+            figures={"pairs": [{"source": s, "target": t, **outcome} for (s, t), outcome in sound]},
         )
 
 
@@ -167,7 +152,7 @@ def _untested(outcomes: Sequence[tuple[Sequence[str], Mapping[str, Any]]]) -> It
         if "skipped" in outcome:
             reasons.setdefault(outcome["skipped"], []).append(" → ".join(names))
     for reason, pairs in reasons.items():
-        yield skipped(f"{named(pairs)}: {reason}")
+        yield Finding("skipped", f"{named(pairs)}: {reason}")
 
 
 def _range(numbers: Sequence[float]) -> str:

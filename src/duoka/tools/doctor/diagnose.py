@@ -10,10 +10,12 @@ from duoka.base.progress import say
 
 from . import devices, gpus, host, model
 from .facts import Facts
-from .findings import Check, Diagnosis, Examined, Finding, run_check
+from .findings import Diagnosis, Examined, Finding, examine
 from .model import ModelFacts
 
-_GPU_CHECKS: tuple[tuple[str, str, Callable[[Facts], Iterable[Finding]]], ...] = (
+_Checks = tuple[tuple[str, str, Callable[[Facts], Iterable[Finding]]], ...]
+
+_GPU_CHECKS: _Checks = (
     ("GPUs", "CUDA", gpus.check_visible),
     ("GPUs", "memory", gpus.check_memory),
     ("GPUs", "health", gpus.check_state),
@@ -22,13 +24,13 @@ _GPU_CHECKS: tuple[tuple[str, str, Callable[[Facts], Iterable[Finding]]], ...] =
     ("links", "reach", gpus.check_reach),
     ("links", "NUMA", gpus.check_numa),
 )
-_HOST_CHECKS: tuple[tuple[str, str, Callable[[Facts], Iterable[Finding]]], ...] = (
+_HOST_CHECKS: _Checks = (
     ("host", "memory", host.check_host_memory),
     ("host", "shared memory", host.check_shared_memory),
     ("host", "limits", host.check_limits),
     ("software", "libraries", host.check_versions),
 )
-_DEVICE_CHECKS: tuple[tuple[str, str, Callable[[Facts], Iterable[Finding]]], ...] = (
+_DEVICE_CHECKS: _Checks = (
     ("software", "torch", devices.check_torch),
     ("computing", "matrices", devices.check_matrices),
     ("computing", "copies", devices.check_copies),
@@ -41,34 +43,23 @@ def diagnose(
     """Look at this machine, and at a model on it.
 
     `which` are the GPUs that tests run on and the model is planned for, by default all of this
-    machine. What can't be understood of it is raised; nothing else is.
+    machine.
     """
-    facts = Facts(which, root)
-    if which is not None:
-        assert facts.fleet is not None  # it is refused before anything is looked at
-    return Diagnosis(checks=tuple(_examine(facts, named)))
+    return Diagnosis(checks=tuple(_examine(Facts(which, root), named)))
 
 
 def _examine(facts: Facts, named: ModelFacts | None) -> Iterator[Examined]:
-    yield run_check(Check("GPUs", "driver", partial(gpus.check_driver, facts)))
-    if facts.machine is not None:
-        yield from _all(_GPU_CHECKS, facts)
-    yield from _all(_HOST_CHECKS, facts)
+    yield examine("GPUs", "driver", partial(gpus.check_driver, facts))
+    if facts.gpus is not None:
+        yield examine("GPUs", "--gpus", partial(gpus.check_named, facts))
+    checks = (*(_GPU_CHECKS if facts.machine is not None else ()), *_HOST_CHECKS)
     if facts.machine is not None or facts.testable:
         say("testing the devices")
-        yield from _all(_DEVICE_CHECKS, facts)
-    if named is not None:
-        for name, check in (
-            ("checkpoint", partial(model.check_whole, named)),
-            ("disk", partial(model.check_disk, named)),
-            ("hashes", partial(model.check_hashes, named)),
-            ("fit", partial(model.check_fit, named, facts)),
-        ):
-            yield run_check(Check("model", name, check))
-
-
-def _all(
-    checks: Iterable[tuple[str, str, Callable[[Facts], Iterable[Finding]]]], facts: Facts
-) -> Iterator[Examined]:
+        checks += _DEVICE_CHECKS
     for group, name, check in checks:
-        yield run_check(Check(group, name, partial(check, facts)))
+        yield examine(group, name, partial(check, facts))
+    if named is not None:
+        yield examine("model", "checkpoint", partial(model.check_whole, named))
+        yield examine("model", "disk", partial(model.check_disk, named))
+        yield examine("model", "hashes", partial(model.check_hashes, named))
+        yield examine("model", "fit", partial(model.check_fit, named, facts))

@@ -44,14 +44,14 @@ class Facts:
     @cached_property
     def fleet(self) -> Fleet | None:
         """The devices that are meant; None where there is none to be had."""
-        if self.gpus is None and self.machine is None:
-            return None
         try:
-            return Fleet.parse(self.gpus or _ALL)
+            return None if self.gpus is None and self.machine is None else self.parsed()
         except FleetError:
-            if self.gpus is not None:
-                raise
             return None
+
+    def parsed(self) -> Fleet:
+        """The same, where there is one; FleetError says what is in the way."""
+        return Fleet.parse(self.gpus or _ALL)
 
     @property
     def testable(self) -> bool:

@@ -13,10 +13,11 @@ from duoka.hardware import cuda_driver, nvml
 from duoka.hardware.gpu_health import POWER_LIMIT
 
 from .facts import Facts, named, numbered
-from .findings import Finding, error, note, ok, warning
+from .findings import Finding, Severity
 
 _NVIDIA, _DISPLAYS = "0x10de", "0x03"
 _MUCH_MEMORY = 0.1
+_KNOWN_STATES = ("hidden", "in MIG mode", "memory unknown")
 # More than any driver keeps for itself.
 _UNSEEN_BYTES = 3 * GIB // 2
 _MOST_OFF = 0.9
@@ -35,9 +36,10 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
         number = _on_bus(facts.root)
         if number:
             text = f"there is {format_count(number, 'GPU')} of NVIDIA's, and no driver for it"
-            yield error(text, str(missing), missing.hint or "")
+            yield Finding("error", text, str(missing), missing.hint or "")
             return
-        yield note(
+        yield Finding(
+            "note",
             "no NVIDIA GPU is here",
             "duoka plans for GPUs elsewhere, and runs on virtual ones and on the processor",
             '--gpus "virtual:2x8GiB" tries the tests that need GPUs',
@@ -49,11 +51,10 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
     for gpu in machine.gpus:
         products[gpu.name] += 1
     texts = [f"{count} × {name}" for name, count in products.items()]
-    yield ok(f"driver {machine.driver_version}{known}: {', '.join(texts) or 'no GPU'}")
+    yield Finding("ok", f"driver {machine.driver_version}{known}: {', '.join(texts) or 'no GPU'}")
     for lost in machine.lost:
-        yield error(
-            f"GPU {lost.index} doesn't answer: {lost.reason}", "it can't be used", _FELL_OFF
-        )
+        text = f"GPU {lost.index} doesn't answer: {lost.reason}"
+        yield Finding("error", text, "it can't be used", _FELL_OFF)
 
 
 def _on_bus(root: Path) -> int:
@@ -74,28 +75,35 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
         assert gpu.trouble is not None
         if gpu.trouble.state == "lost":
             continue  # `check_driver` has told it
-        say = note if gpu.trouble.state in ("hidden", "in MIG mode", "memory unknown") else warning
-        yield say(f"{gpu.label}: {gpu.trouble.reason}", "it isn't used", gpu.trouble.advice)
+        severity: Severity = "note" if gpu.trouble.state in _KNOWN_STATES else "warning"
+        text = f"{gpu.label}: {gpu.trouble.reason}"
+        yield Finding(severity, text, "it isn't used", gpu.trouble.advice)
     known = {gpu.part.uuid.lower().partition("-")[2] for gpu in facts.present}
     unknown = [f"cuda:{at}" for at, uuid in enumerate(facts.visible_uuids) if uuid not in known]
     if unknown:
         text = f"CUDA sees {', '.join(unknown)}, which NVML doesn't know"
-        yield warning(text, "nobody can tell how much memory is free there", "is it a container?")
+        yield Finding("warning", text, "nobody can tell how much memory is free there")
     moved = [gpu for gpu in seen if gpu.torch_name != f"cuda:{gpu.gpu.index}"]
     if moved:
         texts = [f"{gpu.torch_name} is nvidia-smi's GPU {gpu.gpu.index}" for gpu in moved]
-        yield note(
+        yield Finding(
+            "note",
             f"CUDA's numbers aren't nvidia-smi's: {named(texts)}",
             _restriction() or "CUDA counts the fastest first",
             "--gpus means nvidia-smi's; for other programs set CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     if seen and not moved and not unknown:
-        yield ok(f"CUDA sees {format_count(len(seen), 'GPU')}, in nvidia-smi's order")
+        yield Finding("ok", f"CUDA sees {format_count(len(seen), 'GPU')}, in nvidia-smi's order")
 
 
 def _restriction() -> str:
     value = cuda_driver.restriction()
     return "" if value is None else f"{cuda_driver.VARIABLE}={value}"
+
+
+def check_named(facts: Facts) -> Iterator[Finding]:
+    """Whether the GPUs that were named can be had."""
+    yield Finding("ok", f"{facts.gpus} is {named(facts.parsed().names)}")
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
@@ -111,19 +119,17 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
             + ("memory" if process.used_bytes is None else format_bytes(process.used_bytes))
             for process in gpu.processes
         ]
-        meaning = (
-            f"{format_bytes(available)} of {format_bytes(total)} are free, and plans count those"
-        )
+        meaning = f"plans count what is free: {format_bytes(available)} of {format_bytes(total)}"
         if texts:
-            say = warning if sum(sizes) > _MUCH_MEMORY * total else note
-            yield say(f"GPU {gpu.index}: {named(texts)}", meaning, "end it, or leave the GPU out")
+            severity: Severity = "warning" if sum(sizes) > _MUCH_MEMORY * total else "note"
+            advice = "end it, or leave the GPU out"
+            yield Finding(severity, f"GPU {gpu.index}: {named(texts)}", meaning, advice)
         elif total and not gpu.is_mig and total - available > _UNSEEN_BYTES:
-            text = (
-                f"GPU {gpu.index}: {format_bytes(total - available)} are used by nobody seen here"
-            )
-            yield warning(text, meaning, "look outside of this container, or for a dead process")
+            text = f"GPU {gpu.index}: nobody seen here has {format_bytes(total - available)}"
+            advice = "look outside of this container, or for a dead process"
+            yield Finding("warning", text, meaning, advice)
     if free:
-        yield ok(f"{format_bytes(free)} are free on all together")
+        yield Finding("ok", f"{format_bytes(free)} are free on all together")
 
 
 def check_state(facts: Facts) -> Iterator[Finding]:
@@ -132,14 +138,16 @@ def check_state(facts: Facts) -> Iterator[Finding]:
     for gpu, health in facts.healths():
         yield from _memory_errors(gpu.index, health.uncorrected_errors, health.is_worn)
         if health.awaits_reset:
-            yield warning(
+            yield Finding(
+                "warning",
                 f"GPU {gpu.index}: parts of its memory are to be replaced by spare ones",
                 "that happens at its next reset; until then it may fail again",
                 f"with nothing running on it: nvidia-smi --gpu-reset -i {gpu.index}, or restart",
             )
         hindrances = [text for text in health.slowdowns if text != POWER_LIMIT]
         if hindrances:
-            yield warning(
+            yield Finding(
+                "warning",
                 f"GPU {gpu.index} is slowed down by {' and '.join(hindrances)}",
                 "it computes slower than planned for, and a pipeline waits for its slowest stage",
                 "look at its fans, the airflow, its power supply and cables",
@@ -157,21 +165,25 @@ def check_state(facts: Facts) -> Iterator[Finding]:
             text = "the driver lets go of it when idle, and the next start waits for seconds"
             transient["aren't in persistence mode", text, advice].append(gpu.index)
     for (text, meaning, advice), indices in transient.items():
-        yield note(f"{numbered(indices)}: {text}", meaning, advice)
-    well = [health for _, health in facts.healths() if not health.slowdowns]
-    if well:
-        yield ok(f"no memory errors or slowdowns on {len(well)} of {len(facts.healths())}")
+        yield Finding("note", f"{numbered(indices)}: {text}", meaning, advice)
+    if not any(
+        health.slowdowns or health.uncorrected_errors or health.is_worn or health.awaits_reset
+        for _, health in facts.healths()
+    ):
+        yield Finding("ok", "no GPU tells of memory errors, or is slowed down")
 
 
 def _memory_errors(index: int, uncorrected: int | None, is_worn: bool) -> Iterator[Finding]:
     if uncorrected:
-        yield error(
+        yield Finding(
+            "error",
             f"GPU {index}: {format_count(uncorrected, 'memory error')} that couldn't be corrected",
             "since the driver was loaded; what computed on it then was ended or is wrong",
             "restart; if they come again, the card is defective",
         )
     if is_worn:
-        yield error(
+        yield Finding(
+            "error",
             f"GPU {index} has no spare memory left for parts that failed",
             "the next failure stays",
             "have the card replaced",
@@ -186,7 +198,8 @@ def check_pcie(facts: Facts) -> Iterator[Finding]:
     for gpu in gpus:
         if gpu.pcie_lanes and gpu.max_pcie_lanes and gpu.pcie_lanes < gpu.max_pcie_lanes:
             narrow += 1
-            yield warning(
+            yield Finding(
+                "warning",
                 f"GPU {gpu.index} has {gpu.pcie_lanes} of {gpu.max_pcie_lanes} lanes of PCIe",
                 "what is copied to and from it, weights and hidden states, takes "
                 f"{gpu.max_pcie_lanes / gpu.pcie_lanes:.0f} times as long",
@@ -196,13 +209,14 @@ def check_pcie(facts: Facts) -> Iterator[Finding]:
         if 0 < now < most:
             idle[now, most].append(gpu.index)
     for (now, most), indices in idle.items():
-        yield note(
+        yield Finding(
+            "note",
             f"{numbered(indices)}: PCIe {now}.0 now, {most}.0 at most",
             "an idle card lowers it; if it stays so under load, the slot or a riser is older",
         )
-    told = [gpu for gpu in gpus if gpu.pcie_lanes]
-    if told and not narrow:
-        yield ok(f"all lanes of PCIe on {format_count(len(told), 'GPU')}")
+    connected = [gpu for gpu in gpus if gpu.pcie_lanes]
+    if connected and not narrow:
+        yield Finding("ok", f"all lanes of PCIe on {format_count(len(connected), 'GPU')}")
 
 
 def check_nvlink(facts: Facts) -> Iterator[Finding]:
@@ -215,14 +229,14 @@ def check_nvlink(facts: Facts) -> Iterator[Finding]:
         number = health.links_up
         if 0 < number < best[gpu.name] or (number and health.links_down):
             text = f"GPU {gpu.index}: {number} NVLinks are up, {health.links_down} down"
-            yield warning(text, f"its like has {best[gpu.name]} up", _NO_NVLINK)
+            yield Finding("warning", text, f"its like has {best[gpu.name]} up", _NO_NVLINK)
         elif number:
             up[number].append(gpu.index)
         elif health.links_down:
             text = f"GPU {gpu.index}: none of its {health.links_down} NVLinks is up"
-            yield note(text, "no bridge, or not a card at its other end", _NO_NVLINK)
+            yield Finding("note", text, "no bridge, or not a card at its other end", _NO_NVLINK)
     for number, indices in up.items():
-        yield ok(f"{numbered(indices)}: {number} NVLinks up")
+        yield Finding("ok", f"{numbered(indices)}: {number} NVLinks up")
 
 
 def check_reach(facts: Facts) -> Iterator[Finding]:
@@ -234,13 +248,14 @@ def check_reach(facts: Facts) -> Iterator[Finding]:
         for index, reason in health.unreachable.items():
             pairs[reason].append(f"{gpu.index}→{index}")
     for reason, texts in pairs.items():
-        yield note(
+        yield Finding(
+            "note",
             f"{named(texts)}: no direct way to the other's memory: {reason}",
             "copies go through the host's memory, which the driver does by itself",
             "where a program that uses NCCL hangs over it: NCCL_P2P_DISABLE=1",
         )
     if reached and not pairs:
-        yield ok("all reach one another's memory directly, as the driver says")
+        yield Finding("ok", "all reach one another's memory directly, as the driver says")
 
 
 def check_numa(facts: Facts) -> Iterator[Finding]:
@@ -257,19 +272,21 @@ def check_numa(facts: Facts) -> Iterator[Finding]:
         with suppress(OSError, ValueError):
             listed = (facts.root / f"sys/devices/system/node/node{node}/cpulist").read_text()
             if not mine & _processors(listed):
-                yield warning(
+                yield Finding(
+                    "warning",
                     f"{numbered(indices)}: on NUMA node {node}, whose processors aren't ours",
                     "each copy from the host crosses the machine",
                     f"start with numactl --cpunodebind={node} --membind={node}",
                 )
     if len(nodes) > 1:
         texts = [f"{numbered(indices)} on node {node}" for node, indices in sorted(nodes.items())]
-        yield note(
+        yield Finding(
+            "note",
             f"two NUMA nodes or more: {'; '.join(texts)}",
             "copies between nodes are slower; stages that follow one another fare best on one",
         )
     elif nodes:
-        yield ok("all GPUs are on one NUMA node")
+        yield Finding("ok", "all GPUs are on one NUMA node")
 
 
 def _processors(text: str) -> set[int]:

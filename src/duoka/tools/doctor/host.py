@@ -13,7 +13,7 @@ from duoka.base.units import GIB, MIB, format_bytes
 from duoka.hardware.host import available_bytes, container_memory
 
 from .facts import Facts
-from .findings import Finding, error, note, ok, warning
+from .findings import Finding
 
 _LITTLE_BYTES = 4 * GIB
 _LITTLE_SHARED_BYTES = 256 * MIB
@@ -25,19 +25,20 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
     """Whether there is memory for what is read, converted and offloaded."""
     available = available_bytes(facts.root)
     if available is None:
-        yield note("how much memory the host has free isn't known here")
+        yield Finding("note", "how much memory the host has free isn't known here")
     elif available < _LITTLE_BYTES:
-        yield warning(
+        yield Finding(
+            "warning",
             f"{format_bytes(available)} of the host's memory are free",
             "loading holds some hundred MiB, torch and transformers as much, offloading the rest",
             "end other programs, or let the container have more",
         )
     else:
-        yield ok(f"{format_bytes(available)} of the host's memory are free")
+        yield Finding("ok", f"{format_bytes(available)} of the host's memory are free")
     total, free = _swap(facts.root)
     if available is not None and total - free > available:
         text = f"{format_bytes(total - free)} of swap are in use"
-        yield warning(text, "the machine is short of memory; what is swapped is slow")
+        yield Finding("warning", text, "the machine is short of memory; what is swapped is slow")
 
 
 def _swap(root: Path) -> tuple[int, int]:
@@ -55,16 +56,19 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
     try:
         free = shutil.disk_usage(facts.root / "dev/shm").free
     except OSError:
-        yield note("there is no /dev/shm", "NCCL and data loaders of other programs want it")
+        yield Finding(
+            "note", "there is no /dev/shm", "NCCL and data loaders of other programs want it"
+        )
         return
     if free < _LITTLE_SHARED_BYTES:
-        yield warning(
+        yield Finding(
+            "warning",
             f"/dev/shm has {format_bytes(free)} free",
             "NCCL and data loaders fail with a bus error where it runs out; duoka doesn't use it",
             "docker run --shm-size=2g (or --ipc=host)",
         )
     else:
-        yield ok(f"/dev/shm has {format_bytes(free)} free")
+        yield Finding("ok", f"/dev/shm has {format_bytes(free)} free")
 
 
 def check_limits(facts: Facts) -> Iterator[Finding]:
@@ -72,23 +76,27 @@ def check_limits(facts: Facts) -> Iterator[Finding]:
     problems = [*_ulimits(), *_container(facts.root)]
     yield from problems
     if not problems:
-        yield ok("no limit of the shell's or a container's is in the way")
+        yield Finding("ok", "no limit of the shell's or a container's is in the way")
 
 
 def _ulimits() -> Iterator[Finding]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if 0 <= files < _FEW_FILES:
         text = f"{files} files may be open at once (ulimit -n)"
-        yield warning(text, "a checkpoint of many files may not load", f"ulimit -n {_FEW_FILES}")
+        yield Finding(
+            "warning", text, "a checkpoint of many files may not load", f"ulimit -n {_FEW_FILES}"
+        )
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space != resource.RLIM_INFINITY:
         text = f"{format_bytes(space)} of addresses may be used (ulimit -v)"
         meaning = "CUDA reserves far more addresses than it uses, and doesn't start"
-        yield error(text, meaning, "ulimit -v unlimited")
+        yield Finding("error", text, meaning, "ulimit -v unlimited")
     size = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if size != resource.RLIM_INFINITY:
         text = f"files may have {format_bytes(size)} at most (ulimit -f)"
-        yield warning(text, "models and checkpoints can't be saved", "ulimit -f unlimited")
+        yield Finding(
+            "warning", text, "models and checkpoints can't be saved", "ulimit -f unlimited"
+        )
 
 
 def _container(root: Path) -> Iterator[Finding]:
@@ -97,11 +105,13 @@ def _container(root: Path) -> Iterator[Finding]:
         limit, used = memory
         texts = f"a limit of {format_bytes(limit)} for this container, {format_bytes(used)} used"
         meaning = "who takes more is killed without a word; files that were read count until needed"
-        yield note(f"memory: {texts}", meaning)
+        yield Finding("note", f"memory: {texts}", meaning)
     processors = _quota(root)
     if processors is not None:
         text = f"processors: the container may use {processors:.1f} at a time"
-        yield note(text, "steps of small models wait for them; a GPU wants one for itself")
+        yield Finding(
+            "note", text, "steps of small models wait for them; a GPU wants one for itself"
+        )
 
 
 def _quota(root: Path) -> float | None:
@@ -121,8 +131,10 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
     """Whether the libraries are those that duoka is tested with."""
     wrong, optional = unmet_requirements(), unmet_extras()
     for text in wrong:
-        yield error(text, "duoka may fail anywhere", "pip install --upgrade duoka")
+        yield Finding("error", text, "duoka may fail anywhere", "pip install --upgrade duoka")
     for text in optional:
-        yield warning(text, "what needs it may fail", 'pip install --upgrade "duoka[all]"')
+        yield Finding(
+            "warning", text, "what needs it may fail", 'pip install --upgrade "duoka[all]"'
+        )
     if not wrong and not optional:
-        yield ok("all libraries are in the ranges that duoka is tested with")
+        yield Finding("ok", "all libraries are in the ranges that duoka is tested with")

@@ -19,7 +19,7 @@ from duoka.errors import InfeasibleError
 from duoka.planner.plan import Plan
 
 from .facts import Facts
-from .findings import Finding, error, note, ok, skipped, warning
+from .findings import Finding
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _METADATA = Path(".cache", "huggingface", "download")
@@ -37,7 +37,7 @@ class ModelFacts:
         self.make_plan = make_plan
         self.checkpoint: Checkpoint | None = None
 
-    def here(self) -> list[Path]:
+    def files(self) -> list[Path]:
         """The files with weights that are on this machine."""
         files = () if self.checkpoint is None else self.checkpoint.files
         return [file for file in files if file.exists()]
@@ -47,31 +47,35 @@ def check_whole(facts: ModelFacts) -> Iterator[Finding]:
     """Whether all is there, of the size and with the tensors that headers and index tell of."""
     facts.checkpoint = checkpoint = Checkpoint.open(facts.model)
     if not checkpoint.has_weights:
-        yield note(f"{checkpoint.source} has no weights", "it can be planned for, and not loaded")
+        yield Finding(
+            "note", f"{checkpoint.source} has no weights", "it can be planned for, and not loaded"
+        )
         return
     size = checkpoint.weight_bytes
     text = f"{format_count(len(checkpoint.files), 'file')} of {checkpoint.format}"
     text += "" if size is None else f", {format_bytes(size)} of weights"
     if checkpoint.missing:
         number = format_count(len(checkpoint.missing), "file")
-        yield note(f"{text}; {number} not downloaded yet", "duoka does so when it loads")
+        yield Finding("note", f"{text}; {number} not downloaded yet", "duoka does so when it loads")
     else:
-        yield ok(f"{text}: sizes, headers and index agree")
+        yield Finding("ok", f"{text}: sizes, headers and index agree")
 
 
 def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
     """Whether the files have the content that the Hub tells of, as far as a download left word."""
-    known = [(file, digest) for file in facts.here() if (digest := _known_hash(file))]
+    known = [(file, digest) for file in facts.files() if (digest := _known_hash(file))]
     for file, digest in known:
         say(f"comparing the hash of {file.name}")
         if not is_right(
             file, RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag=digest)
         ):
-            yield error(f"{file.name} isn't what was published", "it is damaged", _FETCH_AGAIN)
+            yield Finding(
+                "error", f"{file.name} isn't what was published", "it is damaged", _FETCH_AGAIN
+            )
     if known:
-        yield ok(f"the hashes of {format_count(len(known), 'file')} were compared")
-    elif facts.here():
-        yield skipped("no hash is known: nothing that was downloaded with it tells one")
+        yield Finding("ok", f"the hashes of {format_count(len(known), 'file')} were compared")
+    elif facts.files():
+        yield Finding("skipped", "no hash is known: nothing that was downloaded with it tells one")
 
 
 def _known_hash(file: Path) -> str:
@@ -88,20 +92,20 @@ def _known_hash(file: Path) -> str:
 
 def check_disk(facts: ModelFacts) -> Iterator[Finding]:
     """How fast the disk is that the weights lie on, and whether there is room."""
-    files = facts.here()
+    files = facts.files()
     if not files:
         return
     free = shutil.disk_usage(files[0].parent).free
     if free < _LITTLE_BYTES:
         text = f"{format_bytes(free)} are free on its disk"
-        yield warning(text, "a download or a merged model has no room", "free some")
+        yield Finding("warning", text, "a download or a merged model has no room", "free some")
     rate = _read_rate(max(files, key=lambda file: file.stat().st_size))
     total = sum(file.stat().st_size for file in files)
     text = f"its disk gives {rate / 1e9:.2g} GB/s: {format_seconds(total / rate)} for all weights"
     if rate < _SLOW_BYTES_PER_SECOND:
-        yield warning(text, "loading waits for it", "copy the model to a local SSD")
+        yield Finding("warning", text, "loading waits for it", "copy the model to a local SSD")
     else:
-        yield ok(text, bytes_per_second=rate)
+        yield Finding("ok", text, figures={"bytes_per_second": rate})
 
 
 def _read_rate(file: Path) -> float:
@@ -122,7 +126,9 @@ def _read_rate(file: Path) -> float:
 def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
     """Whether it fits, how, and if not, what would."""
     if machine.fleet is None:
-        yield skipped("there is no GPU to plan for", "name some: --gpus 24GiB,12GiB")
+        yield Finding(
+            "skipped", "there is no GPU to plan for", advice="name some: --gpus 24GiB,12GiB"
+        )
         return
     command = ["duoka", "plan", facts.model]
     command += [] if machine.gpus is None else ["--gpus", machine.gpus]
@@ -130,14 +136,18 @@ def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
         plan = facts.make_plan()
     except InfeasibleError as problem:
         ways = [f"{way.text}: {shlex.join([*command, *way.options])}" for way in problem.ways_out]
-        yield error(
-            str(problem), "it can't be loaded as it is", "\n".join(ways) or problem.hint or ""
+        yield Finding(
+            "error",
+            str(problem),
+            "it can't be loaded as it is",
+            "\n".join(ways) or problem.hint or "",
         )
         return
     tokens = plan.workload.context_tokens
     budgets = {device.name: device.budget_bytes for device in plan.fleet.devices}
     left = min(budgets[stage.device] - stage.reserved_bytes for stage in plan.forecast.devices)
-    yield ok(
+    yield Finding(
+        "ok",
         f"it fits on {', '.join(plan.devices)} with {tokens} tokens, in {plan.workload.dtype}; "
-        f"{format_bytes(left)} left on the fullest ({shlex.join(command)} shows it)"
+        f"{format_bytes(left)} left on the fullest ({shlex.join(command)} shows it)",
     )

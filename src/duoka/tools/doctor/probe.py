@@ -34,25 +34,21 @@ def probe(devices: Sequence[Device]) -> Probed:
     names = [device.name for device in devices]
     waiting: list[Test] = [("matrix", name) for name in names]
     waiting += [("copy", *pair) for pair in itertools.permutations(names, 2)]
-    sizes = {d.name: d.budget_bytes for d in devices if d.name.startswith("vgpu")}
-    capacities = [sizes.get(f"vgpu:{i}", 1) for i in range(_count(sizes))]
+    capacities = [device.budget_bytes for device in devices if device.name.startswith("vgpu")]
     about: Mapping[str, Any] = {}
     outcomes: dict[Test, Mapping[str, Any]] = {}
-    for start in range(_MOST_STARTS):
+    for _ in range(_MOST_STARTS):
         lines, ending = _run({"capacities_bytes": capacities, "tests": waiting})
         if not lines:
             return Probed(torch=about or {"error": ending}, outcomes=outcomes)
         about = about or lines[0]
-        results = [*lines[1:], *([{"fault": ending}] if ending else [])]
+        results = [*lines[1:], *([{"fault": ending, "raised": True}] if ending else [])]
         outcomes |= dict(zip(waiting, results, strict=False))
         waiting = waiting[len(results) :]
-        if not waiting or start == _MOST_STARTS - 1:
+        if not waiting:
             break
+    outcomes |= {test: {"skipped": "too many tests before it have failed"} for test in waiting}
     return Probed(torch=about, outcomes=outcomes)
-
-
-def _count(sizes: Mapping[str, int]) -> int:
-    return max((int(name.partition(":")[2]) + 1 for name in sizes), default=0)
 
 
 def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
