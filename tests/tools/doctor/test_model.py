@@ -39,13 +39,20 @@ def weights_of(directory: Path) -> Path:
     return next(directory.glob("*.safetensors"))
 
 
-def test_a_whole_one(checkpoint: Path) -> None:
+def test_a_whole_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = facts_of(checkpoint)
     (whole,) = model.check_whole(facts)
     assert whole.severity == "ok"
     assert "of safetensors" in whole.text
+    assert [*model.check_disk(facts)] == []  # so little is read at once
+    monkeypatch.setattr(model, "_LEAST_BYTES", 0)
+    monkeypatch.setattr(model, "_SLOW_BYTES_PER_SECOND", 0.0)
     (disk,) = model.check_disk(facts)
     assert "for all weights" in disk.text
+    monkeypatch.setattr(model, "_SLOW_BYTES_PER_SECOND", 1e15)
+    monkeypatch.setattr(model, "_LITTLE_BYTES", 2**62)
+    full, slow = model.check_disk(facts)
+    assert (full.severity, slow.severity) == ("note", "warning")
     (unknown,) = model.check_hashes(facts)
     assert unknown.severity == "skipped"
 
@@ -107,10 +114,13 @@ def test_whether_it_fits(checkpoint: Path) -> None:
         raise InfeasibleError("the model does not fit", ways_out=[way])
 
     machine = Facts("virtual:1MiB", Path("/"))
-    (tight,) = model.check_fit(ModelFacts(str(checkpoint), refuse), machine)
+    facts = opened(checkpoint)
+    facts.make_plan = refuse
+    (tight,) = model.check_fit(facts, machine)
     assert (tight.severity, tight.text) == ("error", "the model does not fit")
     assert tight.advice == (
         f"weights in 8 bit: duoka plan {checkpoint} --gpus virtual:1MiB --quantize int8"
     )
-    (nowhere,) = model.check_fit(facts_of(checkpoint), Facts(None, Path("/")))
+    assert [*model.check_fit(facts_of(checkpoint), machine)] == []  # it couldn't be opened
+    (nowhere,) = model.check_fit(facts, Facts(None, Path("/")))
     assert nowhere.severity == "skipped"

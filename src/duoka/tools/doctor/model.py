@@ -23,7 +23,7 @@ from .findings import Finding
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _METADATA = Path(".cache", "huggingface", "download")
-_PIECE_BYTES, _MOST_BYTES, _MOST_SECONDS = 8 * MIB, 512 * MIB, 1.0
+_PIECE_BYTES, _LEAST_BYTES, _MOST_BYTES, _MOST_SECONDS = 8 * MIB, 64 * MIB, 512 * MIB, 1.0
 _SLOW_BYTES_PER_SECOND = 0.3e9
 _LITTLE_BYTES = 10 * GIB
 _FETCH_AGAIN = "fetch it again: remove the file and run the download once more"
@@ -47,9 +47,8 @@ def check_whole(facts: ModelFacts) -> Iterator[Finding]:
     """Whether all is there, of the size and with the tensors that headers and index tell of."""
     facts.checkpoint = checkpoint = Checkpoint.open(facts.model)
     if not checkpoint.has_weights:
-        yield Finding(
-            "note", f"{checkpoint.source} has no weights", "it can be planned for, and not loaded"
-        )
+        text = f"{checkpoint.source} has no weights"
+        yield Finding("note", text, "it can be planned for, and not loaded")
         return
     size = checkpoint.weight_bytes
     text = f"{format_count(len(checkpoint.files), 'file')} of {checkpoint.format}"
@@ -66,12 +65,10 @@ def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
     known = [(file, digest) for file in facts.files() if (digest := _known_hash(file))]
     for file, digest in known:
         say(f"comparing the hash of {file.name}")
-        if not is_right(
-            file, RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag=digest)
-        ):
-            yield Finding(
-                "error", f"{file.name} isn't what was published", "it is damaged", _FETCH_AGAIN
-            )
+        published = RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag=digest)
+        if not is_right(file, published):
+            text = f"{file.name} isn't what was published"
+            yield Finding("error", text, "it is damaged", _FETCH_AGAIN)
     if known:
         yield Finding("ok", f"the hashes of {format_count(len(known), 'file')} were compared")
     elif facts.files():
@@ -98,9 +95,12 @@ def check_disk(facts: ModelFacts) -> Iterator[Finding]:
     free = shutil.disk_usage(files[0].parent).free
     if free < _LITTLE_BYTES:
         text = f"{format_bytes(free)} are free on its disk"
-        yield Finding("warning", text, "a download or a merged model has no room", "free some")
-    rate = _read_rate(max(files, key=lambda file: file.stat().st_size))
-    total = sum(file.stat().st_size for file in files)
+        yield Finding("note", text, "a download or a merged model has no room there")
+    sizes = {file: file.stat().st_size for file in files}
+    largest, total = max(files, key=sizes.__getitem__), sum(sizes.values())
+    if sizes[largest] < _LEAST_BYTES:
+        return  # over before it can be timed
+    rate = _read_rate(largest)
     text = f"its disk gives {rate / 1e9:.2g} GB/s: {format_seconds(total / rate)} for all weights"
     if rate < _SLOW_BYTES_PER_SECOND:
         yield Finding("warning", text, "loading waits for it", "copy the model to a local SSD")
@@ -125,10 +125,11 @@ def _read_rate(file: Path) -> float:
 
 def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
     """Whether it fits, how, and if not, what would."""
+    if facts.checkpoint is None:
+        return  # why, is told already
     if machine.fleet is None:
-        yield Finding(
-            "skipped", "there is no GPU to plan for", advice="name some: --gpus 24GiB,12GiB"
-        )
+        advice = "name some: --gpus 24GiB,12GiB"
+        yield Finding("skipped", "there is no GPU to plan for", advice=advice)
         return
     command = ["duoka", "plan", facts.model]
     command += [] if machine.gpus is None else ["--gpus", machine.gpus]
@@ -136,12 +137,8 @@ def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
         plan = facts.make_plan()
     except InfeasibleError as problem:
         ways = [f"{way.text}: {shlex.join([*command, *way.options])}" for way in problem.ways_out]
-        yield Finding(
-            "error",
-            str(problem),
-            "it can't be loaded as it is",
-            "\n".join(ways) or problem.hint or "",
-        )
+        advice = "\n".join(ways) or problem.hint or ""
+        yield Finding("error", str(problem), "it can't be loaded as it is", advice)
         return
     tokens = plan.workload.context_tokens
     budgets = {device.name: device.budget_bytes for device in plan.fleet.devices}
