@@ -56,6 +56,8 @@ def eight_h100(patch: pytest.MonkeyPatch, recording: Recording) -> None:
         device["nvmlDeviceGetUUID"] = device["nvmlDeviceGetUUID"][:-2] + f"f{number}"
         device["nvmlDeviceGetPciInfo"]["busId"] = f"00000000:{0x90 + number:X}:00.0"
         devices.append(device)
+    for place, device in enumerate(devices):
+        device["nvmlDeviceGetP2PStatus"] = [int(at == place) for at in range(len(devices))]
     uuids = tuple(uuid.removeprefix("GPU-") for uuid in recording.uuids)
     patch.setattr(cuda_driver, "visible_uuids", lambda: uuids)
 

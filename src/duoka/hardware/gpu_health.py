@@ -23,7 +23,8 @@ _SLOWDOWNS = {
     0x80: "the power supply",
 }
 POWER_LIMIT = _SLOWDOWNS[0x04]
-_UNREACHABLE = {
+_REACH = {
+    0: "",
     1: "the chipset doesn't support it",
     2: "the GPU doesn't support it",
     3: "the I/O hub's topology doesn't support it",
@@ -40,8 +41,8 @@ class GpuHealth:
 
     `slowdowns` is what holds its clocks back now. `uncorrected_errors` are those of its memory
     since the driver was loaded; `awaits_reset`: parts of it are to be replaced at the next reset,
-    `is_worn`: there is nothing left to replace them by. `unreachable` are the indices of the GPUs
-    whose memory it can't reach directly, and why.
+    `is_worn`: there is nothing left to replace them by. `peers` says by index why it can't reach
+    another GPU's memory directly; where it can, the text is empty.
     """
 
     slowdowns: tuple[str, ...] = ()
@@ -53,7 +54,7 @@ class GpuHealth:
     is_persistent: bool | None = None
     links_up: int = 0
     links_down: int = 0
-    unreachable: Mapping[int, str] = field(default_factory=dict)
+    peers: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ def _health(handle: Any, peers: Mapping[int, Any]) -> GpuHealth:
         is_persistent=None if persistent is None else bool(persistent),
         links_up=sum(state in _LINKS_UP for state in states),
         links_down=states.count(_LINK_DOWN),
-        unreachable={i: _UNREACHABLE[s] for i, s in statuses.items() if s in _UNREACHABLE},
+        peers={i: _REACH[status] for i, status in statuses.items() if status in _REACH},
     )
 
 

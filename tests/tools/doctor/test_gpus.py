@@ -42,17 +42,19 @@ def test_two_4090_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_p
     (apart,) = found["reach"]
     assert apart.text.startswith("0→1, 1→0: no direct way to the other's memory: the chipset")
     assert "NCCL_P2P_DISABLE=1" in apart.advice
-    assert [finding.text for finding in found["health"]] == [
-        "GPUs 0, 1: aren't in persistence mode"
-    ]
+    assert [finding.text for finding in found["health"]] == ["GPUs 0, 1: not in persistence mode"]
     assert {finding.severity for group in found.values() for finding in group} == {"note"}
 
 
 def test_eight_h100_are_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     eight_h100(monkeypatch, machine(monkeypatch, "hgx-h100"))
     assert findings(tmp_path, *GPUS, "software") == {}
-    (links,) = (check for check in diagnose(root=tmp_path).checks if check.name == "NVLink")
-    assert links.findings[0].text == "GPUs 0, 1, 2, 3, 4, 5, 6, 7: 18 NVLinks up"
+    texts = {
+        check.name: [finding.text for finding in check.findings]
+        for check in diagnose(root=tmp_path).checks
+    }
+    assert texts["NVLink"] == ["GPUs 0, 1, 2, 3, 4, 5, 6, 7: 18 NVLinks up"]
+    assert texts["reach"] == ["all reach one another's memory directly, as the driver says"]
 
 
 def test_a_sick_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -74,7 +76,7 @@ def test_a_sick_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "GPU 2 is slowed down by the board's protection and its temperature (the hardware's "
             "limit)",
         ),
-        ("note", "GPU 2: have a power limit of 350 W instead of 700 W"),
+        ("note", "GPU 2: a power limit of 350 W instead of 700 W"),
     ]
     (links,) = found["NVLink"]
     assert (links.severity, links.text) == ("warning", "GPU 2: 17 NVLinks are up, 1 down")
@@ -113,6 +115,10 @@ def test_cards_that_fell_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert all(finding.severity == "error" for finding in found["driver"])
     (numbers,) = found["CUDA"]
     assert numbers.text == "CUDA's numbers aren't nvidia-smi's: cuda:1 is nvidia-smi's GPU 2"
+    assert numbers.meaning == "it doesn't count what it doesn't see"
+    machine(monkeypatch, "fastest-first", visible=[1, 0])
+    (numbers,) = findings(tmp_path, *GPUS)["CUDA"]
+    assert numbers.meaning == "it counts the fastest first"
 
 
 def test_without_a_driver_it_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

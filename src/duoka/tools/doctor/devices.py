@@ -134,7 +134,7 @@ def check_copies(facts: Facts) -> Iterator[Finding]:
         direct = sum(outcome["direct"] for _, outcome in sound)
         yield Finding(
             "ok",
-            f"bytes arrive between {len(sound)} ordered pairs ({direct} directly): "
+            f"bytes arrive between {format_count(len(sound), 'ordered pair')} ({direct} directly): "
             f"{_range(rates)} GB/s, {_range(times)} µs",
             figures={"pairs": [{"source": s, "target": t, **outcome} for (s, t), outcome in sound]},
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from duoka.base.units import GIB, format_bytes, format_count
 from duoka.hardware import cuda_driver, nvml
+from duoka.hardware.detect import PresentGpu
 from duoka.hardware.gpu_health import POWER_LIMIT
 
 from .facts import Facts, named, numbered
@@ -89,16 +90,21 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "note",
             f"CUDA's numbers aren't nvidia-smi's: {named(texts)}",
-            _restriction() or "CUDA counts the fastest first",
+            _renumbering(moved),
             "--gpus means nvidia-smi's; for other programs set CUDA_DEVICE_ORDER=PCI_BUS_ID",
         )
     if seen and not moved and not unknown:
         yield Finding("ok", f"CUDA sees {format_count(len(seen), 'GPU')}, in nvidia-smi's order")
 
 
-def _restriction() -> str:
+def _renumbering(moved: Sequence[PresentGpu]) -> str:
+    """Why CUDA has other numbers."""
     value = cuda_driver.restriction()
-    return "" if value is None else f"{cuda_driver.VARIABLE}={value}"
+    if value is not None:
+        return f"{cuda_driver.VARIABLE}={value}"
+    numbers = [int((gpu.torch_name or ":0").partition(":")[2]) for gpu in moved]
+    is_shifted = numbers == sorted(numbers)
+    return "it doesn't count what it doesn't see" if is_shifted else "it counts the fastest first"
 
 
 def check_named(facts: Facts) -> Iterator[Finding]:
@@ -153,17 +159,17 @@ def check_state(facts: Facts) -> Iterator[Finding]:
                 "look at its fans, the airflow, its power supply and cables",
             )
         if POWER_LIMIT in health.slowdowns:
-            transient["run at their power limit", "that is as it should be under load", ""].append(
+            transient["at their power limit", "that is as it should be under load", ""].append(
                 gpu.index
             )
         limit, usual = health.power_limit_watts, health.default_power_limit_watts
         if limit is not None and usual is not None and limit < _MOST_OFF * usual:
-            text = f"have a power limit of {limit:.0f} W instead of {usual:.0f} W"
+            text = f"a power limit of {limit:.0f} W instead of {usual:.0f} W"
             transient[text, "long prompts take longer", "nvidia-smi -pl sets it"].append(gpu.index)
         if health.is_persistent is False:
             advice = "sudo nvidia-smi -pm 1, or the service nvidia-persistenced"
             text = "the driver lets go of it when idle, and the next start waits for seconds"
-            transient["aren't in persistence mode", text, advice].append(gpu.index)
+            transient["not in persistence mode", text, advice].append(gpu.index)
     for (text, meaning, advice), indices in transient.items():
         yield Finding("note", f"{numbered(indices)}: {text}", meaning, advice)
     if not any(
@@ -242,11 +248,10 @@ def check_nvlink(facts: Facts) -> Iterator[Finding]:
 def check_reach(facts: Facts) -> Iterator[Finding]:
     """Whether GPUs reach one another's memory, as the driver says."""
     pairs: dict[str, list[str]] = defaultdict(list)
-    reached = 0
     for gpu, health in facts.healths():
-        reached += len(facts.healths()) - 1 - len(health.unreachable)
-        for index, reason in health.unreachable.items():
+        for index, reason in health.peers.items():
             pairs[reason].append(f"{gpu.index}→{index}")
+    reached = pairs.pop("", [])
     for reason, texts in pairs.items():
         yield Finding(
             "note",
