@@ -29,7 +29,7 @@ def carry(tensor: Tensor, device: torch.device, **options: Any) -> Tensor:
     return tensor.to(device=device, **options)
 
 
-def test_copies(devices: Iterable[torch.device]) -> None:
+def try_copies(devices: Iterable[torch.device]) -> None:
     """Test the ways between neighbours, and between the last and the first, before they are used.
 
     Other ways are tested when they are used first. What the test takes on the GPUs is given back.
