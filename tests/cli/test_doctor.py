@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -109,3 +110,17 @@ def test_a_report_without_identities(
     written = file.read_text(encoding="utf-8")
     assert not any(uuid.removeprefix("GPU-") in written for uuid in recording.uuids)
     assert json.loads(written)["severity"] == "warning"
+
+
+@pytest.mark.process
+def test_without_a_gpu_torch_is_not_imported(environment: dict[str, str], python: str) -> None:
+    code = (
+        "import sys; from duoka.cli.main import run; run(['doctor', '--json']); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    hidden = {**environment, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([python, "-c", code], env=hidden, capture_output=True, check=False)
+    told = json.loads(done.stdout)
+    if told["checks"][0]["findings"][0]["severity"] == "ok":
+        pytest.skip("there is a GPU here")
+    assert done.returncode == 0

@@ -40,6 +40,13 @@ def unmet_extras() -> list[str]:
     ]
 
 
+def installed_libraries() -> dict[str, str]:
+    """The versions of all libraries that duoka names and that are installed."""
+    names = {*_requirements(optional=False), *_requirements(optional=True), "duoka"}
+    versions = {name: installed_version(name) for name in sorted(names)}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
 def _requirements(*, optional: bool) -> Mapping[str, Requirement]:
     from packaging.requirements import Requirement
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 from collections import Counter
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+import duoka
 from duoka.base.serialization import to_dict
 from duoka.base.units import format_count
 
@@ -63,11 +65,11 @@ def doctor(
         planning.look_at_cards(options.gpus)
     named = None
     if model.model is not None:
-        named = tool.ModelFacts(model.model, lambda: planning.make_plan(model, options))
+        named = tool.ModelFacts(model.model, partial(_plan, model.model, options))
     with working("looking at this machine"):
         diagnosis = tool.diagnose(options.gpus, named)
     if bundle is not None:
-        write_file(bundle, redact(tool.bundle(diagnosis)))
+        write_file(bundle, tool.bundle(diagnosis, redact))
     if json:
         content = {"severity": diagnosis.severity, **to_dict(diagnosis)}
         typer.echo(json_format.dumps(content, indent=1, ensure_ascii=False))
@@ -75,6 +77,13 @@ def doctor(
         _print(diagnosis)
     if diagnosis.severity in _CODES:
         raise typer.Exit(_CODES[diagnosis.severity])
+
+
+def _plan(model: str, options: PlanOptions) -> duoka.Plan:
+    """The plan that `duoka plan` makes of it; what is being done is shown already."""
+    checkpoint = duoka.Checkpoint.open(model)
+    workload = planning.read_workload(checkpoint.max_context_tokens, options)
+    return duoka.plan(checkpoint, options.gpus or planning.ALL_GPUS, workload)
 
 
 def _print(diagnosis: Diagnosis) -> None:

@@ -31,6 +31,7 @@ def person(monkeypatch: pytest.MonkeyPatch) -> None:
         "LD_LIBRARY_PATH": "/home/zhang/cuda:/opt/lib",
         "NCCL_DEBUG_FILE": "/logs/gpubox/li.log",
         "SECRET_OF_MINE": "nothing of theirs",
+        "DUOKA_API_KEY": "open-sesame",
     }.items():
         monkeypatch.setenv(name, value)
 
@@ -41,6 +42,7 @@ def texts() -> list[str]:
         f"started by li on gpubox.corp.example with {TOKEN}",
         "token='plain-words-of-a-token' in /data/people/meifang/models/glm",
         "https://li:geheim@hub.example/x?token=abcdef",
+        'password: "quoted-secret"',
         "/home/zhang/models and /Users/wang/models",
         "a list of limits, like this one",
     ]
@@ -51,9 +53,17 @@ def test_names_and_secrets_are_masked() -> None:
         Finding(severity="note", text=text, figures={"inner": [text]}) for text in texts()
     )
     diagnosis = Diagnosis(checks=(Examined(group="GPUs", name="x", findings=findings),))
-    written = redact(bundle(diagnosis))
+    written = bundle(diagnosis, redact)
     private = (UUID, UUID.upper(), "gpubox", "corp.example", TOKEN, "meifang", "zhang", "wang")
-    for name in (*private, "plain-words-of-a-token", "geheim", "abcdef", "nothing of theirs"):
+    for name in (
+        *private,
+        "plain-words-of-a-token",
+        "geheim",
+        "abcdef",
+        "open-sesame",
+        "quoted-secret",
+        "nothing of theirs",
+    ):
         assert name not in written, name
     report = json.loads(written)
     assert " li " not in written

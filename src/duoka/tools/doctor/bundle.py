@@ -1,6 +1,6 @@
 """A report that can be attached where everybody reads it: nothing in it says whose machine it is.
 
-Tokens and passwords are left out by whoever writes it, as they are of error messages.
+How tokens and passwords are found in a text is known to whoever writes it.
 """
 
 from __future__ import annotations
@@ -11,33 +11,36 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+from duoka.base.requirements import installed_libraries
 from duoka.base.serialization import to_dict
 
 from .findings import Diagnosis
 
 _VERSION = 1
 _HIDDEN = "***"
-# What of the environment decides how a model runs; a token's name isn't among them.
+# What of the environment decides how a model runs.
 _VARIABLES = re.compile(
-    r"(CUDA|NCCL|NVIDIA|TORCH|PYTORCH|OMP|MKL|DUOKA|TRANSFORMERS)_\w+|LD_LIBRARY_PATH|LD_PRELOAD|"
+    r"(?!.*(?:TOKEN|KEY|SECRET|PASSWORD))(CUDA|NCCL|NVIDIA|TORCH|PYTORCH|OMP|MKL|DUOKA|TRANSFORMERS)_\w+|LD_LIBRARY_PATH|LD_PRELOAD|"
     r"HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT)"
 )
 _UUID = re.compile(
     r"(?:\b(?:GPU|MIG)-)?\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.I
 )
-_HOMES = re.compile(r"(/home/|/Users/|/root\b/?)[^/\s\"',:]*")
+_HOMES = re.compile(r"(/home/|/Users/)[^/\s\"',:]+")
 _PLAIN = frozenset({"root", "localhost", "user", "ubuntu"})  # nobody's name
 _SHORTEST = 2
 
 
-def bundle(diagnosis: Diagnosis) -> str:
-    """The diagnosis, the libraries and the settings as JSON, with all names masked."""
+def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
+    """The diagnosis, the libraries and the settings as JSON, with all names masked.
+
+    `redact` takes tokens and passwords out of a text.
+    """
     report: dict[str, Any] = {
         "duoka_doctor": _VERSION,
         "severity": diagnosis.severity,
@@ -47,10 +50,12 @@ def bundle(diagnosis: Diagnosis) -> str:
             "processors": os.cpu_count(),
         },
         "environment": {n: v for n, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(n)},
-        "libraries": dict(sorted((d.name, d.version) for d in distributions())),
+        "libraries": installed_libraries(),
         **to_dict(diagnosis),
     }
-    return json.dumps(_masked(report, [*_private_names()]), ensure_ascii=False, indent=1) + "\n"
+    names = [*_private_names()]
+    masked = _changed(report, lambda text: _masked(redact(text), names))
+    return json.dumps(masked, ensure_ascii=False, indent=1) + "\n"
 
 
 def _private_names() -> Iterator[str]:
@@ -72,16 +77,19 @@ def _home() -> str:
     return os.path.expanduser("~")  # noqa: PTH111 (Path.home raises where there is none)
 
 
-def _masked(value: Any, names: list[str]) -> Any:
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with every text in it changed."""
     if isinstance(value, dict):
-        return {key: _masked(item, names) for key, item in value.items()}
+        return {key: _changed(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_masked(item, names) for item in value]
-    if not isinstance(value, str):
-        return value
+        return [_changed(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _masked(text: str, names: Sequence[str]) -> str:
     if len(home := _home()) > 1:
-        value = value.replace(home, "~")
-    value = _UUID.sub(_HIDDEN, _HOMES.sub(rf"\1{_HIDDEN}", value))
+        text = text.replace(home, "~")
+    text = _UUID.sub(_HIDDEN, _HOMES.sub(rf"\1{_HIDDEN}", text))
     for name in names:
-        value = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", _HIDDEN, value)
-    return value
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", _HIDDEN, text)
+    return text
