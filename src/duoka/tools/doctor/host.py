@@ -64,7 +64,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             f"/dev/shm has {format_bytes(free)} free",
-            "NCCL and data loaders fail with a bus error where it runs out; duoka doesn't use it",
+            "NCCL and data loaders fail with a bus error where it runs out",
             "docker run --shm-size=2g (or --ipc=host)",
         )
     else:

@@ -23,7 +23,7 @@ _MOST_STARTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What torch says of itself, and what came of each test; of one that never ran, nothing."""
+    """What torch says of itself, and what came of each test."""
 
     torch: Mapping[str, Any]
     outcomes: Mapping[Test, Mapping[str, Any]]
@@ -52,7 +52,7 @@ def probe(devices: Sequence[Device]) -> Probed:
 
 
 def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """What a process wrote, whole lines alone, and how it ended if that wasn't by itself."""
+    """What a process wrote, whole lines of its own, and how it ended if that wasn't by itself."""
     seconds = _START_SECONDS + _TEST_SECONDS * len(request["tests"])
     command = [sys.executable, "-m", _MODULE, json.dumps(request)]
     try:
@@ -71,4 +71,4 @@ def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
     except subprocess.TimeoutExpired as error:
         output, ending = error.stdout or b"", f"it didn't end within {seconds} seconds"
     lines = output.rpartition(b"\n")[0].splitlines()
-    return [json.loads(line) for line in lines], ending
+    return [json.loads(line) for line in lines if line.startswith(b"{")], ending
