@@ -12,8 +12,8 @@ import torch
 
 import duoka
 from duoka.models.kv_cache import cache_name, new_cache
-from duoka.runtime import PromptReader
 from duoka.runtime.encode_images import image_arguments
+from duoka.runtime.prompt_reader import PromptReader
 
 
 class Answer(NamedTuple):

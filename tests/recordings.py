@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from duoka.hardware import cuda_driver, nvml
+from duoka.hardware import cuda_driver, gpu_health, nvml
 
 DIRECTORY = Path(__file__).parent / "data" / "nvml"
 NAMES = sorted(path.stem for path in DIRECTORY.glob("*.json"))
@@ -52,7 +52,7 @@ class Recording:
         if name.startswith("nvmlDeviceGetNvLink"):
             return lambda device, link: answer(self._link(device, link).get(name, _NOT_SUPPORTED))
         if name.startswith("nvmlDeviceGet"):
-            return lambda device: answer(device.get(name, _NOT_SUPPORTED))
+            return lambda device, *_: answer(device.get(name, _NOT_SUPPORTED))
         return lambda: answer(self.data.get(name, _NOT_SUPPORTED))
 
     def _link(self, device: dict[str, Any], link: int) -> dict[str, Any]:
@@ -91,6 +91,15 @@ class Recording:
         result = pynvml.NVML_SUCCESS if speed else pynvml.NVML_ERROR_NOT_SUPPORTED
         return [SimpleNamespace(nvmlReturn=result, value=SimpleNamespace(uiVal=speed or 0))]
 
+    def nvmlDeviceGetP2PStatus(  # noqa: N802
+        self, device: dict[str, Any], peer: dict[str, Any], index: int
+    ) -> int:
+        assert index == 0  # NVML_P2P_CAPS_INDEX_READ
+        statuses = device.get("nvmlDeviceGetP2PStatus", _NOT_SUPPORTED)
+        place = next(at for at, other in enumerate(self.data["devices"]) if other is peer)
+        status: int = answer(statuses if isinstance(statuses, dict) else statuses[place])
+        return status
+
     def nvmlDeviceGetMigDeviceHandleByIndex(  # noqa: N802
         self, device: dict[str, Any], index: int
     ) -> dict[str, Any]:
@@ -116,7 +125,8 @@ def replay(
         default every device, in NVML's order.
     """
     recording = Recording.load(name)
-    patch.setattr(nvml, "pynvml", recording)
+    for module in (nvml, gpu_health):
+        patch.setattr(module, "pynvml", recording)
     devices = recording.data.get("devices", [])
     shown = range(len(devices)) if visible is None else visible
     uuids = [

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from duoka import __version__
+from duoka.base import requirements
 from duoka.cli import errors, machine
 from duoka.errors import MachineError
 from duoka.forecast.device_memory import PlainMemory
@@ -70,11 +71,11 @@ def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_versions_that_do_not_fit_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert machine.unmet_requirements() == []
+    assert requirements.unmet_requirements() == []
     real = importlib.metadata.version
     old = {"transformers": "4.30.2"}
-    monkeypatch.setattr(machine, "version", lambda name: old.get(name) or real(name))
-    (told,) = machine.unmet_requirements()
+    monkeypatch.setattr(requirements, "version", lambda name: old.get(name) or real(name))
+    (told,) = requirements.unmet_requirements()
     assert told.startswith("transformers 4.30.2 is installed, duoka needs ")
     found = machine.explain(AttributeError("module 'transformers' has no attribute 'x'"))
     assert found is not None
@@ -90,7 +91,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             raise importlib.metadata.PackageNotFoundError(name)
         return real(name)
 
-    monkeypatch.setattr(machine, "version", without_torch)
+    monkeypatch.setattr(requirements, "version", without_torch)
     found = machine.explain(ModuleNotFoundError("No module named 'torch'", name="torch"))
     assert found is not None
     assert "torch is not installed" in str(found)

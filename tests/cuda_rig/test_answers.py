@@ -17,7 +17,7 @@ from duoka import Checkpoint, Fleet, Workload
 from duoka.cli.main import run
 from duoka.engine import Engine, SamplingParams
 from duoka.engine.conversation import Conversation
-from duoka.runtime import PromptReader
+from duoka.runtime.prompt_reader import PromptReader
 from duoka.tools.bench.quality import Quality, Windows, measure_quality
 from duoka.tools.demo.checkpoint import CONFIG
 

@@ -18,8 +18,9 @@ from duoka.engine import Completion, Engine, Grammar, SamplingParams, open_execu
 from duoka.engine.cached_model import CachedModel
 from duoka.errors import MachineError, UsageError
 from duoka.models.text.messages import Message
-from duoka.runtime import PromptReader, devices
+from duoka.runtime import devices
 from duoka.runtime.encode_images import FEATURES
+from duoka.runtime.prompt_reader import PromptReader
 
 NEW_TOKENS = 10
 SEGMENT_BYTES = 2 * 2**20

@@ -17,7 +17,7 @@ from duoka.engine import Engine, SamplingParams
 from duoka.engine.conversation import Conversation
 from duoka.engine.timing import measured
 from duoka.errors import UsageError
-from duoka.runtime import PromptReader
+from duoka.runtime.prompt_reader import PromptReader
 
 SHORT = SamplingParams(max_new_tokens=4)
 WORK = duoka.Workload(prompt_tokens=64, new_tokens=32, dtype="float32")

@@ -9,8 +9,7 @@ from PIL import Image
 
 import duoka
 from duoka.errors import CheckpointError, UsageError
-from duoka.runtime import PromptReader
-from duoka.runtime.prompt_reader import refuse_beyond
+from duoka.runtime.prompt_reader import PromptReader, refuse_beyond
 from duoka.tools.demo.checkpoint import CONFIG
 
 

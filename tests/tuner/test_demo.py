@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, GlmForCausalLM
 import duoka
 from duoka import TuneSettings
 from duoka.models.lora import native_form
-from duoka.runtime import PromptReader
 from duoka.runtime.load.adapter import read_adapter
+from duoka.runtime.prompt_reader import PromptReader
 from duoka.tools.demo.checkpoint import make_checkpoint
 from duoka.tools.demo.training import load_pairs
 from duoka.tuner.result import write_merged

@@ -26,6 +26,7 @@ from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime import load as loader
+from duoka.runtime.dispatch.copies import try_copies
 from duoka.runtime.dispatch.dispatch import dispatch as spread
 from duoka.runtime.load.adapter import read_adapter
 
@@ -101,6 +102,7 @@ def load_proved(
 ) -> PreTrainedModel:
     """Load what `prove_here` has returned; see `load`."""
     devices.materialise(plan.fleet)
+    try_copies(map(torch.device, plan.devices))  # before memory is taken there
     say("reading the weights")
     model = _filled(plan, checkpoint, progress)
     if lora is not None:

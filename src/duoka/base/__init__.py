@@ -5,6 +5,7 @@
 - `serialization`: frozen dataclasses ↔ JSON, typed and strict
 - `images`: pictures in files, decoded within limits
 - `progress`: what a long call is doing, said to whoever shows it
+- `requirements`: the libraries that are installed, against those that are needed
 - `model_code`: which code is a model's, and where in it an error arose
 - `quiet`: other libraries' words about themselves, left out
 - `text`: texts that others wrote, made harmless to show; choices among a few names

@@ -21,6 +21,8 @@ from .terminal import stderr
 
 NOT_OK = 13
 """A check found something; no error, since that is what it is for."""
+WARNED = 15
+"""The doctor found nothing worse than warnings."""
 DEFECT = 70
 BROKEN_PIPE = 141
 _SIGNALLED = 128  # and the signal's number, as shells have it

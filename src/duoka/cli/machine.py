@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, requires, version
 
+from duoka.base.requirements import installed_version, unmet_requirements
 from duoka.errors import MachineError
 from duoka.forecast.device_memory import CompiledMemory
 
@@ -63,23 +63,6 @@ def explain(error: BaseException) -> MachineError | None:
     return None
 
 
-def unmet_requirements() -> list[str]:
-    """Every library that is missing or of a version outside its range, with both."""
-    from packaging.requirements import Requirement
-
-    wrong = []
-    for requirement in map(Requirement, _requirements()):
-        if requirement.marker is not None:  # of an extra
-            continue
-        name, versions = requirement.name, requirement.specifier
-        installed = _version(name)
-        if installed is None:
-            wrong.append(f"{name} is not installed")
-        elif not versions.contains(installed, prereleases=True):
-            wrong.append(f"{name} {installed} is installed, duoka needs {versions}")
-    return wrong
-
-
 def _missing_library(error: ImportError) -> MachineError | None:
     library = (error.name or "").partition(".")[0]
     if library == "duoka":
@@ -117,13 +100,6 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
-def _requirements() -> list[str]:
-    try:
-        return requires("duoka") or []
-    except PackageNotFoundError:
-        return []
-
-
 def _build(name: str) -> str | None:
     """The version that a package gives itself if it is loaded: torch's names its CUDA too."""
     loaded = getattr(sys.modules.get(name), "__version__", None)
@@ -135,7 +111,4 @@ def _version(name: str) -> str | None:
         from duoka import __version__
 
         return __version__
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+    return installed_version(name)

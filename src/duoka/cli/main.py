@@ -21,6 +21,7 @@ from .chat import chat
 from .check import check
 from .compare import compare
 from .demo import demo
+from .doctor import doctor
 from .generate import generate
 from .gpus import gpus
 from .groups import Debug, State
@@ -42,8 +43,8 @@ _EPILOG = "\n\n".join(
         "Exit codes: "
         "0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 placement; "
         "7 nothing fits; 8 the proof failed; 9 loading failed; 10 plan file; 11 virtual GPU; "
-        "12 this machine; 13 the check found something; 14 training can't go on; 70 a defect of "
-        "duoka; "
+        "12 this machine; 13 a check found something; 14 training can't go on; "
+        "15 the doctor has nothing worse than warnings; 70 a defect of duoka; "
         "129, 130, 143 stopped by a signal, 130 by Ctrl-C; 141 nobody reads the output.",
     ]
 )
@@ -57,7 +58,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, check, generate, chat, serve, tune, plot, gpus, bench, demo):
+for command in (plan, compare, check, generate, chat, serve, tune, plot, gpus, doctor, bench, demo):
     app.command()(command)
 
 

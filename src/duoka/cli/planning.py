@@ -51,7 +51,7 @@ from .terminal import progress_bars, stderr, working, write_file
 if TYPE_CHECKING:
     from duoka.engine import Engine
     from duoka.report.measured import Measured
-    from duoka.runtime import PromptReader
+    from duoka.runtime.prompt_reader import PromptReader
 
 ALL_GPUS = "all"
 _CONTEXT_TOKENS = 4096
@@ -423,7 +423,7 @@ def open_prompts(plan: duoka.Plan, model: ModelOptions) -> PromptReader:
     checkpoint = duoka.Checkpoint.open(plan.source, trust_remote_code=model.trust_remote_code)
     with working():
         say_import("torch")
-        from duoka.runtime import PromptReader
+        from duoka.runtime.prompt_reader import PromptReader
 
         return PromptReader.open(checkpoint, plan.workload)
 

@@ -1,8 +1,9 @@
 """NVML: what the driver says of this machine's GPUs, as frozen snapshots.
 
-The only module that calls NVML (`pynvml`, of the package nvidia-ml-py). What a card or driver
-doesn't tell is None; a card that doesn't answer at all is told as lost and hides no other one. It
-knows nothing of CUDA: which of these GPUs a process may use, and under which number, isn't here.
+But for `gpu_health` the only module that calls NVML (`pynvml`, of the package nvidia-ml-py). What a
+card or driver doesn't tell is None; a card that doesn't answer at all is told as lost and hides no
+other one. It knows nothing of CUDA: which of these GPUs a process may use, and under which number,
+isn't here.
 """
 
 from __future__ import annotations
@@ -144,6 +145,10 @@ class Machine:
     driver_version: str = ""
 
 
+class NoDriverError(FleetError):
+    """NVIDIA's driver isn't installed, which is no mistake where there is no GPU."""
+
+
 def read() -> Machine:
     """Ask the driver for all GPUs."""
     with _session():
@@ -197,7 +202,8 @@ def _fault(error: Any) -> FleetError:
             f"`nvidia-smi` should work first; {_NO_GPU}",
         ),
     )
-    return FleetError(message, hint=hint)
+    kind = NoDriverError if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND else FleetError
+    return kind(message, hint=hint)
 
 
 def _ask(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

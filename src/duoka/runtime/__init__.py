@@ -13,7 +13,3 @@ It knows nothing of planning or terminals; of a plan it takes the placement, and
 - `dispatch`: the one place where activations change device
 - `load`: tensors from the files to their devices
 """
-
-from .prompt_reader import PromptReader
-
-__all__ = ["PromptReader"]

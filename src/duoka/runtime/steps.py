@@ -28,6 +28,7 @@ from duoka.forecast.profile import Phase
 from duoka.forecast.workload import Conditions, Training, Workload, refuse_short
 from duoka.models.kv_cache import CACHE_NAMES, cache_name, lengthen, longer, new_cache
 
+from .dispatch.copies import carry
 from .encode_images import ImageReader, encodes_apart, refuse_parts
 from .image_inputs import ImagePrompts
 from .optimizers import make_optimizer, update
@@ -175,7 +176,7 @@ class Stepper:
 
     def _step(self, keys: int, arguments: dict[str, Any]) -> None:
         outputs = self.model(**arguments)
-        logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32, device=self.device)
+        logits = carry(outputs.logits[:, -1], self.device, copy=True, dtype=torch.float32)
         cache = next((outputs[name] for name in CACHE_NAMES if outputs.get(name) is not None), None)
         self.cache = self.cache if cache is None else cache
         if self.model.config.is_encoder_decoder:

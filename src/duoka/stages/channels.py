@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from duoka.runtime.dispatch.copies import carry
+
 _MOST_TRANSFERS = 2**12
 
 
@@ -58,7 +60,9 @@ class LocalChannel:
     def send(self, message: Message, tensor: Tensor) -> None:
         """See `Channel`. A copy, since either side may write to its own."""
         device = self._devices[message.receiver]
-        self._messages[message] = tensor.to(device) if tensor.device != device else tensor.clone()
+        self._messages[message] = (
+            carry(tensor, device) if tensor.device != device else tensor.clone()
+        )
 
     def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Channel`."""

@@ -17,6 +17,11 @@ copy(void *to, const void *from, size_t size)
     }
     rig_tick();
     rig_log("copy %d to %d, %zu bytes", source, target, size);
+    if ((target >= 0 && rig_is_lost(rig_visible(target))) ||
+        (source >= 0 && rig_is_lost(rig_visible(source))))
+        return rig_fail(cudaErrorUnknown);
+    if (rig_spoil(source, target, to, size))
+        return cudaSuccess;
     if (size <= rig_settings.copy_limit) {
         memmove(to, from, size);
         rig_mark(to, size);

@@ -23,6 +23,7 @@ static const struct {
      "pointer does not correspond to a registered memory region"},
     {cudaErrorPeerAccessAlreadyEnabled, "cudaErrorPeerAccessAlreadyEnabled",
      "peer access is already enabled"},
+    {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
     {cudaErrorPeerAccessUnsupported, "cudaErrorPeerAccessUnsupported",
      "peer access is not supported between these two devices"},
 };

@@ -90,8 +90,10 @@ name_of(const void *function)
 static cudaError_t
 launch(const void *function, dim3 grid, dim3 block)
 {
-    rig_here();
+    const Gpu *gpu = rig_here();
     rig_tick();
+    if (rig_is_lost(gpu))
+        return rig_fail(cudaErrorUnknown);
     if (rig_is_logging())
         rig_log("launch cuda:%d %s", rig_current, name_of(function));
     size_t threads = (size_t)block.x * block.y * block.z;

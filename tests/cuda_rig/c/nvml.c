@@ -7,7 +7,15 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7 };
+enum {
+    OK = 0,
+    INVALID_ARGUMENT = 2,
+    NOT_SUPPORTED = 3,
+    NOT_FOUND = 6,
+    INSUFFICIENT_SIZE = 7,
+    GPU_IS_LOST = 15,
+};
+enum { NEIGHBOUR = 4242 };
 
 typedef struct {
     char legacy_id[16];
@@ -112,7 +120,7 @@ nvmlDeviceGetHandleByIndex_v2(unsigned index, Gpu **device)
     if (index >= (unsigned)rig_num_gpus)
         return INVALID_ARGUMENT;
     *device = &rig_gpus[index];
-    return OK;
+    return rig_is_lost(*device) ? GPU_IS_LOST : OK;
 }
 
 EXPORT int
@@ -189,6 +197,22 @@ nvmlDeviceGetComputeMode(Gpu *, int *mode)
     return OK;
 }
 
+/* Why it is slower than it could be, as a mask. */
+EXPORT int
+nvmlDeviceGetCurrentClocksThrottleReasons(Gpu *gpu, unsigned long long *reasons)
+{
+    *reasons = (unsigned long long)rig_throttle(gpu);
+    return OK;
+}
+
+/* Whether two GPUs reach each other's memory: OK, or why not. */
+EXPORT int
+nvmlDeviceGetP2PStatus(Gpu *, Gpu *, int, int *status)
+{
+    *status = rig_settings.has_peers ? 0 : 1; /* NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED */
+    return OK;
+}
+
 EXPORT int
 nvmlDeviceGetMemoryInfo_v2(Gpu *gpu, Memory *memory)
 {
@@ -235,27 +259,30 @@ nvmlDeviceGetCurrPcieLinkWidth(Gpu *gpu, unsigned *width)
     return nvmlDeviceGetMaxPcieLinkWidth(gpu, width);
 }
 
-/* This process alone is there, on each GPU where it has a context. */
+/* This process, on each GPU where it has a context, and the one that RIG_NEIGHBOUR plants. */
 EXPORT int
 nvmlDeviceGetComputeRunningProcesses_v3(Gpu *gpu, unsigned *count, Process *processes)
 {
     unsigned room = *count;
-    *count = (unsigned)gpu->has_context;
+    *count = (unsigned)(gpu->has_context + !!gpu->neighbour);
     if (!*count)
         return OK;
-    if (!room || !processes)
+    if (room < *count || !processes)
         return INSUFFICIENT_SIZE;
-    processes[0] = (Process){(unsigned)getpid(), gpu->used, ~0u, ~0u};
+    if (gpu->neighbour)
+        *processes++ = (Process){NEIGHBOUR, gpu->neighbour, ~0u, ~0u};
+    if (gpu->has_context)
+        *processes = (Process){(unsigned)getpid(), gpu->used - gpu->neighbour, ~0u, ~0u};
     return OK;
 }
 
 EXPORT int
 nvmlDeviceGetComputeRunningProcesses(Gpu *gpu, unsigned *count, ShortProcess *processes)
 {
-    Process process;
-    int status = nvmlDeviceGetComputeRunningProcesses_v3(gpu, count, processes ? &process : NULL);
-    if (status == OK && *count)
-        processes[0] = (ShortProcess){process.pid, process.used};
+    Process all[2];
+    int status = nvmlDeviceGetComputeRunningProcesses_v3(gpu, count, processes ? all : NULL);
+    for (unsigned i = 0; status == OK && i < *count; i++)
+        processes[i] = (ShortProcess){all[i].pid, all[i].used};
     return status;
 }
 

@@ -34,7 +34,7 @@ typedef struct {
 } Range;
 
 typedef struct {
-    size_t capacity, used, context_bytes;
+    size_t capacity, used, context_bytes, neighbour; /* another process has so much of `used` */
     int major, minor, num_processors;
     char name[64];
     uint8_t uuid[16];
@@ -87,5 +87,13 @@ cudaError_t rig_fail(cudaError_t error);
 /* streams.c: a clock that counts launches and copies */
 void rig_tick(void);
 void rig_finish(void);
+uint64_t rig_now(void);
+
+/* defects.c */
+void rig_read_defects(void);
+void rig_befall(uint64_t now);
+int rig_is_lost(const Gpu *gpu);
+int rig_throttle(const Gpu *gpu);
+int rig_spoil(int source, int target, void *to, size_t size);
 
 #endif

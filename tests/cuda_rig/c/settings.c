@@ -172,6 +172,7 @@ start(void)
     if (*path && !log_file)
         refuse("RIG_LOG", "a file that can be written");
     read_visible();
+    rig_read_defects();
 }
 
 void

@@ -23,7 +23,13 @@ static uint64_t finished; /* all up to here is known to be over */
 void
 rig_tick(void)
 {
-    __atomic_add_fetch(&now, 1, __ATOMIC_SEQ_CST);
+    rig_befall(__atomic_add_fetch(&now, 1, __ATOMIC_SEQ_CST));
+}
+
+uint64_t
+rig_now(void)
+{
+    return __atomic_load_n(&now, __ATOMIC_SEQ_CST);
 }
 
 static void

@@ -15,7 +15,7 @@ from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.models.text.image_prompts import ImagePrompt, joined_pictures, padded_rows
 from duoka.models.text.messages import Message
-from duoka.runtime import PromptReader
+from duoka.runtime.prompt_reader import PromptReader
 
 PICTURE = Image.effect_noise((56, 56), 50).convert("RGB")
 OTHER = Image.new("RGB", (56, 56), "red")

@@ -13,7 +13,7 @@ import duoka
 from duoka import Checkpoint, Workload
 from duoka.errors import CheckpointError
 from duoka.models.transformers4.tokenizer import LegacyTokenizer
-from duoka.runtime import PromptReader
+from duoka.runtime.prompt_reader import PromptReader
 
 from .conftest import MakeHeron
 

@@ -20,6 +20,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from duoka.models.kv_cache import CACHE_NAMES
 
+from .copies import carry
+
 NO_TENSORS = frozenset({type(None), bool, int, float, str})
 
 
@@ -30,7 +32,7 @@ def must_move(tensor: Tensor, device: torch.device) -> bool:
 
 def bring(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor where a mover brings it."""
-    return tensor.to(device) if must_move(tensor, device) else tensor
+    return carry(tensor, device) if must_move(tensor, device) else tensor
 
 
 def mapped(
@@ -123,7 +125,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     """The inputs of a call on a device, as whoever calls a model brings them there."""
 
     def move(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+        return carry(tensor.detach(), device).requires_grad_(tensor.requires_grad)
 
     def other(value: Any) -> Any:
         if is_dataclass(value) and not isinstance(value, type):

@@ -22,6 +22,7 @@ from torch import nn
 from duoka.models.quantization import empty_weight, is_composed
 from duoka.planner.placement import Placement
 
+from .copies import try_copies
 from .install_movers import Installed, install, streamed_modules
 from .offload import Streamer
 from .place_tensors import devices_by_name, move_tensors, on_host, refuse_meta
@@ -55,6 +56,7 @@ def dispatch(
     if not empty:
         refuse_meta(model)
     undispatch(model)
+    try_copies(devices.values())
     if empty:  # what is the host's is never filled, and takes nothing
         move_tensors(model, {name: at for name, at in devices.items() if name not in hosts})
     else:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .arguments import NO_TENSORS, caches_in, mapped, mapped_call, must_move, tensors_in
+from .copies import carry
 
 
 class Frames(threading.local):
@@ -181,9 +182,9 @@ class Mover:
             if not must_move(tensor, device):
                 return tensor
             if memory is None:
-                return tensor.to(device)
+                return carry(tensor, device)
             known = memory.find(tensor)
-            return memory.add(tensor, tensor.to(device)) if known is None else known
+            return memory.add(tensor, carry(tensor, device)) if known is None else known
 
         return mapped_call(args, kwargs, move, self._caches)
 
@@ -242,7 +243,7 @@ class Root:
 
         def bring_back(tensor: Tensor) -> Tensor:
             if id(tensor) not in places:
-                places[id(tensor)] = tensor.to(device)
+                places[id(tensor)] = carry(tensor, device)
             return places[id(tensor)]
 
         return mapped(outputs, bring_back)

@@ -20,7 +20,8 @@ from duoka.planner.plan import Plan
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.report.measured import Measured
-from duoka.runtime import PromptReader, devices
+from duoka.runtime import devices
+from duoka.runtime.prompt_reader import PromptReader
 from duoka.tracing.get_profile import profile_checkpoint
 
 from .checkpoint import make_checkpoint

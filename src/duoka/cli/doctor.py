@@ -1,0 +1,118 @@
+"""``duoka doctor``: what is wrong with a machine, and what to do."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections import Counter
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+import duoka
+from duoka.base.serialization import to_dict
+from duoka.base.units import format_count
+
+from . import planning
+from .errors import NOT_OK, WARNED, redact
+from .groups import Only, with_groups
+from .options import ModelOptions, PlanOptions
+from .terminal import check_file, stdout, working, write_file
+
+if TYPE_CHECKING:
+    from duoka.tools.doctor import Diagnosis, Finding
+
+_STYLES = {
+    "ok": "green",
+    "note": "cyan",
+    "skipped": "dim",
+    "warning": "bold yellow",
+    "error": "bold red",
+}
+_CODES = {"warning": WARNED, "error": NOT_OK}
+
+
+@with_groups
+def doctor(
+    model: Annotated[ModelOptions, Only(("model",))],
+    options: Annotated[PlanOptions, Only(("gpus",))],
+    json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write a report to attach to a question: without tokens, and with names masked.",
+        ),
+    ] = None,
+) -> None:
+    """Look for what is wrong with this machine, its GPUs and a model, and say what to do.
+
+    [bold]duoka doctor[/]
+
+    [bold]duoka doctor[/] ./glm-4-9b-chat --gpus 2,3
+
+    [bold]duoka doctor[/] --gpus virtual:2x8GiB   (the tests of GPUs, without one)
+    """
+    from duoka.tools import doctor as tool
+
+    check_file(bundle, "the report")
+    if options.gpus is not None:
+        planning.look_at_cards(options.gpus)
+    named = None
+    if model.model is not None:
+        named = tool.ModelFacts(model.model, partial(_plan, model.model, options))
+    with working("looking at this machine"):
+        diagnosis = tool.diagnose(options.gpus, named)
+    if bundle is not None:
+        write_file(bundle, tool.bundle(diagnosis, redact))
+    if json:
+        content = {"severity": diagnosis.severity, **to_dict(diagnosis)}
+        typer.echo(json_format.dumps(content, indent=1, ensure_ascii=False))
+    else:
+        _print(diagnosis)
+    if diagnosis.severity in _CODES:
+        raise typer.Exit(_CODES[diagnosis.severity])
+
+
+def _plan(model: str, options: PlanOptions) -> duoka.Plan:
+    """The plan that `duoka plan` makes of it; what is being done is shown already."""
+    checkpoint = duoka.Checkpoint.open(model)
+    workload = planning.read_workload(checkpoint.max_context_tokens, options)
+    return duoka.plan(checkpoint, options.gpus or planning.ALL_GPUS, workload)
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    console = stdout()
+    for group, checks in groupby(diagnosis.checks, key=lambda check: check.group):
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=max(map(len, _STYLES)))
+        table.add_column(overflow="fold")
+        for check in checks:
+            for finding in check.findings:
+                style = _STYLES[finding.severity]
+                table.add_row(Text(finding.severity, style), _text(check.name, finding))
+        if table.row_count:
+            console.print(Text(group, "bold"))
+            console.print(Padding(table, (0, 0, 1, 1)))
+    console.print(_summary(diagnosis), soft_wrap=True)
+
+
+def _text(name: str, finding: Finding) -> Text:
+    """What was found; of what needs no look, on one line."""
+    text = Text.assemble((f"{name}: ", "dim"), finding.text)
+    if finding.meaning:
+        text.append(f"\n{finding.meaning}", "dim")
+    if finding.advice:
+        text.append(f"\n→ {finding.advice}")
+    return text
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    counts = Counter(finding.severity for check in diagnosis.checks for finding in check.findings)
+    texts = [format_count(counts[kind], kind) for kind in ("error", "warning", "note")]
+    return f"{', '.join(texts)}; {counts['ok']} ok"

@@ -1,0 +1,95 @@
+"""A report that can be attached where everybody reads it: nothing in it says whose machine it is.
+
+How tokens and passwords are found in a text is known to whoever writes it.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from duoka.base.requirements import installed_libraries
+from duoka.base.serialization import to_dict
+
+from .findings import Diagnosis
+
+_VERSION = 1
+_HIDDEN = "***"
+# What of the environment decides how a model runs.
+_VARIABLES = re.compile(
+    r"(?!.*(?:TOKEN|KEY|SECRET|PASSWORD))(CUDA|NCCL|NVIDIA|TORCH|PYTORCH|OMP|MKL|DUOKA|TRANSFORMERS)_\w+|LD_LIBRARY_PATH|LD_PRELOAD|"
+    r"HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT)"
+)
+_UUID = re.compile(
+    r"(?:\b(?:GPU|MIG)-)?\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.I
+)
+_HOMES = re.compile(r"(/home/|/Users/)[^/\s\"',:]+")
+_PLAIN = frozenset({"root", "localhost", "user", "ubuntu"})  # nobody's name
+_SHORTEST = 2
+
+
+def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
+    """The diagnosis, the libraries and the settings as JSON, with all names masked.
+
+    `redact` takes tokens and passwords out of a text.
+    """
+    report: dict[str, Any] = {
+        "duoka_doctor": _VERSION,
+        "severity": diagnosis.severity,
+        "system": {
+            "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "python": platform.python_version(),
+            "processors": os.cpu_count(),
+        },
+        "environment": {n: v for n, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(n)},
+        "libraries": installed_libraries(),
+        **to_dict(diagnosis),
+    }
+    names = [*_private_names()]
+    masked = _changed(report, lambda text: _masked(redact(text), names))
+    return json.dumps(masked, ensure_ascii=False, indent=1) + "\n"
+
+
+def _private_names() -> Iterator[str]:
+    """What this machine and its user are called, as whole words."""
+    names = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
+    names |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
+    names.add(Path(_home()).name)
+    with suppress(OSError, KeyError):
+        names.add(getpass.getuser())
+    names |= {name.partition(".")[0] for name in names}
+    return (
+        name
+        for name in sorted(names, key=len, reverse=True)
+        if len(name) >= _SHORTEST and name not in _PLAIN
+    )
+
+
+def _home() -> str:
+    return os.path.expanduser("~")  # noqa: PTH111 (Path.home raises where there is none)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """The same with every text in it changed."""
+    if isinstance(value, dict):
+        return {key: _changed(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_changed(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _masked(text: str, names: Sequence[str]) -> str:
+    if len(home := _home()) > 1:
+        text = text.replace(home, "~")
+    text = _UUID.sub(_HIDDEN, _HOMES.sub(rf"\1{_HIDDEN}", text))
+    for name in names:
+        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", _HIDDEN, text)
+    return text

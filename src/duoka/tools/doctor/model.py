@@ -1,0 +1,150 @@
+"""A model: whether its checkpoint is whole, how fast it can be read, and whether it fits."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from duoka.base.files import open_regular
+from duoka.base.progress import say
+from duoka.base.units import GIB, MIB, format_bytes, format_count, format_seconds
+from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.hub.listing import RemoteFile, is_right
+from duoka.errors import InfeasibleError
+from duoka.planner.plan import Plan
+
+from .facts import Facts
+from .findings import Finding
+
+_HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_METADATA = Path(".cache", "huggingface", "download")
+_PIECE_BYTES, _LEAST_BYTES, _MOST_BYTES, _MOST_SECONDS = 8 * MIB, 64 * MIB, 512 * MIB, 1.0
+_SLOW_BYTES_PER_SECOND = 0.3e9
+_LITTLE_BYTES = 10 * GIB
+_FETCH_AGAIN = "fetch it again: remove the file and run the download once more"
+
+
+class ModelFacts:
+    """A model that was named, and how `duoka plan` plans for it."""
+
+    def __init__(self, model: str, make_plan: Callable[[], Plan]) -> None:
+        self.model = model
+        self.make_plan = make_plan
+        self.checkpoint: Checkpoint | None = None
+
+    def files(self) -> list[Path]:
+        """The files with weights that are on this machine."""
+        files = () if self.checkpoint is None else self.checkpoint.files
+        return [file for file in files if file.exists()]
+
+
+def check_whole(facts: ModelFacts) -> Iterator[Finding]:
+    """Whether all is there, of the size and with the tensors that headers and index tell of."""
+    facts.checkpoint = checkpoint = Checkpoint.open(facts.model)
+    if not checkpoint.has_weights:
+        text = f"{checkpoint.source} has no weights"
+        yield Finding("note", text, "it can be planned for, and not loaded")
+        return
+    size = checkpoint.weight_bytes
+    text = f"{format_count(len(checkpoint.files), 'file')} of {checkpoint.format}"
+    text += "" if size is None else f", {format_bytes(size)} of weights"
+    if checkpoint.missing:
+        number = format_count(len(checkpoint.missing), "file")
+        yield Finding("note", f"{text}; {number} not downloaded yet", "duoka does so when it loads")
+    else:
+        yield Finding("ok", f"{text}: sizes, headers and index agree")
+
+
+def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
+    """Whether the files have the content that the Hub tells of, as far as a download left word."""
+    known = [(file, digest) for file in facts.files() if (digest := _known_hash(file))]
+    for file, digest in known:
+        say(f"comparing the hash of {file.name}")
+        published = RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag=digest)
+        if not is_right(file, published):
+            text = f"{file.name} isn't what was published"
+            yield Finding("error", text, "it is damaged", _FETCH_AGAIN)
+    if known:
+        yield Finding("ok", f"the hashes of {format_count(len(known), 'file')} were compared")
+    elif facts.files():
+        yield Finding("skipped", "no hash is known: nothing that was downloaded with it tells one")
+
+
+def _known_hash(file: Path) -> str:
+    """What huggingface_hub's cache, or its download into a directory, says of a content."""
+    name = file.readlink().name if file.is_symlink() else ""
+    if not _HASH.fullmatch(name):
+        try:
+            lines = (file.parent / _METADATA / f"{file.name}.metadata").read_text().splitlines()
+        except (OSError, ValueError):
+            return ""
+        name = lines[1].strip().strip('"') if len(lines) > 1 else ""
+    return name if _HASH.fullmatch(name) else ""
+
+
+def check_disk(facts: ModelFacts) -> Iterator[Finding]:
+    """How fast the disk is that the weights lie on, and whether there is room."""
+    files = facts.files()
+    if not files:
+        return
+    free = shutil.disk_usage(files[0].parent).free
+    if free < _LITTLE_BYTES:
+        text = f"{format_bytes(free)} are free on its disk"
+        yield Finding("note", text, "a download or a merged model has no room there")
+    sizes = {file: file.stat().st_size for file in files}
+    largest, total = max(files, key=sizes.__getitem__), sum(sizes.values())
+    if sizes[largest] < _LEAST_BYTES:
+        return  # over before it can be timed
+    rate = _read_rate(largest)
+    text = f"its disk gives {rate / 1e9:.2g} GB/s: {format_seconds(total / rate)} for all weights"
+    if rate < _SLOW_BYTES_PER_SECOND:
+        yield Finding("warning", text, "loading waits for it", "copy the model to a local SSD")
+    else:
+        yield Finding("ok", text, figures={"bytes_per_second": rate})
+
+
+def _read_rate(file: Path) -> float:
+    """Bytes per second of a file, past what the host's memory still has of it."""
+    done = 0
+    with open_regular(file) as opened:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(opened.fileno(), 0, _MOST_BYTES, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        while done < _MOST_BYTES and time.perf_counter() - start < _MOST_SECONDS:
+            piece = len(os.pread(opened.fileno(), _PIECE_BYTES, done))
+            done += piece
+            if not piece:
+                break
+        return done / max(time.perf_counter() - start, 1e-9)
+
+
+def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
+    """Whether it fits, how, and if not, what would."""
+    if facts.checkpoint is None:
+        return  # why, is told already
+    if machine.fleet is None:
+        advice = "name some: --gpus 24GiB,12GiB"
+        yield Finding("skipped", "there is no GPU to plan for", advice=advice)
+        return
+    command = ["duoka", "plan", facts.model]
+    command += [] if machine.gpus is None else ["--gpus", machine.gpus]
+    try:
+        plan = facts.make_plan()
+    except InfeasibleError as problem:
+        ways = [f"{way.text}: {shlex.join([*command, *way.options])}" for way in problem.ways_out]
+        advice = "\n".join(ways) or problem.hint or ""
+        yield Finding("error", str(problem), "it can't be loaded as it is", advice)
+        return
+    tokens = plan.workload.context_tokens
+    budgets = {device.name: device.budget_bytes for device in plan.fleet.devices}
+    left = min(budgets[stage.device] - stage.reserved_bytes for stage in plan.forecast.devices)
+    yield Finding(
+        "ok",
+        f"it fits on {', '.join(plan.devices)} with {tokens} tokens, in {plan.workload.dtype}; "
+        f"{format_bytes(left)} left on the fullest ({shlex.join(command)} shows it)",
+    )

@@ -1,0 +1,224 @@
+"""Recorded machines: each planted defect is found, and a sound machine has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doctoring import eight_h100, findings, machine
+
+from duoka.hardware import cuda_driver
+from duoka.tools.doctor.diagnose import diagnose
+
+MIB = 2**20
+GPUS = ("GPUs", "links", "computing")
+
+
+def write(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+
+
+def test_eight_3090_with_one_narrow_link(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recording = machine(monkeypatch, "eight-3090")
+    for index, device in enumerate(recording.data["devices"]):
+        device["nvmlDeviceGetCurrPcieLinkWidth"] = 4 if index == 5 else 16
+    found = findings(tmp_path, *GPUS)
+    (narrow,) = (finding for finding in found["PCIe"] if finding.severity == "warning")
+    assert narrow.text == "GPU 5 has 4 of 16 lanes of PCIe"
+    assert "4 times as long" in narrow.meaning
+    idle = found["PCIe"][-1]
+    assert (idle.severity, "an idle card lowers it" in idle.meaning) == ("note", True)
+    drawn, busy = found["memory"]
+    assert drawn.severity == "note"
+    assert busy.severity == "warning"
+    assert busy.text == "GPU 3: python3 (pid 4242) has 4.87 GiB"
+
+
+def test_two_4090_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine(monkeypatch, "two-4090")
+    found = findings(tmp_path, *GPUS)
+    (apart,) = found["reach"]
+    assert apart.text.startswith("0→1, 1→0: no direct way to the other's memory: the chipset")
+    assert "NCCL_P2P_DISABLE=1" in apart.advice
+    assert [finding.text for finding in found["health"]] == ["GPUs 0, 1: not in persistence mode"]
+    assert {finding.severity for group in found.values() for finding in group} == {"note"}
+
+
+def test_eight_h100_are_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    eight_h100(monkeypatch, machine(monkeypatch, "hgx-h100"))
+    assert findings(tmp_path, *GPUS, "software") == {}
+    texts = {
+        check.name: [finding.text for finding in check.findings]
+        for check in diagnose(root=tmp_path).checks
+    }
+    assert texts["NVLink"] == ["GPUs 0, 1, 2, 3, 4, 5, 6, 7: 18 NVLinks up"]
+    assert texts["reach"] == ["all reach one another's memory directly, as the driver says"]
+
+
+def test_a_sick_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recording = machine(monkeypatch, "hgx-h100")
+    sick = recording.data["devices"][2]
+    sick["nvlinks"][7]["nvmlDeviceGetNvLinkState"] = 0
+    sick["nvmlDeviceGetTotalEccErrors"] = 3
+    sick["nvmlDeviceGetRemappedRows"] = [0, 1, 1, 1]
+    sick["nvmlDeviceGetCurrentClocksThrottleReasons"] = 0x48
+    sick["nvmlDeviceGetPowerManagementLimit"] = 350000
+    sick["nvmlDeviceGetPowerManagementDefaultLimit"] = 700000
+    found = findings(tmp_path, *GPUS)
+    assert [(finding.severity, finding.text) for finding in found["health"]] == [
+        ("error", "GPU 2: 3 memory errors that couldn't be corrected"),
+        ("error", "GPU 2 has no spare memory left for parts that failed"),
+        ("warning", "GPU 2: parts of its memory are to be replaced by spare ones"),
+        (
+            "warning",
+            "GPU 2 is slowed down by the board's protection and its temperature (the hardware's "
+            "limit)",
+        ),
+        ("note", "GPU 2: a power limit of 350 W instead of 700 W"),
+    ]
+    (links,) = found["NVLink"]
+    assert (links.severity, links.text) == ("warning", "GPU 2: 17 NVLinks are up, 1 down")
+    assert links.meaning == "its like has 18 up"
+
+
+def test_busy_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recording = machine(monkeypatch, "busy")
+    unseen = recording.data["devices"][2]["nvmlDeviceGetMemoryInfo_v2"]
+    unseen["free"] -= 2000 * MIB
+    found = findings(tmp_path, *GPUS)
+    (full,) = found["CUDA"]
+    assert (full.severity, full.text.partition(":")[0]) == ("warning", "GPU 0")
+    assert [finding.text for finding in found["memory"]] == [
+        "GPU 0: python3.12 (pid 977) has 43.93 GiB",
+        "GPU 1: evil[31mname (pid 978) has 19.53 GiB, a process (pid 979) has memory",
+        "GPU 2: nobody seen here has 2.52 GiB",
+    ]
+
+
+def test_mig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine(monkeypatch, "mig", visible=[0])
+    texts = [finding.text for finding in findings(tmp_path, *GPUS)["CUDA"]]
+    assert texts[0] == "GPU 1: it is in MIG mode, and only its instances compute"
+    assert len(texts) == 3
+    assert all("an instance of GPU 1: it is hidden" in text for text in texts[1:])
+
+
+def test_cards_that_fell_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine(monkeypatch, "fell-off", visible=[0, 2])
+    found = findings(tmp_path, *GPUS)
+    assert [finding.text for finding in found["driver"]] == [
+        "GPU 1 doesn't answer: GPU is lost",
+        "GPU 3 doesn't answer: GPU is lost",
+    ]
+    assert all(finding.severity == "error" for finding in found["driver"])
+    (numbers,) = found["CUDA"]
+    assert numbers.text == "CUDA's numbers aren't nvidia-smi's: cuda:1 is nvidia-smi's GPU 2"
+    assert numbers.meaning == "it doesn't count what it doesn't see"
+    machine(monkeypatch, "fastest-first", visible=[1, 0])
+    (numbers,) = findings(tmp_path, *GPUS)["CUDA"]
+    assert numbers.meaning == "it counts the fastest first"
+
+
+def test_without_a_driver_it_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine(monkeypatch, "no-driver")
+    found = findings(tmp_path, *GPUS, "software")
+    assert list(found) == ["driver"]
+    assert [(one.severity, one.text) for one in found["driver"]] == [
+        ("note", "no NVIDIA GPU is here")
+    ]
+    write(tmp_path, "sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
+    write(tmp_path, "sys/bus/pci/devices/0000:01:00.0/class", "0x030000\n")
+    write(tmp_path, "sys/bus/pci/devices/0000:01:00.1/vendor", "0x10de\n")  # its sound
+    write(tmp_path, "sys/bus/pci/devices/0000:01:00.1/class", "0x040300\n")
+    (missing,) = findings(tmp_path, *GPUS)["driver"]
+    assert missing.severity == "error"
+    assert missing.text == "there is 1 GPU of NVIDIA's, and no driver for it"
+
+
+def test_a_driver_that_is_older_than_its_library(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine(monkeypatch, "old-driver")
+    (mismatch,) = findings(tmp_path, *GPUS)["driver"]
+    assert mismatch.severity == "error"
+    assert "of another version than its library" in mismatch.text
+    assert "restart the machine" in mismatch.advice
+
+
+def test_numbers_that_are_not_nvidia_smis(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recording = machine(monkeypatch, "eight-3090", visible=[3, 1])
+    monkeypatch.setenv(cuda_driver.VARIABLE, "3,1")
+    *hidden, numbers = findings(tmp_path, *GPUS)["CUDA"]
+    assert len(hidden) == 6
+    assert "cuda:0 is nvidia-smi's GPU 3" in numbers.text
+    assert numbers.meaning == "CUDA_VISIBLE_DEVICES=3,1"
+    stranger = "00000000-0000-0000-0000-000000000000"
+    monkeypatch.setattr(cuda_driver, "visible_uuids", lambda: (recording.uuids[0][4:], stranger))
+    unknown = findings(tmp_path, *GPUS)["CUDA"][-1]
+    assert (unknown.severity, unknown.text) == (
+        "warning",
+        "CUDA sees cuda:1, which NVML doesn't know",
+    )
+
+
+def test_numa_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine(monkeypatch, "two-4090")
+    for bus, node in (("01", 0), ("02", 1)):
+        write(tmp_path, f"sys/bus/pci/devices/0000:{bus}:00.0/numa_node", f"{node}\n")
+    write(tmp_path, "sys/devices/system/node/node0/cpulist", "0-4095\n")
+    write(tmp_path, "sys/devices/system/node/node1/cpulist", "4096-4098,5000\n")
+    far, apart = findings(tmp_path, *GPUS)["NUMA"]
+    assert far.text == "GPU 1: on NUMA node 1, whose processors aren't ours"
+    assert "numactl --cpunodebind=1" in far.advice
+    assert apart.text == "two NUMA nodes or more: GPU 0 on node 0; GPU 1 on node 1"
+
+
+@pytest.mark.parametrize(
+    ("torch", "severity", "text"),
+    [
+        ({"cuda": None, "version": "2.13.0+cpu"}, "error", "a build for the CPU alone"),
+        ({"cuda": "13.0"}, "error", "built for CUDA 13.0, and the driver knows 12.8"),
+        ({"cuda": "12.9"}, "note", "built for CUDA 12.9, and the driver knows 12.8"),
+        ({"architectures": ["sm_90", "compute_120"]}, "error", "has compute capability 8.9"),
+        ({"architectures": ["sm_80"]}, None, ""),
+        ({"architectures": ["compute_70"]}, None, ""),
+        ({"architectures": ["sm_86", "sm_90a"]}, None, ""),
+        ({"uuids": []}, "warning", "torch sees 0 GPUs, and CUDA's driver 2"),
+        ({"error": "driver too old"}, "error", "torch starts no CUDA: driver too old"),
+    ],
+)
+def test_torch(
+    torch: dict[str, Any],
+    severity: str | None,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    machine(monkeypatch, "two-4090", torch=torch)
+    found = findings(tmp_path, "software").get("torch", [])
+    assert {finding.severity for finding in found} == ({severity} if severity else set())
+    assert all(text in finding.text for finding in found)
+
+
+def test_devices_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    outcomes: dict[tuple[str, ...], dict[str, Any]] = {
+        ("copy", "cuda:0", "cuda:1"): {"fault": "zeros arrive"},
+        ("copy", "cuda:1", "cuda:0"): {"skipped": "too little memory is free"},
+        ("matrix", "cuda:1"): {"fault": "it is off by 12%"},
+    }
+    machine(monkeypatch, "two-4090", outcomes=outcomes)
+    found = findings(tmp_path, "computing")
+    broken, untested = found["copies"]
+    assert (broken.severity, broken.text) == ("error", "cuda:0 → cuda:1: zeros arrive")
+    assert "NCCL_P2P_DISABLE=1" in broken.advice
+    assert "IOMMU" in broken.advice
+    assert (untested.severity, untested.text) == (
+        "skipped",
+        "cuda:1 → cuda:0: too little memory is free",
+    )
+    (wrong,) = found["matrices"]
+    assert wrong.text.startswith(
+        "cuda:1: a product of matrices in bfloat16 fails: it is off by 12%"
+    )
