@@ -28,6 +28,7 @@ from .plan import plan
 from .plot import plot
 from .serve import serve
 from .suggestions import options_of
+from .top import top
 from .training_options import with_method
 from .tune import tune
 
@@ -57,7 +58,7 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, check, generate, chat, serve, tune, plot, gpus, bench, demo):
+for command in (plan, compare, check, generate, chat, serve, tune, plot, gpus, top, bench, demo):
     app.command()(command)
 
 

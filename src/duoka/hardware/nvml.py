@@ -8,9 +8,10 @@ knows nothing of CUDA: which of these GPUs a process may use, and under which nu
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
@@ -60,6 +61,12 @@ _FAULTS: dict[int, tuple[str, str]] = {
     ),
 }
 _LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
+# Counters of all NVLinks together, in KiB, out of the GPU and into it.
+_ALL_LINKS = 2**32 - 1
+_NVLINK_COUNTERS = [
+    (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),
+    (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +172,101 @@ def read() -> Machine:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a GPU, or an instance of one in MIG mode, is doing; None for what isn't told.
+
+    `sent` and `received` are as the GPU sees them. Over PCIe they are of the last 20 ms, over
+    NVLink, of all links together, on average since one looked before.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    total_bytes: int | None
+    free_bytes: int | None
+    processes: tuple[Process, ...] = ()
+    utilization: float | None = None
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    pcie_sent_bytes_per_second: float | None = None
+    pcie_received_bytes_per_second: float | None = None
+    nvlink_sent_bytes_per_second: float | None = None
+    nvlink_received_bytes_per_second: float | None = None
+
+
+class Watch:
+    """A session with the driver that stays open, and asks for no more than what changes.
+
+    Raises
+    ------
+    FleetError
+        If there is no driver that answers.
+    """
+
+    def __init__(self) -> None:
+        self._session = ExitStack()
+        self._session.enter_context(_session())
+        # Of each part its index, name, UUID and handle; of a GPU that doesn't answer, why.
+        self._parts: list[tuple[int, str, str, Any] | Lost] = []
+        self._nvlink: dict[str, tuple[float, list[int]]] = {}
+        for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                self._parts += [(index, *part) for part in _parts(handle)]
+            except pynvml.NVMLError as error:
+                self._parts.append(Lost(index=index, reason=str(error)))
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.close()
+
+    def look(self) -> list[Activity | Lost]:
+        """What every GPU is doing now."""
+        return [part if isinstance(part, Lost) else self._activity(*part) for part in self._parts]
+
+    def _activity(self, index: int, name: str, uuid: str, handle: Any) -> Activity | Lost:
+        try:
+            total, free = _memory(handle)
+            rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+            power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+            limit = _ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+            sent, received = self._over_nvlink(uuid, handle)
+            return Activity(
+                index=index,
+                name=name,
+                uuid=uuid,
+                total_bytes=total,
+                free_bytes=free,
+                processes=_processes(handle),
+                utilization=None if rates is None else rates.gpu / 100,
+                temperature_celsius=_ask(
+                    pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
+                ),
+                power_watts=None if power is None else power / 1e3,
+                power_limit_watts=None if limit is None else limit / 1e3,
+                pcie_sent_bytes_per_second=_over_pcie(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES),
+                pcie_received_bytes_per_second=_over_pcie(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES),
+                nvlink_sent_bytes_per_second=sent,
+                nvlink_received_bytes_per_second=received,
+            )
+        except pynvml.NVMLError as error:
+            return Lost(index=index, reason=str(error))
+
+    def _over_nvlink(self, uuid: str, handle: Any) -> tuple[float | None, float | None]:
+        """Bytes per second out and in, since the counters were looked at before."""
+        values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, _NVLINK_COUNTERS) or ()
+        counts = [v.value.ullVal for v in values if v.nvmlReturn == pynvml.NVML_SUCCESS]
+        now, (then, before) = time.monotonic(), self._nvlink.get(uuid, (0.0, []))
+        self._nvlink[uuid] = now, counts
+        grown = [new - old for new, old in zip(counts, before, strict=False)]
+        if len(grown) != 2 or now <= then or min(grown) < 0:
+            return None, None
+        sent, received = (1024 * kibibytes / (now - then) for kibibytes in grown)
+        return sent, received
+
+
 def own_bytes(uuid: str) -> int | None:
     """What this process holds on a GPU; None where the driver doesn't tell, as in containers."""
     with _session():
@@ -236,6 +338,26 @@ def _gpu(index: int, handle: Any) -> Gpu:
         max_pcie_lanes=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         compute_capability=None if capability is None else (capability[0], capability[1]),
     )
+
+
+def _parts(handle: Any) -> list[tuple[str, str, Any]]:
+    """Name, UUID and handle of what computes: the instances of a GPU in MIG mode, else itself."""
+    mig = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    handles = [handle]
+    if mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
+        number = _ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
+        parts = (_ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, i) for i in range(number))
+        handles = [part for part in parts if part is not None]
+    return [
+        (_text(_ask(pynvml.nvmlDeviceGetName, part)), _text(pynvml.nvmlDeviceGetUUID(part)), part)
+        for part in handles
+    ]
+
+
+def _over_pcie(handle: Any, counter: int) -> float | None:
+    """Bytes per second in a direction."""
+    kilobytes = _ask(pynvml.nvmlDeviceGetPcieThroughput, handle, counter)
+    return None if kilobytes is None else kilobytes * 1e3
 
 
 def _memory(handle: Any) -> tuple[int | None, int | None]:

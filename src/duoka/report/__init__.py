@@ -3,6 +3,7 @@
 - `terminal`: plans, explanations, comparisons and checks, printed
 - `html`: a plan as one page
 - `export`: a plan in the words of other tools
+- `live`: what processes say of their memory while they run
 - `measured`: what loading and answering took, beside the forecast
 - `check_report`, `sarif`: what a check found, as data and for code hosts
 """

@@ -1,0 +1,98 @@
+"""``duoka top``: every GPU now."""
+
+from __future__ import annotations
+
+import json as json_format
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+
+from duoka.errors import UsageError
+
+from . import signals
+from .groups import with_groups
+from .options import refuse_beside
+from .terminal import stdout
+
+_LEAST_SECONDS = 0.1
+
+
+@with_groups
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Show one moment, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --once, as JSON.")] = False,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append a row for each GPU; duoka plot draws them."),
+    ] = None,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST]:PORT", help="Answer Prometheus; without HOST only this machine's."
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long from one look to the next.")
+    ] = 1.0,
+) -> None:
+    """Watch every GPU: whose its memory is beside the plan's forecast, and what it does.
+
+    [bold]duoka top[/]
+
+    [bold]duoka top[/] --once --json
+
+    [bold]duoka top[/] --csv run.csv --interval 5
+
+    [bold]duoka top[/] --prometheus :9400
+    """
+    _refuse(once, json, prometheus, interval)
+    from duoka.tools.top.record import CsvFile, Exporter
+    from duoka.tools.top.show import View
+    from duoka.tools.top.snapshot import Monitor
+
+    console = stdout()
+    with ExitStack() as opened:
+        monitor = opened.enter_context(closing(Monitor()))
+        file = None if csv is None else opened.enter_context(closing(CsvFile(csv)))
+        exporter = None
+        if prometheus is not None:
+            exporter = opened.enter_context(closing(Exporter(prometheus)))
+        is_recorded = file is not None or exporter is not None
+        ends = once or not (console.is_terminal or is_recorded)
+        screen = None
+        if console.is_terminal and not ends:
+            screen = opened.enter_context(Live(console=console, auto_refresh=False, screen=True))
+        try:
+            while True:
+                snapshot = monitor.look()
+                if file is not None:
+                    file.write(snapshot)
+                if exporter is not None:
+                    exporter.last = snapshot
+                if ends:
+                    break
+                if screen is not None:
+                    screen.update(View(snapshot, " · Ctrl-C ends"), refresh=True)
+                time.sleep(interval)
+        except KeyboardInterrupt:  # which is how one leaves
+            signals.taken()
+            return
+    if json:
+        typer.echo(json_format.dumps(snapshot.to_dict(), indent=1))
+    else:
+        console.print(View(snapshot))
+
+
+def _refuse(once: bool, json: bool, prometheus: str | None, interval: float) -> None:
+    if json and not once:
+        raise UsageError("--json shows one moment", hint="say --once as well")
+    if once and prometheus is not None:
+        refuse_beside(["--prometheus"], "--once", "leave either out")
+    if not interval >= _LEAST_SECONDS:
+        raise UsageError(
+            f"--interval {interval} is too short", hint=f"it is {_LEAST_SECONDS} or more seconds"
+        )
