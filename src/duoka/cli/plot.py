@@ -21,9 +21,7 @@ def plot(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="Where to draw it; by default in RUN or beside it."
-        ),
+        typer.Option(metavar="FILE", help="Where to draw it; by default in RUN or beside it."),
     ] = None,
 ) -> None:
     """Draw a run of `duoka tune`: loss, speed, each GPU's memory beside its forecast.

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json as json_format
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
 
+from duoka.base.serialization import to_dict
 from duoka.errors import UsageError
 
 from . import signals
 from .groups import with_groups
 from .options import refuse_beside
 from .terminal import stdout
+
+if TYPE_CHECKING:
+    from duoka.tools.top.snapshot import Monitor, Snapshot
 
 _LEAST_SECONDS = 0.1
 
@@ -57,34 +62,38 @@ def top(
     console = stdout()
     with ExitStack() as opened:
         monitor = opened.enter_context(closing(Monitor()))
-        file = None if csv is None else opened.enter_context(closing(CsvFile(csv)))
-        exporter = None
+        takers: list[Callable[[Snapshot], None]] = []
+        if csv is not None:
+            takers.append(opened.enter_context(closing(CsvFile(csv))).take)
         if prometheus is not None:
-            exporter = opened.enter_context(closing(Exporter(prometheus)))
-        is_recorded = file is not None or exporter is not None
-        ends = once or not (console.is_terminal or is_recorded)
-        screen = None
+            takers.append(opened.enter_context(closing(Exporter(prometheus))).take)
+        ends = once or not (console.is_terminal or takers)
         if console.is_terminal and not ends:
             screen = opened.enter_context(Live(console=console, auto_refresh=False, screen=True))
-        try:
-            while True:
-                snapshot = monitor.look()
-                if file is not None:
-                    file.write(snapshot)
-                if exporter is not None:
-                    exporter.last = snapshot
-                if ends:
-                    break
-                if screen is not None:
-                    screen.update(View(snapshot, " · Ctrl-C ends"), refresh=True)
-                time.sleep(interval)
-        except KeyboardInterrupt:  # which is how one leaves
-            signals.taken()
-            return
+            takers.append(lambda now: screen.update(View(now, " · Ctrl-C ends"), refresh=True))
+        snapshot = _watch(monitor, takers, None if ends else interval)
     if json:
-        typer.echo(json_format.dumps(snapshot.to_dict(), indent=1))
-    else:
+        typer.echo(json_format.dumps(to_dict(snapshot), indent=1))
+    elif ends:
         console.print(View(snapshot))
+
+
+def _watch(
+    monitor: Monitor, takers: Sequence[Callable[[Snapshot], None]], interval: float | None
+) -> Snapshot:
+    """Look once, or again and again until Ctrl-C, which is how one leaves; the last snapshot."""
+    snapshot = monitor.look()
+    try:
+        while True:
+            for take in takers:
+                take(snapshot)
+            if interval is None:
+                break
+            time.sleep(interval)
+            snapshot = monitor.look()
+    except KeyboardInterrupt:
+        signals.taken()
+    return snapshot
 
 
 def _refuse(once: bool, json: bool, prometheus: str | None, interval: float) -> None:

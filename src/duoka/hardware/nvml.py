@@ -208,15 +208,9 @@ class Watch:
     def __init__(self) -> None:
         self._session = ExitStack()
         self._session.enter_context(_session())
-        # Of each part its index, name, UUID and handle; of a GPU that doesn't answer, why.
-        self._parts: list[tuple[int, str, str, Any] | Lost] = []
-        self._nvlink: dict[str, tuple[float, list[int]]] = {}
-        for index in range(_ask(pynvml.nvmlDeviceGetCount) or 0):
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                self._parts += [(index, *part) for part in _parts(handle)]
-            except pynvml.NVMLError as error:
-                self._parts.append(Lost(index=index, reason=str(error)))
+        self._count: int = _ask(pynvml.nvmlDeviceGetCount) or 0
+        # Of each GPU when its NVLinks' counters were looked at, and what they were.
+        self._nvlink: dict[int, tuple[float, list[int]]] = {}
 
     def close(self) -> None:
         """End the session."""
@@ -224,42 +218,53 @@ class Watch:
 
     def look(self) -> list[Activity | Lost]:
         """What every GPU is doing now."""
-        return [part if isinstance(part, Lost) else self._activity(*part) for part in self._parts]
+        activities: list[Activity | Lost] = []
+        for index in range(self._count):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                activities += self._activities(index, handle)
+            except pynvml.NVMLError as error:
+                activities.append(Lost(index=index, reason=str(error)))
+        return activities
 
-    def _activity(self, index: int, name: str, uuid: str, handle: Any) -> Activity | Lost:
-        try:
-            total, free = _memory(handle)
-            rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-            power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
-            limit = _ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-            sent, received = self._over_nvlink(uuid, handle)
-            return Activity(
-                index=index,
-                name=name,
-                uuid=uuid,
-                total_bytes=total,
-                free_bytes=free,
-                processes=_processes(handle),
-                utilization=None if rates is None else rates.gpu / 100,
-                temperature_celsius=_ask(
-                    pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
-                ),
-                power_watts=None if power is None else power / 1e3,
-                power_limit_watts=None if limit is None else limit / 1e3,
-                pcie_sent_bytes_per_second=_over_pcie(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES),
-                pcie_received_bytes_per_second=_over_pcie(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES),
-                nvlink_sent_bytes_per_second=sent,
-                nvlink_received_bytes_per_second=received,
+    def _activities(self, index: int, handle: Any) -> list[Activity]:
+        """A GPU's, or those of its instances, which differ in their memory."""
+        rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+        limit = _ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        sent, received = self._over_nvlink(index, handle)
+        common: dict[str, Any] = {
+            "index": index,
+            "processes": _processes(handle),
+            "utilization": None if rates is None else rates.gpu / 100,
+            "temperature_celsius": _ask(
+                pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
+            ),
+            "power_watts": None if power is None else power / 1e3,
+            "power_limit_watts": None if limit is None else limit / 1e3,
+            "pcie_sent_bytes_per_second": _over_pcie(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES),
+            "pcie_received_bytes_per_second": _over_pcie(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES),
+            "nvlink_sent_bytes_per_second": sent,
+            "nvlink_received_bytes_per_second": received,
+        }
+        parts = _instances(handle) if _is_mig(handle) else [_instance(handle)]
+        return [
+            Activity(
+                name=part.name,
+                uuid=part.uuid,
+                total_bytes=part.total_bytes,
+                free_bytes=part.free_bytes,
+                **common,
             )
-        except pynvml.NVMLError as error:
-            return Lost(index=index, reason=str(error))
+            for part in parts
+        ]
 
-    def _over_nvlink(self, uuid: str, handle: Any) -> tuple[float | None, float | None]:
+    def _over_nvlink(self, index: int, handle: Any) -> tuple[float | None, float | None]:
         """Bytes per second out and in, since the counters were looked at before."""
         values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, _NVLINK_COUNTERS) or ()
         counts = [v.value.ullVal for v in values if v.nvmlReturn == pynvml.NVML_SUCCESS]
-        now, (then, before) = time.monotonic(), self._nvlink.get(uuid, (0.0, []))
-        self._nvlink[uuid] = now, counts
+        now, (then, before) = time.monotonic(), self._nvlink.get(index, (0.0, []))
+        self._nvlink[index] = now, counts
         grown = [new - old for new, old in zip(counts, before, strict=False)]
         if len(grown) != 2 or now <= then or min(grown) < 0:
             return None, None
@@ -316,8 +321,7 @@ def _ask(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def _gpu(index: int, handle: Any) -> Gpu:
     total, free = _memory(handle)
-    mig = _ask(pynvml.nvmlDeviceGetMigMode, handle)
-    is_mig = mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    is_mig = _is_mig(handle)
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return Gpu(
         index=index,
@@ -338,20 +342,6 @@ def _gpu(index: int, handle: Any) -> Gpu:
         max_pcie_lanes=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         compute_capability=None if capability is None else (capability[0], capability[1]),
     )
-
-
-def _parts(handle: Any) -> list[tuple[str, str, Any]]:
-    """Name, UUID and handle of what computes: the instances of a GPU in MIG mode, else itself."""
-    mig = _ask(pynvml.nvmlDeviceGetMigMode, handle)
-    handles = [handle]
-    if mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
-        number = _ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
-        parts = (_ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, i) for i in range(number))
-        handles = [part for part in parts if part is not None]
-    return [
-        (_text(_ask(pynvml.nvmlDeviceGetName, part)), _text(pynvml.nvmlDeviceGetUUID(part)), part)
-        for part in handles
-    ]
 
 
 def _over_pcie(handle: Any, counter: int) -> float | None:
@@ -391,11 +381,21 @@ def _processes(handle: Any) -> tuple[Process, ...]:
 def _instances(handle: Any) -> Iterator[Instance]:
     for index in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
-        uuid = None if part is None else _ask(pynvml.nvmlDeviceGetUUID, part)
-        if uuid is not None:  # there may be fewer than could be
-            total, free = _memory(part)
-            name = _text(_ask(pynvml.nvmlDeviceGetName, part))
-            yield Instance(uuid=_text(uuid), name=name, total_bytes=total, free_bytes=free)
+        # There may be fewer than could be.
+        if part is not None and _ask(pynvml.nvmlDeviceGetUUID, part) is not None:
+            yield _instance(part)
+
+
+def _instance(part: Any) -> Instance:
+    total, free = _memory(part)
+    name = _text(_ask(pynvml.nvmlDeviceGetName, part))
+    uuid = _text(pynvml.nvmlDeviceGetUUID(part))
+    return Instance(uuid=uuid, name=name, total_bytes=total, free_bytes=free)
+
+
+def _is_mig(handle: Any) -> bool:
+    mig = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    return mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
 
 
 def _peers(handle: Any) -> tuple[Peer, ...]:

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from duoka.errors import FormatError, MachineError
 from duoka.forecast.stage_bytes import StageBytes
 
 _ROOT = Path("/tmp")
-_NAME = re.compile(r"(\d{1,7})-[0-9a-z]{1,20}\.(?:json|partial)", re.ASCII)
+_NAME = re.compile(r"(\d{1,7})-[0-9a-z]{1,20}\.(json|partial)", re.ASCII)
 _MOST_BYTES = 2**20
 # Its process hangs, or its number is another one's by now.
 _STALE_SECONDS = 60.0
@@ -31,26 +31,22 @@ _STALE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveDevice:
-    """The memory of a process on one device.
+    """The memory that a process has on a device: now, and at its plan's peak.
 
-    `measured` is now, `forecast` the plan's peak, both by kind. `uuid` is the GPU's, empty for a
-    virtual one; `busy_share` how much of the last seconds the device has computed, where that is
-    known.
+    `uuid` is the GPU's, empty for a virtual one; `busy_share` how much of the last seconds the
+    device has computed, where that is known.
     """
 
+    pid: int
+    model: str
     uuid: str
     measured: StageBytes
     forecast: StageBytes
-    peak_reserved_bytes: int
     busy_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LiveProcess:
-    """What a process says of itself."""
-
-    pid: int
-    model: str
+class _File:
     devices: tuple[LiveDevice, ...]
 
 
@@ -59,8 +55,8 @@ def directory() -> Path:
     return _ROOT / f"duoka-{os.getuid()}"
 
 
-def publish(process: LiveProcess, name: str) -> None:
-    """Write what a process says, whole or not at all; `name` tells apart what one process writes.
+def publish(devices: Sequence[LiveDevice], name: str) -> None:
+    """Write what this process has; `name` tells apart what one process writes.
 
     Raises
     ------
@@ -70,11 +66,11 @@ def publish(process: LiveProcess, name: str) -> None:
     with suppress(FileExistsError):
         directory().mkdir(mode=0o700)
     with _opened() as folder:
-        partial = f"{process.pid}-{name}.partial"
+        stem = f"{os.getpid()}-{name}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(partial, flags, 0o600, dir_fd=folder), "w") as file:
-            json.dump(to_dict(process), file)
-        os.replace(partial, f"{process.pid}-{name}.json", src_dir_fd=folder, dst_dir_fd=folder)
+        with os.fdopen(os.open(f"{stem}.partial", flags, 0o600, dir_fd=folder), "w") as file:
+            json.dump(to_dict(_File(devices=tuple(devices))), file)
+        os.replace(f"{stem}.partial", f"{stem}.json", src_dir_fd=folder, dst_dir_fd=folder)
 
 
 def withdraw(name: str) -> None:
@@ -83,39 +79,36 @@ def withdraw(name: str) -> None:
         os.unlink(f"{os.getpid()}-{name}.json", dir_fd=folder)
 
 
-def read() -> list[LiveProcess]:
-    """What all processes of this user say, by their numbers; what is stale is removed.
+def read() -> list[LiveDevice]:
+    """What all processes of this user have; files that are stale are removed.
 
     Raises
     ------
     MachineError
         If the directory isn't this user's own, or is open to others.
     """
-    if not directory().exists():
-        return []
-    processes = []
-    with _opened() as folder:
-        for name in os.listdir(folder):  # noqa: PTH208  (a path could be exchanged)
-            with suppress(OSError, ValueError, FormatError):  # it goes this moment, or isn't ours
-                process = _read(name, folder)
-                processes += [] if process is None else [process]
-    return sorted(processes, key=lambda process: process.pid)
+    devices: list[LiveDevice] = []
+    if os.path.lexists(directory()):
+        with _opened() as folder:
+            for name in os.listdir(folder):  # noqa: PTH208  (of the descriptor)
+                # It goes this moment, or isn't what duoka writes.
+                with suppress(OSError, ValueError, FormatError):
+                    devices += _read(name, folder)
+    return sorted(devices, key=lambda device: (device.pid, device.measured.device))
 
 
 @contextmanager
 def _opened() -> Iterator[int]:
     """The directory, by a descriptor: nobody can put another one in its place meanwhile."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
         folder = os.open(directory(), flags)
     except OSError as error:
         raise _untrusted(f"can't be opened: {error.strerror}") from error
     try:
         status = os.fstat(folder)
-        if status.st_uid != os.getuid():
-            raise _untrusted("belongs to another user")
-        if stat.S_IMODE(status.st_mode) & 0o077:
-            raise _untrusted("is open to other users")
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise _untrusted("belongs to another user, or is open to others")
         yield folder
     finally:
         os.close(folder)
@@ -123,29 +116,26 @@ def _opened() -> Iterator[int]:
 
 def _untrusted(what: str) -> MachineError:
     return MachineError(
-        f"{directory()} {what}: processes of duoka can't say there what memory they have",
+        f"what processes of duoka say isn't known: {directory()} {what}",
         hint="remove it; duoka makes it anew",
     )
 
 
-def _read(name: str, folder: int) -> LiveProcess | None:
+def _read(name: str, folder: int) -> tuple[LiveDevice, ...]:
     match = _NAME.fullmatch(name)
     if match is None:
-        return None
-    descriptor = os.open(
-        name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder
-    )
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        pid = int(match[1])
+        return ()
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
+        status, pid = os.fstat(file.fileno()), int(match[1])
         if not _is_alive(pid) or time.time() - status.st_mtime > _STALE_SECONDS:
             os.unlink(name, dir_fd=folder)
-            return None
+            return ()
         is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
-        if not is_ours or status.st_size > _MOST_BYTES or not name.endswith(".json"):
-            return None
-        process = from_dict(LiveProcess, parse_json_object(file.read(_MOST_BYTES), name))
-    return process if process.pid == pid else None
+        if not is_ours or status.st_size > _MOST_BYTES or match[2] != "json":
+            return ()
+        devices = from_dict(_File, parse_json_object(file.read(_MOST_BYTES), name)).devices
+    return tuple(device for device in devices if device.pid == pid)
 
 
 def _is_alive(pid: int) -> bool:
@@ -153,6 +143,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # it is another user's, whose file this isn't
+        pass
     return True

@@ -119,7 +119,7 @@ class Publisher:
                 live.publish(self.look(), self._name)
             self._is_closed.wait(_SECONDS)
 
-    def look(self) -> live.LiveProcess:
+    def look(self) -> list[live.LiveDevice]:
         """What there is to say now."""
         kinds = {
             "kv_cache_bytes": _bytes_by_device(map(_tensors, tuple(self._caches))),
@@ -127,20 +127,15 @@ class Publisher:
             "optimizer_bytes": _bytes_by_device(map(_tensors, self._states())),
         }
         shares = self._busy_shares()
-        return live.LiveProcess(
-            pid=os.getpid(),
-            model=self._model_name,
-            devices=tuple(
-                self._device(name, {kind: sizes[name] for kind, sizes in kinds.items()}, shares)
-                for name in self._forecasts
-            ),
-        )
+        return [
+            self._device(name, {kind: sizes[name] for kind, sizes in kinds.items()}, shares)
+            for name in self._forecasts
+        ]
 
     def _device(
         self, name: str, kinds: dict[str, int], shares: Mapping[str, float]
     ) -> live.LiveDevice:
-        (allocated, reserved), peaks = devices.memory_now(name), devices.peak_bytes(name)
-        assert peaks is not None, "it has an allocator"
+        allocated, reserved = devices.memory_now(name)
         forecast, weights = self._forecasts[name], min(self._weights[name], allocated)
         measured = StageBytes(
             device=name,
@@ -153,10 +148,11 @@ class Publisher:
             budget_bytes=forecast.budget_bytes,
         )
         return live.LiveDevice(
+            pid=os.getpid(),
+            model=self._model_name,
             uuid=self._uuids[name],
             measured=measured,
             forecast=forecast,
-            peak_reserved_bytes=peaks.reserved_bytes,
             busy_share=shares.get(name),
         )
 

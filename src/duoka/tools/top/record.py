@@ -25,18 +25,21 @@ KIND_COLUMNS = {
     "optimizer": "optimizer_bytes",
     "overhead": "overhead_bytes",
 }
+_SIZES = ("total_bytes", "free_bytes", "reserved_bytes", "forecast_bytes", "others_bytes")
 _ACTIVITIES = (
-    "utilization",
-    "temperature_celsius",
-    "power_watts",
-    "pcie_received_bytes_per_second",
-    "pcie_sent_bytes_per_second",
-    "nvlink_received_bytes_per_second",
-    "nvlink_sent_bytes_per_second",
+    *("utilization", "temperature_celsius", "power_watts"),
+    *("pcie_received_bytes_per_second", "pcie_sent_bytes_per_second"),
+    *("nvlink_received_bytes_per_second", "nvlink_sent_bytes_per_second"),
 )
-_SIZES = ("total_bytes", "free_bytes", "others_bytes", "reserved_bytes", "forecast_bytes")
-COLUMNS = ("time", "gpu", "pids", *KIND_COLUMNS.values(), *_SIZES, "spare_bytes", "busy_share")
-COLUMNS += ("seconds_left", *_ACTIVITIES)
+_NUMBERS = (*_SIZES, "spare_bytes", "seconds_left", *_ACTIVITIES)
+COLUMNS = ("time", "gpu", *KIND_COLUMNS.values(), "busy_share", *_NUMBERS)
+
+
+def _numbers(gpu: GpuNow) -> dict[str, float | None]:
+    """What is known of a GPU that has one number."""
+    return {
+        name: getattr(gpu.activity if name in _ACTIVITIES else gpu, name, None) for name in _NUMBERS
+    }
 
 
 class CsvFile:
@@ -66,7 +69,7 @@ class CsvFile:
         if not first:
             self._writer.writeheader()
 
-    def write(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: Snapshot) -> None:
         """Append the rows of a snapshot, which are in the file afterwards."""
         self._writer.writerows(_row(snapshot.time, gpu) for gpu in snapshot.gpus)
         self._file.flush()
@@ -77,16 +80,11 @@ class CsvFile:
 
 
 def _row(moment: str, gpu: GpuNow) -> dict[str, Any]:
-    shares = [holder.busy_share for holder in gpu.holders if holder.busy_share is not None]
-    return {
-        "time": moment,
-        "gpu": gpu.name,
-        "pids": " ".join(str(holder.pid) for holder in gpu.holders),
-        **{column: gpu.kinds[kind] for kind, column in KIND_COLUMNS.items()},
-        **{name: getattr(gpu, name) for name in (*_SIZES, "spare_bytes", "seconds_left")},
-        "busy_share": max(shares, default=None),
-        **{name: getattr(gpu.activity, name, None) for name in _ACTIVITIES},
-    }
+    kinds = [dict(kinds_of(process.measured)) for process in gpu.processes]
+    sums = {column: sum(k[kind] for k in kinds) for kind, column in KIND_COLUMNS.items()}
+    shares = [p.busy_share for p in gpu.processes if p.busy_share is not None]
+    busy = max(shares, default=None)
+    return {"time": moment, "gpu": gpu.label, **sums, "busy_share": busy, **_numbers(gpu)}
 
 
 class Exporter:
@@ -112,7 +110,7 @@ class Exporter:
         from prometheus_client import CollectorRegistry, start_http_server
 
         host, _, port = address.rpartition(":")
-        self.last: Snapshot | None = None
+        self._last: Snapshot | None = None
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -121,9 +119,13 @@ class Exporter:
             )
         except (OSError, OverflowError, ValueError) as error:
             raise UsageError(
-                f"--prometheus {address} can't be had: {why(_plain(error))}",
+                f"--prometheus {address} can't be had: {getattr(error, 'strerror', None) or error}",
                 hint="write :PORT, or HOST:PORT, with a port that is free",
             ) from error
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Answer with this one from now on."""
+        self._last = snapshot
 
     def close(self) -> None:
         """Answer no more."""
@@ -140,26 +142,18 @@ class Exporter:
 
         who = "pid", "model", "kind"
         measured = gauge("memory_bytes", "Bytes of a process of duoka by kind.", *who)
-        forecast = gauge("forecast_bytes", "The same at the peak, as its plan forecasts.", *who)
-        busy = gauge("busy_share", "Share of the last seconds in work.", "pid", "model")
-        names = (*_SIZES[:3], "spare_bytes", "seconds_left")
-        gauges = {name: gauge(name, f"See `duoka top`: {name}.") for name in names}
-        gauges |= {name: gauge(name, f"As the driver tells: {name}.") for name in _ACTIVITIES}
-        for gpu in () if self.last is None else self.last.gpus:
-            for holder in gpu.holders:
-                label = [gpu.name, str(holder.pid), holder.model]
-                for family, stage in ((measured, holder.measured), (forecast, holder.forecast)):
+        forecast = gauge("memory_forecast_bytes", "The same at its plan's peak.", *who)
+        busy = gauge("busy_share", "Share of the last seconds in work.", *who[:2])
+        gauges = {name: gauge(name, f"Of the whole GPU: {name}.") for name in _NUMBERS}
+        for gpu in () if self._last is None else self._last.gpus:
+            for process in gpu.processes:
+                label = [gpu.label, str(process.pid), process.model]
+                for family, stage in ((measured, process.measured), (forecast, process.forecast)):
                     for kind, size in kinds_of(stage):
                         family.add_metric([*label, kind], size)
-                if holder.busy_share is not None:
-                    busy.add_metric(label, holder.busy_share)
-            for name, family in gauges.items():
-                value = getattr(gpu.activity if name in _ACTIVITIES else gpu, name, None)
+                if process.busy_share is not None:
+                    busy.add_metric(label, process.busy_share)
+            for name, value in _numbers(gpu).items():
                 if value is not None:
-                    pids = "" if gpu.activity else f" (pid {gpu.holders[0].pid})"
-                    family.add_metric([f"{gpu.name}{pids}"], value)
+                    gauges[name].add_metric([gpu.label], value)
         yield from (measured, forecast, busy, *gauges.values())
-
-
-def _plain(error: Exception) -> OSError | ValueError:
-    return error if isinstance(error, (OSError, ValueError)) else ValueError(str(error))
