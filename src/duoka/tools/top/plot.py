@@ -22,7 +22,8 @@ _MOST_BYTES = 2**28
 _MOST_GPUS = 32
 _INCHES = 2.4
 _KINDS = {**KIND_COLUMNS, "others": "others_bytes"}
-_COLOURS = ("#2f6db5", "#4f9d5d", "#e0b040", "#45b0b8", "#8f6bb0", "#b9b9c4", "#c4563a")
+_SHADES = ("#2f6db5", "#4f9d5d", "#e0b040", "#45b0b8", "#8f6bb0", "#b9b9c4", "#c4563a")
+_COLOURS = dict(zip(_KINDS, _SHADES, strict=True))
 _LIMITS = ("plan's peak", "forecast_bytes", "#d9822b"), ("capacity", "total_bytes", "#444444")
 
 
@@ -39,8 +40,11 @@ def plot_recording(recording: Path, file: Path | None = None) -> Path:
     figure, parts = new_figure([_INCHES] * len(gpus))
     begin = min(rows[0]["time"] for rows in gpus.values())
     end = max(rows[-1]["time"] for rows in gpus.values())
+    columns = _KINDS.values()
+    there = {column for rows in gpus.values() for row in rows for column in columns if row[column]}
+    kinds = [kind for kind, column in _KINDS.items() if column in there]
     for axes, (name, rows) in zip(parts, gpus.items(), strict=True):
-        _draw(axes, name, rows, begin)
+        _draw(axes, name, rows, kinds, begin)
         axes.set_xlim(0, max((end - begin) / 60, 1e-3))
     parts[-1].set_xlabel("minutes")
     parts[0].legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
@@ -71,12 +75,15 @@ def _read(recording: Path) -> dict[str, list[dict[str, Any]]]:
     return gpus
 
 
-def _draw(axes: Axes, name: str, rows: Sequence[dict[str, Any]], begin: float) -> None:
+def _draw(
+    axes: Axes, name: str, rows: Sequence[dict[str, Any]], kinds: Sequence[str], begin: float
+) -> None:
     """What fills a GPU, one kind upon the other, and how far its plan and its memory go."""
     unit, divisor = unit_for(max(row["total_bytes"] for row in rows))
     minutes = [(row["time"] - begin) / 60 for row in rows]
-    layers = [[row[column] / divisor for row in rows] for column in _KINDS.values()]
-    axes.stackplot(minutes, *layers, labels=list(_KINDS), colors=_COLOURS)
+    if kinds:
+        layers = [[row[_KINDS[kind]] / divisor for row in rows] for kind in kinds]
+        axes.stackplot(minutes, *layers, labels=kinds, colors=[_COLOURS[kind] for kind in kinds])
     for label, column, colour in _LIMITS:
         values = [row[column] / divisor for row in rows]
         axes.plot(minutes, values, "--", color=colour, linewidth=1.2, label=label)

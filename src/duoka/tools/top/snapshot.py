@@ -23,11 +23,11 @@ class GpuNow:
     """A GPU, a virtual one too, at one moment. None stands for what isn't known.
 
     `name` is the index that `nvidia-smi` shows, the UUID of an instance, or what a process calls a
-    GPU that the driver doesn't know; that one's memory is its budget. `reserved_bytes` is what allocators of duoka's
-    have, and `forecast_bytes` what they have at their plans' peaks. `others_bytes` are used and not
-    theirs: by other processes, by CUDA's contexts. `spare_bytes` are free beside what the plans
-    still forecast; below 0 so many are missing at the peak. If spare memory goes on to go as in the
-    last minute, it is gone in `seconds_left`.
+    GPU that the driver doesn't know; that one's memory is its budget. `reserved_bytes` is what
+    allocators of duoka's have, and `forecast_bytes` what they have at their plans' peaks.
+    `others_bytes` are used and not theirs: by other processes, by CUDA's contexts. `spare_bytes`
+    are free beside what the plans still forecast; below 0 so many are missing at the peak. If spare
+    memory goes on to go as in the last minute, it is gone in `seconds_left`.
     """
 
     name: str
