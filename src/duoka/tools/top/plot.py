@@ -59,6 +59,8 @@ def _read(recording: Path) -> dict[str, list[dict[str, Any]]]:
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError("its first line isn't that of a recording")
         for row in reader:
+            if None in row.values():  # it was cut off
+                continue
             sizes = {name: int(row[name] or 0) for name in COLUMNS if name.endswith("_bytes")}
             moment = datetime.fromisoformat(row["time"]).timestamp()
             gpus.setdefault(row["gpu"], []).append({"time": moment, **sizes})
