@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -70,19 +69,6 @@ def test_wrong_arguments(program: Program, arguments: list[str], message: str) -
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
     assert "hint:" in done.stderr
-
-
-@pytest.mark.process
-def test_it_imports_nothing_heavy(environment: dict[str, str]) -> None:
-    code = (
-        "import sys; from duoka.cli.main import run; assert run(['top', '--once', '--json']) == 0; "
-        "print([n for n in ('torch', 'transformers', 'matplotlib') "
-        "if n in sys.modules], file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stderr == "[]\n"
 
 
 @pytest.mark.process

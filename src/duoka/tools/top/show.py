@@ -104,12 +104,12 @@ def _facts(activity: Activity) -> Iterator[str]:
 def _remarks(gpu: GpuNow) -> Iterator[Text]:
     """Who else is there, and for how long the memory will do."""
     pids = {process.pid for process in gpu.processes}
-    others = [p for p in (gpu.activity.processes if gpu.activity else ()) if p.pid not in pids]
-    for other in others[:_MOST_OTHERS]:
+    neighbours = [p for p in (gpu.activity.processes if gpu.activity else ()) if p.pid not in pids]
+    for other in neighbours[:_MOST_OTHERS]:
         size = "" if other.used_bytes is None else f" has {format_bytes(other.used_bytes)}"
         yield Text(f"{other.name or 'a process'} (pid {other.pid}){size}")
-    if len(others) > _MOST_OTHERS:
-        yield Text(f"and {len(others) - _MOST_OTHERS} more processes")
+    if len(neighbours) > _MOST_OTHERS:
+        yield Text(f"and {len(neighbours) - _MOST_OTHERS} more processes")
     spare = gpu.spare_bytes
     if spare is not None and gpu.processes:
         text = f"at the plan's peak {format_bytes(spare)} stay free"
