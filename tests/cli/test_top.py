@@ -58,8 +58,9 @@ def test_rows_and_their_picture(
     [
         (["--json"], "--json shows one moment"),
         (["--once", "--prometheus", ":0"], "--prometheus can't be given with --once"),
-        (["--interval", "0"], "--interval 0.0 is too short"),
-        (["--interval", "nan"], "--interval nan is too short"),
+        (["--interval", "0"], "--interval 0 can't be"),
+        (["--interval", "nan"], "--interval nan can't be"),
+        (["--interval", "inf"], "--interval inf can't be"),
         (["--prometheus", "9400x"], "--prometheus 9400x can't be had"),
         (["--csv", "absent/run.csv"], "absent/run.csv can't be written"),
     ],

@@ -126,20 +126,17 @@ def generate(
     ]
     for ids in tokens:
         reader.check([ids], sampling.max_new_tokens)
-    from duoka.runtime.publisher import Publisher
-
     generator = planning.load_generator(plan, model, reader, answering.adapter)
-    with Publisher(plan, generator.model, plan.devices):
-        if prompts.json:
-            answers = _answer(generator, tokens, sampling)
-            typer.echo(_json(plan, questions, answers, generator.pace.measured(plan.devices)))
-            return
-        if len(tokens) == 1:
-            _stream(generator, tokens[0], sampling)
-        else:
-            texts = [reply.text for reply in _answer(generator, tokens, sampling)]
-            answer("\n\n".join(texts) + "\n")
-        planning.tell_measured(plan, generator.pace.measured(plan.devices))
+    if prompts.json:
+        answers = _answer(generator, tokens, sampling)
+        typer.echo(_json(plan, questions, answers, generator.pace.measured(plan.devices)))
+        return
+    if len(tokens) == 1:
+        _stream(generator, tokens[0], sampling)
+    else:
+        texts = [reply.text for reply in _answer(generator, tokens, sampling)]
+        answer("\n\n".join(texts) + "\n")
+    planning.tell_measured(plan, generator.pace.measured(plan.devices))
 
 
 def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:

@@ -23,7 +23,7 @@ from .terminal import stdout
 if TYPE_CHECKING:
     from duoka.tools.top.snapshot import Monitor, Snapshot
 
-_LEAST_SECONDS = 0.1
+_LEAST_SECONDS, _MOST_SECONDS = 0.1, 86400.0
 
 
 @with_groups
@@ -101,7 +101,8 @@ def _refuse(once: bool, json: bool, prometheus: str | None, interval: float) -> 
         raise UsageError("--json shows one moment", hint="say --once as well")
     if once and prometheus is not None:
         refuse_beside(["--prometheus"], "--once", "leave either out")
-    if not interval >= _LEAST_SECONDS:
+    if not _LEAST_SECONDS <= interval <= _MOST_SECONDS:
         raise UsageError(
-            f"--interval {interval} is too short", hint=f"it is {_LEAST_SECONDS} or more seconds"
+            f"--interval {interval:g} can't be",
+            hint=f"it is in seconds, from {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}",
         )

@@ -8,7 +8,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -121,10 +120,11 @@ class Publisher:
 
     def look(self) -> list[live.LiveDevice]:
         """What there is to say now."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
         kinds = {
-            "kv_cache_bytes": _bytes_by_device(map(_tensors, tuple(self._caches))),
-            "gradient_bytes": _bytes_by_device(map(_tensors, self._gradients())),
-            "optimizer_bytes": _bytes_by_device(map(_tensors, self._states())),
+            "kv_cache_bytes": _bytes_by_device(tuple(self._caches)),
+            "gradient_bytes": _bytes_by_device([p.grad for g in groups for p in g["params"]]),
+            "optimizer_bytes": _bytes_by_device(self._optimizer.state if self._optimizer else ()),
         }
         shares = self._busy_shares()
         return [
@@ -162,32 +162,22 @@ class Publisher:
             with suppress(TypeError):  # None, or a tuple of code from before there were caches
                 self._caches.add(getattr(cache, "cache", cache))
 
-    def _gradients(self) -> Iterator[Any]:
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        return (parameter.grad for group in groups for parameter in group["params"])
 
-    def _states(self) -> Iterator[Any]:
-        return iter(() if self._optimizer is None else list(self._optimizer.state.values()))
-
-
-def _bytes_by_device(tensors: Iterable[Iterator[Tensor]]) -> Counter[str]:
+def _bytes_by_device(values: Any) -> Counter[str]:
     sizes: Counter[str] = Counter()
-    for tensor in chain.from_iterable(tensors):
+    for tensor in _tensors(values):
         sizes[str(tensor.device)] += tensor.nbytes
     return sizes
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors that a cache or an optimizer's state has, whatever they are kept in."""
+    """The tensors that caches or an optimizer's states have, whatever they are kept in."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (type, nn.Module)) or depth > _DEEPEST:
         return
-    elif isinstance(value, Mapping):
-        for item in list(value.values()):
-            yield from _tensors(item, depth + 1)
-    elif isinstance(value, (list, tuple)):
-        for item in list(value):
-            yield from _tensors(item, depth + 1)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value), depth + 1)
+    if isinstance(value, (type, nn.Module)) or depth > _DEEPEST:
+        return
+    if not isinstance(value, (Mapping, list, tuple)):
+        value = getattr(value, "__dict__", ())
+    for item in list(value.values() if isinstance(value, Mapping) else value):
+        yield from _tensors(item, depth + 1)
