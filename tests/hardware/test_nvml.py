@@ -271,6 +271,10 @@ def test_a_session_is_open_while_one_watches(name: str, monkeypatch: pytest.Monk
     assert recording.open_sessions == 1
     watch.close()
     assert recording.open_sessions == 0
+    recording.data["nvmlDeviceGetCount"] = {"error": pynvml.NVML_ERROR_UNKNOWN}
+    with pytest.raises(FleetError, match="doesn't answer: Unknown Error"):
+        nvml.Watch()
+    assert recording.open_sessions == 0
 
 
 def test_without_a_driver_there_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:

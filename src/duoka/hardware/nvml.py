@@ -154,13 +154,9 @@ class Machine:
 def read() -> Machine:
     """Ask the driver for all GPUs."""
     with _session():
-        try:
-            count = pynvml.nvmlDeviceGetCount()
-        except pynvml.NVMLError as error:
-            raise _fault(error) from None
         gpus: list[Gpu] = []
         lost: list[Lost] = []
-        for index in range(count):
+        for index in range(_count()):
             try:
                 gpus.append(_gpu(index, pynvml.nvmlDeviceGetHandleByIndex(index)))
             except pynvml.NVMLError as error:
@@ -206,9 +202,10 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self._session = ExitStack()
-        self._session.enter_context(_session())
-        self._count: int = _ask(pynvml.nvmlDeviceGetCount) or 0
+        with ExitStack() as opened:
+            opened.enter_context(_session())
+            self._count = _count()
+            self._session = opened.pop_all()
         # Of each GPU when its NVLinks' counters were looked at, and what they were.
         self._nvlink: dict[int, tuple[float, list[int]]] = {}
 
@@ -294,6 +291,13 @@ def _session() -> Iterator[None]:
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _count() -> int:
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError as error:
+        raise _fault(error) from None
 
 
 def _fault(error: Any) -> FleetError:
