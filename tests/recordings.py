@@ -37,8 +37,10 @@ def _field(value: int | None) -> SimpleNamespace:
     )
 
 
-def _call(name: str, *arguments: int) -> str:
-    return f"{name}({arguments[0]})" if arguments else name
+def _recorded(device: dict[str, Any], name: str, *arguments: Any) -> Any:
+    """What is recorded for these arguments, or for any."""
+    special = f"{name}({arguments[0]})" if arguments else name
+    return device.get(special, device.get(name, _NOT_SUPPORTED))
 
 
 class Recording:
@@ -63,7 +65,7 @@ class Recording:
         if name.startswith("nvmlDeviceGetNvLink"):
             return lambda device, link: answer(self._link(device, link).get(name, _NOT_SUPPORTED))
         if name.startswith("nvmlDeviceGet"):
-            return lambda device, *of: answer(device.get(_call(name, *of), _NOT_SUPPORTED))
+            return lambda device, *of: answer(_recorded(device, name, *of))
         return lambda: answer(self.data.get(name, _NOT_SUPPORTED))
 
     def _link(self, device: dict[str, Any], link: int) -> dict[str, Any]:
