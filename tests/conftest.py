@@ -82,6 +82,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What this process says of its memory isn't in the directory of the user's processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("duoka.report.live._ROOT", tmp_path_factory.mktemp("live"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A program to call in Python's place: torch and transformers are imported already."""

@@ -30,6 +30,19 @@ def answer(told: Any) -> Any:
     return told
 
 
+def _field(value: int | None) -> SimpleNamespace:
+    result = pynvml.NVML_ERROR_NOT_SUPPORTED if value is None else pynvml.NVML_SUCCESS
+    return SimpleNamespace(
+        nvmlReturn=result, value=SimpleNamespace(uiVal=value or 0, ullVal=value or 0)
+    )
+
+
+def _recorded(device: dict[str, Any], name: str, *arguments: Any) -> Any:
+    """What is recorded for these arguments, or for any."""
+    special = f"{name}({arguments[0]})" if arguments else name
+    return device.get(special, device.get(name, _NOT_SUPPORTED))
+
+
 class Recording:
     """Stands for the module `pynvml`; a handle is the recorded device itself."""
 
@@ -52,7 +65,7 @@ class Recording:
         if name.startswith("nvmlDeviceGetNvLink"):
             return lambda device, link: answer(self._link(device, link).get(name, _NOT_SUPPORTED))
         if name.startswith("nvmlDeviceGet"):
-            return lambda device, *_: answer(device.get(name, _NOT_SUPPORTED))
+            return lambda device, *of: answer(_recorded(device, name, *of))
         return lambda: answer(self.data.get(name, _NOT_SUPPORTED))
 
     def _link(self, device: dict[str, Any], link: int) -> dict[str, Any]:
@@ -86,10 +99,12 @@ class Recording:
     def nvmlDeviceGetFieldValues(  # noqa: N802
         self, device: dict[str, Any], fields: list[int]
     ) -> list[Any]:
-        assert fields == [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]
-        speed = device.get("nvlink_speed_mbps")
-        result = pynvml.NVML_SUCCESS if speed else pynvml.NVML_ERROR_NOT_SUPPORTED
-        return [SimpleNamespace(nvmlReturn=result, value=SimpleNamespace(uiVal=speed or 0))]
+        if fields == [pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON]:
+            values = [device.get("nvlink_speed_mbps")]
+        else:
+            assert fields == [(138, 2**32 - 1), (139, 2**32 - 1)]
+            values = device.get("nvlink_kib") or [None, None]
+        return [_field(value) for value in values]
 
     def nvmlDeviceGetP2PStatus(  # noqa: N802
         self, device: dict[str, Any], peer: dict[str, Any], index: int

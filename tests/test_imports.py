@@ -81,7 +81,9 @@ def test_public_names_are_imported_without_a_word() -> None:
     assert (done.stdout, done.stderr) == ("", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["plan", "--help"], ["top", "--once"]]
+)
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     done = run_python(
         "import sys\n"

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams, Stream
 from duoka.engine.staged_executor import WorkerError
 from duoka.errors import MachineError, UsageError
+from duoka.report import live
 from duoka.stages import workers
 
 pytestmark = pytest.mark.process
@@ -204,6 +206,28 @@ def test_a_process_that_is_killed_is_started_again(staged: Engine) -> None:
     assert outcomes[-1] == expected[-1]
     assert all(found in (None, ids) for found, ids in zip(outcomes, expected, strict=True))
     assert [ids(completion) for completion in staged.generate(texts)] == expected
+
+
+def test_each_process_says_what_it_has(
+    plan: Any, staged: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For `duoka top`: weights and pages as they were forecast, and that it has worked."""
+    monkeypatch.setattr(live, "_ROOT", Path("/tmp"))  # those of other processes
+    executor: Any = staged._executor
+    pids = executor._workers.process_ids
+    end = time.monotonic() + 60
+    while True:
+        staged.generate(prompts(4))
+        devices = [device for device in live.read() if device.pid in pids]
+        if len(devices) == 2 and all(d.busy_share and d.measured.kv_cache_bytes for d in devices):
+            break
+        assert time.monotonic() < end, devices
+    devices.sort(key=lambda device: pids.index(device.pid))
+    assert [device.measured.device for device in devices] == list(plan.devices)
+    for device, stage in zip(devices, plan.forecast.devices, strict=True):
+        assert device.forecast == stage
+        assert device.measured.weight_bytes == stage.weight_bytes
+        assert device.measured.reserved_bytes <= stage.reserved_bytes
 
 
 def test_nothing_is_left_where_a_process_cannot_be_started(

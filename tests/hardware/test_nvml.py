@@ -200,6 +200,89 @@ def test_without_an_answer_the_error_says_what_to_do(
     assert recording.open_sessions == 0
 
 
+# ── what they are doing ──
+
+
+def look(watch: nvml.Watch) -> list[nvml.Activity]:
+    return [part for part in watch.look() if isinstance(part, nvml.Activity)]
+
+
+def test_what_gpus_are_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "eight-3090")
+    watch = nvml.Watch()
+    activities = look(watch)
+    assert activities == look(watch)
+    assert [activity.index for activity in activities] == list(range(8))
+    third = activities[3]
+    gpu = nvml.read().gpus[3]
+    assert (third.name, third.uuid, third.processes) == (gpu.name, gpu.uuid, gpu.processes)
+    assert (third.total_bytes, third.free_bytes) == (gpu.total_bytes, gpu.free_bytes)
+    assert (third.utilization, third.temperature_celsius) == (0.83, 67)
+    assert (third.power_watts, third.power_limit_watts) == (312.4, 350)
+    assert third.pcie_sent_bytes_per_second == 310e6
+    assert third.pcie_received_bytes_per_second == 1250e6
+    assert third.nvlink_sent_bytes_per_second is None
+    assert activities[1].utilization is activities[1].power_watts is None  # an older driver
+
+
+def test_traffic_over_nvlink_is_that_since_the_look_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "hgx-h100")
+    times = iter([10.0, 10.1, 10.2, 10.3, 12.0, 12.1, 12.2, 12.3, 14.0, 14.1, 14.2, 14.3])
+    monkeypatch.setattr(nvml.time, "monotonic", lambda: next(times))
+    watch = nvml.Watch()
+    assert look(watch)[0].nvlink_sent_bytes_per_second is None
+    recording.data["devices"][0]["nvlink_kib"] = [1000000 + 2 * 10**6, 2000000 + 4 * 10**6]
+    first, second, *_ = look(watch)
+    assert first.nvlink_sent_bytes_per_second == pytest.approx(1024e6)
+    assert first.nvlink_received_bytes_per_second == pytest.approx(2048e6)
+    assert second.nvlink_sent_bytes_per_second is None
+    recording.data["devices"][0]["nvlink_kib"] = [5, 5]  # the driver was loaded again
+    assert look(watch)[0].nvlink_sent_bytes_per_second is None
+
+
+def test_instances_are_told_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "mig")
+    whole, *instances = look(nvml.Watch())
+    expected = nvml.read().gpus[1].instances
+    assert whole.uuid.startswith("GPU-")
+    assert [(i.index, i.uuid, i.name, i.free_bytes) for i in instances] == [
+        (1, instance.uuid, instance.name, instance.free_bytes) for instance in expected
+    ]
+
+
+def test_a_card_that_is_lost_while_one_looks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "eight-3090")
+    watch = nvml.Watch()
+    assert len(look(watch)) == 8
+    recording.data["devices"][2]["nvmlDeviceGetUtilizationRates"] = {
+        "error": pynvml.NVML_ERROR_GPU_IS_LOST
+    }
+    assert [activity.index for activity in look(watch)] == [0, 1, 3, 4, 5, 6, 7]
+    assert watch.look()[2] == nvml.Lost(index=2, reason="GPU is lost")
+    del recording.data["devices"][2]["nvmlDeviceGetUtilizationRates"]
+    assert len(look(watch)) == 8
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "no-driver"])
+def test_a_session_is_open_while_one_watches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, name)
+    watch = nvml.Watch()
+    assert len(watch.look()) >= len(recording.data["devices"])
+    assert recording.open_sessions == 1
+    watch.close()
+    assert recording.open_sessions == 0
+    recording.data["nvmlDeviceGetCount"] = {"error": pynvml.NVML_ERROR_UNKNOWN}
+    with pytest.raises(FleetError, match="doesn't answer: Unknown Error"):
+        nvml.Watch()
+    assert recording.open_sessions == 0
+
+
+def test_without_a_driver_there_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "no-driver")
+    with pytest.raises(FleetError, match="is not here"):
+        nvml.Watch()
+
+
 @pytest.mark.gpu
 def test_the_real_library() -> None:
     try:

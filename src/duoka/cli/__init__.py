@@ -4,7 +4,7 @@ The answer goes to the standard output, everything else to the standard error. W
 imported inside the commands, so that ``--help`` starts at once.
 
 - `main`: the program and its commands; `signals`, `errors`, `machine`: what ends it early
-- `plan`, `check`, `generate`, `chat`, `serve`, `tune`, `plot`, `compare`, `gpus`, `doctor`,
+- `plan`, `check`, `generate`, `chat`, `serve`, `tune`, `plot`, `compare`, `gpus`, `doctor`, `top`,
   `bench`, `demo`: a command each
 - `options`, `training_options`, `groups`: the options that commands share
 - `images`: pictures in files and at addresses on the web; `batch_file`: prompts in files

@@ -29,6 +29,7 @@ from .plan import plan
 from .plot import plot
 from .serve import serve
 from .suggestions import options_of
+from .top import top
 from .training_options import with_method
 from .tune import tune
 
@@ -58,7 +59,10 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, compare, check, generate, chat, serve, tune, plot, gpus, doctor, bench, demo):
+_COMMANDS = (
+    plan, compare, check, generate, chat, serve, tune, plot, gpus, doctor, top, bench, demo
+)  # fmt: skip
+for command in _COMMANDS:
     app.command()(command)
 
 

@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity
 from duoka.forecast.workload import PAGED_CACHES, Workload
+from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
 from duoka.runtime.paged_steps import reads_pages
+from duoka.runtime.publisher import BusyShares, Publisher
 
 from .cached_model import CachedModel
 from .paged_model import PagedModel, WarmUp
@@ -87,6 +89,8 @@ class InlineExecutor:
         What was planned.
     warm_up : {"first", "largest", "every"}
         Which steps are computed at once. The forecast of a paged cache has every size.
+    plan : Plan, optional
+        Which the model was loaded for just now: its memory is published beside the forecast.
     """
 
     num_steps = 1
@@ -98,7 +102,12 @@ class InlineExecutor:
         workload: Workload = _PLAIN,
         *,
         warm_up: WarmUp = "first",
+        plan: Plan | None = None,
     ) -> None:
+        self._publisher = None
+        if plan is not None:
+            shares = BusyShares(self.busy_seconds)
+            self._publisher = Publisher(plan, model, plan.devices, busy_shares=shares)
         self._model = _paged(model, capacity, workload, warm_up) or CachedModel(model, workload)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.is_paged = isinstance(self._model, PagedModel)
@@ -115,6 +124,8 @@ class InlineExecutor:
             )
         self._steps: deque[Step] = deque()
         self._busy_seconds = 0.0
+        if self._publisher is not None:
+            self._publisher.start()
 
     def submit(self, step: Step) -> None:
         """See `Executor`."""
@@ -164,6 +175,8 @@ class InlineExecutor:
 
     def close(self) -> None:
         """See `Executor`."""
+        if self._publisher is not None:
+            self._publisher.close()
         self._model.close()
 
     def _alone(self, chunk: Chunk) -> Outcome:

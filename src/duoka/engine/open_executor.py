@@ -60,7 +60,7 @@ def open_executor(
         # Where there are pages tokens are drawn where logits are.
         stay = plan.workload.is_paged
         model = load_proved(plan, checkpoint, progress=progress, lora=lora, outputs_stay=stay)
-        inline = InlineExecutor(model, capacity, plan.workload, warm_up=warm_up)
+        inline = InlineExecutor(model, capacity, plan.workload, warm_up=warm_up, plan=plan)
         return inline, rows, reader, rules
     executor = StagedExecutor(
         plan,

@@ -24,6 +24,7 @@ from duoka.runtime import devices
 from duoka.runtime.draw import draw_in_every_way
 from duoka.runtime.load import load_weights
 from duoka.runtime.paged_steps import PagedStep
+from duoka.runtime.publisher import BusyShares, Publisher
 from duoka.stages.interceptor import Interceptor
 from duoka.stages.micro_batch import MicroBatch
 from duoka.stages.route import Routes
@@ -79,6 +80,8 @@ class _StageWorker:
         load_weights(model, checkpoint, plan.placement, only=self._device)
         if part.adapter is not None:
             merge_adapter(model, part.adapter)
+        shares = BusyShares(lambda: {part.device: self._busy_seconds})
+        self.publisher = Publisher(plan, model, [part.device], busy_shares=shares)
         self._interceptor = Interceptor(model, plan.placement)
         self._paged = PagedModel(model, part.capacity)
         self._routes = part.routes
@@ -173,4 +176,5 @@ def _serve(driver: Connection) -> None:
         driver.send(portable(error))
         return
     driver.send(None)
-    worker.serve(driver)
+    with worker.publisher:
+        worker.serve(driver)

@@ -9,9 +9,10 @@ isn't here.
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
@@ -61,6 +62,12 @@ _FAULTS: dict[int, tuple[str, str]] = {
     ),
 }
 _LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
+# Counters of all NVLinks together, in KiB, out of the GPU and into it.
+_ALL_LINKS = 2**32 - 1
+_NVLINK_COUNTERS = [
+    (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),
+    (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +159,9 @@ class NoDriverError(FleetError):
 def read() -> Machine:
     """Ask the driver for all GPUs."""
     with _session():
-        try:
-            count = pynvml.nvmlDeviceGetCount()
-        except pynvml.NVMLError as error:
-            raise _fault(error) from None
         gpus: list[Gpu] = []
         lost: list[Lost] = []
-        for index in range(count):
+        for index in range(_count()):
             try:
                 gpus.append(_gpu(index, pynvml.nvmlDeviceGetHandleByIndex(index)))
             except pynvml.NVMLError as error:
@@ -168,6 +171,107 @@ def read() -> Machine:
             lost=tuple(lost),
             driver_version=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What a GPU, or an instance of one in MIG mode, is doing; None for what isn't told.
+
+    `sent` and `received` are as the GPU sees them. Over PCIe they are of the last 20 ms, over
+    NVLink, of all links together, on average since one looked before.
+    """
+
+    index: int
+    name: str
+    uuid: str
+    total_bytes: int | None
+    free_bytes: int | None
+    processes: tuple[Process, ...] = ()
+    utilization: float | None = None
+    temperature_celsius: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    pcie_sent_bytes_per_second: float | None = None
+    pcie_received_bytes_per_second: float | None = None
+    nvlink_sent_bytes_per_second: float | None = None
+    nvlink_received_bytes_per_second: float | None = None
+
+
+class Watch:
+    """A session with the driver that stays open, and asks for no more than what changes.
+
+    Raises
+    ------
+    FleetError
+        If there is no driver that answers.
+    """
+
+    def __init__(self) -> None:
+        with ExitStack() as opened:
+            opened.enter_context(_session())
+            self._count = _count()
+            self._session = opened.pop_all()
+        # Of each GPU when its NVLinks' counters were looked at, and what they were.
+        self._nvlink: dict[int, tuple[float, list[int]]] = {}
+
+    def close(self) -> None:
+        """End the session."""
+        self._session.close()
+
+    def look(self) -> list[Activity | Lost]:
+        """What every GPU is doing now."""
+        activities: list[Activity | Lost] = []
+        for index in range(self._count):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                activities += self._activities(index, handle)
+            except pynvml.NVMLError as error:
+                activities.append(Lost(index=index, reason=str(error)))
+        return activities
+
+    def _activities(self, index: int, handle: Any) -> list[Activity]:
+        """A GPU's, or those of its instances, which differ in their memory."""
+        rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+        limit = _ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        sent, received = self._over_nvlink(index, handle)
+        common: dict[str, Any] = {
+            "index": index,
+            "processes": _processes(handle),
+            "utilization": None if rates is None else rates.gpu / 100,
+            "temperature_celsius": _ask(
+                pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
+            ),
+            "power_watts": None if power is None else power / 1e3,
+            "power_limit_watts": None if limit is None else limit / 1e3,
+            "pcie_sent_bytes_per_second": _over_pcie(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES),
+            "pcie_received_bytes_per_second": _over_pcie(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES),
+            "nvlink_sent_bytes_per_second": sent,
+            "nvlink_received_bytes_per_second": received,
+        }
+        parts = _instances(handle) if _is_mig(handle) else [_instance(handle)]
+        return [
+            Activity(
+                name=part.name,
+                uuid=part.uuid,
+                total_bytes=part.total_bytes,
+                free_bytes=part.free_bytes,
+                **common,
+            )
+            for part in parts
+        ]
+
+    def _over_nvlink(self, index: int, handle: Any) -> tuple[float | None, float | None]:
+        """Bytes per second out and in, since the counters were looked at before."""
+        values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, _NVLINK_COUNTERS) or ()
+        counts = [v.value.ullVal for v in values if v.nvmlReturn == pynvml.NVML_SUCCESS]
+        now, (then, before) = time.monotonic(), self._nvlink.get(index, (0.0, []))
+        self._nvlink[index] = now, counts
+        grown = [new - old for new, old in zip(counts, before, strict=False)]
+        if len(grown) != 2 or now <= then or min(grown) < 0:
+            return None, None
+        sent, received = (1024 * kibibytes / (now - then) for kibibytes in grown)
+        return sent, received
 
 
 def own_bytes(uuid: str) -> int | None:
@@ -192,6 +296,13 @@ def _session() -> Iterator[None]:
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _count() -> int:
+    try:
+        return int(pynvml.nvmlDeviceGetCount())
+    except pynvml.NVMLError as error:
+        raise _fault(error) from None
 
 
 def _fault(error: Any) -> FleetError:
@@ -220,8 +331,7 @@ def _ask(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 def _gpu(index: int, handle: Any) -> Gpu:
     total, free = _memory(handle)
-    mig = _ask(pynvml.nvmlDeviceGetMigMode, handle)
-    is_mig = mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
+    is_mig = _is_mig(handle)
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     return Gpu(
         index=index,
@@ -242,6 +352,12 @@ def _gpu(index: int, handle: Any) -> Gpu:
         max_pcie_lanes=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         compute_capability=None if capability is None else (capability[0], capability[1]),
     )
+
+
+def _over_pcie(handle: Any, counter: int) -> float | None:
+    """Bytes per second in a direction."""
+    kilobytes = _ask(pynvml.nvmlDeviceGetPcieThroughput, handle, counter)
+    return None if kilobytes is None else kilobytes * 1e3
 
 
 def _memory(handle: Any) -> tuple[int | None, int | None]:
@@ -275,11 +391,21 @@ def _processes(handle: Any) -> tuple[Process, ...]:
 def _instances(handle: Any) -> Iterator[Instance]:
     for index in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
         part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
-        uuid = None if part is None else _ask(pynvml.nvmlDeviceGetUUID, part)
-        if uuid is not None:  # there may be fewer than could be
-            total, free = _memory(part)
-            name = _text(_ask(pynvml.nvmlDeviceGetName, part))
-            yield Instance(uuid=_text(uuid), name=name, total_bytes=total, free_bytes=free)
+        # There may be fewer than could be.
+        if part is not None and _ask(pynvml.nvmlDeviceGetUUID, part) is not None:
+            yield _instance(part)
+
+
+def _instance(part: Any) -> Instance:
+    total, free = _memory(part)
+    name = _text(_ask(pynvml.nvmlDeviceGetName, part))
+    uuid = _text(pynvml.nvmlDeviceGetUUID(part))
+    return Instance(uuid=uuid, name=name, total_bytes=total, free_bytes=free)
+
+
+def _is_mig(handle: Any) -> bool:
+    mig = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    return mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
 
 
 def _peers(handle: Any) -> tuple[Peer, ...]:

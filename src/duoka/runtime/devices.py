@@ -114,6 +114,20 @@ def peak_bytes(device: str | torch.device) -> PeakBytes | None:
     )
 
 
+def memory_now(device: str | torch.device) -> tuple[int, int]:
+    """Bytes that are allocated and reserved now; none on a device that has no allocator."""
+    backend = _backend(device)
+    if not hasattr(backend, "memory_reserved"):
+        return 0, 0
+    return backend.memory_allocated(device), backend.memory_reserved(device)
+
+
+def uuid(device: str | torch.device) -> str:
+    """A CUDA GPU's identity, as NVML writes it; empty for other devices."""
+    device = torch.device(device)
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
+
+
 def reset_peaks(device: str | torch.device) -> None:
     """Start the peaks of a device's memory again from what is in use now."""
     backend = _backend(device)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from duoka.base.files import why
 from duoka.base.units import unit_for
 from duoka.errors import UsageError
+from duoka.report.png import new_figure, save
 
 from .layout import Layout
 from .report import DeviceReport, make_report
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
 # Of the recent past, as far as a speed or a loss is smoothed; so many points stand for a run.
 _SMOOTHING_POINTS = 50
-_INCHES_WIDE, _CURVE_INCHES, _ROW_INCHES, _AXIS_INCHES = 8.0, 2.6, 0.34, 1.0
-_DOTS_PER_INCH = 150
+_CURVE_INCHES, _ROW_INCHES, _AXIS_INCHES = 2.6, 0.34, 1.0
 _BLUE, _ORANGE = "#2f6db5", "#d9822b"
 # Of a row, as far as a bar goes up and down from its middle, and a mark across it.
 _HALF_BAR, _HALF_MARK = 0.25, 0.38
@@ -35,12 +33,6 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     UsageError
         If matplotlib isn't installed, the run has no step yet, or the file can't be written.
     """
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "pictures need matplotlib, which isn't installed", hint='pip install "duoka[plot]"'
-        )
-    from matplotlib.figure import Figure
-
     metrics = list(directory.read_metrics())
     run = directory.read()
     layout = Layout(run.plans, run.machines)
@@ -50,23 +42,12 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     reports = [report for report in make_report(layout, metrics).devices if report.reserved_bytes]
     inches = [_CURVE_INCHES, _CURVE_INCHES]
     inches += [_AXIS_INCHES + _ROW_INCHES * len(reports)] if reports else []
-    figure = Figure(figsize=(_INCHES_WIDE, sum(inches)), layout="constrained")
-    loss, speed, *memory = figure.subplots(len(inches), 1, height_ratios=inches)
+    figure, (loss, speed, *memory) = new_figure(inches)
     _draw_loss(loss, metrics)
     _draw_speed(speed, [entry for entry in metrics if "loss" in entry])
     for axes in memory:
         _draw_memory(axes, reports)
-    for axes in (loss, speed, *memory):
-        axes.spines[["top", "right"]].set_visible(False)
-    file = directory.path / "plot.png" if file is None else file
-    try:
-        figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
-    except OSError as error:
-        raise UsageError(
-            f"{file} can't be written: {why(error)}",
-            hint="name a file in a directory that is there and that you may write to",
-        ) from error
-    return file
+    return save(figure, directory.path / "plot.png" if file is None else file)
 
 
 def _draw_loss(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from duoka.errors import DuokaError, TrainingError, UsageError
 from duoka.runtime import devices
+from duoka.runtime.publisher import Publisher
 from duoka.stages.workers import end_with_parent
 
 from .checkpoints import TrainingCheckpoints
@@ -159,12 +160,22 @@ class _Worker:
         }
         self._checkpoints = TrainingCheckpoints(directory.checkpoints, identity, keep=settings.keep)
         self._progress = Progress(layout, self._num_steps) if self._is_first else None
+        self._busy_shares: dict[str, float] = {}
         self._board: TensorBoard | None = None
 
     def train(self) -> bool:
         """Train, from the newest checkpoint on; whether the last step was made."""
         signals = (signal.SIGTERM, signal.SIGINT)
         before = {signum: signal.signal(signum, self._stop) for signum in signals}
+        part = self._part
+        publisher = Publisher(
+            part.plan,
+            part.model,
+            [str(part.device)],
+            optimizer=self._trainer.optimizer,
+            busy_shares=lambda: self._busy_shares,
+        )
+        publisher.start()
         try:
             for step in range(self._resume() + 1, self._num_steps + 1):
                 report = self._trainer.step(step - 1, self._batches[step - 1])
@@ -177,6 +188,7 @@ class _Worker:
                     self._evaluate(step)
             return True
         finally:
+            publisher.close()
             for signum, handler in before.items():
                 signal.signal(signum, handler)
             if self._progress is not None:
@@ -219,6 +231,8 @@ class _Worker:
         self._checkpoints.save(step, self._part.trained, self._trainer.optimizer, state)
 
     def _note(self, report: StepReport) -> None:
+        share = report.processes[dist.get_rank()].busy_share
+        self._busy_shares = {str(self._part.device): share}
         if self._progress is not None:
             self._keep(report.to_dict())
             self._progress.show(report)

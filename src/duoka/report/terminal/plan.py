@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ class _Kind(NamedTuple):
     column: str
 
 
-_KINDS = {
+KINDS = {
     "weights": _Kind("blue", "█", "#", "weights"),
     "KV cache": _Kind("green", "▓", "=", "KV"),
     "activations": _Kind("yellow", "▒", "+", "activ."),
@@ -105,7 +105,7 @@ def _table(plan: Plan) -> Table:
     table.add_column("GPU", no_wrap=True)
     table.add_column("modules", overflow="fold", ratio=1)
     kinds = [kind for kind in _kinds(plan) if kind not in _OUTSIDE]
-    for name in (*(_KINDS[kind].column for kind in kinds), "reserved", "budget"):
+    for name in (*(KINDS[kind].column for kind in kinds), "reserved", "budget"):
         table.add_column(name, justify="right", no_wrap=True)
     for device in plan.forecast.devices:
         parts = dict(kinds_of(device))
@@ -207,27 +207,37 @@ def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
     rows: list[Text] = []
     kinds = [kind for kind in _kinds(plan) if any(parts.get(kind) for parts in parts_of)]
     for device, parts in zip(devices, parts_of, strict=True):
-        row = Text(device.device.ljust(label))
         width = max(round(room * sum(parts.values()) / longest), 1)
-        shares = _share([parts[kind] for kind in kinds], width)
-        for kind, cells in zip(kinds, shares, strict=True):
-            row.append(_sign(kind, ascii_only=ascii_only) * cells, style=_KINDS[kind].style)
-        rows.append(row)
-    legend = Text(" " * label)
+        parts = {kind: parts[kind] for kind in kinds}
+        rows.append(Text(device.device.ljust(label)) + bar(parts, width, ascii_only=ascii_only))
+    return Group(*rows, Text(" " * label) + legend(kinds, ascii_only=ascii_only))
+
+
+def bar(parts: Mapping[str, int], width: int, *, ascii_only: bool) -> Text:
+    """Bytes by kind as so many signs beside one another."""
+    text = Text()
+    for kind, cells in zip(parts, _share([*parts.values()], width), strict=True):
+        text.append(_sign(kind, ascii_only=ascii_only) * cells, style=KINDS[kind].style)
+    return text
+
+
+def legend(kinds: Iterable[str], *, ascii_only: bool) -> Text:
+    """What the signs of bars stand for."""
+    text = Text()
     for kind in kinds:
-        sign = _sign(kind, ascii_only=ascii_only)
-        legend.append(sign, style=_KINDS[kind].style).append(f" {kind}  ")
-    return Group(*rows, legend)
+        text.append(_sign(kind, ascii_only=ascii_only), style=KINDS[kind].style)
+        text.append(f" {kind}  ")
+    return text
 
 
 def _sign(kind: str, *, ascii_only: bool) -> str:
-    return _KINDS[kind].plain if ascii_only else _KINDS[kind].sign
+    return KINDS[kind].plain if ascii_only else KINDS[kind].sign
 
 
 def _kinds(plan: Plan) -> list[str]:
     """The kinds of bytes that there are: a cache in answering, what learning needs in training."""
     other = {"KV cache"} if plan.workload.training is not None else {"gradients", "optimizer"}
-    return [kind for kind in _KINDS if kind not in other]
+    return [kind for kind in KINDS if kind not in other]
 
 
 def left_over(plan: Plan, stage: StageBytes) -> dict[str, int]:

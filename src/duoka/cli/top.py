@@ -1,0 +1,108 @@
+"""``duoka top``: every GPU now."""
+
+from __future__ import annotations
+
+import json as json_format
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.live import Live
+
+from duoka.base.serialization import to_dict
+from duoka.errors import UsageError
+
+from . import signals
+from .groups import with_groups
+from .options import refuse_beside
+from .terminal import stdout
+
+if TYPE_CHECKING:
+    from duoka.tools.top.snapshot import Monitor, Snapshot
+
+_LEAST_SECONDS, _MOST_SECONDS = 0.1, 86400.0
+
+
+@with_groups
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Show one moment, and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --once, as JSON.")] = False,
+    csv: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append a row for each GPU; duoka plot draws them."),
+    ] = None,
+    prometheus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST]:PORT", help="Answer Prometheus; without HOST only this machine's."
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How long from one look to the next.")
+    ] = 1.0,
+) -> None:
+    """Watch every GPU: whose its memory is beside the plan's forecast, and what it does.
+
+    [bold]duoka top[/]
+
+    [bold]duoka top[/] --once --json
+
+    [bold]duoka top[/] --csv run.csv --interval 5
+
+    [bold]duoka top[/] --prometheus :9400
+    """
+    _refuse(once, json, prometheus, interval)
+    from duoka.tools.top.record import CsvFile, Exporter
+    from duoka.tools.top.show import View
+    from duoka.tools.top.snapshot import Monitor
+
+    console = stdout()
+    with ExitStack() as opened:
+        monitor = opened.enter_context(closing(Monitor()))
+        takers: list[Callable[[Snapshot], None]] = []
+        if csv is not None:
+            takers.append(opened.enter_context(closing(CsvFile(csv))).take)
+        if prometheus is not None:
+            takers.append(opened.enter_context(closing(Exporter(prometheus))).take)
+        ends = once or not (console.is_terminal or takers)
+        if console.is_terminal and not ends:
+            screen = opened.enter_context(Live(console=console, auto_refresh=False, screen=True))
+            takers.append(lambda now: screen.update(View(now, " · Ctrl-C ends"), refresh=True))
+        snapshot = _watch(monitor, takers, None if ends else interval)
+    if json:
+        typer.echo(json_format.dumps(to_dict(snapshot), indent=1))
+    elif ends:
+        console.print(View(snapshot))
+
+
+def _watch(
+    monitor: Monitor, takers: Sequence[Callable[[Snapshot], None]], interval: float | None
+) -> Snapshot:
+    """Look once, or again and again until Ctrl-C, which is how one leaves; the last snapshot."""
+    snapshot = monitor.look()
+    try:
+        while True:
+            for take in takers:
+                take(snapshot)
+            if interval is None:
+                break
+            time.sleep(interval)
+            snapshot = monitor.look()
+    except KeyboardInterrupt:
+        signals.taken()
+    return snapshot
+
+
+def _refuse(once: bool, json: bool, prometheus: str | None, interval: float) -> None:
+    if json and not once:
+        raise UsageError("--json shows one moment", hint="say --once as well")
+    if once and prometheus is not None:
+        refuse_beside(["--prometheus"], "--once", "leave either out")
+    if not _LEAST_SECONDS <= interval <= _MOST_SECONDS:
+        raise UsageError(
+            f"--interval {interval:g} can't be",
+            hint=f"it is in seconds, from {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}",
+        )

@@ -1,0 +1,183 @@
+"""A process says what memory it has, about once a second: `duoka top` reads it (`report.live`)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from duoka.forecast.stage_bytes import StageBytes
+from duoka.planner.plan import Plan
+from duoka.report import live
+
+from . import devices
+
+_SECONDS = 1.0
+# Over so many looks a device's busy share is taken: a single step may be as long as one of them.
+_LOOKS = 5
+_DEEPEST = 6
+ByDevice = Callable[[], Mapping[str, float]]
+
+
+class BusyShares:
+    """How much of the last seconds each device has computed, by the seconds so far."""
+
+    def __init__(self, busy_seconds: ByDevice) -> None:
+        self._busy_seconds = busy_seconds
+        self._looks: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_LOOKS + 1)
+
+    def __call__(self) -> dict[str, float]:
+        """The shares since some looks ago."""
+        self._looks.append((time.monotonic(), self._busy_seconds()))
+        (then, before), (now, seconds) = self._looks[0], self._looks[-1]
+        if now == then:
+            return {}
+        return {
+            name: min(1.0, max(0.0, total - before.get(name, 0.0)) / (now - then))
+            for name, total in seconds.items()
+        }
+
+
+class Publisher:
+    """Says what memory a model has on its devices, by kind, beside what its plan forecasts.
+
+    Make it when the weights are there and nothing else: what the allocator has then are the
+    weights. A thread says it from `start` to `close`. Caches are known by the model's calls; what
+    else tensors take are activations.
+
+    Parameters
+    ----------
+    plan : Plan
+    model : nn.Module
+    names : iterable of str
+        Those of the plan's devices that this process has.
+    optimizer : Optimizer, optional
+        Of training: its parameters' gradients and its states are kinds of their own.
+    busy_shares : callable, optional
+        How much of the last time each device has computed.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        names: Iterable[str],
+        *,
+        optimizer: Optimizer | None = None,
+        busy_shares: ByDevice | None = None,
+    ) -> None:
+        stages = {stage.device: stage for stage in plan.forecast.devices}
+        self._forecasts = {n: stages[n] for n in names if devices.peak_bytes(n) is not None}
+        self._weights = {name: devices.memory_now(name)[0] for name in self._forecasts}
+        self._uuids = {
+            name: plan.fleet.device(name).uuid or devices.uuid(name) for name in self._forecasts
+        }
+        self._model_name = plan.model
+        self._optimizer = optimizer
+        self._busy_shares = busy_shares or dict
+        self._caches: WeakSet[Any] = WeakSet()
+        self._hook = model.register_forward_pre_hook(self._note_caches, with_kwargs=True)
+        self._name = f"{id(self):x}"
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="duoka-publisher", daemon=True)
+
+    def __enter__(self) -> Publisher:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Begin to say it."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say nothing any more, and take back what was said."""
+        self._hook.remove()
+        self._is_closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        live.withdraw(self._name)
+
+    def _work(self) -> None:
+        # Nothing that goes wrong here may disturb the work: a full disk, a directory of another
+        # user's, a cache that changes while it is looked at. What isn't said isn't shown.
+        with suppress(Exception):
+            live.read()  # which removes what processes that were killed have left
+        while not self._is_closed.is_set():
+            with suppress(Exception):
+                live.publish(self.look(), self._name)
+            self._is_closed.wait(_SECONDS)
+
+    def look(self) -> list[live.LiveDevice]:
+        """What there is to say now."""
+        groups = [] if self._optimizer is None else self._optimizer.param_groups
+        kinds = {
+            "kv_cache_bytes": _bytes_by_device(tuple(self._caches)),
+            "gradient_bytes": _bytes_by_device([p.grad for g in groups for p in g["params"]]),
+            "optimizer_bytes": _bytes_by_device(self._optimizer.state if self._optimizer else ()),
+        }
+        shares = self._busy_shares()
+        return [
+            self._device(name, {kind: sizes[name] for kind, sizes in kinds.items()}, shares)
+            for name in self._forecasts
+        ]
+
+    def _device(
+        self, name: str, kinds: dict[str, int], shares: Mapping[str, float]
+    ) -> live.LiveDevice:
+        allocated, reserved = devices.memory_now(name)
+        forecast, weights = self._forecasts[name], min(self._weights[name], allocated)
+        measured = StageBytes(
+            device=name,
+            weight_bytes=weights,
+            **kinds,
+            activation_bytes=max(allocated - weights - sum(kinds.values()), 0),
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
+            requested_bytes=allocated,
+            budget_bytes=forecast.budget_bytes,
+        )
+        return live.LiveDevice(
+            pid=os.getpid(),
+            model=self._model_name,
+            uuid=self._uuids[name],
+            measured=measured,
+            forecast=forecast,
+            busy_share=shares.get(name),
+        )
+
+    def _note_caches(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for name in ("past_key_values", "cache_params", "step"):
+            cache = kwargs.get(name)
+            with suppress(TypeError):  # None, or a tuple of code from before there were caches
+                self._caches.add(getattr(cache, "cache", cache))
+
+
+def _bytes_by_device(values: Any) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for tensor in _tensors(values):
+        sizes[str(tensor.device)] += tensor.nbytes
+    return sizes
+
+
+def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors that caches or an optimizer's states have, whatever they are kept in."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, (type, nn.Module)) or depth > _DEEPEST:
+        return
+    if not isinstance(value, (Mapping, list, tuple)):
+        value = getattr(value, "__dict__", ())
+    for item in list(value.values() if isinstance(value, Mapping) else value):
+        yield from _tensors(item, depth + 1)

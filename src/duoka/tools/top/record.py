@@ -1,0 +1,159 @@
+"""Snapshots for programs: rows of a file, and what Prometheus reads."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from duoka.base.files import why
+from duoka.errors import UsageError
+from duoka.report.terminal.plan import kinds_of
+
+from .snapshot import GpuNow, Snapshot
+
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
+
+KIND_COLUMNS = {
+    "weights": "weight_bytes",
+    "KV cache": "kv_cache_bytes",
+    "activations": "activation_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+    "overhead": "overhead_bytes",
+}
+_SIZES = ("total_bytes", "free_bytes", "reserved_bytes", "forecast_bytes", "others_bytes")
+_ACTIVITIES = (
+    *("utilization", "temperature_celsius", "power_watts"),
+    *("pcie_received_bytes_per_second", "pcie_sent_bytes_per_second"),
+    *("nvlink_received_bytes_per_second", "nvlink_sent_bytes_per_second"),
+)
+_NUMBERS = (*_SIZES, "spare_bytes", "seconds_left", *_ACTIVITIES)
+COLUMNS = ("time", "gpu", *KIND_COLUMNS.values(), "busy_share", *_NUMBERS)
+
+
+def _numbers(gpu: GpuNow) -> dict[str, float | None]:
+    """What is known of a GPU that has one number."""
+    return {
+        name: getattr(gpu.activity if name in _ACTIVITIES else gpu, name, None) for name in _NUMBERS
+    }
+
+
+class CsvFile:
+    """Appends a row for each GPU of a snapshot; see `COLUMNS`.
+
+    Raises
+    ------
+    UsageError
+        If the file can't be written, or begins otherwise.
+    """
+
+    def __init__(self, path: Path) -> None:
+        head = ",".join(COLUMNS)
+        try:
+            self._file: TextIO = path.open("a+", encoding="utf-8", newline="")
+            self._file.seek(0)
+            first = self._file.readline(len(head) + 2)
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"{path} can't be written: {why(error)}",
+                hint="name a file in a directory that is there and that you may write to",
+            ) from error
+        if first and first.rstrip("\r\n") != head:
+            self._file.close()
+            raise UsageError(f"{path} is no recording of this duoka's", hint="name another file")
+        self._writer = csv.DictWriter(self._file, COLUMNS)
+        if not first:
+            self._writer.writeheader()
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Append the rows of a snapshot, which are in the file afterwards."""
+        self._writer.writerows(_row(snapshot.time, gpu) for gpu in snapshot.gpus)
+        self._file.flush()
+
+    def close(self) -> None:
+        """End."""
+        self._file.close()
+
+
+def _row(moment: str, gpu: GpuNow) -> dict[str, Any]:
+    kinds = [dict(kinds_of(process.measured)) for process in gpu.processes]
+    sums = {column: sum(k[kind] for k in kinds) for kind, column in KIND_COLUMNS.items()}
+    shares = [p.busy_share for p in gpu.processes if p.busy_share is not None]
+    busy = max(shares, default=None)
+    return {"time": moment, "gpu": gpu.label, **sums, "busy_share": busy, **_numbers(gpu)}
+
+
+class Exporter:
+    """Answers Prometheus with the last snapshot.
+
+    Parameters
+    ----------
+    address : str
+        ``HOST:PORT``; without a host this machine alone reaches it.
+
+    Raises
+    ------
+    UsageError
+        If the address can't be had, or prometheus-client isn't installed.
+    """
+
+    def __init__(self, address: str) -> None:
+        if find_spec("prometheus_client") is None:
+            raise UsageError(
+                "--prometheus needs prometheus-client, which isn't installed",
+                hint='pip install "duoka[serve]"',
+            )
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        host, _, port = address.rpartition(":")
+        self._last: Snapshot | None = None
+        registry = CollectorRegistry()
+        registry.register(self)
+        try:
+            self._server, self._thread = start_http_server(
+                int(port), host.strip("[]") or "127.0.0.1", registry
+            )
+        except (OSError, OverflowError, ValueError) as error:
+            raise UsageError(
+                f"--prometheus {address} can't be had: {getattr(error, 'strerror', None) or error}",
+                hint="write :PORT, or HOST:PORT, with a port that is free",
+            ) from error
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Answer with this one from now on."""
+        self._last = snapshot
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """See prometheus-client."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"duoka:gpu_{name}", text, labels=["gpu", *labels])
+
+        who = "pid", "model", "kind"
+        measured = gauge("memory_bytes", "Bytes of a process of duoka by kind.", *who)
+        forecast = gauge("memory_forecast_bytes", "The same at its plan's peak.", *who)
+        busy = gauge("busy_share", "Share of the last seconds in work.", *who[:2])
+        gauges = {name: gauge(name, f"Of the whole GPU: {name}.") for name in _NUMBERS}
+        for gpu in () if self._last is None else self._last.gpus:
+            for process in gpu.processes:
+                label = [gpu.label, str(process.pid), process.model]
+                for family, stage in ((measured, process.measured), (forecast, process.forecast)):
+                    for kind, size in kinds_of(stage):
+                        family.add_metric([*label, kind], size)
+                if process.busy_share is not None:
+                    busy.add_metric(label, process.busy_share)
+            for name, value in _numbers(gpu).items():
+                if value is not None:
+                    gauges[name].add_metric([gpu.label], value)
+        yield from (measured, forecast, busy, *gauges.values())

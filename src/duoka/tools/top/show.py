@@ -1,0 +1,121 @@
+"""GPUs at one moment, for people: a bar for each, what each process has beside its forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from duoka.base.units import format_bytes, format_seconds, unit_for
+from duoka.hardware.nvml import Activity
+from duoka.report.terminal.plan import KINDS, bar, kinds_of, legend
+
+from .snapshot import GpuNow, Snapshot
+
+_WIDEST_BAR = 78
+_LABEL_COLUMNS, _NUMBER_COLUMNS = 18, 9
+_ALWAYS = ("weights", "activations", "overhead")
+_MOST_OTHERS = 4
+
+
+class View:
+    """What rich prints for a snapshot; `way_out` says how one leaves, where that isn't plain."""
+
+    def __init__(self, snapshot: Snapshot, way_out: str = "") -> None:
+        self._snapshot = snapshot
+        self._way_out = way_out
+        processes = [process for gpu in snapshot.gpus for process in gpu.processes]
+        stages = [dict(kinds_of(s)) for p in processes for s in (p.measured, p.forecast)]
+        there = {kind for stage in stages for kind, size in stage.items() if size}
+        self._kinds = [kind for kind in KINDS if kind in there or (stages and kind in _ALWAYS)]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        snapshot = self._snapshot
+        moment = datetime.fromisoformat(snapshot.time).astimezone()
+        yield Text(f"duoka top · {moment:%H:%M:%S}{self._way_out}", style="bold")
+        yield from map(Text, snapshot.notes)
+        if not any(gpu.processes for gpu in snapshot.gpus):
+            yield Text("no process of duoka's runs for this user")
+        columns = min(options.max_width, _WIDEST_BAR)
+        for gpu in snapshot.gpus:
+            yield from self._gpu(gpu, columns, ascii_only=options.ascii_only)
+        if snapshot.gpus:
+            kinds = [*self._kinds, "others", "free"]
+            yield Text("\n") + legend(kinds, ascii_only=options.ascii_only)
+
+    def _gpu(self, gpu: GpuNow, columns: int, *, ascii_only: bool) -> Iterator[Text]:
+        yield _heading(gpu)
+        if gpu.others_bytes is not None and gpu.free_bytes is not None:
+            stages = [dict(kinds_of(process.measured)) for process in gpu.processes]
+            parts = {kind: sum(stage[kind] for stage in stages) for kind in self._kinds}
+            parts |= {"others": gpu.others_bytes, "free": gpu.free_bytes}
+            yield bar(parts, columns, ascii_only=ascii_only)
+        if gpu.processes:
+            yield from self._table(gpu)
+        yield from _remarks(gpu)
+
+    def _table(self, gpu: GpuNow) -> Iterator[Text]:
+        """What each process has now, and beneath it what its plan forecasts for its peak."""
+        sizes = [p.forecast.budget_bytes for p in gpu.processes]
+        unit, divisor = unit_for(max(*sizes, gpu.reserved_bytes))
+        names = [*(KINDS[kind].column for kind in self._kinds), "reserved"]
+        head = "".join(name.rjust(_NUMBER_COLUMNS) for name in names)
+        yield Text(f"in {unit}".ljust(_LABEL_COLUMNS) + head, style="dim")
+        for process in gpu.processes:
+            busy = process.busy_share
+            share = "" if busy is None else f" · busy {busy:.0%}"
+            yield Text(f"{process.model} (pid {process.pid}){share}")
+            for label, stage in (("now", process.measured), ("plan", process.forecast)):
+                kinds = {**dict(kinds_of(stage)), "reserved": stage.reserved_bytes}
+                row = (kinds[kind] / divisor for kind in [*self._kinds, "reserved"])
+                numbers = "".join(f"{size:.2f}".rjust(_NUMBER_COLUMNS) for size in row)
+                yield Text(f"  {label}".ljust(_LABEL_COLUMNS) + numbers)
+
+
+def _heading(gpu: GpuNow) -> Text:
+    name = f"GPU {gpu.name}" if gpu.name.isdecimal() else gpu.name
+    text = Text(f"\n{name} {gpu.product}".rstrip(), style="bold")
+    facts = [gpu.trouble] if gpu.trouble else []
+    if gpu.total_bytes is not None and gpu.free_bytes is not None:
+        used = format_bytes(gpu.total_bytes - gpu.free_bytes)
+        facts.append(f"{used} of {format_bytes(gpu.total_bytes)}")
+    facts += _facts(gpu.activity) if gpu.activity else ()
+    return text.append("".join(f" · {fact}" for fact in facts), style="not bold")
+
+
+def _facts(activity: Activity) -> Iterator[str]:
+    """What a GPU is doing."""
+    if activity.utilization is not None:
+        yield f"{activity.utilization:.0%}"
+    if activity.temperature_celsius is not None:
+        yield f"{activity.temperature_celsius} °C"
+    if activity.power_watts is not None:
+        limit = activity.power_limit_watts
+        yield f"{activity.power_watts:.0f}{'' if limit is None else f' of {limit:.0f}'} W"
+    for link in ("PCIe", "NVLink"):
+        names = (f"{link.lower()}_{way}_bytes_per_second" for way in ("received", "sent"))
+        received, sent = (getattr(activity, name) for name in names)
+        if received is not None and sent is not None:
+            yield f"{link} in {received / 1e9:.1f}, out {sent / 1e9:.1f} GB/s"
+
+
+def _remarks(gpu: GpuNow) -> Iterator[Text]:
+    """Who else is there, and for how long the memory will do."""
+    pids = {process.pid for process in gpu.processes}
+    neighbours = [p for p in (gpu.activity.processes if gpu.activity else ()) if p.pid not in pids]
+    for other in neighbours[:_MOST_OTHERS]:
+        size = "" if other.used_bytes is None else f" has {format_bytes(other.used_bytes)}"
+        yield Text(f"{other.name or 'a process'} (pid {other.pid}){size}")
+    if len(neighbours) > _MOST_OTHERS:
+        yield Text(f"and {len(neighbours) - _MOST_OTHERS} more processes")
+    spare = gpu.spare_bytes
+    if spare is not None and gpu.processes:
+        text = f"at the plan's peak {format_bytes(spare)} stay free"
+        if spare < 0:
+            text = f"allocations will fail: {format_bytes(-spare)} are missing at the plan's peak"
+        yield Text(text, style="bold red" if spare < 0 else "")
+    if gpu.seconds_left is not None:
+        left = format_seconds(gpu.seconds_left)
+        yield Text(f"at the pace of the last minute the next doesn't fit in {left}", style="yellow")

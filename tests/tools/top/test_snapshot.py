@@ -1,0 +1,189 @@
+"""Every GPU once, with all that is on it, and for how long its memory will do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from recordings import Recording, replay
+from watching import GIB, MIB, live_device
+
+from duoka.errors import MachineError
+from duoka.report import live
+from duoka.report.live import LiveDevice
+from duoka.tools.top import snapshot as module
+from duoka.tools.top.snapshot import GpuNow, Monitor
+
+Publish = Callable[..., None]
+
+
+@pytest.fixture
+def publish(monkeypatch: pytest.MonkeyPatch) -> Publish:
+    """Let these be what is published from now on."""
+
+    def publish(*devices: LiveDevice) -> None:
+        monkeypatch.setattr(live, "read", lambda: list(devices))
+
+    publish()
+    return publish
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> Recording:
+    return replay(monkeypatch, "eight-3090")
+
+
+def names(gpus: Sequence[GpuNow]) -> list[str]:
+    return [gpu.name for gpu in gpus]
+
+
+def test_without_gpus_and_processes(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:
+    replay(monkeypatch, "no-driver")
+    monitor = Monitor()
+    now = monitor.look()
+    assert now.gpus == ()
+    assert now.notes == (
+        "no NVIDIA GPU: NVIDIA's management library (libnvidia-ml.so.1) is not here",
+    )
+    monitor.close()
+
+
+def test_virtual_gpus_are_those_of_each_process(
+    monkeypatch: pytest.MonkeyPatch, publish: Publish
+) -> None:
+    replay(monkeypatch, "no-driver")
+    publish(live_device(), live_device("vgpu:1"), live_device(pid=7))
+    first, second, third = Monitor().look().gpus
+    assert [first.label, second.label, third.label] == [
+        "vgpu:0 (pid 4242)",
+        "vgpu:1 (pid 4242)",
+        "vgpu:0 (pid 7)",
+    ]
+    assert (first.total_bytes, first.free_bytes) == (4 * GIB, 3 * GIB)
+    assert (first.reserved_bytes, first.forecast_bytes) == (GIB, 2 * GIB)
+    assert (first.others_bytes, first.spare_bytes) == (0, 2 * GIB)
+    assert (first.activity, first.seconds_left) == (None, None)
+
+
+def test_processes_are_on_the_gpu_that_has_their_uuid(machine: Recording, publish: Publish) -> None:
+    free = nvml_free(machine, 3)
+    publish(
+        live_device("cuda:0", uuid=machine.uuids[3].upper()),
+        live_device("cuda:1", uuid=machine.uuids[3], pid=7, now_bytes=3 * GIB),
+        live_device("cuda:0", uuid="GPU-of-nobody"),
+    )
+    gpus = Monitor().look().gpus
+    assert names(gpus) == [*map(str, range(8)), "cuda:0"]
+    busy = gpus[3]
+    assert [process.pid for process in busy.processes] == [4242, 7]
+    assert busy.label == "3"
+    assert busy.product == "NVIDIA GeForce RTX 3090"
+    assert busy.reserved_bytes == 4 * GIB
+    assert busy.others_bytes == 24 * GIB - free - 4 * GIB
+    # The second has more than its plan forecasts; that brings nothing back.
+    assert busy.spare_bytes == free - GIB
+    assert gpus[0].processes == ()
+    assert gpus[0].spare_bytes == gpus[0].free_bytes == nvml_free(machine, 0)
+
+
+def nvml_free(machine: Recording, index: int) -> int:
+    free: int = machine.data["devices"][index]["nvmlDeviceGetMemoryInfo_v2"]["free"]
+    return free
+
+
+def test_what_a_plan_lacks(machine: Recording, publish: Publish) -> None:
+    free = nvml_free(machine, 3)
+    publish(live_device(uuid=machine.uuids[3], peak_bytes=free + GIB + 5 * MIB))
+    assert Monitor().look().gpus[3].spare_bytes == -5 * MIB
+
+
+def test_lost_cards_and_instances(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:
+    replay(monkeypatch, "fell-off")
+    gpus = Monitor().look().gpus
+    assert names(gpus) == ["0", "1", "2", "3"]
+    assert gpus[1].trouble == "it doesn't answer: GPU is lost"
+    assert gpus[1].total_bytes is gpus[1].spare_bytes is None
+    recording = replay(monkeypatch, "mig")
+    uuid = recording.data["devices"][1]["instances"][0]["nvmlDeviceGetUUID"]
+    publish(live_device("cuda:0", uuid=uuid))
+    gpus = Monitor().look().gpus
+    assert gpus[1].label == uuid
+    assert [len(gpu.processes) for gpu in gpus] == [0, 1, 0]
+
+
+def test_memory_that_the_driver_does_not_tell(
+    monkeypatch: pytest.MonkeyPatch, publish: Publish
+) -> None:
+    recording = replay(monkeypatch, "unified-gb10")
+    publish(live_device("cuda:0", uuid=recording.uuids[0]))
+    (gpu,) = Monitor().look().gpus
+    assert (gpu.total_bytes, gpu.others_bytes, gpu.spare_bytes) == (None, None, None)
+    assert gpu.reserved_bytes == GIB
+
+
+def test_a_directory_that_cannot_be_trusted_is_noted(
+    machine: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> list[LiveDevice]:
+        raise MachineError("it is another user's", hint="remove it")
+
+    monkeypatch.setattr(live, "read", refuse)
+    now = Monitor().look()
+    assert now.notes == ("it is another user's; remove it",)
+    assert len(now.gpus) == 8
+
+
+# ── trends ──
+
+
+@pytest.fixture
+def look_at(
+    machine: Recording, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[float, int], float | None]:
+    """What is said of the first GPU at a moment at which so much is free on it."""
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monitor = Monitor()
+
+    def look(seconds: float, free: int) -> float | None:
+        clock[0] = seconds
+        machine.data["devices"][0]["nvmlDeviceGetMemoryInfo_v2"]["free"] = free
+        return monitor.look().gpus[0].seconds_left
+
+    return look
+
+
+Look = Callable[[float, int], float | None]
+
+
+def test_memory_that_goes_is_gone_at_its_pace(look_at: Look) -> None:
+    assert [look_at(second, (200 - second) * MIB) for second in range(10)] == [None] * 10
+    assert look_at(10, 190 * MIB) == pytest.approx(190)
+    assert look_at(30, 170 * MIB) == pytest.approx(170)
+
+
+def test_what_was_before_the_last_minute_is_forgotten(look_at: Look) -> None:
+    for second in range(100):
+        look_at(second, 20 * GIB - min(second, 30) * 100 * MIB)
+    assert look_at(100, 17 * GIB) is None
+
+
+def test_memory_that_stays_or_comes_back_is_never_gone(look_at: Look) -> None:
+    for second in range(30):
+        assert look_at(second, GIB) is None
+    for second in range(30, 60):
+        assert look_at(second, GIB + second * MIB) is None
+
+
+def test_what_is_far_away_is_not_told(look_at: Look) -> None:
+    for second in range(30):
+        assert look_at(second, 20 * GIB - second * MIB) is None
+
+
+def test_growth_that_was_planned_is_none(
+    machine: Recording, monkeypatch: pytest.MonkeyPatch, look_at: Look, publish: Publish
+) -> None:
+    for second in range(30):
+        now = GIB + second * 100 * MIB
+        publish(live_device(uuid=machine.uuids[0], now_bytes=now, peak_bytes=8 * GIB))
+        assert look_at(second, 10 * GIB - now) is None
