@@ -18,7 +18,7 @@ from .answers import ChatAnswer, CompletionAnswer, Usage, collected, finish_reas
 from .anthropic import add_messages
 from .errors import HttpError, invalid
 from .limits import Gate
-from .messages import Count, Delta, Ended, Prompt, Spell
+from .messages import Delta, Ended, Prompt, Spell
 from .requests import (
     ChatRequest,
     CompletionRequest,
@@ -40,7 +40,7 @@ _POLICY = (
 def make_app(service: Service, *, key: str | None = None) -> FastAPI:
     """The application of a service; with a key only for who has it."""
     app = FastAPI(title="duoka", version=version("duoka"), docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, key=key)
+    app.add_middleware(Gate, held=service.held, key=key)
     app.add_exception_handler(HttpError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_http)
@@ -184,10 +184,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a chat's prompt."""
         service.check_model(request.model)
-        engine = service.pool.choose()
-        counted = await engine.count(Count(number=-1, prompt=request.question))
-        most = engine.ready.context_tokens if engine.ready else None
-        tokens = list(counted.tokens)
+        ready = service.pool.choose().ready
+        most = None if ready is None else ready.context_tokens
+        tokens = list(await service.count(request.question))
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
 
     @app.post("/detokenize")

@@ -34,6 +34,20 @@ _BUSY = (
 _OPEN = ("/health", "/ready", "/version", "/", "/favicon.ico")
 
 
+class HeldBytes:
+    """Bytes of requests that are in memory."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def add(self, number: int) -> None:
+        """Count more of them, or fewer."""
+        if number > 0 and self._number + number > _MOST_HELD_BYTES:
+            text = f"requests of {self._number // 2**20} MiB are on their way"
+            raise HttpError(503, text, code="overloaded", retry_after=5)
+        self._number += number
+
+
 class Gate:
     """Lets a request in that has the key, and a body that comes in time and isn't too large.
 
@@ -42,21 +56,22 @@ class Gate:
     Parameters
     ----------
     app : ASGI application
+    held : HeldBytes
     key : str, optional
         What a client has to know.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, held: HeldBytes, key: str | None = None) -> None:
         self._app = app
+        self._held = held
         self._digest = None if key is None else _digest(key)
-        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self, receive)
+        body = _Body(self._held, receive)
         try:
             self._check(scope["path"], Headers(scope=scope))
             if await body.read():
@@ -64,14 +79,7 @@ class Gate:
         except HttpError as error:  # before anything was answered
             await respond(send, error, scope["path"])
         finally:
-            self._held_bytes -= body.num_bytes
-
-    def hold(self, num_bytes: int) -> None:
-        """Count bytes of bodies that are in memory."""
-        if self._held_bytes + num_bytes > _MOST_HELD_BYTES:
-            text = f"requests of {self._held_bytes // 2**20} MiB are on their way"
-            raise HttpError(503, text, code="overloaded", retry_after=5)
-        self._held_bytes += num_bytes
+            self._held.add(-body.num_bytes)
 
     def _check(self, path: str, headers: Headers) -> None:
         if int(headers.get("content-length", "0")) > MOST_BODY_BYTES:  # digits: see h11
@@ -89,8 +97,8 @@ class Gate:
 class _Body:
     """What a client sends, up to a limit and in time."""
 
-    def __init__(self, gate: Gate, receive: Receive) -> None:
-        self._gate = gate
+    def __init__(self, held: HeldBytes, receive: Receive) -> None:
+        self._held = held
         self._receive = receive
         self._whole: Message | None = None
         self.num_bytes = 0
@@ -112,7 +120,7 @@ class _Body:
             parts.append(message.get("body", b""))
             if self.num_bytes + len(parts[-1]) > MOST_BODY_BYTES:
                 raise _too_large()
-            self._gate.hold(len(parts[-1]))
+            self._held.add(len(parts[-1]))
             self.num_bytes += len(parts[-1])
             if not message.get("more_body", False):
                 break

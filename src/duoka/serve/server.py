@@ -36,6 +36,7 @@ def serve(
     address: Address,
     *,
     max_queue: int,
+    fetches_images: bool,
     on_ready: Callable[[Service, str], None],
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; open answers are ended first.
@@ -49,6 +50,8 @@ def serve(
     address : Address
     max_queue : int
         Requests that may wait.
+    fetches_images : bool
+        Whether images are fetched that requests name by their address.
     on_ready : callable
         Told when requests are answered, and at which URL.
 
@@ -59,22 +62,25 @@ def serve(
     EngineFailure
         If an engine can't be opened, or all have ended for good.
     """
+    service = Service(
+        Pool(begins, max_queue),
+        model,
+        has_key=address.key is not None,
+        fetches_images=fetches_images,
+    )
     with address.bind() as bound:
-        asyncio.run(_serve(begins, model, address, bound, max_queue, on_ready))
+        asyncio.run(_serve(service, address, bound, on_ready))
 
 
 async def _serve(
-    begins: Sequence[Begin],
-    model: str,
+    service: Service,
     address: Address,
     bound: socket.socket,
-    max_queue: int,
     on_ready: Callable[[Service, str], None],
 ) -> None:
-    pool = Pool(begins, max_queue)
+    pool = service.pool
     try:
         await pool.start()
-        service = Service(pool, model, has_key=address.key is not None)
         server = uvicorn.Server(_config(service, address))
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
