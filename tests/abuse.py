@@ -41,7 +41,8 @@ VALID: dict[str, Any] = {
 
 def message(path: str, body: bytes, *headers: str, method: str = "POST") -> bytes:
     """A request as it goes over the wire; the length is the body's unless a header says it."""
-    lines = [f"{method} {path} HTTP/1.1", "Host: here", "Content-Type: application/json", *headers]
+    kind = "Content-Type: application/json"
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", kind, *headers]
     if not any(line.lower().startswith(("content-length", "transfer-enc")) for line in headers):
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body

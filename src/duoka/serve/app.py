@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from .answers import ChatAnswer, CompletionAnswer, Usage, collected, finish_reason
 from .anthropic import add_messages
 from .errors import HttpError, invalid
-from .limits import Gate
+from .limits import Gate, Limits
 from .messages import Delta, Ended, Prompt, Spell
 from .requests import (
     ChatRequest,
@@ -37,10 +37,18 @@ _POLICY = (
 )
 
 
-def make_app(service: Service, *, key: str | None = None) -> FastAPI:
-    """The application of a service; with a key only for who has it."""
+def make_app(
+    service: Service,
+    *,
+    key: str | None = None,
+    is_local: bool = False,
+    limits: Limits | None = None,
+) -> FastAPI:
+    """The application of a service; see `Gate`."""
     app = FastAPI(title="duoka", version=version("duoka"), docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, held=service.held, key=key)
+    app.add_middleware(
+        Gate, held=service.held, limits=limits or Limits(), key=key, is_local=is_local
+    )
     app.add_exception_handler(HttpError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_http)

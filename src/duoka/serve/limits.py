@@ -7,7 +7,8 @@ import hashlib
 import hmac
 import json
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,11 +18,7 @@ from .errors import HttpError
 
 MOST_BODY_BYTES = 32 * 2**20
 _MOST_HELD_BYTES = 512 * 2**20
-# A body may take so long, and a second more for each so many of its bytes.
-_BODY_SECONDS, _LEAST_BYTES_PER_SECOND = 30.0, 16 * 2**10
-_HEADER_SECONDS = 15.0
-_TAKE_SECONDS = 30.0
-MOST_CONNECTIONS = 1024
+_LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
 _NEXT_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{}])', re.DOTALL)
@@ -32,6 +29,28 @@ _BUSY = (
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%s"
 )
 _OPEN = ("/health", "/ready", "/version", "/", "/favicon.ico")
+_THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """For how long a client is waited for, and for how many.
+
+    Parameters
+    ----------
+    header_seconds : float
+        Until all headers of a request have come.
+    body_seconds : float
+        Until its body has, and a second more for each 16 KiB of it.
+    take_seconds : float
+        In which a client takes nothing of its answer.
+    connections : int
+    """
+
+    header_seconds: float = 15.0
+    body_seconds: float = 30.0
+    take_seconds: float = 30.0
+    connections: int = 1024
 
 
 class HeldBytes:
@@ -57,13 +76,27 @@ class Gate:
     ----------
     app : ASGI application
     held : HeldBytes
+    limits : Limits
     key : str, optional
         What a client has to know.
+    is_local : bool
+        Whether no other name is answered than this machine's own: a page of the web can give a name
+        of its own this machine's address, and would be let in as the server's own page.
     """
 
-    def __init__(self, app: ASGIApp, held: HeldBytes, key: str | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        held: HeldBytes,
+        limits: Limits,
+        *,
+        key: str | None = None,
+        is_local: bool = False,
+    ) -> None:
         self._app = app
         self._held = held
+        self._limits = limits
+        self._is_local = is_local
         self._digest = None if key is None else _digest(key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,7 +104,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self._held, receive)
+        body = _Body(self._held, self._limits.body_seconds, receive)
         try:
             self._check(scope["path"], Headers(scope=scope))
             if await body.read():
@@ -82,6 +115,10 @@ class Gate:
             self._held.add(-body.num_bytes)
 
     def _check(self, path: str, headers: Headers) -> None:
+        host = headers.get("host", "")
+        if self._is_local and not _THIS_MACHINE.fullmatch(host):
+            text = f"{host[:80]!r} isn't answered: without a key localhost, 127.0.0.1 and [::1] are"
+            raise HttpError(403, text, code="unknown_host")
         if int(headers.get("content-length", "0")) > MOST_BODY_BYTES:  # digits: see h11
             raise _too_large()
         if headers.get("content-encoding", "identity").lower() != "identity":
@@ -97,8 +134,9 @@ class Gate:
 class _Body:
     """What a client sends, up to a limit and in time."""
 
-    def __init__(self, held: HeldBytes, receive: Receive) -> None:
+    def __init__(self, held: HeldBytes, seconds: float, receive: Receive) -> None:
         self._held = held
+        self._seconds = seconds
         self._receive = receive
         self._whole: Message | None = None
         self.num_bytes = 0
@@ -108,7 +146,7 @@ class _Body:
         parts: list[bytes] = []
         begin = asyncio.get_running_loop().time()
         while True:
-            end = begin + _BODY_SECONDS + self.num_bytes / _LEAST_BYTES_PER_SECOND
+            end = begin + self._seconds + self.num_bytes / _LEAST_BYTES_PER_SECOND
             try:
                 async with asyncio.timeout_at(end):
                     message = await self._receive()
@@ -169,7 +207,8 @@ def check_json(body: bytes) -> None:
 async def respond(send: Send, error: HttpError, path: str) -> None:
     """Answer a request of this path with an error."""
     body = json.dumps(error.body_for(path)).encode()
-    headers = {"Content-Type": "application/json", **error.headers}
+    length = {"Content-Length": str(len(body))}
+    headers = {"Content-Type": "application/json", **length, **error.headers}
     await send(
         {
             "type": "http.response.start",
@@ -183,15 +222,17 @@ async def respond(send: Send, error: HttpError, path: str) -> None:
 class TimedProtocol(H11Protocol):
     """HTTP, on connections whose requests come in time, and whose answers are taken in time."""
 
+    limits: ClassVar = Limits()
     _header_timer: asyncio.TimerHandle | None = None
     _take_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(_HEADER_SECONDS, transport.abort)
-        if len(self.connections) > MOST_CONNECTIONS:
-            error = HttpError(503, f"{MOST_CONNECTIONS} connections are open", code="overloaded")
+        self._header_timer = self.loop.call_later(self.limits.header_seconds, transport.abort)
+        most = self.limits.connections
+        if len(self.connections) > most:
+            error = HttpError(503, f"{most} connections are open", code="overloaded")
             body = json.dumps(error.body).encode()
             transport.write(_BUSY % (len(body), body))
             transport.close()
@@ -208,13 +249,14 @@ class TimedProtocol(H11Protocol):
         if self._is_answering:
             self._stop("_header_timer")
         elif self._header_timer is None:  # uvicorn's own ends with the first byte
-            self._header_timer = self.loop.call_later(_HEADER_SECONDS, self.transport.abort)
+            seconds = self.limits.header_seconds
+            self._header_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         super().pause_writing()
         self._stop("_take_timer")
-        self._take_timer = self.loop.call_later(_TAKE_SECONDS, self.transport.abort)
+        self._take_timer = self.loop.call_later(self.limits.take_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -225,7 +267,7 @@ class TimedProtocol(H11Protocol):
         """See uvicorn."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size() and self._take_timer is None:
-            self._take_timer = self.loop.call_later(_TAKE_SECONDS, self._let_go)
+            self._take_timer = self.loop.call_later(self.limits.take_seconds, self._let_go)
 
     def _let_go(self) -> None:
         """End a connection where an answer's rest wasn't taken, which closing waits for."""

@@ -13,7 +13,7 @@ from duoka.errors import MachineError
 
 from .address import Address
 from .app import make_app
-from .limits import TimedProtocol
+from .limits import Limits, TimedProtocol
 from .messages import Begin
 from .pool import EngineLost, Pool
 from .service import Service
@@ -81,7 +81,7 @@ async def _serve(
     pool = service.pool
     try:
         await pool.start()
-        server = uvicorn.Server(_config(service, address))
+        server = uvicorn.Server(config(service, address, Limits()))
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         bound.listen()  # who reads the address asks at once
@@ -99,12 +99,18 @@ async def _serve(
         await pool.close()
 
 
-def _config(service: Service, address: Address) -> uvicorn.Config:
+def config(service: Service, address: Address, limits: Limits) -> uvicorn.Config:
+    """How uvicorn serves it."""
     # Each malformed request would be a line.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
-        make_app(service, key=address.key),
-        http=TimedProtocol,
+        make_app(
+            service,
+            key=address.key,
+            is_local=address.is_local and address.key is None,
+            limits=limits,
+        ),
+        http=type("Protocol", (TimedProtocol,), {"limits": limits}),
         ws="none",
         lifespan="off",
         log_config=None,
