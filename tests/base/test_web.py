@@ -66,6 +66,7 @@ async def internet(heads: list[bytes]) -> AsyncIterator[int]:
             writer.write(ANSWERS.get(path, b"HTTP/1.1 200 OK\r\n"))
             while path not in ANSWERS:
                 writer.write(b"X")
+                await writer.drain()
                 await asyncio.sleep(0.01)
         writer.close()
 

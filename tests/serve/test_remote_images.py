@@ -137,7 +137,7 @@ def test_few_requests_fetch_at_once(fetches: list[Any], monkeypatch: pytest.Monk
 
 def test_they_count_among_what_is_held(fetches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     body = messages_of(URL)
-    monkeypatch.setattr("duoka.serve.limits._MOST_HELD_BYTES", 230)
+    monkeypatch.setattr("duoka.serve.limits._MOST_MEMORY_BYTES", 230)
     assert [answer.status_code for answer in post("/v1/chat/completions", body)[0]] == [503]
     app, _ = scripted.app_of(scripted.begun(), scripted.ended(), fetches_images=True)
 
@@ -146,7 +146,7 @@ def test_they_count_among_what_is_held(fetches: list[Any], monkeypatch: pytest.M
             url = "http://localhost/v1/chat/completions"
             return [(await http.post(url, json=body)).status_code for _ in range(3)]
 
-    monkeypatch.setattr("duoka.serve.limits._MOST_HELD_BYTES", 300)  # one at a time has room
+    monkeypatch.setattr("duoka.serve.limits._MOST_MEMORY_BYTES", 300)  # one at a time has room
     assert asyncio.run(run()) == [200, 200, 200]
 
 

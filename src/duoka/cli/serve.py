@@ -109,12 +109,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
         "duoka's own engine",
         "say --engine vllm as well",
     )
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
-    if missing:
-        raise UsageError(
-            f"{missing[0]} isn't installed, which the server needs",
-            hint='pip install "duoka[serve]"',
-        )
+    _refuse_missing()
     from duoka.serve.address import Address
     from duoka.serve.messages import Begin
     from duoka.serve.server import serve as run
@@ -143,6 +138,16 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
         fetches_images=server.allow_image_urls,
         on_ready=_tell,
     )
+
+
+def _refuse_missing() -> None:
+    """Refuse to serve without the libraries for it."""
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
+    if missing:
+        raise UsageError(
+            f"{missing[0]} isn't installed, which the server needs",
+            hint='pip install "duoka[serve]"',
+        )
 
 
 def _refuse_open(address: Address, server: ServeOptions) -> None:

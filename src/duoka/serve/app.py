@@ -47,7 +47,7 @@ def make_app(
     """The application of a service; see `Gate`."""
     app = FastAPI(title="duoka", version=version("duoka"), docs_url=None, redoc_url=None)
     app.add_middleware(
-        Gate, held=service.held, limits=limits or Limits(), key=key, is_local=is_local
+        Gate, memory=service.memory, limits=limits or Limits(), key=key, is_local=is_local
     )
     app.add_exception_handler(HttpError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)

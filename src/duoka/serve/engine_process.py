@@ -83,6 +83,8 @@ class EngineProcess:
         self._longest_token = max(map(len, self._reader.tokenizer.get_vocab()))
         self._tell = tell
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
+        # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.
+        self._picture_thread = ThreadPoolExecutor(1, "duoka-pictures")
         self._lock = threading.Lock()
         # The answers of each request that has not ended; none of one that was cancelled early.
         self._streams: dict[int, list[Stream]] = {}
@@ -107,12 +109,15 @@ class EngineProcess:
                     continue
                 if isinstance(message, Ask):
                     self._streams[message.number] = []
-                self._threads.submit(self._do, message)
+                has_pictures = not isinstance(message, Spell) and _has_pictures(message.prompt)
+                threads = self._picture_thread if has_pictures else self._threads
+                threads.submit(self._do, message)
 
     def _do(self, message: Ask | Count | Spell) -> None:
         try:
             if isinstance(message, Ask):
-                self._ask(message)
+                if message.number in self._streams:  # not cancelled while it waited
+                    self._ask(message)
             elif isinstance(message, Count):
                 tokens = self._question(message.prompt).tokens
                 self._tell(Counted(number=message.number, tokens=list(tokens)))
@@ -218,6 +223,12 @@ class EngineProcess:
 
 class _EndlessPrompt(UsageError):
     """A prompt that is too long, whatever its tokens are."""
+
+
+def _has_pictures(prompt: Prompt) -> bool:
+    contents = [message.get("content") for message in prompt.messages or ()]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and "image_url" in part for part in parts)
 
 
 def _texts(prompt: Prompt) -> Iterator[str]:

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .errors import HttpError
 
 MOST_BODY_BYTES = 32 * 2**20
-_MOST_HELD_BYTES = 512 * 2**20
+_MOST_MEMORY_BYTES = 512 * 2**20
 _LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
@@ -53,7 +53,7 @@ class Limits:
     connections: int = 1024
 
 
-class HeldBytes:
+class RequestMemory:
     """Bytes of requests that are in memory."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class HeldBytes:
 
     def add(self, number: int) -> None:
         """Count more of them, or fewer."""
-        if number > 0 and self._number + number > _MOST_HELD_BYTES:
+        if number > 0 and self._number + number > _MOST_MEMORY_BYTES:
             text = f"requests of {self._number // 2**20} MiB are on their way"
             raise HttpError(503, text, code="overloaded", retry_after=5)
         self._number += number
@@ -75,7 +75,7 @@ class Gate:
     Parameters
     ----------
     app : ASGI application
-    held : HeldBytes
+    memory : RequestMemory
     limits : Limits
     key : str, optional
         What a client has to know.
@@ -87,14 +87,14 @@ class Gate:
     def __init__(
         self,
         app: ASGIApp,
-        held: HeldBytes,
+        memory: RequestMemory,
         limits: Limits,
         *,
         key: str | None = None,
         is_local: bool = False,
     ) -> None:
         self._app = app
-        self._held = held
+        self._memory = memory
         self._limits = limits
         self._is_local = is_local
         self._digest = None if key is None else _digest(key)
@@ -104,7 +104,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self._held, self._limits.body_seconds, receive)
+        body = _Body(self._memory, self._limits.body_seconds, receive)
         try:
             self._check(scope["path"], Headers(scope=scope))
             if await body.read():
@@ -112,7 +112,7 @@ class Gate:
         except HttpError as error:  # before anything was answered
             await respond(send, error, scope["path"])
         finally:
-            self._held.add(-body.num_bytes)
+            self._memory.add(-body.num_bytes)
 
     def _check(self, path: str, headers: Headers) -> None:
         host = headers.get("host", "")
@@ -134,8 +134,8 @@ class Gate:
 class _Body:
     """What a client sends, up to a limit and in time."""
 
-    def __init__(self, held: HeldBytes, seconds: float, receive: Receive) -> None:
-        self._held = held
+    def __init__(self, memory: RequestMemory, seconds: float, receive: Receive) -> None:
+        self._memory = memory
         self._seconds = seconds
         self._receive = receive
         self._whole: Message | None = None
@@ -158,7 +158,7 @@ class _Body:
             parts.append(message.get("body", b""))
             if self.num_bytes + len(parts[-1]) > MOST_BODY_BYTES:
                 raise _too_large()
-            self._held.add(len(parts[-1]))
+            self._memory.add(len(parts[-1]))
             self.num_bytes += len(parts[-1])
             if not message.get("more_body", False):
                 break

@@ -13,7 +13,7 @@ from typing import Any
 from duoka.errors import UsageError
 
 from .errors import HttpError
-from .limits import MOST_BODY_BYTES, HeldBytes
+from .limits import MOST_BODY_BYTES, RequestMemory
 from .messages import Prompt
 
 # Of one request, together; as many bytes as a body has room for in base64.
@@ -27,11 +27,11 @@ class RemoteImages:
 
     Parameters
     ----------
-    held : HeldBytes
+    memory : RequestMemory
     """
 
-    def __init__(self, held: HeldBytes) -> None:
-        self._held = held
+    def __init__(self, memory: RequestMemory) -> None:
+        self._memory = memory
         self._num_requests = 0
 
     @asynccontextmanager
@@ -51,11 +51,11 @@ class RemoteImages:
             return
         images = await self._fetch(addresses, prompt.field)
         num_bytes = sum(map(len, images.values()))
-        self._held.add(num_bytes)
+        self._memory.add(num_bytes)
         try:
             yield replace(prompt, messages=[_with_images(message, images) for message in chat])
         finally:
-            self._held.add(-num_bytes)
+            self._memory.add(-num_bytes)
 
     async def _fetch(self, addresses: list[str], field: str) -> dict[str, str]:
         """Data URLs by address."""

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any
 
 from .errors import HttpError
-from .limits import HeldBytes
+from .limits import RequestMemory
 from .messages import Ask, Count, Event, Prompt
 from .metrics import Metrics
 from .pool import Pool
@@ -45,8 +45,8 @@ class Service:
         self.model = model
         self.has_key = has_key
         self.metrics = Metrics(pool, model)
-        self.held = HeldBytes()
-        self._images = RemoteImages(self.held) if fetches_images else None
+        self.memory = RequestMemory()
+        self._images = RemoteImages(self.memory) if fetches_images else None
 
     def check_model(self, name: str) -> None:
         """Refuse the name of another model."""

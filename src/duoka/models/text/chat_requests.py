@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL.Image import Image
 
-from duoka.base.images import MOST_BYTES, decode_image
+from duoka.base.images import MOST_BYTES, WEB_FORMATS, decode_image
 from duoka.base.units import format_count
 from duoka.errors import UsageError
 
@@ -261,7 +261,7 @@ class ChatRequest:
             decoded = base64.b64decode(content, validate=True)
         except (binascii.Error, ValueError) as error:
             raise UsageError(f"an image is no base64: {error}") from error
-        return decode_image(decoded, f"image {self._num_images}")
+        return decode_image(decoded, f"image {self._num_images}", WEB_FORMATS)
 
     def _refuse_images(self) -> None:
         if not self.takes_images:
