@@ -113,6 +113,7 @@ def test_a_server_refuses_each_and_lives(seeing: Served) -> None:
         assert reason in error["message"]
     assert settled(seeing.url)["engines"][0]["state"] == "ready"
     assert children(seeing.process.pid)[0] == engine
-    assert resident_bytes(engine) < before + 2**29
+    # What one took stays with the allocator; several at a time would be more.
+    assert resident_bytes(engine) < before + 2**30
     assert asyncio.run(ask(asked(NOISE)))[0] == 200
     assert "Traceback" not in seeing.log.read_text()

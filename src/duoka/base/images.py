@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -35,7 +34,7 @@ def read_image(path: Path) -> Image.Image:
     return decode_image(content, str(path))
 
 
-def decode_image(content: bytes, source: str, formats: Sequence[str] = _FORMATS) -> Image.Image:
+def decode_image(content: bytes, source: str, formats: tuple[str, ...] = _FORMATS) -> Image.Image:
     """The picture that bytes are: upright, in RGB of 8 bits, on white where it is transparent.
 
     Of several pictures, as in a GIF, the first. `formats` are those that are tried.
