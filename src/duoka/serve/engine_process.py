@@ -43,6 +43,7 @@ from .messages import (
     Ended,
     Failed,
     Kind,
+    Look,
     Prompt,
     Ready,
     Spell,
@@ -54,7 +55,7 @@ from .messages import (
 from .questions import PartReader, Question, QuestionReader
 
 _PROMPT_THREADS = 4
-_STATUS_SECONDS = 0.5
+_SEND_SECONDS = 0.5
 _DEFECT = 70
 
 
@@ -101,11 +102,13 @@ class EngineProcess:
                 page_tokens=capacity.page_tokens,
             )
         )
-        threading.Thread(target=self._tell_status, name="duoka-status", daemon=True).start()
         while True:
             for message in messages():
                 if isinstance(message, Cancel):
                     self._cancel(message.number)
+                    continue
+                if isinstance(message, Look):
+                    self._tell_status()
                     continue
                 if isinstance(message, Ask):
                     self._streams[message.number] = []
@@ -197,28 +200,25 @@ class EngineProcess:
         return data.decode(errors="replace"), data
 
     def _tell_status(self) -> None:
-        while True:
-            try:
-                load = self._engine.load()
-            except Exception as error:  # the engine's thread has ended
-                self._tell(Broken(str(error)))
-                time.sleep(_STATUS_SECONDS)  # until it is sent
-                os._exit(_DEFECT)
-            self._tell(
-                Status(
-                    running=load.running,
-                    waiting=load.waiting,
-                    pages=self._engine.capacity.pages,
-                    free_pages=load.free_pages,
-                    preemptions=load.num_preempted,
-                    shared_tokens=self._shared_tokens,
-                    reserved_bytes={
-                        peak.device: peak.reserved_bytes for peak in self._engine.peaks()
-                    },
-                    busy_seconds=self._engine.busy_seconds(),
-                )
+        try:
+            load = self._engine.load()
+        except Exception as error:  # the engine's thread has ended
+            self._tell(Broken(str(error)))
+            time.sleep(_SEND_SECONDS)
+            os._exit(_DEFECT)
+        reserved = {peak.device: peak.reserved_bytes for peak in self._engine.peaks()}
+        self._tell(
+            Status(
+                running=load.running,
+                waiting=load.waiting,
+                pages=self._engine.capacity.pages,
+                free_pages=load.free_pages,
+                preemptions=load.num_preempted,
+                shared_tokens=self._shared_tokens,
+                reserved_bytes=reserved,
+                busy_seconds=self._engine.busy_seconds(),
             )
-            time.sleep(_STATUS_SECONDS)
+        )
 
 
 class _EndlessPrompt(UsageError):
