@@ -36,6 +36,11 @@ _POLICY = (
     "base-uri 'none'; frame-ancestors 'none'; object-src 'none'"
 )
 
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "It is refused; the body says why"},
+    "5XX": {"description": "It can't be answered now; the body says why"},
+}
+
 
 def make_app(
     service: Service,
@@ -45,7 +50,13 @@ def make_app(
     limits: Limits | None = None,
 ) -> FastAPI:
     """The application of a service; see `Gate`."""
-    app = FastAPI(title="duoka", version=version("duoka"), docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="duoka",
+        version=version("duoka"),
+        responses=_ERRORS,
+        docs_url=None,
+        redoc_url=None,
+    )
     app.add_middleware(
         Gate, memory=service.memory, limits=limits or Limits(), key=key, is_local=is_local
     )
