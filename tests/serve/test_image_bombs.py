@@ -18,7 +18,7 @@ from served import Served, serving
 
 from duoka import Checkpoint, Workload
 from duoka.errors import UsageError
-from duoka.runtime.generate import PromptReader
+from duoka.runtime import PromptReader
 from duoka.serve.messages import Prompt
 from duoka.serve.questions import QuestionReader
 
