@@ -34,6 +34,25 @@ VALID: dict[str, Any] = {
         "stream_options": {"include_usage": True},
     },
     COMPLETIONS: {"prompt": [1, 2, 3], "max_tokens": 2, "logprobs": 1, "echo": False, "n": 2},
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "ab"}]}],
+        "instructions": "c",
+        "max_output_tokens": 2,
+        "top_logprobs": 1,
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"},
+        "stream": False,
+    },
+    "/v1/messages": {
+        "model": "",
+        "max_tokens": 2,
+        "system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "b"}]}],
+        "stop_sequences": ["e"],
+        "thinking": {"type": "disabled"},
+        "top_k": 3,
+        "stream": False,
+    },
     "/tokenize": {"messages": [{"role": "user", "content": "ab"}]},
     "/detokenize": {"tokens": [1, 2, 3]},
 }
@@ -41,7 +60,8 @@ VALID: dict[str, Any] = {
 
 def message(path: str, body: bytes, *headers: str, method: str = "POST") -> bytes:
     """A request as it goes over the wire; the length is the body's unless a header says it."""
-    lines = [f"{method} {path} HTTP/1.1", "Host: here", "Content-Type: application/json", *headers]
+    kind = "Content-Type: application/json"
+    lines = [f"{method} {path} HTTP/1.1", "Host: localhost", kind, *headers]
     if not any(line.lower().startswith(("content-length", "transfer-enc")) for line in headers):
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + body

@@ -35,9 +35,12 @@ class ScriptedPool:
             yield event
 
 
-def app_of(*events: Event, key: str | None = None) -> tuple[FastAPI, ScriptedPool]:
+def app_of(
+    *events: Event, key: str | None = None, fetches_images: bool = False
+) -> tuple[FastAPI, ScriptedPool]:
     pool = ScriptedPool(events)
-    return make_app(Service(cast(Pool, pool), MODEL), key=key), pool
+    service = Service(cast(Pool, pool), MODEL, fetches_images=fetches_images)
+    return make_app(service, key=key), pool
 
 
 def transport(app: FastAPI) -> httpx2.AsyncClient:

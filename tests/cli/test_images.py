@@ -164,7 +164,7 @@ def test_a_picture_from_the_web(glm4v: Path, pictures: Path, program: Program, w
     [
         ("page", "can't be read: it is no picture that is known here"),
         ("absent", "can't be fetched: the server answers with status 404"),
-        ("moved", "can't be fetched: the server redirects more than 5 times"),
+        ("moved", "can't be fetched: the server redirects more than 3 times"),
         ("elsewhere", "can't be fetched"),
         ("huge", "can't be fetched: it has more than 3.91 KiB"),
     ],

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -135,6 +138,66 @@ def test_texts_that_are_counted_at_once_are_few() -> None:
         return error
 
     assert asyncio.run(run()).status == 429
+
+
+# It answers looks, and nothing else; a start takes longer than it may be silent later.
+STAND_IN = """
+import contextlib, socket, sys, time
+from duoka.serve.messages import Look, Ready, Status, packed, read
+connection = socket.socket(fileno=int(sys.argv[1]))
+file = connection.makefile("rb")
+read(file)
+time.sleep(3)
+ready = Ready(context_tokens=8, sequences=2, pages=4, page_tokens=4)
+connection.sendall(packed([ready]))
+with contextlib.suppress(EOFError):
+    while True:
+        for message in read(file):
+            if isinstance(message, Look):
+                connection.sendall(packed([Status(running=0, waiting=0, pages=4, free_pages=4)]))
+"""
+
+
+class StandIn(EngineClient):
+    _program = (sys.executable, "-c", STAND_IN)
+
+
+async def until_ready(client: EngineClient) -> int:
+    """Its process, when it has answered a look."""
+    async with asyncio.timeout(60):
+        while client.status is None:
+            await asyncio.sleep(0.01)
+    assert client.process_id is not None
+    return client.process_id
+
+
+@pytest.mark.slow
+def test_an_engine_that_hangs_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LOOK", 0.02), ("SILENT", 2.0), ("FIRST_WAIT", 0.02)):
+        monkeypatch.setattr(engine_client, f"_{name}_SECONDS", seconds)
+
+    async def run() -> None:
+        begin: Any = None
+        client = StandIn(begin)
+        task = asyncio.create_task(client.run())
+        first = await until_ready(client)
+        await asyncio.sleep(3)  # longer than it may be silent, and it isn't
+        assert (client.process_id, client.num_deaths) == (first, 0)
+        question = asyncio.create_task(failure(lambda: anext(client.ask(ASK, 1))))
+        await asyncio.sleep(0)
+        os.kill(first, signal.SIGSTOP)
+        async with asyncio.timeout(30):
+            error = await question
+        assert (error.status, error.code, error.retry_after) == (503, "engine_died", 5)
+        assert "it hung: it said nothing for 2 seconds" in error.text
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        assert await until_ready(client) != first
+        assert (client.state, client.num_deaths) == ("ready", 1)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(run())
 
 
 def test_who_leaves_early_cancels() -> None:

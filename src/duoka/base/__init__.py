@@ -4,6 +4,7 @@
 - `files`: regular files read within limits, written whole or not at all; the cache's directory
 - `serialization`: frozen dataclasses ↔ JSON, typed and strict
 - `images`: pictures in files, decoded within limits
+- `web`: pictures at addresses, fetched within limits
 - `progress`: what a long call is doing, said to whoever shows it
 - `requirements`: the libraries that are installed, against those that are needed
 - `model_code`: which code is a model's, and where in it an error arose

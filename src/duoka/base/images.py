@@ -18,6 +18,8 @@ MOST_PIXELS = 2**26
 _MOST_RATIO = 200
 # Not all that Pillow knows: some formats are read by other programs.
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+# What servers are sent. JPEG 2000's decoder lets nothing else run, for seconds.
+WEB_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
 _SMALLER = "make it smaller; models don't see as many pixels"
 _HINT = "name a file that holds a picture, as PNG, JPEG, WebP, GIF, BMP or TIFF"
 
@@ -32,17 +34,17 @@ def read_image(path: Path) -> Image.Image:
     return decode_image(content, str(path))
 
 
-def decode_image(content: bytes, source: str) -> Image.Image:
+def decode_image(content: bytes, source: str, formats: tuple[str, ...] = _FORMATS) -> Image.Image:
     """The picture that bytes are: upright, in RGB of 8 bits, on white where it is transparent.
 
-    Of several pictures, as in a GIF, the first.
+    Of several pictures, as in a GIF, the first. `formats` are those that are tried.
     """
     if not content:
         raise _unreadable(source, "it is empty")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow's about what it puts up with
-            with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
+            with Image.open(io.BytesIO(content), formats=formats) as image:
                 refuse_size(*image.size)
                 return _rgb(ImageOps.exif_transpose(image))
     except UsageError as error:

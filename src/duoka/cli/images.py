@@ -6,12 +6,10 @@ never does. A server gets a limit of bytes, of redirects, and of time in which i
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from duoka.base.units import format_bytes
-from duoka.errors import UsageError
+from typing import TYPE_CHECKING
 
 from .groups import option
 from .options import PlanOptions
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _WEB = ("http://", "https://")
-_SILENT_SECONDS = 15
-_MOST_REDIRECTS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,49 +54,12 @@ def is_address(source: str) -> bool:
 
 
 def _read(source: str) -> Image:
-    from duoka.base.images import decode_image, read_image
+    from duoka.base.images import MOST_BYTES, decode_image, read_image
 
     if is_address(source):
+        from duoka.base.web import fetch
+
         with working("fetching the picture"):
-            content = _fetch(source)
+            content = asyncio.run(fetch(source, most_bytes=MOST_BYTES))
         return decode_image(content, source)
     return read_image(Path(source))
-
-
-def _fetch(address: str) -> bytes:
-    """What a server sends, within a limit."""
-    from duoka.base.images import MOST_BYTES
-    from duoka.checkpoint.hub.errors import http
-
-    client = http.Client(
-        follow_redirects=True, max_redirects=_MOST_REDIRECTS, timeout=_SILENT_SECONDS
-    )
-    content = bytearray()
-    try:
-        with client, client.stream("GET", address) as response:
-            if not response.is_success:
-                status = response.status_code
-                raise _unfetched(address, f"the server answers with status {status}")
-            for chunk in response.iter_bytes():
-                content += chunk
-                if len(content) > MOST_BYTES:
-                    reason = f"it has more than {format_bytes(MOST_BYTES)}, which are not read"
-                    raise _unfetched(address, reason)
-    except (http.HTTPError, http.InvalidURL, ValueError, OSError) as error:
-        raise _unfetched(address, _why(error, http)) from error
-    return bytes(content)
-
-
-def _why(error: Exception, http: Any) -> str:
-    if isinstance(error, http.TooManyRedirects):
-        return f"the server redirects more than {_MOST_REDIRECTS} times"
-    if isinstance(error, http.TimeoutException):
-        return f"the server is silent for {_SILENT_SECONDS} seconds"
-    return str(error) or type(error).__name__
-
-
-def _unfetched(address: str, reason: str) -> UsageError:
-    return UsageError(
-        f"the picture {address!r} can't be fetched: {reason}",
-        hint="check the address, or save the picture and give its file",
-    )

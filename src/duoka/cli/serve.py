@@ -56,6 +56,9 @@ class ServeOptions:
     max_queue: int | None = option(
         "N", "Requests that may wait, 256 by default; more are refused with 429.", min=0
     )
+    allow_image_urls: bool = flag(
+        "--allow-image-urls", "Fetch images that requests name by their address on the internet."
+    )
     adapter: Path | None = option("DIR", "A LoRA adapter, which is added to the weights.")
     engine: str | None = option("NAME", "What answers: duoka, by default, or vllm.", panel=_VLLM)
     engine_python: Path | None = option(
@@ -106,12 +109,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
         "duoka's own engine",
         "say --engine vllm as well",
     )
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
-    if missing:
-        raise UsageError(
-            f"{missing[0]} isn't installed, which the server needs",
-            hint='pip install "duoka[serve]"',
-        )
+    _refuse_missing()
     from duoka.serve.address import Address
     from duoka.serve.messages import Begin
     from duoka.serve.server import serve as run
@@ -132,7 +130,24 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     for plan in plans:
         stderr().print(f"loading {plan.model} on {', '.join(plan.devices)}", markup=False)
     queue = _MAX_QUEUE if server.max_queue is None else server.max_queue
-    run(begins, name, address, max_queue=queue, on_ready=_tell)
+    run(
+        begins,
+        name,
+        address,
+        max_queue=queue,
+        fetches_images=server.allow_image_urls,
+        on_ready=_tell,
+    )
+
+
+def _refuse_missing() -> None:
+    """Refuse to serve without the libraries for it."""
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
+    if missing:
+        raise UsageError(
+            f"{missing[0]} isn't installed, which the server needs",
+            hint='pip install "duoka[serve]"',
+        )
 
 
 def _refuse_open(address: Address, server: ServeOptions) -> None:
@@ -150,7 +165,10 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
     from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
 
     refuse_beside(
-        [*given_options(server, "adapter", "max_queue"), *given_options(options, "replicas")],
+        [
+            *given_options(server, "adapter", "max_queue", "allow_image_urls"),
+            *given_options(options, "replicas"),
+        ],
         "--engine vllm",
         "leave either out",
     )

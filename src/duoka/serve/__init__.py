@@ -8,6 +8,7 @@ started again when it ends.
 - `requests`, `answers`, `errors`: the forms of OpenAI's interface; `streams`: pieces of answers
 - `responses`, `anthropic`: two other forms of chats; `response_answer`, `message_answer`: what is
   answered in them, as `parts`
+- `remote_images`: what requests name by its address, fetched
 - `limits`: what is hostile or slow, and who may ask; `metrics`: what Prometheus reads
 - `pool`: the engines behind one address; `engine_client`: one of them, as the server has it
 - `vllm`: another engine, started by a plan and held to it

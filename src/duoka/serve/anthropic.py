@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from .errors import HttpError
 from .message_answer import MessageAnswer
-from .messages import Count, Prompt
+from .messages import Prompt
 from .parts import respond
 from .requests import Share, few_stops, without_none
 from .service import Service
@@ -326,6 +326,4 @@ def add_messages(app: FastAPI, service: Service) -> None:
     async def count_tokens(request: CountTokensRequest) -> dict[str, int]:
         """How many tokens a chat has."""
         service.check_model(request.model)
-        engine = service.pool.choose()
-        counted = await engine.count(Count(number=-1, prompt=request.question))
-        return {"input_tokens": len(counted.tokens)}
+        return {"input_tokens": len(await service.count(request.question))}

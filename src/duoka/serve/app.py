@@ -17,8 +17,8 @@ from starlette.staticfiles import StaticFiles
 from .answers import ChatAnswer, CompletionAnswer, Usage, collected, finish_reason
 from .anthropic import add_messages
 from .errors import HttpError, invalid
-from .limits import Gate
-from .messages import Count, Delta, Ended, Prompt, Spell
+from .limits import Gate, Limits
+from .messages import Delta, Ended, Prompt, Spell
 from .requests import (
     ChatRequest,
     CompletionRequest,
@@ -36,11 +36,30 @@ _POLICY = (
     "base-uri 'none'; frame-ancestors 'none'; object-src 'none'"
 )
 
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "It is refused; the body says why"},
+    "5XX": {"description": "It can't be answered now; the body says why"},
+}
 
-def make_app(service: Service, *, key: str | None = None) -> FastAPI:
-    """The application of a service; with a key only for who has it."""
-    app = FastAPI(title="duoka", version=version("duoka"), docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, key=key)
+
+def make_app(
+    service: Service,
+    *,
+    key: str | None = None,
+    is_local: bool = False,
+    limits: Limits | None = None,
+) -> FastAPI:
+    """The application of a service; see `Gate`."""
+    app = FastAPI(
+        title="duoka",
+        version=version("duoka"),
+        responses=_ERRORS,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.add_middleware(
+        Gate, memory=service.memory, limits=limits or Limits(), key=key, is_local=is_local
+    )
     app.add_exception_handler(HttpError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_http)
@@ -184,10 +203,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a chat's prompt."""
         service.check_model(request.model)
-        engine = service.pool.choose()
-        counted = await engine.count(Count(number=-1, prompt=request.question))
-        most = engine.ready.context_tokens if engine.ready else None
-        tokens = list(counted.tokens)
+        ready = service.pool.choose().ready
+        most = None if ready is None else ready.context_tokens
+        tokens = list(await service.count(request.question))
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
 
     @app.post("/detokenize")

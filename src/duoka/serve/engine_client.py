@@ -29,6 +29,7 @@ from .messages import (
     Ended,
     Event,
     Failed,
+    Look,
     Ready,
     Spell,
     Status,
@@ -37,6 +38,10 @@ from .messages import (
 )
 
 State = Literal["starting", "ready", "restarting", "failed"]
+_LOOK_SECONDS = 0.5
+# Whoever answers does nothing else, needs what other threads have for a second at most, and is
+# waited for much longer: a machine that swaps is slow, and not dead.
+_SILENT_SECONDS = 60.0
 _MOST_DEATHS = 3
 _DEATHS_SECONDS = 600.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
@@ -55,6 +60,8 @@ class EngineClient:
         Which one it is, of those that the server has.
     """
 
+    _program = (sys.executable, "-m", "duoka.serve")
+
     def __init__(self, begin: Begin, replica: int = 0) -> None:
         self.begin = begin
         self.replica = replica
@@ -66,6 +73,9 @@ class EngineClient:
         self.num_deaths = 0
         self.busy_shares: dict[str, float] = {}
         self._told_at = 0.0
+        # Whether a status was asked for that hasn't come, and why it was ended, where it was.
+        self._is_looked_at = False
+        self._hang: Broken | None = None
         self.changed = asyncio.Event()
         # What is asked and not ended, with how much it may take.
         self._open: dict[int, asyncio.Queue[Event]] = {}
@@ -178,15 +188,16 @@ class EngineClient:
         """From the start of a process to its end; why it says that it ends, where it does."""
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "duoka.serve", str(theirs.fileno())]
             self._process = subprocess.Popen(
-                command,
+                [*self._program, str(theirs.fileno())],
                 stdin=subprocess.PIPE,  # it ends where this one is gone
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a Ctrl-C of the terminal's is the server's alone
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
         self._send(self.begin)
+        self._is_looked_at, self._hang = False, None
+        watch = asyncio.create_task(self._watch(self._process))
         try:
             while True:
                 head = await reader.readexactly(LENGTH_BYTES)
@@ -196,13 +207,31 @@ class EngineClient:
                         return message
                     self._take(message)
         except (asyncio.IncompleteReadError, OSError):
-            return None
+            return self._hang
+        finally:
+            watch.cancel()
+
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Ask a process how it is, and end it where it hangs; one that still loads never does.
+
+        Counted are looks, not seconds: this process may have been stopped as well.
+        """
+        left = looks = round(_SILENT_SECONDS / _LOOK_SECONDS)
+        while left:
+            await asyncio.sleep(_LOOK_SECONDS)
+            left = left - 1 if self._is_looked_at else looks
+            if self.state == "ready" and not self._is_looked_at:
+                self._is_looked_at = True
+                self._send(Look())
+        self._hang = Broken(f"it hung: it said nothing for {_SILENT_SECONDS:g} seconds")
+        _kill(process)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Ready):
             self.ready = message
             self._set("ready", None)
         elif isinstance(message, Status):
+            self._is_looked_at = False
             self._compare(message)
         elif (queue := self._open.get(message.number)) is not None:
             queue.put_nowait(message)
@@ -239,13 +268,19 @@ class EngineClient:
             return None
         with suppress(subprocess.TimeoutExpired):  # its socket is closed: it ends by itself
             process.wait(_GRACE_SECONDS if process.poll() is None else 0)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
-        return process.wait()
+        _kill(process)
+        with process:  # which closes what it was written to
+            return process.wait()
 
     def _set(self, state: State, reason: str | None) -> None:
         self.state, self.reason = state, reason
         self.changed.set()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and what it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def not_ready(reason: str | None) -> HttpError:

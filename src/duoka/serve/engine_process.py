@@ -43,6 +43,7 @@ from .messages import (
     Ended,
     Failed,
     Kind,
+    Look,
     Prompt,
     Ready,
     Spell,
@@ -54,7 +55,7 @@ from .messages import (
 from .questions import PartReader, Question, QuestionReader
 
 _PROMPT_THREADS = 4
-_STATUS_SECONDS = 0.5
+_SEND_SECONDS = 0.5
 _DEFECT = 70
 
 
@@ -83,6 +84,8 @@ class EngineProcess:
         self._longest_token = max(map(len, self._reader.tokenizer.get_vocab()))
         self._tell = tell
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
+        # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.
+        self._picture_thread = ThreadPoolExecutor(1, "duoka-pictures")
         self._lock = threading.Lock()
         # The answers of each request that has not ended; none of one that was cancelled early.
         self._streams: dict[int, list[Stream]] = {}
@@ -99,20 +102,25 @@ class EngineProcess:
                 page_tokens=capacity.page_tokens,
             )
         )
-        threading.Thread(target=self._tell_status, name="duoka-status", daemon=True).start()
         while True:
             for message in messages():
                 if isinstance(message, Cancel):
                     self._cancel(message.number)
                     continue
+                if isinstance(message, Look):
+                    self._tell_status()
+                    continue
                 if isinstance(message, Ask):
                     self._streams[message.number] = []
-                self._threads.submit(self._do, message)
+                has_pictures = not isinstance(message, Spell) and _has_pictures(message.prompt)
+                threads = self._picture_thread if has_pictures else self._threads
+                threads.submit(self._do, message)
 
     def _do(self, message: Ask | Count | Spell) -> None:
         try:
             if isinstance(message, Ask):
-                self._ask(message)
+                if message.number in self._streams:  # not cancelled while it waited
+                    self._ask(message)
             elif isinstance(message, Count):
                 tokens = self._question(message.prompt).tokens
                 self._tell(Counted(number=message.number, tokens=list(tokens)))
@@ -192,32 +200,35 @@ class EngineProcess:
         return data.decode(errors="replace"), data
 
     def _tell_status(self) -> None:
-        while True:
-            try:
-                load = self._engine.load()
-            except Exception as error:  # the engine's thread has ended
-                self._tell(Broken(str(error)))
-                time.sleep(_STATUS_SECONDS)  # until it is sent
-                os._exit(_DEFECT)
-            self._tell(
-                Status(
-                    running=load.running,
-                    waiting=load.waiting,
-                    pages=self._engine.capacity.pages,
-                    free_pages=load.free_pages,
-                    preemptions=load.num_preempted,
-                    shared_tokens=self._shared_tokens,
-                    reserved_bytes={
-                        peak.device: peak.reserved_bytes for peak in self._engine.peaks()
-                    },
-                    busy_seconds=self._engine.busy_seconds(),
-                )
+        try:
+            load = self._engine.load()
+        except Exception as error:  # the engine's thread has ended
+            self._tell(Broken(str(error)))
+            time.sleep(_SEND_SECONDS)
+            os._exit(_DEFECT)
+        reserved = {peak.device: peak.reserved_bytes for peak in self._engine.peaks()}
+        self._tell(
+            Status(
+                running=load.running,
+                waiting=load.waiting,
+                pages=self._engine.capacity.pages,
+                free_pages=load.free_pages,
+                preemptions=load.num_preempted,
+                shared_tokens=self._shared_tokens,
+                reserved_bytes=reserved,
+                busy_seconds=self._engine.busy_seconds(),
             )
-            time.sleep(_STATUS_SECONDS)
+        )
 
 
 class _EndlessPrompt(UsageError):
     """A prompt that is too long, whatever its tokens are."""
+
+
+def _has_pictures(prompt: Prompt) -> bool:
+    contents = [message.get("content") for message in prompt.messages or ()]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and "image_url" in part for part in parts)
 
 
 def _texts(prompt: Prompt) -> Iterator[str]:

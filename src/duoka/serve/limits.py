@@ -7,7 +7,8 @@ import hashlib
 import hmac
 import json
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,12 +17,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .errors import HttpError
 
 MOST_BODY_BYTES = 32 * 2**20
-_MOST_HELD_BYTES = 512 * 2**20
-# A body may take so long, and a second more for each so many of its bytes.
-_BODY_SECONDS, _LEAST_BYTES_PER_SECOND = 30.0, 16 * 2**10
-_HEADER_SECONDS = 15.0
-_TAKE_SECONDS = 30.0
-MOST_CONNECTIONS = 1024
+_MOST_MEMORY_BYTES = 512 * 2**20
+_LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
 _NEXT_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{}])', re.DOTALL)
@@ -32,6 +29,42 @@ _BUSY = (
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%s"
 )
 _OPEN = ("/health", "/ready", "/version", "/", "/favicon.ico")
+_THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """For how long a client is waited for, and for how many.
+
+    Parameters
+    ----------
+    header_seconds : float
+        Until all headers of a request have come.
+    body_seconds : float
+        Until its body has, and a second more for each 16 KiB of it.
+    take_seconds : float
+        In which a client takes nothing of its answer.
+    connections : int
+    """
+
+    header_seconds: float = 15.0
+    body_seconds: float = 30.0
+    take_seconds: float = 30.0
+    connections: int = 1024
+
+
+class RequestMemory:
+    """Bytes of requests that are in memory."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def add(self, number: int) -> None:
+        """Count more of them, or fewer."""
+        if number > 0 and self._number + number > _MOST_MEMORY_BYTES:
+            text = f"requests of {self._number // 2**20} MiB are on their way"
+            raise HttpError(503, text, code="overloaded", retry_after=5)
+        self._number += number
 
 
 class Gate:
@@ -42,21 +75,36 @@ class Gate:
     Parameters
     ----------
     app : ASGI application
+    memory : RequestMemory
+    limits : Limits
     key : str, optional
         What a client has to know.
+    is_local : bool
+        Whether no other name is answered than this machine's own: a page of the web can give a name
+        of its own this machine's address, and would be let in as the server's own page.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        memory: RequestMemory,
+        limits: Limits,
+        *,
+        key: str | None = None,
+        is_local: bool = False,
+    ) -> None:
         self._app = app
+        self._memory = memory
+        self._limits = limits
+        self._is_local = is_local
         self._digest = None if key is None else _digest(key)
-        self._held_bytes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self, receive)
+        body = _Body(self._memory, self._limits.body_seconds, receive)
         try:
             self._check(scope["path"], Headers(scope=scope))
             if await body.read():
@@ -64,16 +112,13 @@ class Gate:
         except HttpError as error:  # before anything was answered
             await respond(send, error, scope["path"])
         finally:
-            self._held_bytes -= body.num_bytes
-
-    def hold(self, num_bytes: int) -> None:
-        """Count bytes of bodies that are in memory."""
-        if self._held_bytes + num_bytes > _MOST_HELD_BYTES:
-            text = f"requests of {self._held_bytes // 2**20} MiB are on their way"
-            raise HttpError(503, text, code="overloaded", retry_after=5)
-        self._held_bytes += num_bytes
+            self._memory.add(-body.num_bytes)
 
     def _check(self, path: str, headers: Headers) -> None:
+        host = headers.get("host", "")
+        if self._is_local and not _THIS_MACHINE.fullmatch(host):
+            text = f"{host[:80]!r} isn't answered: without a key localhost, 127.0.0.1 and [::1] are"
+            raise HttpError(403, text, code="unknown_host")
         if int(headers.get("content-length", "0")) > MOST_BODY_BYTES:  # digits: see h11
             raise _too_large()
         if headers.get("content-encoding", "identity").lower() != "identity":
@@ -89,8 +134,9 @@ class Gate:
 class _Body:
     """What a client sends, up to a limit and in time."""
 
-    def __init__(self, gate: Gate, receive: Receive) -> None:
-        self._gate = gate
+    def __init__(self, memory: RequestMemory, seconds: float, receive: Receive) -> None:
+        self._memory = memory
+        self._seconds = seconds
         self._receive = receive
         self._whole: Message | None = None
         self.num_bytes = 0
@@ -100,7 +146,7 @@ class _Body:
         parts: list[bytes] = []
         begin = asyncio.get_running_loop().time()
         while True:
-            end = begin + _BODY_SECONDS + self.num_bytes / _LEAST_BYTES_PER_SECOND
+            end = begin + self._seconds + self.num_bytes / _LEAST_BYTES_PER_SECOND
             try:
                 async with asyncio.timeout_at(end):
                     message = await self._receive()
@@ -112,7 +158,7 @@ class _Body:
             parts.append(message.get("body", b""))
             if self.num_bytes + len(parts[-1]) > MOST_BODY_BYTES:
                 raise _too_large()
-            self._gate.hold(len(parts[-1]))
+            self._memory.add(len(parts[-1]))
             self.num_bytes += len(parts[-1])
             if not message.get("more_body", False):
                 break
@@ -161,7 +207,8 @@ def check_json(body: bytes) -> None:
 async def respond(send: Send, error: HttpError, path: str) -> None:
     """Answer a request of this path with an error."""
     body = json.dumps(error.body_for(path)).encode()
-    headers = {"Content-Type": "application/json", **error.headers}
+    length = {"Content-Length": str(len(body))}
+    headers = {"Content-Type": "application/json", **length, **error.headers}
     await send(
         {
             "type": "http.response.start",
@@ -175,15 +222,17 @@ async def respond(send: Send, error: HttpError, path: str) -> None:
 class TimedProtocol(H11Protocol):
     """HTTP, on connections whose requests come in time, and whose answers are taken in time."""
 
+    limits: ClassVar = Limits()
     _header_timer: asyncio.TimerHandle | None = None
     _take_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(_HEADER_SECONDS, transport.abort)
-        if len(self.connections) > MOST_CONNECTIONS:
-            error = HttpError(503, f"{MOST_CONNECTIONS} connections are open", code="overloaded")
+        self._header_timer = self.loop.call_later(self.limits.header_seconds, transport.abort)
+        most = self.limits.connections
+        if len(self.connections) > most:
+            error = HttpError(503, f"{most} connections are open", code="overloaded")
             body = json.dumps(error.body).encode()
             transport.write(_BUSY % (len(body), body))
             transport.close()
@@ -200,13 +249,14 @@ class TimedProtocol(H11Protocol):
         if self._is_answering:
             self._stop("_header_timer")
         elif self._header_timer is None:  # uvicorn's own ends with the first byte
-            self._header_timer = self.loop.call_later(_HEADER_SECONDS, self.transport.abort)
+            seconds = self.limits.header_seconds
+            self._header_timer = self.loop.call_later(seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         super().pause_writing()
         self._stop("_take_timer")
-        self._take_timer = self.loop.call_later(_TAKE_SECONDS, self.transport.abort)
+        self._take_timer = self.loop.call_later(self.limits.take_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -217,7 +267,7 @@ class TimedProtocol(H11Protocol):
         """See uvicorn."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size() and self._take_timer is None:
-            self._take_timer = self.loop.call_later(_TAKE_SECONDS, self._let_go)
+            self._take_timer = self.loop.call_later(self.limits.take_seconds, self._let_go)
 
     def _let_go(self) -> None:
         """End a connection where an answer's rest wasn't taken, which closing waits for."""

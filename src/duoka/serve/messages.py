@@ -77,6 +77,11 @@ class Spell:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """How the engine is, is wanted: a `Status` is the answer."""
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """A token of an answer, with its log-probability, and the likeliest ones in its place."""
 

@@ -12,7 +12,7 @@ from duoka.models.text.answer_format import AnswerFormat
 from duoka.models.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
 from duoka.models.text.answer_reader import AnswerReader
 from duoka.models.text.call_grammars import ForcedCall
-from duoka.models.text.chat_requests import ChatRequest
+from duoka.models.text.chat_requests import MOST_IMAGES, ChatRequest
 from duoka.models.text.image_prompts import images_of
 from duoka.models.text.messages import Tool
 from duoka.models.text.tool_choice import ToolChoice, openai_tools
@@ -105,7 +105,9 @@ class QuestionReader:
         choice = ToolChoice.openai(prompt.tool_choice, prompt.parallel_tool_calls)
         tools = choice.offered(openai_tools(list(prompt.tools)))
         request = ChatRequest(
-            reasoning=self._answers.reasoning, takes_images=chat.images is not None
+            reasoning=self._answers.reasoning,
+            takes_images=chat.images is not None,
+            most_images=min(MOST_IMAGES, self._reader.workload.images),
         )
         messages = request.openai(list(prompt.messages or ()))
         self._reader.check_images(images_of(messages))

@@ -13,7 +13,7 @@ from duoka.errors import MachineError
 
 from .address import Address
 from .app import make_app
-from .limits import TimedProtocol
+from .limits import Limits, TimedProtocol
 from .messages import Begin
 from .pool import EngineLost, Pool
 from .service import Service
@@ -36,6 +36,7 @@ def serve(
     address: Address,
     *,
     max_queue: int,
+    fetches_images: bool,
     on_ready: Callable[[Service, str], None],
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; open answers are ended first.
@@ -49,6 +50,8 @@ def serve(
     address : Address
     max_queue : int
         Requests that may wait.
+    fetches_images : bool
+        Whether images are fetched that requests name by their address.
     on_ready : callable
         Told when requests are answered, and at which URL.
 
@@ -59,23 +62,26 @@ def serve(
     EngineFailure
         If an engine can't be opened, or all have ended for good.
     """
+    service = Service(
+        Pool(begins, max_queue),
+        model,
+        has_key=address.key is not None,
+        fetches_images=fetches_images,
+    )
     with address.bind() as bound:
-        asyncio.run(_serve(begins, model, address, bound, max_queue, on_ready))
+        asyncio.run(_serve(service, address, bound, on_ready))
 
 
 async def _serve(
-    begins: Sequence[Begin],
-    model: str,
+    service: Service,
     address: Address,
     bound: socket.socket,
-    max_queue: int,
     on_ready: Callable[[Service, str], None],
 ) -> None:
-    pool = Pool(begins, max_queue)
+    pool = service.pool
     try:
         await pool.start()
-        service = Service(pool, model, has_key=address.key is not None)
-        server = uvicorn.Server(_config(service, address))
+        server = uvicorn.Server(config(service, address, Limits()))
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         bound.listen()  # who reads the address asks at once
@@ -93,12 +99,18 @@ async def _serve(
         await pool.close()
 
 
-def _config(service: Service, address: Address) -> uvicorn.Config:
+def config(service: Service, address: Address, limits: Limits) -> uvicorn.Config:
+    """How uvicorn serves it."""
     # Each malformed request would be a line.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
-        make_app(service, key=address.key),
-        http=TimedProtocol,
+        make_app(
+            service,
+            key=address.key,
+            is_local=address.is_local and address.key is None,
+            limits=limits,
+        ),
+        http=type("Protocol", (TimedProtocol,), {"limits": limits}),
         ws="none",
         lifespan="off",
         log_config=None,

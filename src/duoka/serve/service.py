@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from importlib.metadata import version
 from typing import Any
 
 from .errors import HttpError
-from .messages import Ask, Event, Prompt
+from .limits import RequestMemory
+from .messages import Ask, Count, Event, Prompt
 from .metrics import Metrics
 from .pool import Pool
+from .remote_images import RemoteImages
 
 Events = AsyncGenerator[Event, None]
 """What comes of a request."""
@@ -32,13 +34,19 @@ class Service:
         Its name for clients.
     has_key : bool
         Whether they have to know a key.
+    fetches_images : bool
+        Whether images are fetched that requests name by their address.
     """
 
-    def __init__(self, pool: Pool, model: str, *, has_key: bool = False) -> None:
+    def __init__(
+        self, pool: Pool, model: str, *, has_key: bool = False, fetches_images: bool = False
+    ) -> None:
         self.pool = pool
         self.model = model
         self.has_key = has_key
         self.metrics = Metrics(pool, model)
+        self.memory = RequestMemory()
+        self._images = RemoteImages(self.memory) if fetches_images else None
 
     def check_model(self, name: str) -> None:
         """Refuse the name of another model."""
@@ -55,21 +63,32 @@ class Service:
     ) -> Events:
         """What comes of a request for `n` answers to a prompt."""
         content = json.dumps(prompt.messages or prompt.text or prompt.tokens)
-        ask = Ask(number=-1, prompt=prompt, params=params, n=n, is_streamed=is_streamed)
         tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()
         try:
-            events = self.pool.ask(ask, tokens, content[:_KEY_CHARACTERS])
-            async with aclosing(events):
-                async for event in events:
-                    watch.take(event)
-                    yield event
+            async with self._whole(prompt) as whole:
+                ask = Ask(number=-1, prompt=whole, params=params, n=n, is_streamed=is_streamed)
+                events = self.pool.ask(ask, tokens, content[:_KEY_CHARACTERS])
+                async with aclosing(events):
+                    async for event in events:
+                        watch.take(event)
+                        yield event
         except HttpError as error:
             self.metrics.failed(error.status)
             raise
         except (GeneratorExit, asyncio.CancelledError):
             self.metrics.failed(CLOSED)
             raise
+
+    async def count(self, prompt: Prompt) -> Sequence[int]:
+        """The tokens of a prompt."""
+        async with self._whole(prompt) as whole:
+            counted = await self.pool.choose().count(Count(number=-1, prompt=whole))
+        return counted.tokens
+
+    def _whole(self, prompt: Prompt) -> AbstractAsyncContextManager[Prompt]:
+        """A prompt that has its images itself."""
+        return nullcontext(prompt) if self._images is None else self._images.put_into(prompt)
 
 
 def status_of(service: Service) -> dict[str, Any]:

@@ -182,12 +182,12 @@ def test_limits_of_images() -> None:
         ChatRequest(takes_images=False).openai(OPENAI)
     many = image(f"data:image/png;base64,{png()}") * MOST_IMAGES
     assert len(ChatRequest().openai(many)) == MOST_IMAGES
-    with pytest.raises(UsageError, match="more than 64 images"):
+    with pytest.raises(UsageError, match="memory for 64 images, and there are more"):
         ChatRequest().openai([*many, many[0]])
     with pytest.raises(UsageError, match="larger than"):
         ChatRequest().openai(image("data:image/png;base64," + "A" * (2**27)))
-    fetched = ChatRequest(fetch=lambda url: base64.b64decode(png())).openai(image("https://x"))
-    assert fetched[0].images[0].size == (2, 3)
+    with pytest.raises(UsageError, match="memory for 1 image, and"):  # the second isn't decoded
+        ChatRequest(most_images=1).openai([many[0], *image("data:image/png;base64,AAAA")])
 
 
 @fuzz()

@@ -5,7 +5,6 @@ What may go better next time is tried again, beside what huggingface_hub tries a
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from duoka.base.web import http
 from duoka.errors import CheckpointError
 
 from .repo_name import Wanted
@@ -32,8 +32,6 @@ T = TypeVar("T")
 
 WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0)
 HOME = "https://huggingface.co"
-# httpx or its successor, whichever this version of huggingface_hub is built on.
-http: Any = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
 _UNREACHED = (http.ConnectError, http.ConnectTimeout)
 _BROKEN = (http.NetworkError, http.RemoteProtocolError)
 _IN_TROUBLE = {408, 425, 500, 502, 503, 504}

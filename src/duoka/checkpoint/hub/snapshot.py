@@ -26,6 +26,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 
 from duoka.base.files import cache_directory, read_bytes, write_whole
 from duoka.base.units import format_bytes
+from duoka.base.web import http
 from duoka.errors import CheckpointError, MachineError
 
 from ..directory import Progress, is_inside
@@ -38,7 +39,7 @@ from ..headers import (
     parse_header,
     read_header,
 )
-from .errors import ask, endpoint, http, offline
+from .errors import ask, endpoint, offline
 from .listing import Listing, RemoteFile, ask_listing, is_right, kept_listing
 from .repo_name import COMMIT, HubName, Wanted
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from PIL.Image import Image
 
-from duoka.base.images import MOST_BYTES, decode_image
+from duoka.base.images import MOST_BYTES, WEB_FORMATS, decode_image
+from duoka.base.units import format_count
 from duoka.errors import UsageError
 
 from .answer_reader import MOST_CALLS, Tags
@@ -45,13 +46,13 @@ class ChatRequest:
         What the model writes around its reasoning. What it has reasoned in earlier answers is
         written so, and the template chooses what it needs of it; otherwise it is left out.
     takes_images : bool
-    fetch : callable, optional
-        Gets an image by its address; without it only images within the request are taken.
+    most_images : int
+        None of more is decoded.
     """
 
     reasoning: Tags | None = None
     takes_images: bool = True
-    fetch: Callable[[str], bytes] | None = None
+    most_images: int = MOST_IMAGES
     _num_images: int = field(default=0, init=False)
     _call_ids: set[str] = field(default_factory=set, init=False)
 
@@ -139,7 +140,7 @@ class ChatRequest:
         url = image["url"]
         match = _DATA_URL.match(url)
         if match is None:
-            return self._fetched(url)
+            raise _remote(url)
         return self._image(url[match.end() :])
 
     def _openai_call(self, call: object) -> ToolCall:
@@ -215,7 +216,7 @@ class ChatRequest:
             return self._image(source["data"])
         if isinstance(source, Mapping) and kind == "url" and isinstance(source.get("url"), str):
             _refuse_unknown(source, {"type", "url"}, "an image's source")
-            return self._fetched(source["url"])
+            raise _remote(source["url"])
         raise UsageError(
             f"an image's source is {_shown(source)}",
             hint='{"type": "base64", "media_type": "image/png", "data": "…"}',
@@ -260,23 +261,26 @@ class ChatRequest:
             decoded = base64.b64decode(content, validate=True)
         except (binascii.Error, ValueError) as error:
             raise UsageError(f"an image is no base64: {error}") from error
-        return decode_image(decoded, f"image {self._num_images}")
-
-    def _fetched(self, url: str) -> Image:
-        if self.fetch is None:
-            raise UsageError(
-                f"an image is at {url[:60]!r}; images are taken from the request alone",
-                hint="send it as data:image/png;base64,…",
-            )
-        self._refuse_images()
-        return decode_image(self.fetch(url), f"image {self._num_images}")
+        return decode_image(decoded, f"image {self._num_images}", WEB_FORMATS)
 
     def _refuse_images(self) -> None:
         if not self.takes_images:
             raise UsageError("this model takes no images", hint="leave the images out")
-        if self._num_images == MOST_IMAGES:
-            raise UsageError(f"there are more than {MOST_IMAGES} images", hint="leave some out")
+        if self._num_images == self.most_images:
+            raise UsageError(
+                f"there is memory for {format_count(self.most_images, 'image')}, "
+                "and there are more",
+                hint="leave some out, or plan with a larger --images",
+            )
         self._num_images += 1
+
+
+def _remote(url: str) -> UsageError:
+    return UsageError(
+        f"an image is at {url[:60]!r}; images are taken from the request alone",
+        hint="send it as data:image/png;base64,…; what is at http or https addresses, duoka serve "
+        "fetches with --allow-image-urls",
+    )
 
 
 def _kind(block: object) -> object:

@@ -1,0 +1,134 @@
+"""Pictures at addresses of the web, fetched within limits; from strangers' addresses as well."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import sys
+from typing import Any
+
+from huggingface_hub.errors import HfHubHTTPError
+
+from duoka.errors import UsageError
+
+from .units import format_bytes
+
+# httpx or its successor, whichever this version of huggingface_hub is built on.
+http: Any = sys.modules[HfHubHTTPError.__mro__[1].__module__.partition(".")[0]]
+_SILENT_SECONDS = 15
+_MOST_REDIRECTS = 3
+# Of IPv6 addresses those that are handed out, and those that stand for one of IPv4.
+_HANDED_OUT = ipaddress.IPv6Network("2000::/3")
+_TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+async def fetch(
+    address: str, *, most_bytes: int, public_only: bool = False, most_seconds: float | None = None
+) -> bytes:
+    """What a server sends for an http or https address.
+
+    Parameters
+    ----------
+    address : str
+    most_bytes : int
+    public_only : bool
+        Whether a stranger names the address. Then none but the public internet's are asked: all
+        addresses that a name has are looked at, and one of these is connected to, so that a name
+        can't mean another one a moment later; where the server redirects to, the same again.
+        Proxies of the environment are left out, because they look names up themselves. Not known
+        are a network's own prefixes of NAT64, and public addresses that are this machine's.
+    most_seconds : float, optional
+        For all of it; 15 seconds of silence are too many in any case.
+
+    Raises
+    ------
+    UsageError
+        If it can't be fetched within the limits.
+    """
+    try:
+        async with asyncio.timeout(most_seconds):
+            return await _follow(address, most_bytes, public_only)
+    except http.TimeoutException as error:
+        reason = f"the server is silent for {_SILENT_SECONDS} seconds"
+        raise _unfetched(address, reason) from error
+    except TimeoutError as error:
+        raise _unfetched(address, f"it takes more than {most_seconds:g} seconds") from error
+    except (http.HTTPError, http.InvalidURL, ValueError, OSError) as error:
+        raise _unfetched(address, str(error) or type(error).__name__) from error
+
+
+def is_public(text: str) -> bool:
+    """Whether an IP address is one of the public internet's."""
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _TRANSLATED:
+            return is_public(str(ipaddress.IPv4Address(address.packed[-4:])))
+        if address.ipv4_mapped is not None:
+            return is_public(str(address.ipv4_mapped))
+        if address not in _HANDED_OUT or address.sixtofour is not None:
+            return False
+    return address.is_global and not (address.is_multicast or address.is_reserved)
+
+
+async def _follow(address: str, most_bytes: int, public_only: bool) -> bytes:
+    url = http.URL(address)
+    async with http.AsyncClient(timeout=_SILENT_SECONDS, trust_env=not public_only) as client:
+        for _ in range(_MOST_REDIRECTS + 1):
+            response = await _open(client, url, public_only)
+            try:
+                if not response.has_redirect_location:
+                    return await _content(response, most_bytes)
+                url = url.join(response.headers["Location"])
+            finally:
+                await response.aclose()
+    raise ValueError(f"the server redirects more than {_MOST_REDIRECTS} times")
+
+
+async def _open(client: Any, url: Any, public_only: bool) -> Any:
+    """An answer whose content is still to come."""
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"{str(url)[:80]!r} is no address of http or https")
+    headers = {"Host": url.netloc.decode("ascii"), "Accept-Encoding": "identity"}
+    if not public_only:
+        return await client.send(client.build_request("GET", url, headers=headers), stream=True)
+    name = url.raw_host.decode("ascii")
+    addresses = await _public_addresses(name)
+    for place in addresses:
+        request = client.build_request(
+            "GET", url.copy_with(host=place), headers=headers, extensions={"sni_hostname": name}
+        )
+        try:
+            return await client.send(request, stream=True)
+        except (http.ConnectError, http.ConnectTimeout):
+            if place == addresses[-1]:
+                raise
+    raise AssertionError("a name that is known has an address")
+
+
+async def _public_addresses(name: str) -> list[str]:
+    """The addresses of a name, all of which have to be public."""
+    loop = asyncio.get_running_loop()
+    infos = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
+    if not all(map(is_public, addresses)):
+        raise ValueError(f"{name[:80]} has an address that isn't the public internet's")
+    return addresses
+
+
+async def _content(response: Any, most_bytes: int) -> bytes:
+    if not response.is_success:
+        raise ValueError(f"the server answers with status {response.status_code}")
+    content = bytearray()
+    async for chunk in response.aiter_raw():
+        content += chunk
+        if len(content) > most_bytes:
+            raise ValueError(f"it has more than {format_bytes(most_bytes)}, which are not read")
+    return bytes(content)
+
+
+def _unfetched(address: str, reason: str) -> UsageError:
+    return UsageError(
+        f"the picture {address[:200]!r} can't be fetched: {reason}",
+        hint="check the address, or save the picture and give its file",
+    )

@@ -1,0 +1,225 @@
+"""Limits of time and number, each so low that it is met at once; and which hosts are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, cast
+
+import httpx2
+import pytest
+import scripted
+import uvicorn
+from abuse import CHAT, exchange, message, message_of
+
+from duoka.serve.address import Address
+from duoka.serve.app import make_app
+from duoka.serve.limits import Limits
+from duoka.serve.messages import Ask, Event
+from duoka.serve.pool import Pool
+from duoka.serve.server import config
+from duoka.serve.service import Service
+
+_PATIENCE_SECONDS = 10.0
+HI = {"messages": [{"role": "user", "content": "hi"}]}
+LARGE = "x" * 2**16
+
+
+class Writing(scripted.ScriptedPool):
+    """Says so many large pieces, one every so often; `is_ended` when nobody listens any more."""
+
+    def __init__(self, number: int, pause: float = 0.0) -> None:
+        super().__init__(())
+        self._number, self._pause = number, pause
+        self.is_ended = asyncio.Event()
+
+    async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
+        try:
+            yield scripted.begun()
+            for _ in range(self._number):
+                await asyncio.sleep(self._pause)
+                yield scripted.delta("") if self._pause else _piece()
+            yield scripted.ended()
+        finally:
+            self.is_ended.set()
+
+
+def _piece() -> Any:
+    piece = scripted.delta("")
+    object.__setattr__(piece, "text", LARGE)
+    return piece
+
+
+@contextlib.asynccontextmanager
+async def serving(pool: Any, **limits: Any) -> AsyncIterator[str]:
+    """Serve in this loop; the address."""
+    service = Service(cast(Pool, pool), scripted.MODEL)
+    server = uvicorn.Server(config(service, Address(port=0), Limits(**limits)))
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        task = asyncio.create_task(server.serve(sockets=[bound]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        server.should_exit = server.force_exit = True
+        await task
+
+
+async def opened(url: str, buffer: int = 0) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection, which may take little at a time."""
+    connection = socket.socket()
+    if buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    connection.setblocking(False)
+    address = httpx2.URL(url)
+    await asyncio.get_running_loop().sock_connect(connection, (address.host, address.port))
+    return await asyncio.open_connection(sock=connection, limit=1024)
+
+
+async def rest(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until it is closed."""
+    content = b""
+    with contextlib.suppress(ConnectionError):
+        while piece := await reader.read(2**16):
+            content += piece
+    return content
+
+
+VERSION = message("/version", b"", method="GET")
+BEGINNINGS = {
+    "nothing": (),
+    "half a line": (b"GET /ver",),
+    "half the headers": (VERSION[:-5],),
+    "half of another request": (VERSION, VERSION[:-5]),
+}
+
+
+@pytest.mark.parametrize("name", BEGINNINGS)
+def test_headers_have_to_come_in_time(name: str) -> None:
+    async def run() -> bytes:
+        async with serving(Writing(0), header_seconds=0.2) as url:
+            reader, writer = await opened(url)
+            for piece in BEGINNINGS[name]:
+                writer.write(piece)
+                await asyncio.sleep(0.1)
+            answer = await rest(reader)
+            writer.close()
+            return answer
+
+    assert asyncio.run(run()).count(b"200 OK") == (VERSION in BEGINNINGS[name])
+
+
+def test_a_header_that_goes_on_and_on_ends_all_the_same() -> None:
+    async def run() -> None:
+        async with serving(Writing(0), header_seconds=0.2) as url:
+            reader, writer = await opened(url)
+            end = asyncio.create_task(rest(reader))
+            writer.write(b"GET / HTTP/1.1\r\nX: ")
+            while not end.done():
+                writer.write(b"x")
+                await asyncio.sleep(0.02)
+            writer.close()
+
+    asyncio.run(run())
+
+
+def test_who_has_sent_all_may_wait_for_longer() -> None:
+    async def run() -> tuple[int, bytes]:
+        async with serving(Writing(10, 0.05), header_seconds=0.2, body_seconds=0.2) as url:
+            return await exchange(url, message_of(CHAT, {**HI, "stream": True}))
+
+    code, answer = asyncio.run(run())
+    assert code == 200
+    assert b"[DONE]" in answer
+
+
+def test_a_body_has_to_come_in_time() -> None:
+    async def run() -> tuple[int, bytes]:
+        async with serving(Writing(0), body_seconds=0.2) as url:
+            return await exchange(url, message(CHAT, b'{"mess', "Content-Length: 100"))
+
+    code, answer = asyncio.run(run())
+    assert code == 408
+    error = json.loads(answer[answer.index(b"{") :])["error"]
+    assert error["type"] == "timeout_error"
+    assert error["message"] == "6 bytes of the body came within 0 s"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_takes_nothing_is_let_go(stream: bool) -> None:
+    """A stream that would never end, and an answer whose rest stays in the way."""
+
+    async def run() -> tuple[bool, bytes]:
+        pool = Writing(10**9 if stream else 400)
+        async with serving(pool, take_seconds=0.3) as url:
+            reader, writer = await opened(url, buffer=4096)
+            writer.write(message_of(CHAT, {**HI, "stream": stream}))
+            await pool.is_ended.wait()
+            await asyncio.sleep(0 if stream else 0.6)
+            answer = await rest(reader)
+            writer.close()
+            return pool.is_ended.is_set(), answer
+
+    is_ended, answer = asyncio.run(run())
+    assert is_ended
+    assert len(answer) < 400 * len(LARGE)
+
+
+def test_more_connections_are_refused_until_one_is_closed() -> None:
+    async def run() -> list[bytes]:
+        async with serving(Writing(0), connections=2) as url:
+            clients = [await opened(url) for _ in range(3)]
+            refused = await rest(clients[2][0])
+            clients[0][1].close()
+            await asyncio.sleep(0.1)
+            answers = [refused, (await exchange(url, VERSION))[1]]
+            for _, writer in clients:
+                writer.close()
+            return answers
+
+    refused, answered = asyncio.run(run())
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b"2 connections are open" in refused
+    assert answered.startswith(b"HTTP/1.1 200 ")
+
+
+OWN = ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.1.2.3:99", "[::1]", "[::1]:8000"]
+FOREIGN = ["evil.test", "127.0.0.1.evil.test", "localhost.evil.test:8000", "192.168.0.7", "::1", ""]
+
+
+@pytest.mark.parametrize("host", [*OWN, *FOREIGN])
+def test_a_local_server_answers_to_its_own_names_alone(host: str) -> None:
+    _, pool = scripted.app_of()
+    service = Service(cast(Pool, pool), scripted.MODEL)
+
+    async def statuses() -> list[int]:
+        codes = []
+        for more in ({"is_local": True}, {}):
+            async with scripted.transport(make_app(service, **cast(Any, more))) as http:
+                answer = await http.get("http://localhost/version", headers={"Host": host})
+            codes.append(answer.status_code)
+        if codes[0] != 200:
+            assert answer.json()
+        return codes
+
+    assert asyncio.run(statuses()) == [200 if host in OWN else 403, 200]
+
+
+@pytest.mark.parametrize(("key", "status"), [(None, 403), ("k" * 8, 200)])
+def test_a_key_lets_any_name_in(key: str | None, status: int) -> None:
+    service = Service(cast(Pool, scripted.ScriptedPool(())), scripted.MODEL)
+    app: Any = config(service, Address(key=key), Limits()).app
+
+    async def ask() -> httpx2.Response:
+        async with scripted.transport(app) as http:
+            return await http.get("http://evil.test/version")
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == status
+    if status == 403:
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("permission_error", "unknown_host")
+        assert "'evil.test' isn't answered" in error["message"]

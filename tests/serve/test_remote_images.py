@@ -1,0 +1,163 @@
+"""Images that requests name by their address."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import httpx2
+import pytest
+import scripted
+
+from duoka.base import web
+from duoka.errors import UsageError
+from duoka.serve import remote_images
+
+URL, OTHER = "https://pictures.test/a.png", "HTTP://pictures.test/b.png"
+
+
+def messages_of(*urls: str) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
+    text = {"type": "text", "text": f"see {URL}"}
+    return {"messages": [{"role": "user", "content": [text, *parts]}]}
+
+
+FORMS = {
+    "/v1/chat/completions": messages_of(URL),
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_image", "image_url": URL}]}]
+    },
+    "/v1/messages": {
+        "model": scripted.MODEL,
+        "max_tokens": 5,
+        "messages": [
+            {
+                "role": "user",
+                "content": [{"type": "image", "source": {"type": "url", "url": URL}}],
+            }
+        ],
+    },
+}
+
+
+@pytest.fixture
+def fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What is fetched, and with which limits."""
+    fetches: list[tuple[str, dict[str, Any]]] = []
+
+    async def fetch(address: str, **limits: Any) -> bytes:
+        fetches.append((address, limits))
+        await asyncio.sleep(0)
+        if "private" in address:
+            raise UsageError(f"the picture {address!r} can't be fetched: it is private")
+        return address.encode()
+
+    monkeypatch.setattr(web, "fetch", fetch)
+    return fetches
+
+
+def post(path: str, *bodies: Any, **options: Any) -> tuple[list[httpx2.Response], Any]:
+    """The answers to some requests at once, and what came to the engine."""
+    app, pool = scripted.app_of(
+        scripted.begun(), scripted.delta("a"), scripted.ended(), fetches_images=True, **options
+    )
+
+    async def run() -> list[httpx2.Response]:
+        async with scripted.transport(app) as http:
+            posts = [http.post(f"http://localhost{path}", json=body) for body in bodies]
+            return await asyncio.gather(*posts)
+
+    return asyncio.run(run()), pool.asks
+
+
+def urls(ask: Any) -> list[str]:
+    content = ask.prompt.messages[0]["content"]
+    return [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+
+
+def data_url(address: str) -> str:
+    return f"data:image/any;base64,{base64.b64encode(address.encode()).decode()}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", FORMS)
+def test_each_form_has_them(path: str, stream: bool, fetches: list[Any]) -> None:
+    (answer,), (ask,) = post(path, {**FORMS[path], "stream": stream})
+    assert answer.status_code == 200, answer.text
+    assert urls(ask) == [data_url(URL)]
+    ((address, limits),) = fetches
+    assert (address, limits["public_only"]) == (URL, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", FORMS)
+def test_a_refusal_has_a_status_of_its_own(
+    path: str, stream: bool, fetches: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_images, "_MOST_REQUESTS", 0)
+    (answer,), asks = post(path, {**FORMS[path], "stream": stream})
+    assert (answer.status_code, answer.headers["Retry-After"], asks) == (429, "5", [])
+    assert "are being fetched already" in answer.json()["error"]["message"]
+
+
+def test_several_share_the_limits(fetches: list[Any]) -> None:
+    inline = data_url("inside")
+    (answer,), (ask,) = post("/v1/chat/completions", messages_of(URL, inline, OTHER, URL))
+    assert answer.status_code == 200
+    assert urls(ask) == [data_url(URL), inline, data_url(OTHER), data_url(URL)]
+    (_, first), (address, second) = fetches
+    assert address == OTHER
+    assert first["most_bytes"] - second["most_bytes"] == len(URL)
+    assert second["most_seconds"] <= first["most_seconds"] <= 20
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (messages_of("http://private.test"), "can't be fetched: it is private"),
+        (messages_of(*(f"{URL}?{n}" for n in range(17))), "17 images are to be fetched; at most"),
+    ],
+    ids=["private", "many"],
+)
+def test_what_is_refused(said: Any, reason: str, fetches: list[Any]) -> None:
+    (answer,), asks = post("/v1/chat/completions", said)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], asks) == (400, "messages", [])
+    assert reason in error["message"]
+    assert len(fetches) <= 1
+
+
+def test_few_requests_fetch_at_once(fetches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_images, "_MOST_REQUESTS", 2)
+    answers, asks = post("/v1/chat/completions", *[messages_of(URL)] * 5)
+    assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]
+    assert len(asks) == len(fetches) == 2
+
+
+def test_they_count_among_what_is_held(fetches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    body = messages_of(URL)
+    monkeypatch.setattr("duoka.serve.limits._MOST_MEMORY_BYTES", 230)
+    assert [answer.status_code for answer in post("/v1/chat/completions", body)[0]] == [503]
+    app, _ = scripted.app_of(scripted.begun(), scripted.ended(), fetches_images=True)
+
+    async def run() -> list[int]:
+        async with scripted.transport(app) as http:
+            url = "http://localhost/v1/chat/completions"
+            return [(await http.post(url, json=body)).status_code for _ in range(3)]
+
+    monkeypatch.setattr("duoka.serve.limits._MOST_MEMORY_BYTES", 300)  # one at a time has room
+    assert asyncio.run(run()) == [200, 200, 200]
+
+
+def test_without_the_option_nothing_is_fetched(fetches: list[Any]) -> None:
+    app, pool = scripted.app_of(scripted.begun(), scripted.ended())
+
+    async def run() -> int:
+        async with scripted.transport(app) as http:
+            url = "http://localhost/v1/chat/completions"
+            return (await http.post(url, json=messages_of(URL))).status_code
+
+    asyncio.run(run())
+    assert urls(pool.asks[0]) == [URL]  # which the engine refuses: see test_chat_requests
+    assert fetches == []
