@@ -61,7 +61,7 @@ class PlanOptions:
     context: str | None = _plan(
         "TOKENS",
         "Tokens of a sequence in all, prompt and answer: 8192 or 8K. By default 4K, or the "
-        "model's limit if that is lower; of duoka bench 512.",
+        "model's limit if that is lower; of duoka bench --quality 512.",
     )
     new_tokens: str | None = _plan(
         "TOKENS", "How many of them are for an answer. By default 512, at most a quarter."
@@ -75,7 +75,9 @@ class PlanOptions:
         "duoka.Engine answers them.",
     )
     sequences: int | None = _plan(
-        "N", "With --serve: requests that are answered at once, at most. By default 16."
+        "N",
+        "With --serve, and of duoka bench: requests that are answered at once, at most. By "
+        "default 16.",
     )
     dtype: str | None = _plan(
         "DTYPE",

@@ -4,5 +4,6 @@
 - `html`: a plan as one page
 - `export`: a plan in the words of other tools
 - `measured`: what loading and answering took, beside the forecast
+- `picture`: figures, where matplotlib is installed
 - `check_report`, `sarif`: what a check found, as data and for code hosts
 """

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from duoka.base.files import why
 from duoka.base.units import unit_for
 from duoka.errors import UsageError
+from duoka.report.picture import BLUE, ORANGE, draw_bars, new_figure, save_picture
 
 from .layout import Layout
 from .report import DeviceReport, make_report
@@ -20,11 +19,7 @@ if TYPE_CHECKING:
 
 # Of the recent past, as far as a speed or a loss is smoothed; so many points stand for a run.
 _SMOOTHING_POINTS = 50
-_INCHES_WIDE, _CURVE_INCHES, _ROW_INCHES, _AXIS_INCHES = 8.0, 2.6, 0.34, 1.0
-_DOTS_PER_INCH = 150
-_BLUE, _ORANGE = "#2f6db5", "#d9822b"
-# Of a row, as far as a bar goes up and down from its middle, and a mark across it.
-_HALF_BAR, _HALF_MARK = 0.25, 0.38
+_CURVE_INCHES, _ROW_INCHES, _AXIS_INCHES = 2.6, 0.34, 1.0
 
 
 def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
@@ -35,12 +30,6 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     UsageError
         If matplotlib isn't installed, the run has no step yet, or the file can't be written.
     """
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "pictures need matplotlib, which isn't installed", hint='pip install "duoka[plot]"'
-        )
-    from matplotlib.figure import Figure
-
     metrics = list(directory.read_metrics())
     run = directory.read()
     layout = Layout(run.plans, run.machines)
@@ -50,22 +39,13 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     reports = [report for report in make_report(layout, metrics).devices if report.reserved_bytes]
     inches = [_CURVE_INCHES, _CURVE_INCHES]
     inches += [_AXIS_INCHES + _ROW_INCHES * len(reports)] if reports else []
-    figure = Figure(figsize=(_INCHES_WIDE, sum(inches)), layout="constrained")
-    loss, speed, *memory = figure.subplots(len(inches), 1, height_ratios=inches)
+    figure, (loss, speed, *memory) = new_figure(inches)
     _draw_loss(loss, metrics)
     _draw_speed(speed, [entry for entry in metrics if "loss" in entry])
     for axes in memory:
         _draw_memory(axes, reports)
-    for axes in (loss, speed, *memory):
-        axes.spines[["top", "right"]].set_visible(False)
     file = directory.path / "plot.png" if file is None else file
-    try:
-        figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
-    except OSError as error:
-        raise UsageError(
-            f"{file} can't be written: {why(error)}",
-            hint="name a file in a directory that is there and that you may write to",
-        ) from error
+    save_picture(figure, file)
     return file
 
 
@@ -75,7 +55,7 @@ def _draw_loss(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     measured = [entry for entry in metrics if "eval_loss" in entry]
     if measured:
         losses = [entry["eval_loss"] for entry in measured]
-        axes.plot([e["step"] for e in measured], losses, "o-", color=_ORANGE, label="evaluation")
+        axes.plot([e["step"] for e in measured], losses, "o-", color=ORANGE, label="evaluation")
     axes.set(ylabel="loss (nats per token)")
     axes.legend(frameon=False)
 
@@ -93,13 +73,13 @@ def _draw_curve(axes: Axes, steps: Sequence[int], values: Sequence[float], label
 
     window = len(steps) // _SMOOTHING_POINTS
     if window < 2:
-        axes.plot(steps, values, ".-", color=_BLUE, label=label)
+        axes.plot(steps, values, ".-", color=BLUE, label=label)
     else:
-        axes.plot(steps, values, color=_BLUE, alpha=0.3, linewidth=0.8)
+        axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.8)
         parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
         means = [sum(part) / len(part) for part in parts]
         name = f"{label}, mean of {window} steps" if label else f"mean of {window} steps"
-        axes.plot(steps, means, color=_BLUE, label=name)
+        axes.plot(steps, means, color=BLUE, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if len(steps) == 1:
         axes.set_xlim(steps[0] - 1, steps[0] + 1)  # or there is no whole number to mark
@@ -111,22 +91,12 @@ def _draw_memory(axes: Axes, reports: Sequence[DeviceReport]) -> None:
     """The peak that each GPU has reserved, and a mark where the forecast has it."""
     forecasts = [report.forecast_reserved_bytes for report in reports]
     name, unit = unit_for(max(forecasts))
-    rows = range(len(reports))
-    measured = [report.reserved_bytes / unit for report in reports]
-    marks = [size / unit for size in forecasts]
-    axes.barh(rows, measured, height=2 * _HALF_BAR, color=_BLUE, label="measured peak")
-    axes.vlines(
-        marks,
-        [row - _HALF_MARK for row in rows],
-        [row + _HALF_MARK for row in rows],
-        color=_ORANGE,
-        linewidth=3,
-        label="forecast for sequences of full length",
+    draw_bars(
+        axes,
+        [report.label for report in reports],
+        [report.reserved_bytes / unit for report in reports],
+        [size / unit for size in forecasts],
+        ("measured peak", "forecast for sequences of full length"),
     )
-    axes.set_yticks(rows, [report.label for report in reports])
-    axes.set(
-        xlabel=f"reserved memory ({name})",
-        xlim=(0, 1.1 * max(measured + marks)),
-        ylim=(len(reports) - 0.5, -0.5),
-    )
+    axes.set(xlabel=f"reserved memory ({name})")
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
