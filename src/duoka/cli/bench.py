@@ -61,10 +61,12 @@ class BenchOptions:
         "KIND",
         "Weights in int8, int4 or nf4, too; repeatable. By default none, and with --quality int8 "
         "and int4.",
+        values=QUANTIZED,
     )
     cache: str | None = option(
         "KIND",
         "With --quality: int8 measures a KV cache in 8 bit, and with --quantize both together.",
+        values=_MEASURED,
     )
     json: bool = flag("--json", "Print what was measured as JSON.")
 
