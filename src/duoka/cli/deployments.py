@@ -95,7 +95,7 @@ def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
     else:
         stdout().print(_table(bench))
         stdout().print(*_sentences(bench), sep="\n", soft_wrap=True)
-    if recommend(bench) is None:
+    if recommend(bench)[0] is None:
         hint = "what stands beside each says why"
         raise InfeasibleError(f"{bench.model} can't be run in any of these ways", hint=hint)
     if plot is not None:
@@ -152,10 +152,9 @@ def _memory(case: Deployment, divisor: int) -> Iterator[str]:
 def _sentences(bench: Bench) -> Iterator[Text]:
     from duoka.tools.bench.deployments import command, recommend, title
 
-    best = recommend(bench)
-    if best is None:
-        return
-    yield from map(Text, best.why)
-    words = command(best.best)
-    told_as = f": {words}" if words else ""
-    yield Text(f"recommended: {title(best.best)}{told_as}", style="bold")
+    best, why = recommend(bench)
+    yield from map(Text, why)
+    if best is not None:
+        words = command(best)
+        told_as = f": {words}" if words else ""
+        yield Text(f"recommended: {title(best)}{told_as}", style="bold")

@@ -19,7 +19,7 @@ from typing import Any
 from duoka.api.plan import find_or_trace
 from duoka.base.units import format_count
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import DuokaError, InfeasibleError, ModelError
+from duoka.errors import DuokaError, InfeasibleError, UsageError
 from duoka.forecast.serving import least_pages
 from duoka.forecast.workload import Quantization, Workload
 from duoka.hardware.device import Device
@@ -106,16 +106,6 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recommendation:
-    """The deployment that is best for one user, for all requests at once, and for both; and why."""
-
-    one: Deployment
-    many: Deployment
-    best: Deployment
-    why: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """Deployments of a model beside one another, for the requests of a workload."""
 
@@ -125,7 +115,8 @@ class Bench:
 
     def to_dict(self) -> dict[str, Any]:
         """The form that `json.dumps` takes."""
-        best, work = recommend(self), self.workload
+        best, why = recommend(self)
+        work = self.workload
         return {
             "format": "duoka.bench",
             "version": 1,
@@ -134,14 +125,8 @@ class Bench:
             "prompt_tokens": work.prompt_tokens,
             "new_tokens": work.new_tokens,
             "deployments": [case.to_dict() for case in self.deployments],
-            "recommended": None
-            if best is None
-            else {
-                "one_user": self.deployments.index(best.one),
-                "all_requests": self.deployments.index(best.many),
-                "both": self.deployments.index(best.best),
-                "why": best.why,
-            },
+            "recommended": None if best is None else self.deployments.index(best),
+            "why": list(why),
         }
 
 
@@ -154,13 +139,13 @@ def plan_deployments(
     with_cpu: bool = False,
 ) -> Bench:
     """Plan each deployment of a checkpoint for the requests of a workload with pages."""
-    knows = all(gpu.memory_bytes_per_second for gpu in fleet.devices)
+    knows = all(gpu.memory_bytes_per_second and gpu.flops_per_second for gpu in fleet.devices)
     request = replace(request, objective="throughput" if knows else "headroom")
     cases: list[Deployment] = []
     for form in forms:
-        work = replace(request.workload, quantize=form)
         try:
-            work = _readable(checkpoint, workload_for(checkpoint, work))
+            work = workload_for(checkpoint, replace(request.workload, quantize=form))
+            find_or_trace(checkpoint, work)
         except DuokaError as error:
             cases.append(Deployment(name="any", weights=form, trouble=one_line(error)))
             continue
@@ -189,19 +174,10 @@ def one_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:_MOST_SIGNS]
 
 
-def _readable(checkpoint: Checkpoint, work: Workload) -> Workload:
-    """The workload, in a batch instead of pages for a model that can't read these."""
-    try:
-        find_or_trace(checkpoint, work)
-    except ModelError:
-        return replace(work, cache="dynamic")
-    return work
-
-
 def _part(work: Workload, copies: int = 1) -> Workload:
     """A copy's part of a workload, with the pages that it needs."""
     part = replace(work, batch=-(-work.batch // copies))
-    return replace(part, pages=part.batch * least_pages(part)) if part.is_paged else part
+    return replace(part, pages=part.batch * least_pages(part))
 
 
 def _groups(fleet: Fleet, count: int) -> Iterator[Fleet]:
@@ -247,7 +223,7 @@ def _copies(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Itera
         problem = on_fleet(replace(request, workload=_part(request.workload, number)), fleet)
         try:
             plans = replicas_for(checkpoint, problem, number, find, suggest=False).plans
-        except InfeasibleError:
+        except (InfeasibleError, UsageError):  # or there are too many ways to deal GPUs
             continue
         sizes = "/".join(map(str, sorted({len(plan.devices) for plan in plans})))
         yield Deployment(
@@ -283,14 +259,12 @@ def _forecast(plan: Plan) -> Rates:
     slowest = max(max(s.prefill_seconds, s.prefill_transfer_seconds) for s in seconds.stages)
     prefill = slowest + (seconds.first_token_seconds - slowest) / work.batch
     speeds = {load.requests: load.tokens_per_second for load in plan.forecast.serving_speeds}
-    if not speeds and seconds.token_seconds:
-        speeds = {work.batch: work.batch / seconds.token_seconds}
     busy: dict[str, float] = dict.fromkeys(plan.devices, 0.0)
     for stage in seconds.stages:
         busy[stage.device] += stage.prefill_seconds + stage.decode_seconds
     return Rates(
         prefill_tokens_per_second=work.batch * work.prompt_tokens / prefill,
-        first_token_seconds=seconds.first_token_seconds / (work.batch if work.is_paged else 1),
+        first_token_seconds=seconds.first_token_seconds / work.batch,
         one_tokens_per_second=speeds.get(1),
         many_tokens_per_second=speeds.get(work.batch),
         idle_share=1 - sum(busy.values()) / len(busy) / max(busy.values()),
@@ -300,35 +274,34 @@ def _forecast(plan: Plan) -> Rates:
 # ── which is best ──
 
 
-def recommend(bench: Bench) -> Recommendation | None:
-    """The best of the deployments that were measured, or forecast; None where none can be had."""
+def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
+    """The best of what was measured, or else forecast, and why; none where nothing can be run.
+
+    It is the one with the largest product of the speed for one user and that for all requests.
+    """
     usable = [case for case in bench.deployments if case.plans and not case.trouble]
     usable = [case for case in usable if case.measured is not None] or usable
     usable.sort(key=lambda case: case.num_devices)
     if not usable:
-        return None
+        return None, ()
 
     def one(case: Deployment) -> float:
         return case.rates.one_tokens_per_second or 0.0
 
     def many(case: Deployment) -> float:
-        return case.rates.many_tokens_per_second or one(case)
+        return case.rates.many_tokens_per_second or 0.0
 
-    best_one, best_many = _best(usable, one), _best(usable, many)
-    if not one(best_one) and not many(best_many):
-        first = usable[0]
-        unknown = "how fast these are isn't known (--calibrate measures it): it takes the fewest"
-        return Recommendation(one=first, many=first, best=first, why=(unknown,))
-    most_one, most_many = (max(map(of, usable)) or 1.0 for of in (one, many))
-    best = _best(usable, lambda case: (one(case) or most_one) * many(case))
-    at_once = f"{bench.workload.batch} at once"
-    why = (
-        _sentence("one user", best_one, usable, one),
-        _sentence(at_once, best_many, usable, many),
-        f"both: {title(best)} gives one user {one(best) / most_one:.0%} and {at_once} "
+    most_one, most_many = (max(map(speed, usable)) for speed in (one, many))
+    if not most_many:
+        why = "how fast these are isn't known (--calibrate measures it): it takes the fewest"
+        return usable[0], (why,)
+    best, requests = _best(usable, lambda case: one(case) * many(case)), bench.workload.batch
+    return best, (
+        _sentence("one user", usable, one),
+        _sentence(f"{requests} at once", usable, many),
+        f"both: {title(best)} gives one user {one(best) / most_one:.0%} and {requests} at once "
         f"{many(best) / most_many:.0%} of the most there is",
     )
-    return Recommendation(one=best_one, many=best_many, best=best, why=why)
 
 
 def title(case: Deployment) -> str:
@@ -347,15 +320,13 @@ def _best(cases: Sequence[Deployment], value: Callable[[Deployment], float]) -> 
     return next(case for case in cases if value(case) >= _ALIKE * most)
 
 
-def _sentence(
-    what: str,
-    best: Deployment,
-    cases: Sequence[Deployment],
-    value: Callable[[Deployment], float],
-) -> str:
-    rest = sorted((case for case in cases if case is not best and value(case)), key=value)
-    slower = reversed(rest[-_MOST_BESIDE:])
-    beside = "; ".join(f"{title(case)} {speed_text(value(case))}" for case in slower)
+def _sentence(what: str, cases: Sequence[Deployment], value: Callable[[Deployment], float]) -> str:
+    """The best of deployments, and how fast the next ones are."""
+    best = _best(cases, value)
+    rest = sorted((case for case in cases if case is not best), key=value, reverse=True)
+    beside = "; ".join(
+        f"{title(case)} {speed_text(value(case))}" for case in rest[:_MOST_BESIDE] if value(case)
+    )
     text = f"{what}: {title(best)}, {speed_text(value(best))} tokens/s"
     return f"{text} ({beside})" if beside else text
 

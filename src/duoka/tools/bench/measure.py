@@ -8,15 +8,15 @@ process that runs out of memory, or is killed, ends its deployment and nothing e
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -26,7 +26,7 @@ from duoka.base.quiet import quiet_libraries
 with quiet_libraries():
     from duoka.checkpoint.checkpoint import Checkpoint
     from duoka.engine import Engine, SamplingParams
-    from duoka.engine.stage_worker import DEFECT, LOST, portable
+    from duoka.engine.stage_worker import portable
     from duoka.models.from_checkpoint import tokenizer_of
 from duoka.errors import DuokaError, MachineError
 from duoka.planner.plan import Plan
@@ -40,16 +40,6 @@ _DECODE_TOKENS = 32
 _ROUNDS = 3
 _SEED = 20
 _GRACE_SECONDS = 2.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answers:
-    """What answers to so many requests at once took: the first tokens, and those after them."""
-
-    prompt_tokens: int
-    first_seconds: float
-    decode_tokens_per_second: float
-    idle_share: float | None
 
 
 def measure(case: Deployment, *, trust_remote_code: bool = False) -> Deployment:
@@ -81,28 +71,23 @@ def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[Pe
         try:
             _ask(drivers, [(plan, trust_remote_code) for plan in plans])
             work = plans[0].workload
+            new = max(2, min(_DECODE_TOKENS, work.context_tokens // 2))
+            half = max(1, (work.context_tokens - new) // 2)
             (first,) = _ask(drivers[:1], [(1, work.prompt_tokens, 1)])
-            half = max(1, (work.context_tokens - _DECODE_TOKENS) // 2)
-            (one,) = _ask(drivers[:1], [(1, half, _DECODE_TOKENS)])
-            loads = [(plan.workload.batch, half, _DECODE_TOKENS) for plan in plans]
-            copies = _ask(drivers, loads)
+            (one,) = _ask(drivers[:1], [(1, half, new)])
+            copies = _ask(drivers, [(plan.workload.batch, half, new) for plan in plans])
             peaks = _ask(drivers, [None] * len(plans))
         except (EOFError, OSError) as error:
             codes = workers.codes(_GRACE_SECONDS)
-            ended = ", ".join(f"{-code}" if code < 0 else f"exit {code}" for code in codes.values())
-            raise MachineError(f"its process has ended ({ended or 'unknown'})") from error
-    rates = together([_rates(answers, first, one) for answers in copies])
-    return rates, [peak for of_copy in peaks for peak in of_copy]
-
-
-def _rates(answers: _Answers, first: _Answers, one: _Answers) -> Rates:
-    return Rates(
-        prefill_tokens_per_second=answers.prompt_tokens / answers.first_seconds,
-        first_token_seconds=first.first_seconds,
-        one_tokens_per_second=one.decode_tokens_per_second,
-        many_tokens_per_second=answers.decode_tokens_per_second,
-        idle_share=answers.idle_share,
+            ended = next(filter(None, codes.values()), 0)
+            how = f"signal {-ended}" if ended < 0 else f"exit code {ended}"
+            raise MachineError(f"its process has ended: {how}") from error
+    rates = replace(
+        together(copies),
+        first_token_seconds=first.first_token_seconds,
+        one_tokens_per_second=one.many_tokens_per_second,
     )
+    return rates, [peak for of_copy in peaks for peak in of_copy]
 
 
 def _ask(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
@@ -130,34 +115,30 @@ class _Copy:
         self._random = random.Random(_SEED)
         self._engine = Engine(plan, warm_up="largest", trust_remote_code=trust_remote_code)
 
-    def answers(self, requests: int, prompt_tokens: int, new_tokens: int) -> _Answers:
-        """Answer so many requests at once, in rounds."""
+    def rates(self, requests: int, prompt_tokens: int, new_tokens: int) -> Rates:
+        """Those of answers to so many requests at once, in rounds; the first one isn't counted."""
         rounds = []
         for _ in range(_ROUNDS + 1):
             first, _ = self._seconds(requests, prompt_tokens, 1)
             seconds, idle = self._seconds(requests, prompt_tokens, new_tokens)
-            decode = max(seconds - first, 1e-9)
-            rounds.append((first, requests * (new_tokens - 1) / decode, idle))
-        first_seconds, speeds, shares = zip(*rounds[1:], strict=True)
-        known = [share for share in shares if share is not None]
-        return _Answers(
-            prompt_tokens=requests * prompt_tokens,
-            first_seconds=statistics.median(first_seconds),
-            decode_tokens_per_second=statistics.median(speeds),
-            idle_share=statistics.median(known) if known else None,
+            rounds.append((first, max(seconds - first, 1e-9), idle))
+        first, decode, idle = map(statistics.median, zip(*rounds[1:], strict=True))
+        return Rates(
+            prefill_tokens_per_second=requests * prompt_tokens / first,
+            first_token_seconds=first,
+            many_tokens_per_second=requests * (new_tokens - 1) / decode,
+            idle_share=None if math.isnan(idle) else idle,
         )
 
-    def _seconds(
-        self, requests: int, prompt_tokens: int, new_tokens: int
-    ) -> tuple[float, float | None]:
-        """What answers take, and for which share of that GPUs are idle."""
+    def _seconds(self, requests: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
+        """What answers take, and for which share of that GPUs are idle; NaN where nobody knows."""
         params = SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
         prompts = [self._random.choices(self._tokens, k=prompt_tokens) for _ in range(requests)]
         before, begin = self._engine.busy_seconds(), time.perf_counter()
         self._engine.generate(prompts, params)
         seconds, after = time.perf_counter() - begin, self._engine.busy_seconds()
         busy = [after[device] - before[device] for device in after]
-        return seconds, max(0.0, 1 - sum(busy) / len(busy) / seconds) if busy else None
+        return seconds, max(0.0, 1 - sum(busy) / len(busy) / seconds) if busy else math.nan
 
     def close(self) -> list[PeakBytes]:
         """End, and tell the peaks of memory."""
@@ -169,16 +150,9 @@ def main() -> None:
     """The entry of a process: the socket of who measures is its last argument."""
     end_with_parent()
     driver: Connection = Connection(int(sys.argv[-1]))
-    code = 0
-    try:
+    with suppress(EOFError, OSError):  # nobody measures any more
         _serve(driver)
-    except (EOFError, OSError):
-        code = LOST
-    except Exception:
-        traceback.print_exc()
-        code = DEFECT
-    sys.stderr.flush()
-    os._exit(code)
+    os._exit(0)
 
 
 def _serve(driver: Connection) -> None:
@@ -190,7 +164,7 @@ def _serve(driver: Connection) -> None:
             if copy is None:
                 copy = _Copy(*message)
             else:
-                reply = copy.close() if message is None else copy.answers(*message)
+                reply = copy.close() if message is None else copy.rates(*message)
         except Exception as error:
             reply = portable(error)
         driver.send(reply)
