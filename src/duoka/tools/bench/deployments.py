@@ -281,7 +281,6 @@ def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
     """
     usable = [case for case in bench.deployments if case.plans and not case.trouble]
     usable = [case for case in usable if case.measured is not None] or usable
-    usable.sort(key=lambda case: case.num_devices)
     if not usable:
         return None, ()
 
@@ -294,7 +293,7 @@ def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
     most_one, most_many = (max(map(speed, usable)) for speed in (one, many))
     if not most_many:
         why = "how fast these are isn't known (--calibrate measures it): it takes the fewest"
-        return usable[0], (why,)
+        return min(usable, key=lambda case: case.num_devices), (why,)
     best, requests = _best(usable, lambda case: one(case) * many(case)), bench.workload.batch
     return best, (
         _sentence("one user", usable, one),
@@ -315,9 +314,10 @@ def speed_text(speed: float) -> str:
 
 
 def _best(cases: Sequence[Deployment], value: Callable[[Deployment], float]) -> Deployment:
-    """The first that is nearly as good as the best: the one with the fewest GPUs."""
-    most = max(map(value, cases))
-    return next(case for case in cases if value(case) >= _ALIKE * most)
+    """Of those that are nearly as good as the best the one with the fewest GPUs."""
+    enough = _ALIKE * max(map(value, cases))
+    alike = [case for case in cases if value(case) >= enough]
+    return min(alike, key=lambda case: (case.num_devices, -value(case)))
 
 
 def _sentence(what: str, cases: Sequence[Deployment], value: Callable[[Deployment], float]) -> str:
