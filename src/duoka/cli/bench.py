@@ -31,7 +31,7 @@ from . import planning
 from .deployments import bench_deployments
 from .groups import Only, flag, option, with_groups
 from .options import ModelOptions, PlanOptions, given_options, parse_tokens, refuse_beside
-from .terminal import check_file, stderr, stdout, working
+from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.tools.bench.calibrate import Calibrated
@@ -101,7 +101,6 @@ def bench(
         refuse_beside(
             given_options(wanted, "cache"), "deployments", "it is for --quality FILE MODEL"
         )
-        check_file(wanted.plot, "the picture")
         bench_deployments(wanted, options, model)
     elif wanted.calibrate:
         _refuse_beside_calibrate(wanted, options, model)

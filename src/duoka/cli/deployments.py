@@ -20,10 +20,11 @@ from duoka.checkpoint.tokenizer_files import refuse_prompts
 from duoka.errors import InfeasibleError
 from duoka.hardware.calibration import with_figures, with_links
 from duoka.hardware.fleet import Fleet
+from duoka.report.picture import refuse_without_matplotlib
 
 from . import planning
 from .options import ModelOptions, PlanOptions
-from .terminal import stderr, stdout, working
+from .terminal import check_file, stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.tools.bench.deployments import Bench, Deployment, Rates
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
     """Plan and run each deployment, and tell; after Ctrl-C what has been measured."""
     runs = not wanted.forecast
+    if wanted.plot is not None:
+        check_file(wanted.plot, "the picture")
+        refuse_without_matplotlib()
     checkpoint, request = planning.read_request(model, replace(options, serve=True), to_run=runs)
     fleet = duoka.Fleet.parse(request.gpus)
     if runs and any(gpu.name.startswith("cuda") and not gpu.uuid for gpu in fleet.devices):
@@ -49,14 +53,18 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
 
         forms = ["none", *wanted.forms(usual=[])]
         bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=wanted.cpu)
-        cases = list(bench.deployments)
-        try:
-            if runs:
-                _measure(cases, trust_remote_code=model.trust_remote_code)
-        finally:
+    if not runs:
+        _tell(bench, wanted.plot, as_json=wanted.json)
+        return
+    cases = list(bench.deployments)
+    is_stopped = True
+    try:
+        _measure(cases, trust_remote_code=model.trust_remote_code)
+        is_stopped = False
+    finally:
+        if not is_stopped or any(case.measured is not None for case in cases):
             bench = replace(bench, deployments=tuple(cases))
-            if not runs or any(case.measured is not None for case in cases):
-                _tell(bench, wanted.plot, as_json=wanted.json)
+            _tell(bench, wanted.plot, as_json=wanted.json)
 
 
 def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
@@ -77,14 +85,15 @@ def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
 
 def _measure(cases: list[Deployment], *, trust_remote_code: bool) -> None:
     """Run each deployment that could be planned, and put what came of it in its place."""
-    say_import("torch")
-    from duoka.tools.bench.deployments import title
-    from duoka.tools.bench.measure import measure
+    with working():
+        say_import("torch")
+        from duoka.tools.bench.deployments import title
+        from duoka.tools.bench.measure import measure
 
-    for index, case in enumerate(cases):
-        if case.plans:
-            say(f"{index + 1} of {len(cases)}: {title(case)}")
-            cases[index] = measure(case, trust_remote_code=trust_remote_code)
+        for index, case in enumerate(cases):
+            if case.plans:
+                say(f"{index + 1} of {len(cases)}: {title(case)}")
+                cases[index] = measure(case, trust_remote_code=trust_remote_code)
 
 
 def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
@@ -121,7 +130,7 @@ def _table(bench: Bench) -> Table:
         memory = Text("\n".join(filter(None, [case.trouble, *_memory(case, divisor)])))
         table.add_row(f"{case.name}\n{case.weights}", *cells, memory)
     work = bench.workload
-    table.caption = (
+    table.caption = Text(
         f"{bench.model}: {work.batch} requests of up to {work.prompt_tokens} + {work.new_tokens} "
         "tokens. tokens/s of one answer alone, of all at once, and of all prompts; time to the "
         "first token of one; idle: of the GPUs' time with all requests; memory reserved. Forecasts "

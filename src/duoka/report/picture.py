@@ -21,6 +21,14 @@ _DOTS_PER_INCH = 150
 _HALF_BAR, _HALF_MARK = 0.25, 0.38
 
 
+def refuse_without_matplotlib() -> None:
+    """Raise UsageError if matplotlib isn't installed."""
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "pictures need matplotlib, which isn't installed", hint='pip install "duoka[plot]"'
+        )
+
+
 def new_figure(inches: Sequence[float]) -> tuple[Figure, list[Axes]]:
     """A figure with axes of these heights, one above the other.
 
@@ -29,10 +37,7 @@ def new_figure(inches: Sequence[float]) -> tuple[Figure, list[Axes]]:
     UsageError
         If matplotlib isn't installed.
     """
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "pictures need matplotlib, which isn't installed", hint='pip install "duoka[plot]"'
-        )
+    refuse_without_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_INCHES_WIDE, sum(inches)), layout="constrained")

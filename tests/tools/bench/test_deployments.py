@@ -213,6 +213,19 @@ def test_ctrl_c_keeps_what_was_measured(
     assert [case["measured"] is not None for case in cases] == [True, False, False]
 
 
+def test_where_all_fail_the_table_and_the_exit_code_say_so(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(case: Deployment, *, trust_remote_code: bool) -> Deployment:
+        return replace(case, trouble="it has burnt")
+
+    monkeypatch.setattr(module, "measure", failing)
+    assert run(["bench", str(model), "--gpus", "virtual:64MiB", *SIZES]) == 7
+    out, err = capsys.readouterr()
+    assert "it has burnt" in out
+    assert "can't be run in any of these ways" in err
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [
