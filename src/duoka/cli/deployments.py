@@ -59,7 +59,7 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
     cases = list(bench.deployments)
     is_stopped = True
     try:
-        _measure(cases, trust_remote_code=model.trust_remote_code)
+        _measure(cases, checkpoint)
         is_stopped = False
     finally:
         if not is_stopped or any(case.measured is not None for case in cases):
@@ -83,17 +83,19 @@ def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
     )
 
 
-def _measure(cases: list[Deployment], *, trust_remote_code: bool) -> None:
+def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
     """Run each deployment that could be planned, and put what came of it in its place."""
     with working():
         say_import("torch")
         from duoka.tools.bench.deployments import title
         from duoka.tools.bench.measure import measure
 
+        if any(case.plans for case in cases):
+            checkpoint.fetch()
         for index, case in enumerate(cases):
             if case.plans:
                 say(f"{index + 1} of {len(cases)}: {title(case)}")
-                cases[index] = measure(case, trust_remote_code=trust_remote_code)
+                cases[index] = measure(case, trust_remote_code=checkpoint.trust_remote_code)
 
 
 def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
