@@ -89,6 +89,12 @@ def test_a_command_serves_a_model_so(bench_on: Callable[..., Bench], model: Path
     assert commands["3 copies, 1 GPU each"].startswith(f"{start}RTX3090+2xRTX4090 {sizes}")
     assert commands["3 copies, 1 GPU each"].endswith("--replicas 3")
     assert commands["CPU"] is None
+    (case,) = bench_on("virtual:RTX4090").deployments
+    (plan,) = case.plans
+    assert "--objective throughput" in case.to_dict()["command"]
+    rehearsed = replace(plan.fleet.devices[0], measured=("flops_per_second",))
+    plan = replace(plan, fleet=Fleet(devices=(rehearsed,)))
+    assert "--objective" not in replace(case, plans=(plan,)).to_dict()["command"]
 
 
 def test_where_the_fastest_is_too_small_the_largest_is_taken(

@@ -338,6 +338,8 @@ def command(case: Deployment) -> str | None:
     plan = case.plans[0]
     words = options(plan.request)
     words.pop("--serve", None)
+    if any(gpu.measured and gpu.name.startswith("vgpu") for gpu in plan.fleet.devices):
+        words.pop("--objective", None)  # nobody keeps how fast a virtual GPU was
     if len(case.plans) > 1:
         words["--replicas"] = ("--replicas", str(len(case.plans)))
     return shlex.join(["duoka", "serve", plan.source, *chain(*words.values())])
