@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from progress import without_progress
+from typer.main import get_command
 
 from duoka import __version__, errors
-from duoka.cli.main import run
+from duoka.cli.main import app, run
 
 from .conftest import GPUS, PROGRAM, SIZES, Program
 
-COMMANDS = ("plan", "check", "generate", "chat", "demo")
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+PLANNING = ("plan", "check", "generate", "chat")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,21 +39,59 @@ def test_help_lists_commands_and_exit_codes(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_commands_has_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_in_a_sentence_what_a_command_does_and_has_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run([command, "--help"]) == 0
-    out = capsys.readouterr().out
-    assert out.count(f"duoka {command} ") >= 3  # the usage, and examples
-    if command != "demo":
-        for option in ("--gpus", "--context", "--batch", "--dtype", "--plan", "--debug"):
+    out, err = capsys.readouterr()
+    assert out.count(f"duoka {command}") >= 2  # the usage, and an example
+    assert err == ""
+    first, *examples = COMMANDS[command].help.split("\n\n")
+    assert re.match(r"[A-Z][^.]+\.", first)
+    assert any(f"[bold]duoka {command}[/]" in example for example in examples)
+    if command in PLANNING:
+        for option in ("--gpus", "--context", "--batch", "--dtype", "--plan"):
             assert f"{option} " in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_option_has_a_sentence_and_a_value_in_capitals(command: str) -> None:
+    names = [option for item in COMMANDS[command].params for option in item.opts]
+    assert "--debug" in names
+    for item in COMMANDS[command].params:
+        assert re.match(r"[\w\"-].*[.)\"]$", item.help, re.DOTALL), item.opts
+        assert item.is_flag if item.metavar is None else re.search(r"[A-Z]", item.metavar)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_a_wrong_option_is_told_on_the_standard_error(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command.split(), "--frob"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: No such option: --frob")
+    assert f"hint: `duoka {command}".strip() in err
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"gpus", "demo"}))
+def test_a_command_that_is_told_nothing_asks_for_it(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([command]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err[:7]) == ("", "error: ")
+    assert "hint: " in err
 
 
 def test_help_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys\nfrom duoka.cli.main import run\nrun(['plan', '--help'])\n"
+        "import sys\nfrom duoka.cli.main import run\nfor command in sys.argv[1:]: "
+        "assert run([command, '--help']) == 0\n"
         "assert not {'torch', 'transformers', 'numpy.testing'} & set(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", code, *COMMANDS]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +100,6 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
         (["frob"], 2, "No such command"),
         (["plan", "--frob"], 2, "No such option"),
         (["plan", "a", "b"], 2, "unexpected extra argument"),
-        (["plan"], 2, "no model was given"),
         (["plan", "/no/such/place", "--gpus", "24GiB"], 4, "/no/such/place"),
         (["plan", "--plan", "/no/such/plan"], 10, "/no/such/plan"),
         (["plan", "x", "--plan", "p", "--gpus", "24GiB"], 2, "--gpus can't be given with --plan"),

@@ -5,7 +5,8 @@ imported inside the commands, so that ``--help`` starts at once.
 
 - `main`: the program and its commands; `signals`, `errors`, `machine`: what ends it early
 - `plan`, `check`, `generate`, `chat`, `serve`, `tune`, `plot`, `compare`, `gpus`, `doctor`, `top`,
-  `bench`, `demo`: a command each
+  `bench`, `demo`, `completion`: a command each
+- `deployments`: what `bench` tells of a model
 - `options`, `training_options`, `groups`: the options that commands share
 - `images`: pictures in files and at addresses on the web; `batch_file`: prompts in files
 - `planning`: from options to a plan; `replicas`, `suggestions`: several plans, other ways

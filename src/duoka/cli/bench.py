@@ -1,8 +1,9 @@
-"""``duoka bench``: measure what planning can't know from published figures."""
+"""``duoka bench``: what only running can tell, of a model, of the GPUs and of quantization."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +28,7 @@ from duoka.forecast.workload import (
 from duoka.planner.resolve import workload_for
 
 from . import planning
+from .deployments import bench_deployments
 from .groups import Only, flag, option, with_groups
 from .options import ModelOptions, PlanOptions, given_options, parse_tokens, refuse_beside
 from .terminal import stderr, stdout, working
@@ -42,6 +44,9 @@ _MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
 class BenchOptions:
     """What is measured."""
 
+    forecast: bool = flag("--forecast", "Run nothing: tell of each deployment what is forecast.")
+    cpu: bool = flag("--cpu", "Run the model on the processor alone, too.")
+    plot: Path | None = option("FILE", "Draw the deployments into a PNG file.")
     calibrate: bool = flag(
         "--calibrate",
         "Measure the GPUs' overhead, memory, matrix rates, launches and links, and keep it for the "
@@ -53,48 +58,74 @@ class BenchOptions:
         "quantized.",
     )
     quantize: list[str] | None = option(
-        "KIND", "With --quality: int8, int4 or nf4; repeatable. By default int8 and int4."
+        "KIND",
+        "Weights in int8, int4 or nf4, too; repeatable. By default none, and with --quality int8 "
+        "and int4.",
+        values=QUANTIZED,
     )
     cache: str | None = option(
         "KIND",
         "With --quality: int8 measures a KV cache in 8 bit, and with --quantize both together.",
+        values=_MEASURED,
     )
     json: bool = flag("--json", "Print what was measured as JSON.")
 
-    def forms(self) -> list[Quantization]:
-        """What the weights become; nothing where only a cache is to be measured."""
-        usual = ["int8", "int4"] if self.cache is None else []
+    def forms(self, usual: Sequence[str]) -> list[Quantization]:
+        """What the weights become."""
         return [read_quantization(name, QUANTIZED) for name in self.quantize or usual]
 
 
 @with_groups
 def bench(
     wanted: BenchOptions,
-    options: Annotated[PlanOptions, Only(("context", "dtype", "gpus"))],
+    options: Annotated[PlanOptions, Only(("gpus", "context", "new_tokens", "sequences", "dtype"))],
     model: ModelOptions,
 ) -> None:
-    """Measure this machine, or what quantization does to a model.
+    """Find the best way to run a model here, measure the GPUs, or what quantization costs.
+
+    [bold]duoka bench[/] ./glm-4-9b-chat
+
+    [bold]duoka bench[/] ./glm-4-9b-chat --gpus 2xRTX3090 --quantize int8 --forecast
+
+    [bold]duoka bench[/] ./chatglm3-6b --gpus "virtual:3x16GiB" --cpu --plot bench.png
 
     [bold]duoka bench[/] --calibrate
 
-    [bold]duoka bench[/] --calibrate --gpus 2,3
-
-    [bold]duoka bench[/] --calibrate --gpus virtual:2x1GiB   (a rehearsal)
-
     [bold]duoka bench[/] --quality book.txt ./glm-4-9b-chat --quantize int8 --quantize int4
     """
-    if wanted.calibrate == (wanted.quality is not None):
-        raise UsageError(
-            "nothing was said to be measured" if not wanted.calibrate else "one thing at a time",
-            hint="say --calibrate, or --quality FILE MODEL",
+    if wanted.calibrate and wanted.quality is not None:
+        raise UsageError("one thing at a time", hint="say --calibrate, or --quality FILE MODEL")
+    if wanted.quality is not None:
+        _bench_quality(wanted, options, model)
+    elif model.model is not None:
+        refuse_beside(
+            given_options(wanted, "cache"), "deployments", "it is for --quality FILE MODEL"
         )
-    gpus = planning.ALL_GPUS if options.gpus is None else options.gpus
-    if wanted.quality is None:
+        bench_deployments(wanted, options, model)
+    elif wanted.calibrate:
         _refuse_beside_calibrate(wanted, options, model)
-        _calibrate(gpus, as_json=wanted.json)
-        return
+        _calibrate(planning.ALL_GPUS if options.gpus is None else options.gpus, wanted.json)
+    else:
+        raise UsageError(
+            "nothing was said to be measured",
+            hint="name a MODEL; or say --calibrate, or --quality FILE MODEL",
+        )
+
+
+def _bench_quality(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
+    """Measure what quantization costs, and tell."""
+    refuse_beside(
+        [
+            *given_options(wanted, "forecast", "cpu", "plot"),
+            *given_options(options, "new_tokens", "sequences"),
+        ],
+        "--quality",
+        "duoka bench MODEL without it tells deployments",
+    )
     if model.model is None:
         raise UsageError("no model was given", hint="name it: --quality FILE MODEL")
+    assert wanted.quality is not None, "it is asked for"
+    gpus = planning.ALL_GPUS if options.gpus is None else options.gpus
     quality = _measure(wanted.quality, wanted, options, model, gpus)
     if wanted.json:
         typer.echo(json.dumps(to_dict(quality), indent=1, ensure_ascii=False))
@@ -108,20 +139,20 @@ def _refuse_beside_calibrate(
     """Refuse what is for --quality."""
     refuse_beside(
         [
-            *(["a model"] if model.model is not None else []),
-            *given_options(wanted, "quantize", "cache"),
-            *given_options(options, "context", "dtype"),
+            *given_options(wanted, "quantize", "cache", "forecast", "cpu", "plot"),
+            *given_options(options, "context", "new_tokens", "sequences", "dtype"),
             *given_options(model, "revision"),
         ],
-        "--calibrate, which measures GPUs alone",
-        "--quality FILE MODEL measures a model",
+        "--calibrate alone, which measures GPUs",
+        "name a MODEL, too",
     )
 
 
 def _measure(
     file: Path, wanted: BenchOptions, options: PlanOptions, model: ModelOptions, gpus: str
 ) -> Quality:
-    forms, cache = wanted.forms(), choose("cache", wanted.cache or "dynamic", _MEASURED)
+    usual = ["int8", "int4"] if wanted.cache is None else []
+    forms, cache = wanted.forms(usual), choose("cache", wanted.cache or "dynamic", _MEASURED)
     context = None if options.context is None else parse_tokens(options.context)
     dtype = read_dtype(options.dtype or "auto")
     try:  # before anything is said or downloaded of a model
@@ -183,7 +214,7 @@ def _print_quality(quality: Quality) -> None:
     stdout().print(table)
 
 
-def _calibrate(gpus: str, *, as_json: bool) -> None:
+def _calibrate(gpus: str, as_json: bool) -> None:
     fleet = duoka.Fleet.parse(gpus)
     with working():
         say_import("torch")

@@ -121,7 +121,7 @@ class FixOptions:
         "--in-place", "With --fix: change the files themselves, where the change is proved."
     )
     output: Path | None = option(
-        "DIRECTORY",
+        "DIR",
         "With --fix: where the changed copies go. By default duoka-fixed.",
         panel="How to repair",
     )
@@ -316,5 +316,5 @@ def _refuse_unwritable(directory: Path) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise UsageError(
             f"the changed files can't be written to {str(directory)!r}",
-            hint="name a directory that you may write to: --output DIRECTORY",
+            hint="name a directory that you may write to: --output DIR",
         )

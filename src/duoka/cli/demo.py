@@ -23,7 +23,7 @@ def demo(
     keep: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIRECTORY",
+            metavar="DIR",
             help="Keep the checkpoint, for `duoka chat` and `duoka plan`.",
             show_default=False,
         ),

@@ -104,6 +104,8 @@ def generate(
         file, out = _files(prompts, pictures)
         answer_file(file, out, model, options, answering)
         return
+    if not model.model and options.plan_file is None:
+        planning.open_checkpoint(model)  # which refuses it, before a question is read
     chosen = answering.chosen()
     questions = prompts.questions()
     if options.batch is None and options.plan_file is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any
 
@@ -23,13 +23,30 @@ def option(
     *,
     panel: str | None = None,
     names: tuple[str, ...] = (),
+    values: Sequence[str] = (),
     **more: Any,
 ) -> Any:
-    """A field of a group: an option with a value, and its help. None where it isn't given."""
+    """A field of a group: an option with a value, and its help. None where it isn't given.
+
+    Shells complete it with `values`, and where there are none with files.
+    """
     declared = typer.Option(
-        *names, metavar=metavar, help=text, rich_help_panel=panel, show_default=False, **more
+        *names,
+        metavar=metavar,
+        help=text,
+        rich_help_panel=panel,
+        show_default=False,
+        autocompletion=_completing(values),
+        **more,
     )
     return field(default=None, metadata={"option": declared})
+
+
+def _completing(values: Sequence[str]) -> Callable[[str], list[str]]:
+    def complete(incomplete: str) -> list[str]:
+        return [value for value in values if value.startswith(incomplete)]
+
+    return complete
 
 
 def flag(name: str, text: str, *, panel: str | None = None) -> Any:

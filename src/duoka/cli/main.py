@@ -20,6 +20,7 @@ from .bench import bench
 from .chat import chat
 from .check import check
 from .compare import compare
+from .completion import completed, completion
 from .demo import demo
 from .doctor import doctor
 from .generate import generate
@@ -59,10 +60,22 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_COMMANDS = (
-    plan, compare, check, generate, chat, serve, tune, plot, gpus, doctor, top, bench, demo
-)  # fmt: skip
-for command in _COMMANDS:
+for command in (
+    plan,
+    compare,
+    check,
+    generate,
+    chat,
+    serve,
+    tune,
+    plot,
+    gpus,
+    doctor,
+    top,
+    bench,
+    demo,
+    completion,
+):
     app.command()(command)
 
 
@@ -125,7 +138,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
         with quiet_libraries():
-            code = _invoke(typer.main.get_command(app), words, state)
+            program = typer.main.get_command(app)
+            code = completed(program)
+            if code is None:
+                code = _invoke(program, words, state)
         # Here, and not at the interpreter's end, a full disk or a closed pipe can be told.
         sys.stdout.flush()
     except BaseException as error:

@@ -14,7 +14,10 @@ from duoka.base.files import why
 from duoka.base.text import choose
 from duoka.checkpoint.sampling_params import Sampling
 from duoka.errors import UsageError
+from duoka.forecast.workload import BATCH_CACHES, DTYPES, QUANTIZATIONS
+from duoka.planner.constraints import STRATEGIES
 from duoka.planner.plan_profile import CONVENTIONS, Convention
+from duoka.planner.search import OBJECTIVES
 
 from .groups import all_but, argument, flag, option
 
@@ -61,7 +64,7 @@ class PlanOptions:
     context: str | None = _plan(
         "TOKENS",
         "Tokens of a sequence in all, prompt and answer: 8192 or 8K. By default 4K, or the "
-        "model's limit if that is lower; of duoka bench 512.",
+        "model's limit if that is lower; of duoka bench --quality 512.",
     )
     new_tokens: str | None = _plan(
         "TOKENS", "How many of them are for an answer. By default 512, at most a quarter."
@@ -75,28 +78,34 @@ class PlanOptions:
         "duoka.Engine answers them.",
     )
     sequences: int | None = _plan(
-        "N", "With --serve: requests that are answered at once, at most. By default 16."
+        "N",
+        "With --serve, and of duoka bench: requests that are answered at once, at most. By "
+        "default 16.",
     )
     dtype: str | None = _plan(
         "DTYPE",
         "float32, float16 (fp16), bfloat16 (bf16) or auto (the default): the checkpoint's own.",
+        values=DTYPES,
     )
     prefill_chunk: str | None = _plan(
         "TOKENS",
         'Prompt tokens that run at once: a number, "none" (all) or "auto" (the default: all if it '
         "fits, or else the largest chunk that does).",
+        values=("none", "auto"),
     )
     cache: str | None = _plan(
         "KIND",
         "The KV cache: dynamic (the default) grows with each token, static is made for the whole "
         "context at once, int8 grows and takes half the memory of 16 bit. Pages (--serve) can be "
         "int8, too.",
+        values=BATCH_CACHES,
     )
     quantize: str | None = _plan(
         "KIND",
         "What the weights of linear layers become while they are loaded: none (the default), "
         "int8, int4, nf4, or auto: the first of none, int8 and int4 that fits. 8bit and 4bit are "
         "bitsandbytes' words for int8 and nf4.",
+        values=QUANTIZATIONS,
     )
     images: int | None = _plan(
         "N", "Images in each prompt; their tokens are part of it. By default none."
@@ -108,9 +117,12 @@ class PlanOptions:
         "N",
         'Images that are encoded at once: a number, "none" (all) or "auto" (the default: all if '
         "they fit, or else the most that do).",
+        values=("none", "auto"),
     )
     objective: str | None = _plan(
-        "NAME", "headroom, latency, throughput, pages (of --serve) or auto (the default)."
+        "NAME",
+        "headroom, latency, throughput, pages (of --serve) or auto (the default).",
+        values=OBJECTIVES,
     )
     use_all: bool = _plan_flag(
         "--use-all", "Use every GPU, instead of as few as hold the workload."
@@ -119,6 +131,7 @@ class PlanOptions:
         "NAME",
         "auto (the default: as few GPUs as needed, by the objective), balanced (every GPU, "
         "equally full) or sequential (in the order given, each filled before the next).",
+        values=STRATEGIES,
     )
     pin: list[str] | None = _plan(
         "NAME=GPU", 'Put a module or tensor on a GPU: "lm_head=cuda:1". Repeatable.'
@@ -172,13 +185,14 @@ class AnswerOptions:
     """How to answer, and whether loaded weights are kept."""
 
     temperature: float | None = _answer(
-        None, "0 takes the likeliest token each time. By default what the checkpoint recommends."
+        "NUMBER",
+        "0 takes the likeliest token each time. By default what the checkpoint recommends.",
     )
     top_p: float | None = _answer(
-        None, "Choose among the likeliest tokens that have this much probability together."
+        "NUMBER", "Choose among the likeliest tokens that have this much probability together."
     )
-    top_k: int | None = _answer(None, "Choose among this many tokens; 0 for no limit.")
-    seed: int | None = _answer(None, "The same seed gives the same answer.")
+    top_k: int | None = _answer("N", "Choose among this many tokens; 0 for no limit.")
+    seed: int | None = _answer("N", "The same seed gives the same answer.")
     system: str | None = _answer("TEXT", "What the model is told before the first question.")
     adapter: str | None = _answer(
         "DIR", "A LoRA adapter, of duoka tune or of peft, that is added to the weights."
@@ -209,6 +223,7 @@ class NamesOption:
         "Whose names device maps are written in: the model's, as duoka and transformers have it "
         "(model, the default), or those of its checkpoint, as the code that comes with it has them "
         "(checkpoint).",
+        values=CONVENTIONS,
     )
 
     @property

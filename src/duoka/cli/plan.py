@@ -14,7 +14,7 @@ from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.hardware.detect import tell_numbers
 from duoka.planner.plan_profile import map_of
 from duoka.planner.replicas import Replicas
-from duoka.report.export import refuse_names, refuse_unknown
+from duoka.report.export import TOOLS, refuse_names, refuse_unknown
 
 from . import planning, replicas
 from .groups import flag, option, with_groups
@@ -46,6 +46,7 @@ class PlanOutput(NamesOption):
         "TOOL",
         "Print the plan as another tool takes it: accelerate, vllm, sglang, llama.cpp, "
         "torch-pipelining, torchtitan or deepspeed.",
+        values=TOOLS,
     )
     json: bool = flag("--json", "Print the plan as JSON.")
 

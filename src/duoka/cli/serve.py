@@ -41,31 +41,33 @@ class ServeOptions:
     """Where the server listens, and whom it answers."""
 
     host: str | None = option(
-        "ADDRESS", "Where to listen; 127.0.0.1, which this machine alone reaches, by default."
+        "ADDRESS", "Where to listen. By default 127.0.0.1, which this machine alone reaches."
     )
     port: int | None = option(
-        "PORT", "Where to listen, 8000 by default; 0 for any that is free.", min=0, max=65535
+        "PORT", "Where to listen; 0 for any that is free. By default 8000.", min=0, max=65535
     )
     name: str | None = option(
-        "NAME", "What clients call the model; the name of its directory by default."
+        "NAME", "What clients call the model. By default the name of its directory."
     )
     api_key_file: Path | None = option(
         "FILE", f"A file with the key that clients have to know; or set {_KEY_VARIABLE}."
     )
     insecure: bool = flag("--insecure", "Let everybody who reaches the address ask, without a key.")
     max_queue: int | None = option(
-        "N", "Requests that may wait, 256 by default; more are refused with 429.", min=0
+        "N", "Requests that may wait; more are refused with 429. By default 256.", min=0
     )
     allow_image_urls: bool = flag(
         "--allow-image-urls", "Fetch images that requests name by their address on the internet."
     )
     adapter: Path | None = option("DIR", "A LoRA adapter, which is added to the weights.")
-    engine: str | None = option("NAME", "What answers: duoka, by default, or vllm.", panel=_VLLM)
+    engine: str | None = option(
+        "NAME", "What answers: duoka (the default) or vllm.", panel=_VLLM, values=_ENGINES
+    )
     engine_python: Path | None = option(
         "FILE", "The Python that vLLM is installed for.", panel=_VLLM
     )
     engine_arg: list[str] | None = option(
-        "ARGUMENT", "One more argument for vLLM; may be given several times.", panel=_VLLM
+        "ARGUMENT", "One more argument for vLLM. Repeatable.", panel=_VLLM
     )
     nodes: str | None = option(
         "ADDRESS=GPUS,…", "The machines that share the plan, this one first.", panel=_VLLM

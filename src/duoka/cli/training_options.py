@@ -9,7 +9,7 @@ from pathlib import Path
 
 from duoka.base.text import choose
 from duoka.errors import UsageError
-from duoka.forecast.workload import METHODS, Training
+from duoka.forecast.workload import METHODS, OPTIMIZERS, ROWS, SCHEDULES, Training
 
 from .groups import flag, option
 from .options import given_options, option_name, refuse_beside
@@ -40,11 +40,13 @@ class TrainingOptions:
         "METHOD",
         "Plan for training: lora (adapters on frozen weights) or full (every parameter). "
         "--context is then the length of a sequence, and --batch a micro-batch.",
+        values=METHODS,
     )
     optimizer: str | None = _train(
         "NAME",
         "adamw (the default), adamw8bit (states in 8 bit, bitsandbytes'), adafactor (a row and a "
         "column instead of states) or sgd.",
+        values=OPTIMIZERS,
     )
     lora_rank: int | None = _train("N", "Rank of the adapters. By default 8.", min=1)
     lora_alpha: int | None = _train(
@@ -75,12 +77,14 @@ class TrainingOptions:
         "NAME",
         "sequential (the default: one micro-batch after another), gpipe (all forward, then all "
         "backward) or 1f1b (as many in flight as there are stages to the end).",
+        values=SCHEDULES,
     )
 
     rows: str | None = _train(
         "KIND",
         "What the model is told of rows: padded (the default: a mask over padding of several), "
         "unpadded (nothing, as duoka tune pads) or packed (several samples in each).",
+        values=ROWS,
     )
 
     def read(self) -> Training | None:

@@ -15,7 +15,14 @@ from duoka.base.files import why
 from duoka.base.progress import heard_by, say_import
 from duoka.base.text import choose
 from duoka.errors import UsageError
-from duoka.forecast.workload import read_dtype, read_quantization
+from duoka.forecast.workload import (
+    DTYPES,
+    OPTIMIZERS,
+    QUANTIZED,
+    SCHEDULES,
+    read_dtype,
+    read_quantization,
+)
 from duoka.planner.plan import Plan
 
 from . import planning, replicas
@@ -52,7 +59,9 @@ class TuneOptions:
         "prompt and completion, text), JSON, CSV, Parquet, or plain text.",
     )
     train_on: str | None = _data(
-        "WHICH", "all (the default) of the assistant's answers, or the last one of each chat."
+        "WHICH",
+        "all (the default) of the assistant's answers, or the last one of each chat.",
+        values=("all", "last"),
     )
     seq_length: str | None = _data(
         "TOKENS", "The most tokens of a sequence: 2048 or 2K, the default, or the model's limit."
@@ -70,15 +79,20 @@ class TuneOptions:
         "METHOD",
         "lora (the default: adapters on frozen weights), qlora (on weights in 4 bit) or full "
         "(every parameter).",
+        values=("lora", "qlora", "full"),
     )
     batch: int | None = _how("N", "Sequences that a step is made of. By default 8.", min=1)
     micro_batch: int | None = _how("N", "Sequences that run at once. By default 1.", min=1)
     epochs: int | None = _how("N", "How often each sample comes. By default 1.", min=1)
     steps: int | None = _how("N", "Steps of the optimizer, instead of --epochs.", min=1)
     lr: float | None = _how("RATE", "The highest learning rate: 1e-4, with --method full 1e-5.")
-    lr_schedule: str | None = _how("NAME", "cosine (the default), linear or constant.")
+    lr_schedule: str | None = _how(
+        "NAME", "cosine (the default), linear or constant.", values=("cosine", "linear", "constant")
+    )
     warmup: int | None = _how("STEPS", "Steps that lead up to it. By default 3 % of all.", min=0)
-    optimizer: str | None = _how("NAME", "adamw (the default), adamw8bit, adafactor or sgd.")
+    optimizer: str | None = _how(
+        "NAME", "adamw (the default), adamw8bit, adafactor or sgd.", values=OPTIMIZERS
+    )
     weight_decay: float | None = _how("RATE", "Of matrices. By default 0.")
     max_grad_norm: float | None = _how(
         "NORM", "What the gradients' norm is clipped to; 0 for not at all. By default 1."
@@ -92,8 +106,12 @@ class TuneOptions:
     adapter: Path | None = _how(
         "DIR", "A LoRA adapter to train on, of duoka tune or of peft, instead of a new one."
     )
-    dtype: str | None = _how("DTYPE", "float32, float16, bfloat16 or auto: the checkpoint's own.")
-    quantize: str | None = _how("KIND", "What frozen weights become: int8, int4 or nf4.")
+    dtype: str | None = _how(
+        "DTYPE", "float32, float16, bfloat16 or auto: the checkpoint's own.", values=DTYPES
+    )
+    quantize: str | None = _how(
+        "KIND", "What frozen weights become: int8, int4 or nf4.", values=QUANTIZED
+    )
     checkpointing: bool = _how_flag(
         "--checkpointing", "Compute activations again in the backward pass: less memory, slower."
     )
@@ -111,6 +129,7 @@ class TuneOptions:
     schedule: str | None = _where(
         "NAME",
         "How stages take turns: 1f1b (the default), gpipe, or sequential.",
+        values=SCHEDULES,
     )
     plan: Path | None = _where("FILE", "Take a saved plan for training, instead of making one.")
     save: Path | None = _run("DIR", "Where the run is kept: checkpoints, metrics and result.")
@@ -121,7 +140,9 @@ class TuneOptions:
     eval_every: int | None = _run("STEPS", "Measure --eval now and then; always at the end.", min=1)
     merge: bool = _run_flag("--merge", "Write a whole checkpoint, instead of an adapter.")
     names: str | None = _run(
-        "WHOSE", "Names in the result: original (the default: the checkpoint's) or native."
+        "WHOSE",
+        "Names in the result: original (the default: the checkpoint's) or native.",
+        values=("original", "native"),
     )
     config: Path | None = _run("FILE", "A TOML file with any of these options: batch = 16.")
     dry_run: bool = _run_flag("--dry-run", "Plan, check the data, show both, and stop.")

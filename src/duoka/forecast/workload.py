@@ -33,6 +33,8 @@ PAGED_CACHES: tuple[Cache, ...] = ("paged", "paged-int8")
 """Those of requests that come and go."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+ROWS: tuple[Rows, ...] = get_args(Rows)
 METHODS: tuple[Method, ...] = get_args(Method)
 QUANTIZED: tuple[Quantization, ...] = ("int8", "int4", "nf4")
 """What weights can become."""
@@ -116,8 +118,8 @@ class Training:
             )
         choose("method", self.method, METHODS)
         choose("optimizer", self.optimizer, OPTIMIZERS)
-        choose("schedule", self.schedule, get_args(Schedule))
-        choose("rows", self.rows, get_args(Rows))
+        choose("schedule", self.schedule, SCHEDULES)
+        choose("rows", self.rows, ROWS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

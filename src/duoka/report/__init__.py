@@ -4,7 +4,7 @@
 - `html`: a plan as one page
 - `export`: a plan in the words of other tools
 - `live`: what processes say of their memory while they run
-- `png`: pictures with matplotlib
 - `measured`: what loading and answering took, beside the forecast
+- `picture`: figures, where matplotlib is installed
 - `check_report`, `sarif`: what a check found, as data and for code hosts
 """

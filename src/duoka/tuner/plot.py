@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from duoka.base.units import unit_for
 from duoka.errors import UsageError
-from duoka.report.png import new_figure, save
+from duoka.report.picture import BLUE, ORANGE, draw_bars, new_figure, save_picture
 
 from .layout import Layout
 from .report import DeviceReport, make_report
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 # Of the recent past, as far as a speed or a loss is smoothed; so many points stand for a run.
 _SMOOTHING_POINTS = 50
 _CURVE_INCHES, _ROW_INCHES, _AXIS_INCHES = 2.6, 0.34, 1.0
-_BLUE, _ORANGE = "#2f6db5", "#d9822b"
-# Of a row, as far as a bar goes up and down from its middle, and a mark across it.
-_HALF_BAR, _HALF_MARK = 0.25, 0.38
 
 
 def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
@@ -47,7 +44,7 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     _draw_speed(speed, [entry for entry in metrics if "loss" in entry])
     for axes in memory:
         _draw_memory(axes, reports)
-    return save(figure, directory.path / "plot.png" if file is None else file)
+    return save_picture(figure, directory.path / "plot.png" if file is None else file)
 
 
 def _draw_loss(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
@@ -56,7 +53,7 @@ def _draw_loss(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
     measured = [entry for entry in metrics if "eval_loss" in entry]
     if measured:
         losses = [entry["eval_loss"] for entry in measured]
-        axes.plot([e["step"] for e in measured], losses, "o-", color=_ORANGE, label="evaluation")
+        axes.plot([e["step"] for e in measured], losses, "o-", color=ORANGE, label="evaluation")
     axes.set(ylabel="loss (nats per token)")
     axes.legend(frameon=False)
 
@@ -74,13 +71,13 @@ def _draw_curve(axes: Axes, steps: Sequence[int], values: Sequence[float], label
 
     window = len(steps) // _SMOOTHING_POINTS
     if window < 2:
-        axes.plot(steps, values, ".-", color=_BLUE, label=label)
+        axes.plot(steps, values, ".-", color=BLUE, label=label)
     else:
-        axes.plot(steps, values, color=_BLUE, alpha=0.3, linewidth=0.8)
+        axes.plot(steps, values, color=BLUE, alpha=0.3, linewidth=0.8)
         parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
         means = [sum(part) / len(part) for part in parts]
         name = f"{label}, mean of {window} steps" if label else f"mean of {window} steps"
-        axes.plot(steps, means, color=_BLUE, label=name)
+        axes.plot(steps, means, color=BLUE, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if len(steps) == 1:
         axes.set_xlim(steps[0] - 1, steps[0] + 1)  # or there is no whole number to mark
@@ -92,22 +89,12 @@ def _draw_memory(axes: Axes, reports: Sequence[DeviceReport]) -> None:
     """The peak that each GPU has reserved, and a mark where the forecast has it."""
     forecasts = [report.forecast_reserved_bytes for report in reports]
     name, unit = unit_for(max(forecasts))
-    rows = range(len(reports))
-    measured = [report.reserved_bytes / unit for report in reports]
-    marks = [size / unit for size in forecasts]
-    axes.barh(rows, measured, height=2 * _HALF_BAR, color=_BLUE, label="measured peak")
-    axes.vlines(
-        marks,
-        [row - _HALF_MARK for row in rows],
-        [row + _HALF_MARK for row in rows],
-        color=_ORANGE,
-        linewidth=3,
-        label="forecast for sequences of full length",
+    draw_bars(
+        axes,
+        [report.label for report in reports],
+        [report.reserved_bytes / unit for report in reports],
+        [size / unit for size in forecasts],
+        ("measured peak", "forecast for sequences of full length"),
     )
-    axes.set_yticks(rows, [report.label for report in reports])
-    axes.set(
-        xlabel=f"reserved memory ({name})",
-        xlim=(0, 1.1 * max(measured + marks)),
-        ylim=(len(reports) - 0.5, -0.5),
-    )
+    axes.set(xlabel=f"reserved memory ({name})")
     axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)

@@ -4,5 +4,7 @@ Virtual GPUs go through the same code; what calibration measures on them says ho
 is, and is kept nowhere.
 
 - `calibrate`: how fast this machine's GPUs are
+- `deployments`: the ways to run a model, forecast, and the best of them; `measure`: each of them
+  run in processes of its own (`__main__`); `deployment_plot`: a picture of them
 - `quality`: what quantization costs, as a perplexity on a text
 """

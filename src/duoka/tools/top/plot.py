@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from duoka.base.files import read_text, why
 from duoka.base.units import unit_for
 from duoka.errors import UsageError
-from duoka.report.png import new_figure, save
+from duoka.report.picture import new_figure, save_picture
 
 from .record import COLUMNS, KIND_COLUMNS
 
@@ -48,7 +48,7 @@ def plot_recording(recording: Path, file: Path | None = None) -> Path:
         axes.set_xlim(0, max((end - begin) / 60, 1e-3))
     parts[-1].set_xlabel("minutes")
     parts[0].legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=4)
-    return save(figure, recording.with_suffix(".png") if file is None else file)
+    return save_picture(figure, recording.with_suffix(".png") if file is None else file)
 
 
 def _read(recording: Path) -> dict[str, list[dict[str, Any]]]:

@@ -7,19 +7,19 @@ from pathlib import Path
 import pytest
 
 from duoka.errors import UsageError
-from duoka.report import png
+from duoka.report import picture
 
 
 def test_parts_are_as_high_as_they_are_to_be(tmp_path: Path) -> None:
-    figure, parts = png.new_figure([1.0, 3.0])
+    figure, parts = picture.new_figure([1.0, 3.0])
     assert len(parts) == 2
     assert list(figure.get_size_inches()) == [8.0, 4.0]
-    assert png.save(figure, tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
+    assert picture.save_picture(figure, tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="can't be written: No such file or directory"):
-        png.save(figure, tmp_path / "absent" / "picture")
+        picture.save_picture(figure, tmp_path / "absent" / "picture")
 
 
 def test_matplotlib_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(png, "find_spec", lambda name: None)
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pictures need matplotlib"):
-        png.new_figure([1.0])
+        picture.new_figure([1.0])

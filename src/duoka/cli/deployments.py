@@ -1,0 +1,171 @@
+"""``duoka bench MODEL``: deployments planned, run one after another, and held beside each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+import duoka
+from duoka.base.progress import say, say_import
+from duoka.base.units import format_seconds, unit_for
+from duoka.checkpoint.tokenizer_files import refuse_prompts
+from duoka.errors import InfeasibleError
+from duoka.hardware.calibration import with_figures, with_links
+from duoka.hardware.fleet import Fleet
+from duoka.report.picture import refuse_without_matplotlib
+
+from . import planning
+from .options import ModelOptions, PlanOptions
+from .terminal import check_file, stderr, stdout, working
+
+if TYPE_CHECKING:
+    from duoka.tools.bench.deployments import Bench, Deployment, Rates
+
+    from .bench import BenchOptions
+
+
+def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
+    """Plan and run each deployment, and tell; after Ctrl-C what has been measured."""
+    runs = not wanted.forecast
+    if wanted.plot is not None:
+        check_file(wanted.plot, "the picture")
+        refuse_without_matplotlib()
+    checkpoint, request = planning.read_request(model, replace(options, serve=True), to_run=runs)
+    fleet = duoka.Fleet.parse(request.gpus)
+    if runs and any(gpu.name.startswith("cuda") and not gpu.uuid for gpu in fleet.devices):
+        text = f"{request.gpus}: declared, and not here; nothing is run, all is forecast"
+        stderr().print(text, markup=False, soft_wrap=True)
+        runs = False
+    if runs:
+        refuse_prompts(checkpoint)
+    with working():
+        if wanted.calibrate:
+            fleet = _calibrated(fleet, request.gpus)
+        from duoka.tools.bench.deployments import plan_deployments
+
+        forms = ["none", *wanted.forms(usual=[])]
+        bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=wanted.cpu)
+    if not runs:
+        _tell(bench, wanted.plot, as_json=wanted.json)
+        return
+    cases = list(bench.deployments)
+    is_stopped = True
+    try:
+        _measure(cases, checkpoint)
+        is_stopped = False
+    finally:
+        if not is_stopped or any(case.measured is not None for case in cases):
+            bench = replace(bench, deployments=tuple(cases))
+            _tell(bench, wanted.plot, as_json=wanted.json)
+
+
+def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
+    """The fleet as fast as it is measured now; the figures of GPUs that are here are kept."""
+    say_import("torch")
+    from duoka.tools.bench.calibrate import calibrate
+
+    calibrated = calibrate(fleet, progress=say)
+    if calibrated.path is not None:
+        return duoka.Fleet.parse(gpus)
+    figures = calibrated.calibration
+    return replace(
+        fleet,
+        devices=tuple(with_figures(device, figures.gpus[0]) for device in fleet.devices),
+        links=with_links(fleet.links, {name: name for name in fleet.names}, figures),
+    )
+
+
+def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
+    """Run each deployment that could be planned, and put what came of it in its place."""
+    with working():
+        say_import("torch")
+        from duoka.tools.bench.deployments import title
+        from duoka.tools.bench.measure import measure
+
+        if any(case.plans for case in cases):
+            checkpoint.fetch()
+        for index, case in enumerate(cases):
+            if case.plans:
+                say(f"{index + 1} of {len(cases)}: {title(case)}")
+                cases[index] = measure(case, trust_remote_code=checkpoint.trust_remote_code)
+
+
+def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
+    from duoka.tools.bench.deployments import recommend
+
+    if as_json:
+        typer.echo(json.dumps(bench.to_dict(), indent=1, ensure_ascii=False))
+    else:
+        stdout().print(_table(bench))
+        stdout().print(*_sentences(bench), sep="\n", soft_wrap=True)
+    if recommend(bench)[0] is None:
+        hint = "what stands beside each says why"
+        raise InfeasibleError(f"{bench.model} can't be run in any of these ways", hint=hint)
+    if plot is not None:
+        from duoka.tools.bench.deployment_plot import draw_bench
+
+        draw_bench(bench, plot)
+        stderr().print(f"drawn: {plot}", markup=False, soft_wrap=True)
+
+
+def _table(bench: Bench) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("deployment")
+    for head in ("one", "all", "prompts", "first", "idle"):
+        table.add_column(head, justify="right", no_wrap=True)
+    largest = max(
+        (gpu["forecast_bytes"] for case in bench.deployments for gpu in case.memory()), default=0
+    )
+    unit, divisor = unit_for(largest)
+    table.add_column(unit)
+    for case in bench.deployments:
+        pairs = zip(_cells(case.measured), _cells(case.forecast), strict=True)
+        cells = ["\n".join([now, f"({then})" * bool(then)]).strip() or "–" for now, then in pairs]
+        memory = Text("\n".join(filter(None, [case.trouble, *_memory(case, divisor)])))
+        table.add_row(f"{case.name}\n{case.weights}", *cells, memory)
+    work = bench.workload
+    table.caption = Text(
+        f"{bench.model}: {work.batch} requests of up to {work.prompt_tokens} + {work.new_tokens} "
+        "tokens. tokens/s of one answer alone, of all at once, and of all prompts; time to the "
+        "first token of one; idle: of the GPUs' time with all requests; memory reserved. Forecasts "
+        "are in parentheses."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _cells(rates: Rates | None) -> list[str]:
+    from duoka.tools.bench.deployments import Rates, speed_text
+
+    rates = rates or Rates()
+    speeds = rates.one_tokens_per_second, rates.many_tokens_per_second
+    cells = [speed and speed_text(speed) for speed in (*speeds, rates.prefill_tokens_per_second)]
+    first, idle = rates.first_token_seconds, rates.idle_share
+    cells += [first and format_seconds(first), None if idle is None else f"{idle:.0%}"]
+    return [cell or "" for cell in cells]
+
+
+def _memory(case: Deployment, divisor: int) -> Iterator[str]:
+    for gpu in case.memory():
+        measured, forecast = gpu["measured_bytes"], gpu["forecast_bytes"]
+        size = "" if measured is None else f" {measured / divisor:.1f}"
+        yield f"{gpu['device']}{size} ({forecast / divisor:.1f})"
+
+
+def _sentences(bench: Bench) -> Iterator[Text]:
+    from duoka.tools.bench.deployments import command, recommend, title
+
+    best, why = recommend(bench)
+    yield from map(Text, why)
+    if best is not None:
+        words = command(best)
+        told_as = f": {words}" if words else ""
+        yield Text(f"recommended: {title(best)}{told_as}", style="bold")

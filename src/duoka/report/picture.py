@@ -1,0 +1,88 @@
+"""Pictures: figures of matplotlib, which is needed where one is drawn and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from duoka.base.files import why
+from duoka.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_INCHES_WIDE = 8.0
+BLUE, ORANGE = "#2f6db5", "#d9822b"
+_DOTS_PER_INCH = 150
+# Of a row, as far as a bar goes up and down from its middle, and a mark across it.
+_HALF_BAR, _HALF_MARK = 0.25, 0.38
+
+
+def refuse_without_matplotlib() -> None:
+    """Raise UsageError if matplotlib isn't installed."""
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "pictures need matplotlib, which isn't installed", hint='pip install "duoka[plot]"'
+        )
+
+
+def new_figure(inches: Sequence[float]) -> tuple[Figure, list[Axes]]:
+    """A figure with axes of these heights, one above the other.
+
+    Raises
+    ------
+    UsageError
+        If matplotlib isn't installed.
+    """
+    refuse_without_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_INCHES_WIDE, sum(inches)), layout="constrained")
+    axes = figure.subplots(len(inches), 1, height_ratios=inches, squeeze=False)[:, 0]
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes)
+
+
+def draw_bars(
+    axes: Axes,
+    labels: Sequence[str],
+    measured: Sequence[float],
+    forecasts: Sequence[float],
+    names: tuple[str, str],
+) -> None:
+    """A bar for each row, and a mark where the forecast has it; NaN for none."""
+    rows = range(len(labels))
+    axes.barh(rows, measured, height=2 * _HALF_BAR, color=BLUE, label=names[0])
+    axes.vlines(
+        forecasts,
+        [row - _HALF_MARK for row in rows],
+        [row + _HALF_MARK for row in rows],
+        color=ORANGE,
+        linewidth=3,
+        label=names[1],
+    )
+    axes.set_yticks(rows, labels)
+    largest = max((value for value in (*measured, *forecasts) if value == value), default=0.0)
+    axes.set(xlim=(0, 1.1 * largest or 1.0), ylim=(len(labels) - 0.5, -0.5))
+
+
+def save_picture(figure: Figure, file: Path) -> Path:
+    """Write a figure to a PNG file, and return that.
+
+    Raises
+    ------
+    UsageError
+        If it can't be written.
+    """
+    try:
+        figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
+    except OSError as error:
+        raise UsageError(
+            f"{file} can't be written: {why(error)}",
+            hint="name a file in a directory that is there and that you may write to",
+        ) from error
+    return file

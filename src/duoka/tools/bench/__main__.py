@@ -1,0 +1,8 @@
+"""A copy of a model that is measured: ``python -m duoka.tools.bench SOCKET``."""
+
+from __future__ import annotations
+
+from duoka.tools.bench.measure import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Deployments as a picture: their speeds and each GPU's memory, the forecast beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import nan
+from pathlib import Path
+
+from duoka.base.text import printable
+from duoka.base.units import unit_for
+from duoka.report.picture import draw_bars, new_figure, save_picture
+
+from .deployments import Bench, Deployment, title
+
+_ROW_INCHES, _AXIS_INCHES = 0.3, 0.75
+_NAMES = "measured", "forecast"
+
+
+def draw_bench(bench: Bench, file: Path) -> None:
+    """Draw a PNG: bars for what was measured, and marks for what was forecast.
+
+    Raises
+    ------
+    UsageError
+        If matplotlib isn't installed, or the file can't be written.
+    """
+    cases = [case for case in bench.deployments if case.plans]
+    memory = list(_memory(cases))
+    rows = [len(cases)] * 3 + [len(memory)]
+    figure, (*speeds, bytes_axes) = new_figure([_AXIS_INCHES + _ROW_INCHES * row for row in rows])
+    at_once = f"of {bench.workload.batch} at once (tokens/s)"
+    for axes, name, text in zip(
+        speeds,
+        ("one_tokens_per_second", "many_tokens_per_second", "prefill_tokens_per_second"),
+        ("answer of one user (tokens/s)", f"answers {at_once}", f"prompts {at_once}"),
+        strict=True,
+    ):
+        measured = [_value(getattr(case.measured, name, None)) for case in cases]
+        forecasts = [_value(getattr(case.forecast, name)) for case in cases]
+        draw_bars(axes, [title(case) for case in cases], measured, forecasts, _NAMES)
+        axes.set(xlabel=text)
+    labels, sizes, marks = zip(*memory, strict=True)
+    unit, divisor = unit_for(max(marks))
+    measured, forecasts = ([size / divisor for size in values] for values in (sizes, marks))
+    draw_bars(bytes_axes, labels, measured, forecasts, _NAMES)
+    bytes_axes.set(xlabel=f"reserved memory ({unit})")
+    speeds[0].set_title(printable(bench.model), loc="left")
+    bytes_axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    save_picture(figure, file)
+
+
+def _memory(cases: Sequence[Deployment]) -> Iterator[tuple[str, float, float]]:
+    """What each GPU is called, and its bytes as measured and as forecast."""
+    for case in cases:
+        for gpu in case.memory():
+            label = f"{title(case)} {gpu['device']}"
+            yield label, _value(gpu["measured_bytes"]), float(gpu["forecast_bytes"])
+
+
+def _value(number: float | None) -> float:
+    return nan if number is None else float(number)
