@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import uvicorn
 
@@ -14,7 +14,6 @@ from duoka.errors import MachineError
 from .address import Address
 from .app import make_app
 from .limits import TimedProtocol
-from .messages import Begin
 from .pool import EngineLost, Pool
 from .service import Service
 
@@ -31,24 +30,21 @@ class EngineFailure(MachineError):
 
 
 def serve(
-    begins: Sequence[Begin],
+    pool: Pool,
     model: str,
     address: Address,
     *,
-    max_queue: int,
     on_ready: Callable[[Service, str], None],
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; open answers are ended first.
 
     Parameters
     ----------
-    begins : sequence of Begin
-        An engine each.
+    pool : Pool
+        Engines, which are opened and closed here.
     model : str
         Its name for clients.
     address : Address
-    max_queue : int
-        Requests that may wait.
     on_ready : callable
         Told when requests are answered, and at which URL.
 
@@ -60,18 +56,16 @@ def serve(
         If an engine can't be opened, or all have ended for good.
     """
     with address.bind() as bound:
-        asyncio.run(_serve(begins, model, address, bound, max_queue, on_ready))
+        asyncio.run(_serve(pool, model, address, bound, on_ready))
 
 
 async def _serve(
-    begins: Sequence[Begin],
+    pool: Pool,
     model: str,
     address: Address,
     bound: socket.socket,
-    max_queue: int,
     on_ready: Callable[[Service, str], None],
 ) -> None:
-    pool = Pool(begins, max_queue)
     try:
         await pool.start()
         service = Service(pool, model, has_key=address.key is not None)
