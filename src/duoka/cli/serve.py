@@ -65,8 +65,10 @@ class ServeOptions:
         "N", "Requests that may wait, 256 by default; more are refused with 429.", min=0
     )
     adapter: Path | None = option("DIR", "A LoRA adapter, which is added to the weights.")
-    on: str | None = option(
-        "CLUSTER", "ray: on the nodes of a Ray cluster; --replicas may then be two bounds, as 2-6."
+    cluster: str | None = option(
+        "CLUSTER",
+        "ray: on the nodes of a Ray cluster; --replicas may then be two bounds, as 2-6.",
+        names=("--on",),
     )
     engine: str | None = option("NAME", "What answers: duoka, by default, or vllm.", panel=_VLLM)
     engine_python: Path | None = option(
@@ -126,8 +128,8 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     address = Address(host=server.host or "127.0.0.1", port=port, key=server.key())
     _refuse_open(address, server)
     queue = _MAX_QUEUE if server.max_queue is None else server.max_queue
-    if server.on is not None:
-        choose("cluster", server.on, _CLUSTERS)
+    if server.cluster is not None:
+        choose("cluster", server.cluster, _CLUSTERS)
         _refuse_missing("ray", "ray")
         run(*_on_ray(server, options, model, queue), address, on_ready=_tell)
         return
@@ -145,7 +147,7 @@ def _begin(plan: duoka.Plan, server: ServeOptions, model: ModelOptions) -> Begin
     return Begin(
         plan=plan,
         trust_remote_code=model.trust_remote_code,
-        adapter=None if server.adapter is None else str(server.adapter),
+        adapter=None if server.adapter is None else str(server.adapter.absolute()),
     )
 
 
@@ -159,6 +161,8 @@ def _on_ray(
 
     refuse_beside(given_options(options, "plan_file"), "--on ray", "each kind of nodes has a plan")
     bounds = read_bounds(options.replicas)
+    if model.model is not None and Path(model.model).is_dir():  # the nodes work elsewhere
+        model = replace(model, model=str(Path(model.model).absolute()))
     checkpoint, request = planning.read_request(model, _for_requests(options), to_run=True)
     connect()
 
@@ -179,8 +183,8 @@ def _on_ray(
     lines = [f"left out: {text}" for text in left_out]
     for part in parts:
         number = str(part.low) if part.low == part.high else f"{part.low} to {part.high}"
-        devices, nodes = ", ".join(part.kind.plan.devices), ", ".join(part.kind.nodes)
-        lines.append(f"replicas on {devices}: {number}, on the nodes {nodes}")
+        gpus = format_count(part.kind.gpus, "GPU")
+        lines.append(f"replicas: {number}, each on {gpus} of {', '.join(part.kind.nodes)}")
     stderr().print("\n".join(lines), markup=False, soft_wrap=True)
     name = server.name or Path(checkpoint.source).name
     return RayPool(parts, name, queue), name
@@ -210,11 +214,9 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
     from duoka.serve.address import Address
     from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
 
-    refuse_beside(
-        [*given_options(server, "adapter", "max_queue", "on"), *given_options(options, "replicas")],
-        "--engine vllm",
-        "leave either out",
-    )
+    beside = given_options(server, "adapter", "max_queue", "cluster")
+    beside += given_options(options, "replicas")
+    refuse_beside(beside, "--engine vllm", "leave either out")
     if server.engine_python is None:
         raise UsageError(
             "--engine vllm needs --engine-python: vLLM is installed apart from duoka",

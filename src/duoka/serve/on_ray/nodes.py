@@ -120,9 +120,13 @@ def _kind(fleet: Fleet, group: Sequence[Node], nodes: Sequence[Node], plan_for: 
     are_alike = len({replace(device, name="cuda:0") for device in fleet.devices}) == 1
     plan, num_gpus = plan_for(fleet, are_alike), len(fleet.devices)
     if are_alike:  # Ray gives a replica any of them, and torch counts those from 0 on
-        num_gpus = len(plan.devices)
-        numbered = zip(plan.devices, fleet.names, strict=False)
-        plan = plan.moved({old: replace(plan.fleet.device(old), name=new) for old, new in numbered})
+        num_gpus, kind = len(plan.devices), fleet.names[0].partition(":")[0]
+        plan = plan.moved(
+            {
+                name: replace(plan.fleet.device(name), name=f"{kind}:{number}")
+                for number, name in enumerate(plan.devices)
+            }
+        )
     return Kind(
         nodes=tuple(map(_name, group)),
         plan=plan,

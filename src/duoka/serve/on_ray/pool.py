@@ -92,7 +92,7 @@ class RayPool(Pool):
             raise EngineLost(self._clients[0].reason or "", self._clients[0].exit_code)
 
     async def close(self) -> None:
-        """Take the applications away, and Ray Serve where it has no others."""
+        """Take the applications away, and leave the cluster."""
         await super().close()
         await asyncio.to_thread(self._withdraw)
 
@@ -190,6 +190,4 @@ class RayPool(Pool):
         with suppress(Exception):  # the cluster may be gone
             for name in self._names:
                 serve.delete(name)
-            if not serve.status().applications:
-                serve.shutdown()
         ray.shutdown()
