@@ -20,6 +20,8 @@ from tuning import write_model
 
 _SECONDS = 180.0
 _CONTEXT, _LONG, _SHORT = 4096, 4000, 40
+# Small steps are warmed up soon.
+_OPTIONS = ("--context", str(_CONTEXT), "--sequences", "2", "--prefill-chunk", "32")
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def test_a_lost_node_loses_no_request_but_begun_streams(long_llama: Path, tmp_pa
                 long_llama,
                 tmp_path / "log",
                 *("--on", "ray", "--replicas", "2-3"),
-                gpus=("--context", str(_CONTEXT), "--sequences", "2"),
+                gpus=_OPTIONS,
                 environment={"RAY_ADDRESS": cluster.address},
             ) as server,
             OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client,

@@ -85,9 +85,9 @@ class RayPool(Pool):
             await asyncio.sleep(_POLL_SECONDS)
             applications = (await asyncio.to_thread(serve.status)).applications
             for name, client in zip(self._names, self._clients, strict=True):
-                told = applications.get(name)
-                if told is not None and told.status == "DEPLOY_FAILED":
-                    raise EngineLost(f"{name}: {told.message[-2000:]}", client.exit_code)
+                state = applications.get(name)
+                if state is not None and state.status == "DEPLOY_FAILED":
+                    raise EngineLost(f"{name}: {state.message[-2000:]}", client.exit_code)
         if self.has_failed:
             raise EngineLost(self._clients[0].reason or "", self._clients[0].exit_code)
 
@@ -129,8 +129,8 @@ class RayPool(Pool):
             raise UsageError(
                 f"the cluster serves {min(there)} already", hint="give this one another --name"
             )
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here)
+        at_server = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=at_server)
         self._board = board.remote()
         targets = [
             serve.RunTarget(
@@ -145,8 +145,8 @@ class RayPool(Pool):
         sequences = part.begin.plan.workload.batch
         actor: dict[str, Any] = {"num_gpus": part.kind.gpus}
         if part.kind.foreign_ids:  # a node that joins later may be of this kind
-            others = ",".join(part.kind.foreign_ids)
-            actor["label_selector"] = {"ray.io/node-id": f"!in({others})"}
+            foreign = ",".join(part.kind.foreign_ids)
+            actor["label_selector"] = {"ray.io/node-id": f"!in({foreign})"}
         return serve.deployment(Replica).options(
             name="engine",
             ray_actor_options=actor,
