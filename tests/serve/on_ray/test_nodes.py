@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from duoka.errors import InfeasibleError
+from duoka.errors import InfeasibleError, MachineError
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.serve.on_ray import nodes
-from duoka.serve.on_ray.nodes import find_kinds, look, sort_visible
+from duoka.serve.on_ray.nodes import connect, find_kinds, look, sort_visible
 
 VERSION = version("duoka")
 
@@ -73,6 +73,15 @@ def test_all_reasons_are_told_where_no_node_holds_it(monkeypatch: pytest.MonkeyP
     with pytest.raises(InfeasibleError, match=r"node \(1\): 3 GPUs are there") as raised:
         find_kinds(None, "", plan_last)
     assert "node (0): it doesn't fit" in str(raised.value)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "local", "ray://127.0.0.1:1"])
+def test_a_cluster_that_isnt_there_is_told_at_once(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(MachineError, match="no Ray cluster is reached"):
+        connect()
 
 
 def test_a_node_gives_what_its_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

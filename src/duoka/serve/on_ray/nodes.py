@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -28,7 +29,7 @@ GPUS = "DUOKA_GPUS"
 PlanFor = Callable[[Fleet, bool], Plan]
 """The plan for a node's GPUs. Where they are alike, which is said, it need not use all of them."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_LOOK_SECONDS = 120.0
+_CONNECT_SECONDS, _LOOK_SECONDS = 5.0, 120.0
 Node = dict[str, Any]
 """A node, as `ray.nodes` tells of it."""
 
@@ -66,9 +67,12 @@ def connect() -> None:
     MachineError
         If there is none.
     """
-    handler = signal.getsignal(signal.SIGTERM)
+    handler, address = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(address="auto", log_to_driver=False, logging_level="error")
+        if address != "auto":  # Ray tries for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level="error")
     except Exception as error:  # of half a dozen classes
         raise MachineError(
             f"no Ray cluster is reached: {_line(error)}",

@@ -129,7 +129,9 @@ class RayPool(Pool):
             raise UsageError(
                 f"the cluster serves {min(there)} already", hint="give this one another --name"
             )
-        at_server = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        at_server = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
         board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=at_server)
         self._board = board.remote()
         targets = [
