@@ -4,6 +4,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.duoka-installed
+# Some 360 MB more, which nothing but its own tests need.
+RAY_STAMP := $(VENV)/.duoka-ray-installed
 JOBS ?= 2
 
 # A Python of your choice: make PYTHON=python3.12 test
@@ -23,8 +25,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not sweep" --hypothesis-profile quick
 
-# Everything: what is slow, more random input, and every family of transformers.
-test-all: $(STAMP)
+# Everything: what is slow, more random input, every family of transformers, and a Ray cluster.
+test-all: $(RAY_STAMP)
 	$(PYTEST) -m "" --durations 60 --durations-min 2
 
 # The tests that feed random and damaged input, with many more inputs.
@@ -75,4 +77,8 @@ $(STAMP) $(CUDA_STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard
 	exit 1
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  -c constraints.txt -e '.[all,dev]'
+	@touch $@
+
+$(RAY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	@touch $@

@@ -24,6 +24,8 @@ from .groups import all_but, argument, flag, option
 _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
 _PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
+# Options that can't be called as their fields are.
+_NAMES = {"plan_file": "--plan", "cluster": "--on"}
 
 
 PLANNING = "What to plan for"
@@ -234,7 +236,7 @@ class NamesOption:
 
 def option_name(name: str) -> str:
     """What the field of a group is called on the command line."""
-    return "--plan" if name == "plan_file" else f"--{name.replace('_', '-')}"
+    return _NAMES.get(name, f"--{name.replace('_', '-')}")
 
 
 def given_options(group: Any, *names: str) -> list[str]:

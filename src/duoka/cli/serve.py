@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,24 +13,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import duoka
+from duoka.api.plan import find_or_trace
 from duoka.base.files import why
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import UsageError
+from duoka.planner.limits import on_fleet
+from duoka.planner.replicas import replicas_for
+from duoka.planner.resolve import answer_checkpoint
 
 from . import planning, replicas
 from .groups import all_but, flag, option, with_groups
 from .options import ModelOptions, PlanOptions, given_options, refuse_beside
-from .terminal import stderr, stdout
+from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.serve.address import Address
+    from duoka.serve.messages import Begin
+    from duoka.serve.pool import Pool
     from duoka.serve.service import Service
 
 _KEY_VARIABLE = "DUOKA_API_KEY"
 _LEAST_KEY_CHARACTERS = 8
 _VLLM = "Another engine"
 _ENGINES = ("duoka", "vllm")
+_CLUSTERS = ("ray",)
 _PORT, _MAX_QUEUE = 8000, 256
 # Requests at once where no option says so, with pages and without them.
 _SEQUENCES, _BATCH = 16, 4
@@ -60,6 +68,12 @@ class ServeOptions:
         "--allow-image-urls", "Fetch images that requests name by their address on the internet."
     )
     adapter: Path | None = option("DIR", "A LoRA adapter, which is added to the weights.")
+    cluster: str | None = option(
+        "CLUSTER",
+        "ray: on the nodes of a Ray cluster; --replicas may then be two bounds, as 2-6.",
+        names=("--on",),
+        values=_CLUSTERS,
+    )
     engine: str | None = option(
         "NAME", "What answers: duoka (the default) or vllm.", panel=_VLLM, values=_ENGINES
     )
@@ -111,45 +125,98 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
         "duoka's own engine",
         "say --engine vllm as well",
     )
-    _refuse_missing()
+    _refuse_missing("serve", "fastapi", "uvicorn", "prometheus_client")
     from duoka.serve.address import Address
-    from duoka.serve.messages import Begin
     from duoka.serve.server import serve as run
+    from duoka.serve.service import Service
 
     port = _PORT if server.port is None else server.port
     address = Address(host=server.host or "127.0.0.1", port=port, key=server.key())
     _refuse_open(address, server)
+    queue = _MAX_QUEUE if server.max_queue is None else server.max_queue
+    if server.cluster is None:
+        pool, name = _here(server, options, model, queue)
+    else:
+        choose("cluster", server.cluster, _CLUSTERS)
+        _refuse_missing("ray", "ray")
+        pool, name = _on_ray(server, options, model, queue)
+    service = Service(
+        pool, name, has_key=address.key is not None, fetches_images=server.allow_image_urls
+    )
+    run(service, address, on_ready=_tell)
+
+
+def _here(
+    server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
+) -> tuple[Pool, str]:
+    """Engines on this machine, and what clients call the model."""
+    from duoka.serve.pool import Pool
+
     plans = _plans(options, model)
-    begins = [
-        Begin(
-            plan=plan,
-            trust_remote_code=model.trust_remote_code,
-            adapter=None if server.adapter is None else str(server.adapter),
-        )
-        for plan in plans
-    ]
-    name = server.name or Path(plans[0].source).name
     for plan in plans:
         stderr().print(f"loading {plan.model} on {', '.join(plan.devices)}", markup=False)
-    queue = _MAX_QUEUE if server.max_queue is None else server.max_queue
-    run(
-        begins,
-        name,
-        address,
-        max_queue=queue,
-        fetches_images=server.allow_image_urls,
-        on_ready=_tell,
+    pool = Pool([_begin(plan, server, model) for plan in plans], queue)
+    return pool, server.name or Path(plans[0].source).name
+
+
+def _begin(plan: duoka.Plan, server: ServeOptions, model: ModelOptions) -> Begin:
+    """How an engine is opened."""
+    from duoka.serve.messages import Begin
+
+    return Begin(
+        plan=plan,
+        trust_remote_code=model.trust_remote_code,
+        adapter=None if server.adapter is None else str(server.adapter.absolute()),
     )
 
 
-def _refuse_missing() -> None:
-    """Refuse to serve without the libraries for it."""
-    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not find_spec(name)]
-    if missing:
-        raise UsageError(
-            f"{missing[0]} isn't installed, which the server needs",
-            hint='pip install "duoka[serve]"',
-        )
+def _on_ray(
+    server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
+) -> tuple[Pool, str]:
+    """Replicas on the nodes of a Ray cluster, and what clients call the model."""
+    from duoka.serve.on_ray.bounds import deal, read_bounds
+    from duoka.serve.on_ray.nodes import connect, find_kinds
+    from duoka.serve.on_ray.pool import Part, RayPool
+
+    refuse_beside(given_options(options, "plan_file"), "--on ray", "each kind of nodes has a plan")
+    bounds = read_bounds(options.replicas)
+    if model.model is not None and Path(model.model).is_dir():  # the nodes work elsewhere
+        model = replace(model, model=str(Path(model.model).absolute()))
+    checkpoint, request = planning.read_request(model, _for_requests(options), to_run=True)
+    connect()
+
+    def plan_for(fleet: duoka.Fleet, are_alike: bool) -> duoka.Plan:
+        find = partial(find_or_trace, checkpoint)
+        with working():
+            problem = on_fleet(request, fleet)
+            if are_alike and not request.use_all:  # as few as a replica needs
+                return replicas_for(checkpoint, problem, 1, find, suggest=False).plans[0]
+            return answer_checkpoint(checkpoint, problem, find, suggest=False)
+
+    kinds, left_out = find_kinds(options.gpus, checkpoint.source, plan_for)
+    parts = [
+        Part(kind=kind, begin=_begin(kind.plan, server, model), low=low, high=high)
+        for kind, (low, high) in zip(kinds, deal(bounds, [k.room for k in kinds]), strict=True)
+        if high
+    ]
+    lines = [f"left out: {text}" for text in left_out]
+    for part in parts:
+        number = str(part.low) if part.low == part.high else f"{part.low} to {part.high}"
+        gpus = format_count(part.kind.gpus, "GPU")
+        lines.append(f"replicas: {number}, each on {gpus} of {', '.join(part.kind.nodes)}")
+    stderr().print("\n".join(lines), markup=False, soft_wrap=True)
+    name = server.name or Path(checkpoint.source).name
+    return RayPool(parts, name, queue), name
+
+
+def _refuse_missing(extra: str, *modules: str) -> None:
+    """Refuse to begin without what an extra installs."""
+    for module in modules:
+        if not find_spec(module):
+            raise UsageError(
+                f"{module} isn't installed, which the server needs",
+                hint=f'pip install "duoka[{extra}]"',
+            )
 
 
 def _refuse_open(address: Address, server: ServeOptions) -> None:
@@ -166,14 +233,9 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
     from duoka.serve.address import Address
     from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
 
-    refuse_beside(
-        [
-            *given_options(server, "adapter", "max_queue", "allow_image_urls"),
-            *given_options(options, "replicas"),
-        ],
-        "--engine vllm",
-        "leave either out",
-    )
+    beside = given_options(server, "adapter", "max_queue", "allow_image_urls", "cluster")
+    beside += given_options(options, "replicas")
+    refuse_beside(beside, "--engine vllm", "leave either out")
     if server.engine_python is None:
         raise UsageError(
             "--engine vllm needs --engine-python: vLLM is installed apart from duoka",

@@ -12,6 +12,7 @@ started again when it ends.
 - `limits`: what is hostile or slow, and who may ask; `metrics`: what Prometheus reads
 - `pool`: the engines behind one address; `engine_client`: one of them, as the server has it
 - `vllm`: another engine, started by a plan and held to it
+- `on_ray`: engines on the nodes of a Ray cluster
 - `engine_process`, `__main__`: one of them, as a process; `messages`: what both tell each other
 - `questions`: what a prompt becomes there, and what reads its answer
 """

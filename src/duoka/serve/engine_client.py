@@ -173,7 +173,7 @@ class EngineClient:
         raise _error_of(event)
 
     def _submit(self, number: int, message: object, tokens: int) -> asyncio.Queue[Event]:
-        if self._writer is None or self.state != "ready":
+        if self.state != "ready":
             raise not_ready(self.reason)
         queue = self._open[number] = asyncio.Queue()
         self._tokens[number] = tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import uvicorn
 
@@ -14,7 +14,6 @@ from duoka.errors import MachineError
 from .address import Address
 from .app import make_app
 from .limits import Limits, TimedProtocol
-from .messages import Begin
 from .pool import EngineLost, Pool
 from .service import Service
 
@@ -30,28 +29,14 @@ class EngineFailure(MachineError):
         self.exit_code = code
 
 
-def serve(
-    begins: Sequence[Begin],
-    model: str,
-    address: Address,
-    *,
-    max_queue: int,
-    fetches_images: bool,
-    on_ready: Callable[[Service, str], None],
-) -> None:
+def serve(service: Service, address: Address, *, on_ready: Callable[[Service, str], None]) -> None:
     """Serve a model until SIGINT or SIGTERM; open answers are ended first.
 
     Parameters
     ----------
-    begins : sequence of Begin
-        An engine each.
-    model : str
-        Its name for clients.
+    service : Service
+        Its engines are opened and closed here.
     address : Address
-    max_queue : int
-        Requests that may wait.
-    fetches_images : bool
-        Whether images are fetched that requests name by their address.
     on_ready : callable
         Told when requests are answered, and at which URL.
 
@@ -62,12 +47,6 @@ def serve(
     EngineFailure
         If an engine can't be opened, or all have ended for good.
     """
-    service = Service(
-        Pool(begins, max_queue),
-        model,
-        has_key=address.key is not None,
-        fetches_images=fetches_images,
-    )
     with address.bind() as bound:
         asyncio.run(_serve(service, address, bound, on_ready))
 

@@ -1,0 +1,200 @@
+"""Nodes: what GPUs the nodes of a Ray cluster have, and a plan for each kind of them.
+
+Ray counts a node's GPUs and doesn't know them: a task on each node looks. Nodes with the same GPUs
+are of one kind. Where the GPUs of a node are alike, several replicas share it, each with as many
+as its plan has; where they aren't, Ray can't be told which of them a replica is for, and one
+replica has them all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from duoka.errors import DuokaError, InfeasibleError, MachineError
+from duoka.hardware.fleet import Fleet
+from duoka.planner.plan import Plan
+
+GPUS = "DUOKA_GPUS"
+"""In a node's environment: which GPUs it gives, as ``--gpus`` has it."""
+PlanFor = Callable[[Fleet, bool], Plan]
+"""The plan for a node's GPUs. Where they are alike, which is said, it need not use all of them."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_CONNECT_SECONDS, _LOOK_SECONDS = 5.0, 120.0
+Node = dict[str, Any]
+"""A node, as `ray.nodes` tells of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Nodes with the same GPUs.
+
+    Parameters
+    ----------
+    nodes : tuple of str
+        Their names.
+    plan : Plan
+        Of a replica there.
+    gpus : int
+        How many GPUs Ray keeps for it.
+    room : int
+        How many replicas these nodes hold.
+    foreign_ids : tuple of str
+        Other nodes with GPUs.
+    """
+
+    nodes: tuple[str, ...]
+    plan: Plan
+    gpus: int
+    room: int
+    foreign_ids: tuple[str, ...]
+
+
+def connect() -> None:
+    """Join the cluster that runs on this machine, or the one that RAY_ADDRESS names.
+
+    Raises
+    ------
+    MachineError
+        If there is none.
+    """
+    handler, address = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        if address != "auto":  # Ray tries for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except Exception as error:  # of half a dozen classes
+        raise MachineError(
+            f"no Ray cluster is reached: {_line(error)}",
+            hint="`ray start --head` here, and `ray start --address …` on the other machines",
+        ) from error
+    finally:
+        signal.signal(signal.SIGTERM, handler)  # Ray takes it
+
+
+def find_kinds(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[list[Kind], list[str]]:
+    """The kinds of nodes that hold the model, and why others don't.
+
+    Parameters
+    ----------
+    gpus : str, optional
+        Which ones a node gives, where its environment doesn't say.
+    source : str
+        The checkpoint.
+    plan_for : PlanFor
+
+    Raises
+    ------
+    InfeasibleError
+        If no node holds it.
+    """
+    alike: dict[Fleet, list[Node]] = {}
+    left_out = []
+    nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    for node, seen in zip(nodes, _look_at(nodes, gpus, source), strict=True):
+        if isinstance(seen, Fleet):
+            alike.setdefault(seen, []).append(node)
+        else:
+            left_out.append(f"{_name(node)}: {seen}")
+    kinds = []
+    for fleet, group in alike.items():
+        try:
+            kinds.append(_kind(fleet, group, nodes, plan_for))
+        except InfeasibleError as error:
+            left_out += [f"{_name(node)}: {error}" for node in group]
+    if not kinds:
+        raise InfeasibleError(
+            "\n".join(["no node of the cluster holds the model", *left_out]),
+            hint="Ray counts the GPUs of a node when it starts: `ray status` shows them",
+        )
+    return sorted(kinds, key=lambda kind: -kind.room), left_out
+
+
+def _kind(fleet: Fleet, group: Sequence[Node], nodes: Sequence[Node], plan_for: PlanFor) -> Kind:
+    are_alike = len({replace(device, name="cuda:0") for device in fleet.devices}) == 1
+    plan, num_gpus = plan_for(fleet, are_alike), len(fleet.devices)
+    if are_alike:  # Ray gives a replica any of them, and torch counts those from 0 on
+        num_gpus, kind = len(plan.devices), fleet.names[0].partition(":")[0]
+        plan = plan.moved(
+            {
+                name: replace(plan.fleet.device(name), name=f"{kind}:{number}")
+                for number, name in enumerate(plan.devices)
+            }
+        )
+    return Kind(
+        nodes=tuple(map(_name, group)),
+        plan=plan,
+        gpus=num_gpus,
+        room=sum(int(node["Resources"]["GPU"]) // num_gpus for node in group),
+        foreign_ids=tuple(node["NodeID"] for node in nodes if node not in group),
+    )
+
+
+def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[Fleet | str]:
+    """What each node gives, or why it can't be used."""
+    task = ray.remote(look)
+    answers = [
+        task.options(
+            num_cpus=0,
+            num_gpus=node["Resources"]["GPU"],
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        ).remote(gpus, source, version("duoka"))
+        for node in nodes
+    ]
+    ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_LOOK_SECONDS)
+    for node, answer in zip(nodes, answers, strict=True):
+        if answer not in ready:
+            ray.cancel(answer, force=True)
+            yield "others have its GPUs: it wasn't reached in two minutes"
+            continue
+        try:
+            seen: Fleet | str = ray.get(answer)
+        except ray.exceptions.RayError as error:
+            yield f"duoka doesn't run there: {_line(error)}"
+            continue
+        number = int(node["Resources"]["GPU"])
+        if isinstance(seen, Fleet) and len(seen.devices) != number:
+            seen = f"{len(seen.devices)} GPUs are there, and Ray counts {number}"
+        yield seen
+
+
+def look(gpus: str | None, source: str, server_version: str) -> Fleet | str:
+    """On a node: the GPUs that it gives, without their identities; or why it can't be used."""
+    if version("duoka") != server_version:
+        return f"it has duoka {version('duoka')}, and the server {server_version}"
+    if Path(source).is_absolute() and not Path(source).is_dir():
+        return f"{source} isn't there"
+    sort_visible()
+    try:
+        fleet = Fleet.parse(os.environ.get(GPUS) or gpus or "all")
+    except DuokaError as error:
+        return str(error)
+    devices = [replace(device, uuid="", pci_address="") for device in fleet.devices]
+    return replace(fleet, devices=tuple(devices))
+
+
+def sort_visible() -> None:
+    """Number this process's GPUs as their machine does, in whatever order Ray gives them."""
+    visible = os.environ.get(_VISIBLE, "").split(",")
+    if all(map(str.isdecimal, visible)):
+        os.environ[_VISIBLE] = ",".join(sorted(visible, key=int))
+
+
+def _name(node: Node) -> str:
+    return f"{node['NodeName']} ({node['NodeID'][:8]})"
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].strip()[:300]

@@ -1,0 +1,195 @@
+"""The kinds of nodes behind one address, each an application of Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import ray
+from ray import serve
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from duoka.errors import UsageError
+from duoka.serve.errors import HttpError
+from duoka.serve.messages import Ask, Begin, Begun, Event
+from duoka.serve.pool import EngineLost, Pool
+
+from .board import Board
+from .client import ReplicasClient
+from .nodes import Kind
+from .replica import Replica
+
+_POLL_SECONDS = 0.5
+_MOST_TRIES = 4
+_LOST = ("engine_died", "engine_not_ready")
+# Beside requests, a replica counts the tokens of texts.
+_BESIDE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A kind of nodes, how an engine is opened there, and the least and the most replicas."""
+
+    kind: Kind
+    begin: Begin
+    low: int
+    high: int
+
+
+class RayPool(Pool):
+    """Replicas on a Ray cluster, and a bound on what waits for them.
+
+    Parameters
+    ----------
+    parts : sequence of Part
+    model : str
+        Its name for clients, which those of the applications begin with.
+    max_queue : int
+        Requests that may wait beside those that are answered.
+    """
+
+    def __init__(self, parts: Sequence[Part], model: str, max_queue: int) -> None:
+        super().__init__((), max_queue)
+        self._parts = parts
+        self._clients = [ReplicasClient(part.begin, at) for at, part in enumerate(parts)]
+        self.engines = [*self._clients]
+        name = re.sub(r"[^\w.-]", "-", model)
+        self._names = [f"duoka-{name}-{number + 1}" for number in range(len(parts))]
+        self._board: Any = None
+
+    async def start(self) -> None:
+        """Deploy an application for each kind, and wait until its least replicas answer.
+
+        Raises
+        ------
+        UsageError
+            If the cluster has applications of these names.
+        EngineLost
+            If no replica can be opened.
+        """
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        handles = await asyncio.to_thread(self._deploy)
+        for client, handle in zip(self._clients, handles, strict=True):
+            client.handle = handle.options(stream=True)
+        self._tasks = [asyncio.create_task(self._listen())]
+        while any(
+            client.state != "failed" and client.num_replicas < part.low
+            for client, part in zip(self._clients, self._parts, strict=True)
+        ):
+            await asyncio.sleep(_POLL_SECONDS)
+            applications = (await asyncio.to_thread(serve.status)).applications
+            for name, client in zip(self._names, self._clients, strict=True):
+                state = applications.get(name)
+                if state is not None and state.status == "DEPLOY_FAILED":
+                    raise EngineLost(f"{name}: {state.message[-2000:]}", client.exit_code)
+        if self.has_failed:
+            raise EngineLost(self._clients[0].reason or "", self._clients[0].exit_code)
+
+    async def close(self) -> None:
+        """Take the applications away, and leave the cluster."""
+        await super().close()
+        await asyncio.to_thread(self._withdraw)
+
+    async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
+        """What comes of a request; asked again elsewhere while nothing of the answer has come.
+
+        Raises
+        ------
+        HttpError
+            If too many wait already, or it can't be answered.
+        """
+        has_begun = is_answered = False
+        for tries in count(1):
+            try:
+                async with aclosing(super().ask(ask, tokens, key)) as events:
+                    async for event in events:
+                        if not isinstance(event, Begun):
+                            is_answered = True
+                        elif has_begun:
+                            continue
+                        has_begun = True
+                        yield event
+                return
+            except HttpError as error:
+                if is_answered or error.code not in _LOST or tries == _MOST_TRIES:
+                    raise
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _deploy(self) -> list[Any]:
+        serve.start(proxy_location="Disabled")
+        there = set(self._names) & set(serve.status().applications)
+        if there:
+            self._names = []  # they aren't taken away
+            raise UsageError(
+                f"the cluster serves {min(there)} already", hint="give this one another --name"
+            )
+        at_server = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=at_server)
+        self._board = board.remote()
+        targets = [
+            serve.RunTarget(
+                self._deployment(part).bind(part.begin, self._board), name=name, route_prefix=None
+            )
+            for name, part in zip(self._names, self._parts, strict=True)
+        ]
+        handles: list[Any] = serve.run_many(targets, wait_for_applications_running=False)
+        return handles
+
+    def _deployment(self, part: Part) -> Any:
+        sequences = part.begin.plan.workload.batch
+        actor: dict[str, Any] = {"num_gpus": part.kind.gpus}
+        if part.kind.foreign_ids:  # a node that joins later may be of this kind
+            foreign = ",".join(part.kind.foreign_ids)
+            actor["label_selector"] = {"ray.io/node-id": f"!in({foreign})"}
+        return serve.deployment(Replica).options(
+            name="engine",
+            ray_actor_options=actor,
+            max_ongoing_requests=sequences + _BESIDE,
+            autoscaling_config={
+                "min_replicas": part.low,
+                "max_replicas": part.high,
+                "target_ongoing_requests": sequences,
+                "upscale_delay_s": 10,
+                "look_back_period_s": 10,
+                "metrics_interval_s": 2,
+            },
+            health_check_period_s=2,
+            graceful_shutdown_wait_loop_s=0.5,
+        )
+
+    async def _listen(self) -> None:
+        """Hear the replicas on nodes that are there."""
+        while True:
+            try:
+                reports, nodes = await asyncio.to_thread(self._read)
+            except ray.exceptions.RayError as error:
+                for client in self._clients:
+                    client.fail(f"the Ray cluster doesn't answer: {type(error).__name__}")
+                return
+            alive = {node["NodeID"] for node in nodes if node["Alive"]}
+            for name, client in zip(self._names, self._clients, strict=True):
+                client.hear(
+                    {
+                        replica: report
+                        for replica, report in reports.items()
+                        if report.application == name and report.node_id in alive
+                    }
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def _read(self) -> Any:
+        return ray.get(self._board.read.remote()), ray.nodes()
+
+    def _withdraw(self) -> None:
+        with suppress(Exception):  # the cluster may be gone
+            for name in self._names:
+                serve.delete(name)
+        ray.shutdown()
