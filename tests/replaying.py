@@ -144,13 +144,12 @@ class _Plain:
 
     def read_in(self, block: int, step: int) -> None:
         replay = self.replay
-        if not replay.steps[step].large_at_tokens:
-            for read in replay.tape(block, step).reads:
-                key = replay.key_of(block, read.ref, step)
-                here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
-                if not here and key not in self.alive:
-                    size = evaluate(read.size, replay.steps[step].values)
-                    self.alive[key] = self.malloc(size)
+        for read in replay.tape(block, step).reads:
+            key = replay.key_of(block, read.ref, step)
+            here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
+            if not here and key not in self.alive:
+                size = evaluate(read.size, replay.steps[step].values)
+                self.alive[key] = self.malloc(size)
 
     def block(self, block: int, step: int) -> None:
         self.read_in(block, step)
