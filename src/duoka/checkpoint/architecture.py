@@ -105,12 +105,6 @@ def _listed_types() -> set[str]:
     return {CHATGLM, *_NAMED_TYPE.findall(text)} if text else set()
 
 
-@cache
-def renames_tensors(model_type: str) -> bool:
-    """Whether transformers' class for a type has other names than its checkpoints may have."""
-    return f'"{model_type}"' in _transformers_source("conversion_mapping.py")
-
-
 def _transformers_source(file: str) -> str:
     """A file of transformers, which takes seconds to import; nothing where there is none."""
     package = find_spec("transformers")

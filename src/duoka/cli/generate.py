@@ -113,7 +113,7 @@ def generate(
         raise UsageError(
             "--raw continues a text, in which --image has no place", hint="leave one of them out"
         )
-    plan = planning.make_plan(model, with_images(options, images), texts=questions)
+    plan = planning.make_plan(model, with_images(options, images), to_run=True)
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     sampling, reader = planning.sampling(plan, chosen), planning.open_prompts(plan, model)
     usable = None if prompts.raw else planning.usable_system(reader, answering.system)
