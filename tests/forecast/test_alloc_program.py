@@ -55,7 +55,7 @@ def run(replay: Replay, blocks: list[int], capacity: int | None) -> Peaks | None
     if found is None:
         return None
     peaks = found.allocated_bytes, found.reserved_bytes, found.requested_bytes
-    return *peaks, found.kv_cache_bytes, replay.was_pressed
+    return *peaks, found.kv_cache_bytes
 
 
 def check(profile: Profile, workload: Workload, data: st.DataObject) -> None:

@@ -45,11 +45,6 @@ class Replay(AllocEvents):
         self.brief = brief
         self.workspace_bytes = workload.gpu_generation.workspace_bytes
         super().__init__(profile, workload)
-        # The steps of the last run that didn't fit, up to the one where it ended; none in training.
-        self.failed_steps: tuple[Step, ...] = ()
-        # Whether cached memory had to be given back in the last run; where not, a larger capacity
-        # makes no difference.
-        self.was_pressed = False
 
     def run(
         self,
@@ -63,10 +58,7 @@ class Replay(AllocEvents):
         try:
             return run.run()
         except OutOfCapacity:
-            self.failed_steps = tuple(self.steps[: run.num_begun])
             return None
-        finally:
-            self.was_pressed = run.memory.is_pressed
 
     def _stage_run(
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
@@ -161,8 +153,6 @@ class StageRun:
         self.blocks = sorted(blocks)
         self.kinds = [self.profile.kinds[self.profile.blocks[block].kind] for block in self.blocks]
         self.memory = new_memory(capacity)
-        self.num_begun = 0
-        """How many steps have been begun."""
 
     def run(self) -> StageBytes:
         """Replay it; `OutOfCapacity` where it doesn't fit."""
@@ -213,7 +203,6 @@ class InferenceRun(StageRun):
     def run_steps(self) -> tuple[int, int]:
         """Replay all steps; bytes of caches at the peak, and none of gradients."""
         for step in range(len(self.replay.steps)):
-            self.num_begun = step + 1
             self._run_step(step)
         return self.memory.cached_at_peak, 0
 
