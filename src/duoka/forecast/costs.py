@@ -329,8 +329,8 @@ class TrainingCosts(Costs):
         def saved_bytes(block: int) -> int:
             sizes = replay.sizes(block, FORWARD)
             events = filter(None, replay.tape(block, BACKWARD).events)
-            own = {ref.index for ref in events if ref.origin == "own"}
-            return sum(rounded_bytes(size) for number, size in enumerate(sizes) if number in own)
+            numbers = {ref.index for ref in events if ref.origin == "own"}
+            return sum(rounded_bytes(size) for at, size in enumerate(sizes) if at in numbers)
 
         lasting, gradients = [], []
         for blocks in self.places:
