@@ -42,6 +42,9 @@ def answer_file(
 
     prompts = read_prompts(path, answering.system)
     plan = _plan(model, options, len(prompts)).on_this_machine()
+    reader = planning.open_prompts(plan, model)
+    texts = (reader.plain(prompt.messages[-1].content) for prompt in prompts)
+    reader.check([max(texts, key=len)], None)  # before anything is loaded
     params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
