@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from math import inf
 from typing import Literal
 
 import numpy as np
@@ -18,17 +19,20 @@ from duoka.hardware.device import Device
 
 from .allocator import rounded_bytes
 from .latency import LatencyModel
-from .optimizer_memory import state_bytes
-from .profile import Profile
+from .optimizer_memory import MOST_TEMPORARIES, state_bytes
+from .profile import Kind, Profile, Ref, evaluate
 from .replay import Replay
 from .replay_serving import ServingReplay
-from .replay_training import BACKWARD, FORWARD, TrainingReplay, in_flight
+from .replay_training import ACCUMULATE, BACKWARD, FORWARD, TrainingReplay, in_flight
 from .serving import SERVING_MONOMIALS
 from .stage_bytes import StageBytes
 from .stages import Chain, between, lower_bounds
 from .workload import Training, Workload
 
 Ints = NDArray[np.int64]
+
+_NEVER = 2**60
+"""More bytes than any budget."""
 
 Room = Callable[[int], int]
 """What is to stay free of a budget of so many bytes."""
@@ -308,7 +312,7 @@ class TrainingCosts(Costs):
         """[start, stop]: never more than the exact bytes of a stage at this place."""
         place = min(place, self.num_places)
         if place not in self._by_place:
-            self._by_place[place] = self._bounds(in_flight(self.training, place))
+            self._by_place[place] = _TrainingBounds(self, place).table()
         return self._by_place[place]
 
     def replay(self, *, brief: bool, place: int = 1) -> TrainingReplay:
@@ -318,29 +322,127 @@ class TrainingCosts(Costs):
     def _lower_bounds(self) -> Ints:
         return self.bounds_at(1)
 
-    def _bounds(self, flying: int) -> Ints:
-        """[start, stop]: what is there in an update, or with so many micro-batches in flight.
 
-        What a backward pass works with, and the one micro-batch that may be between two passes,
-        are left out.
-        """
-        replay, optimizer = self.replay(brief=True), self.training.optimizer
+class _TrainingBounds:
+    """Lower bounds of stages: what blocks hold of their own at the peaks of a step.
 
-        def saved_bytes(block: int) -> int:
-            sizes = replay.sizes(block, FORWARD)
-            events = filter(None, replay.tape(block, BACKWARD).events)
-            numbers = {ref.index for ref in events if ref.origin == "own"}
-            return sum(rounded_bytes(size) for at, size in enumerate(sizes) if at in numbers)
+    Whatever order the passes run in, there is a moment at which one block is at its peak, those
+    before it have saved theirs, and as many other micro-batches are in flight as ever.
+    """
 
-        lasting, gradients = [], []
-        for blocks in self.places:
-            kinds = [self.profile.kinds[self.profile.blocks[block].kind] for block in blocks]
-            trained = [tensor for kind in kinds for tensor in kind.trained]
-            states = [size for tensor in trained for size in state_bytes(optimizer, tensor)]
-            weights = [size for kind in kinds for size in kind.weight_bytes]
-            lasting.append(sum(map(rounded_bytes, [*weights, *states])))
-            gradients.append(sum(rounded_bytes(tensor.num_bytes) for tensor in trained))
-        saved = flying * between([saved_bytes(block) for block, *_ in self.places])
-        if self.training.micro_batches > flying:
-            saved += between(gradients)
-        return np.triu(between(lasting) + np.maximum(between(gradients), saved))
+    def __init__(self, costs: TrainingCosts, place: int) -> None:
+        self.costs = costs
+        self.training = costs.training
+        self.flying = in_flight(costs.training, place)
+        self.replay = TrainingReplay(costs.profile, costs.workload, place=place)
+        self.num = costs.num_blocks
+
+    def table(self) -> Ints:
+        """[start, stop]."""
+        places = [self.costs.blocks_of(place, place + 1) for place in range(self.num)]
+        weights = self._tensor_sums(places, lambda kind: kind.weight_bytes)
+        optimizer, number = self.training.optimizer, self.training.micro_batches
+        trained, matrices, states = (
+            self._tensor_sums(places, lambda kind: [t.num_bytes for t in kind.trained]),
+            self._tensor_sums(places, lambda kind: [t.num_bytes for t in kind.trained if t.decays]),
+            self._tensor_sums(
+                places, lambda kind: [n for t in kind.trained for n in state_bytes(optimizer, t)]
+            ),
+        )
+        saved = np.array([self._saved_bytes(blocks[0]) for blocks in places], np.int64)
+        forward, backward, accumulate = (
+            self._most(saved, np.array([self._peak(blocks, step) for blocks in places], np.int64))
+            for step in (FORWARD, BACKWARD, ACCUMULATE)
+        )
+        flying = between(saved)
+        # While one micro-batch passes, so many others are saved; while gradients are there, fewer
+        # where all of them fly at first.
+        others_saved = (self.flying - 1) * flying
+        fewer = others_saved if number > self.flying else (self.flying - 2) * flying
+        phases = [
+            trained + (matrices if MOST_TEMPORARIES[optimizer] == inf else 0),
+            others_saved + np.maximum(forward, backward),
+        ]
+        if number > 1:
+            phases.append(trained + fewer + accumulate)
+        if number > self.flying:
+            phases.append(trained + others_saved + forward)
+        needed = weights + states + np.maximum.reduce(phases)
+        return np.triu(needed, 1)
+
+    def _tensor_sums(
+        self, places: Sequence[Sequence[int]], sizes: Callable[[Kind], Sequence[int]]
+    ) -> Ints:
+        """[start, stop]: what tensors of a stage take together."""
+        profile = self.costs.profile
+        return between(
+            [
+                sum(
+                    rounded_bytes(size)
+                    for block in blocks
+                    for size in sizes(profile.kinds[profile.blocks[block].kind])
+                )
+                for blocks in places
+            ]
+        )
+
+    def _most(self, saved: Ints, peaks: Ints) -> Ints:
+        """[start, stop]: the most that a block needs beside what those before it have saved."""
+        saved_before = np.cumsum(saved) - saved
+        at_peak = np.where(
+            np.triu(np.ones((self.num, self.num), np.bool_)), saved_before + peaks, -_NEVER
+        )
+        table = np.zeros((self.num + 1, self.num + 1), np.int64)
+        table[:-1, 1:] = np.maximum.accumulate(at_peak, axis=1) - saved_before[:, None]
+        return np.triu(table, 1)
+
+    def _saved_bytes(self, block: int) -> int:
+        """Bytes that a block's backward pass takes from its own forward pass."""
+        number = len(self.replay.tape(block, FORWARD).sizes)
+        sizes = self.replay.sizes(block, FORWARD)
+        outputs = sum(
+            rounded_bytes(sizes[ref.index])
+            for ref in self.replay.tape(block, BACKWARD).events
+            if ref is not None and ref.origin == "own" and ref.index < number
+        )
+        return outputs + self._saved_input_bytes(block)
+
+    def _saved_input_bytes(self, block: int) -> int:
+        """The same of what the block before it gave: there, or copied, on the stage of this one."""
+        values = self.replay.steps[FORWARD].values
+        inputs = {
+            read.ref: rounded_bytes(evaluate(read.size, values))
+            for read in self.replay.tape(block, FORWARD).reads
+        }
+        ended = set(self.replay.tape(block, BACKWARD).events)
+        return sum(
+            min(size, self._made_bytes(block, ref))
+            for ref, size in inputs.items()
+            if ref in ended and ref.origin == "earlier"
+        )
+
+    def _made_bytes(self, block: int, ref: Ref) -> int:
+        maker, number = self.replay.key_of(block, ref, FORWARD)
+        return rounded_bytes(self.replay.sizes(maker, FORWARD)[number])
+
+    def _peak(self, blocks: Sequence[int], step: int) -> int:
+        """The most that the first block, or one tied to it, holds of its own in one pass."""
+        first, *tied = blocks
+        peaks = [self._saved_bytes(first) + self._own_peak(block, step) for block in tied]
+        return max([self._own_peak(first, step), *peaks])
+
+    def _own_peak(self, block: int, step: int) -> int:
+        tape = self.replay.tape(block, step)
+        sizes = [rounded_bytes(size) for size in self.replay.sizes(block, step)]
+        before = [rounded_bytes(size) for size in self.replay.sizes(block, FORWARD)]
+        first = self.replay.first_number(block, step)
+        live = peak = self._saved_bytes(block) - self._saved_input_bytes(block) if step else 0
+        number = 0
+        for ref in tape.events:
+            if ref is None:
+                live += sizes[number]
+                number += 1
+            elif ref.origin == "own":
+                live -= sizes[ref.index - first] if ref.index >= first else before[ref.index]
+            peak = max(peak, live)
+        return peak

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .allocator import rounded_bytes
-from .profile import Profile, buffer_bytes
+from .profile import Profile, Ref, Tape, buffer_bytes, evaluate
 from .replay import Replay
 
 
@@ -34,6 +34,7 @@ class Chain:
         for index, block in enumerate(blocks):
             if block.tied_to is not None:
                 self.attached[profile.root_of(index)].append(index)
+        self._likes: dict[tuple[int, int], list[int]] = {}
 
     def __len__(self) -> int:
         """How many blocks can be cut apart."""
@@ -87,33 +88,75 @@ class Chain:
             )
         )
 
+    def likes(self, block: int, ref: Ref) -> list[int]:
+        """Blocks of a block's kind, one for each kind of block that what they refer to is from."""
+        if ref.origin != "earlier":
+            return [block]
+        kinds, key = self.profile.blocks, (self.profile.blocks[block].kind, ref.back)
+        if key not in self._likes:
+            likes = {kinds[index - ref.back].kind: index for index in self._of_kind[key[0]]}
+            self._likes[key] = list(likes.values())
+        return self._likes[key]
+
+    @cached_property
+    def _of_kind(self) -> dict[int, list[int]]:
+        blocks: dict[int, list[int]] = {}
+        for index in self.blocks:
+            blocks.setdefault(self.profile.blocks[index].kind, []).append(index)
+        return blocks
+
 
 def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     """[start, stop]: never more than the exact bytes of stages.
 
-    A stage needs at least its weights, and while one of its blocks is at its peak in a step, that
-    and the caches of the others, be they those of before the step or of behind it. What blocks read
-    of one another is left out.
+    A stage needs at least what is requested while some block of it is at its peak in some step.
+    Then the caches of the blocks before it have grown in this step and those behind it haven't.
+    Prefix sums of caches make that a sum for each
+    (stage, block), and a running maximum over the blocks of a stage the bound for all stages that
+    begin at one place. Left out is some of what goes by way of tied blocks, and what a block leaves
+    to later ones while those between don't touch it.
     """
     num = len(chain)
     kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
-    of_kind = {
-        kind: [*_cache_and_peaks(replay, block)]
-        for kind, block in dict(zip(kinds, chain.blocks, strict=True)).items()
-    }
+    block_of = dict(zip(kinds, chain.blocks, strict=True))
+    of_kind = {kind: [*_cache_and_peaks(chain, replay, block)] for kind, block in block_of.items()}
+    rows = {kind: row for row, kind in enumerate(of_kind)}
+    # [steps, places, numbers]
+    costs = np.array([*of_kind.values()])[[rows[kind] for kind in kinds]].swapaxes(0, 1)
     bounds = np.zeros((num + 1, num + 1), np.int64)
     ahead = np.triu(np.ones((num, num), np.bool_))
-    for costs in np.array([of_kind[kind] for kind in kinds], np.int64).swapaxes(0, 1):
-        cache, more = costs.T
-        most = np.maximum.accumulate(np.where(ahead, more, 0), axis=1)
-        np.maximum(bounds[:-1, 1:], between(cache)[:-1, 1:] + most, out=bounds[:-1, 1:])
-    return np.triu(bounds, 1) + chain.weight_bytes + _buffers(chain)
+    starts, places = np.arange(num)[:, None], np.arange(num)
+    for step in _largest(replay, costs):
+        before, after, peaks, fuller, back = costs[step].T
+        grown = np.concatenate([[0], np.cumsum(after)])
+        to_grow = np.concatenate([[0], np.cumsum(before)])
+        busiest = np.where(starts <= places - back, fuller, peaks)
+        at_peak = np.where(ahead, grown[:-1] - to_grow[1:] + busiest, -(1 << 62))
+        most = np.maximum.accumulate(at_peak, axis=1)
+        bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
+        np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
+    return bounds + chain.weight_bytes + _buffers(chain)
 
 
 def between(values: ArrayLike) -> NDArray[Any]:
     """[start, stop]: sums of values, one for each place; below the diagonal their negatives."""
     total = np.cumsum(np.concatenate([[0], np.asarray(values)]))
     return np.asarray(total[None, :] - total[:, None])
+
+
+def _largest(replay: Replay, costs: NDArray[np.int64]) -> list[int]:
+    """The steps but those that a later one of their regime exceeds in everything."""
+    regimes = [step.regime for step in replay.steps]
+    return [
+        step
+        for step, regime in enumerate(regimes)
+        if not any(
+            regimes[later] == regime
+            # How far back a block frees something is the same in all of them.
+            and bool(np.all(costs[step] <= costs[later]))
+            for later in range(step + 1, len(regimes))
+        )
+    ]
 
 
 def _buffers(chain: Chain) -> NDArray[np.int64]:
@@ -129,23 +172,79 @@ def _buffers(chain: Chain) -> NDArray[np.int64]:
     return buffers
 
 
-def _cache_and_peaks(replay: Replay, block: int) -> Iterator[tuple[int, int]]:
-    """For each step the cache bytes of a block at the least, and how much more its peak is."""
+def _cache_and_peaks(
+    chain: Chain, replay: Replay, block: int
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """For each step the cache bytes of a block before and after it, and its peak with them.
+
+    Then its peak where the blocks before it are on its stage as well, of which it frees something
+    that it doesn't read, and how many blocks back that goes.
+    """
     cache: list[int] = []
     for step in range(len(replay.steps)):
         tape = replay.tape(block, step)
         sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
-        before = live = peak = sum(cache)
-        count = 0
-        for event in tape.events:
-            if event is None:
-                live += sizes[count]
-                peak = max(peak, live)
-                count += 1
-            elif event.origin in ("kept", "own"):
-                live -= (cache if event.origin == "kept" else sizes)[event.index]
+        read = _read_bytes(chain, replay, block, step)
+        left = {
+            ref: _made_bytes(chain, replay, block, step, ref)
+            for ref in tape.events
+            if ref is not None and ref.origin == "earlier" and ref not in read
+        }
+        back = max((_back(chain, block, ref) for ref in left), default=0)
+        peak = _peak(tape, sizes, cache, read)
+        fuller = _peak(tape, sizes, cache, read | left) if left else peak
+        before = sum(cache)
         dropped = {ref.index for ref in tape.events if ref is not None and ref.origin == "kept"}
         cache = [size for slot, size in enumerate(cache) if slot not in dropped]
         cache += [sizes[number] for number in sorted(tape.retained)]
-        least = min(before, sum(cache))
-        yield least, peak - least
+        yield before, sum(cache), peak, fuller, back
+
+
+def _peak(tape: Tape, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref, int]) -> int:
+    """The most that a block has at a time, with its caches and what it reads of others."""
+    live = peak = sum(cache) + sum(read.values())
+    count = 0
+    for event in tape.events:
+        if event is None:
+            live += sizes[count]
+            peak = max(peak, live)
+            count += 1
+        elif event.origin == "kept":
+            live -= cache[event.index]
+        elif event.origin == "own":
+            live -= sizes[event.index]
+        else:
+            live -= read.get(event, 0)
+    return peak
+
+
+def _back(chain: Chain, block: int, ref: Ref) -> int:
+    """How many places before a block's place in the chain something was made."""
+    maker = block - ref.back
+    return sum(maker <= index < block for index in chain.blocks) if ref.back else 0
+
+
+def _read_bytes(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref, int]:
+    """Bytes at least of what other blocks made and this one, or one of its kind, reads.
+
+    Where a stage begins it is moved in, as large as what is read; elsewhere it is still there, as
+    large as it was made.
+    """
+    sizes: dict[Ref, int] = {}
+    for read in replay.tape(block, step).reads:
+        if read.ref.origin in ("earlier", "carried"):
+            moved = rounded_bytes(evaluate(read.size, replay.steps[step].values))
+            size = min(moved, _made_bytes(chain, replay, block, step, read.ref))
+            sizes[read.ref] = min(size, sizes.get(read.ref, size))
+    return sizes
+
+
+def _made_bytes(chain: Chain, replay: Replay, block: int, step: int, ref: Ref) -> int:
+    """Bytes of what a block refers to, as small as it is for any block of its kind."""
+    sizes = []
+    for index in chain.likes(block, ref):
+        maker, number = replay.key_of(index, ref, step)
+        # What is kept counts as a cache of its maker, on whose stage this one may be.
+        is_kept = number in replay.tape(maker, step).retained
+        sizes.append(0 if is_kept else rounded_bytes(replay.sizes(maker, step)[number]))
+    return min(sizes)
