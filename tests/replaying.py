@@ -49,7 +49,6 @@ class PlainAllocator:
     segments: list[tuple[bool, list[Piece]]] = field(default_factory=list)
     reserved: int = 0
     most_reserved: int = 0
-    pressed: bool = False
 
     def malloc(self, num_bytes: int) -> Piece:
         size = rounded_bytes(num_bytes)
@@ -58,7 +57,6 @@ class PlainAllocator:
         if piece is None:
             room = segment_bytes(size)
             if self.capacity is not None and self.reserved + room > self.capacity:
-                self.pressed = True
                 for segment in [s for s in self.segments if len(s[1]) == 1 and not s[1][0].asked]:
                     self.reserved -= segment[1][0].size
                     self.segments = [each for each in self.segments if each is not segment]
@@ -102,11 +100,11 @@ class PlainAllocator:
         return min(free, key=lambda piece: piece.size, default=None)  # the first of equals
 
 
-Peaks = tuple[int, int, int, int, bool]
+Peaks = tuple[int, int, int, int]
 
 
 def plain_run(replay: Replay, blocks: Sequence[int], capacity: int | None) -> Peaks | None:
-    """What `Replay.run` finds: allocated, reserved, requested, cached at the peak, pressed."""
+    """What `Replay.run` finds: allocated, reserved, requested, cached at the peak."""
     try:
         return _Plain(replay, frozenset(blocks), capacity).run()
     except (MemoryError, OutOfCapacity):
@@ -139,18 +137,17 @@ class _Plain:
                     self.release(replay.key_of(block, ref, step))
             for key in list(self.alive):
                 self.release(key)
-        pressed, reserved = self.allocator.pressed, self.allocator.most_reserved
-        return self.peak, reserved, self.requested_peak, self.cached_at_peak, pressed
+        reserved = self.allocator.most_reserved
+        return self.peak, reserved, self.requested_peak, self.cached_at_peak
 
     def read_in(self, block: int, step: int) -> None:
         replay = self.replay
-        if not replay.steps[step].large_at_tokens:
-            for read in replay.tape(block, step).reads:
-                key = replay.key_of(block, read.ref, step)
-                here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
-                if not here and key not in self.alive:
-                    size = evaluate(read.size, replay.steps[step].values)
-                    self.alive[key] = self.malloc(size)
+        for read in replay.tape(block, step).reads:
+            key = replay.key_of(block, read.ref, step)
+            here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
+            if not here and key not in self.alive:
+                size = evaluate(read.size, replay.steps[step].values)
+                self.alive[key] = self.malloc(size)
 
     def block(self, block: int, step: int) -> None:
         self.read_in(block, step)

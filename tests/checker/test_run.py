@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -321,17 +320,6 @@ def test_an_item_that_is_changed_and_put_back_is_one_fault_where_it_is_kept() ->
     (fault,) = check(run).faults
     assert fault.target == "cuda:0"
     assert fault.expressions == ("near", "m.b(x) > 0")
-
-
-def test_threads_that_code_starts_are_watched() -> None:
-    def run(m: Two, x: torch.Tensor) -> torch.Tensor:
-        with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(lambda part: part(x) + torch.zeros(4), (m.a, m.b))
-        return first.to(second.device) + second
-
-    (fault,) = check(run).faults
-    assert fault.source == "part(x) + torch.zeros(4)"
-    assert fault.count == 2
 
 
 def test_memory_of_a_gpu_that_numpy_asks_for_is_a_fault() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from duoka.checkpoint.adapters import native_targets
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import UsageError
 from duoka.tools.demo.checkpoint import CONFIG
 
 
@@ -46,31 +45,6 @@ def test_targets_in_both_names(tmp_path: Path, target: str, native: tuple[str, .
 def test_targets_in_a_tower(tmp_path: Path, target: str, native: tuple[str, ...]) -> None:
     checkpoint = opened(tmp_path, {**CONFIG, "vision_config": {"hidden_size": 8}})
     assert native_targets(checkpoint, [target]) == native
-
-
-def test_what_the_family_has_not_is_refused(tmp_path: Path) -> None:
-    checkpoint = opened(tmp_path, CONFIG)
-    with pytest.raises(UsageError, match="'qkv'") as caught:
-        native_targets(checkpoint, ["q_proj", "qkv"])
-    assert "query_key_value" in str(caught.value.hint)
-    with pytest.raises(UsageError, match="did you mean 'q_proj'"):
-        native_targets(checkpoint, ["q_prj"])
-
-
-def test_what_the_index_has_not_is_refused(tmp_path: Path) -> None:
-    names = ["embed_tokens.weight", "layers.0.self_attn.q_proj.qweight", "layers.0.experts.0"]
-    checkpoint = opened(tmp_path, {"model_type": "llama", "hidden_size": 8}, names)
-    known = ["q_proj", "model.layers.0.self_attn.q_proj", "lm_head"]
-    assert native_targets(checkpoint, known) == tuple(known)
-    with pytest.raises(UsageError, match="did you mean 'q_proj'") as caught:
-        native_targets(checkpoint, ["q_prj"])
-    assert "embed_tokens, experts, lm_head, q_proj" in str(caught.value.hint)
-
-
-def test_names_that_transformers_changes_are_left_to_the_model(tmp_path: Path) -> None:
-    names = ["model.layers.0.block_sparse_moe.experts.0.w1.weight"]
-    checkpoint = opened(tmp_path, {"model_type": "mixtral", "hidden_size": 8}, names)
-    assert native_targets(checkpoint, ["gate_up_proj"]) == ("gate_up_proj",)
 
 
 def test_a_config_alone_knows_no_modules(tmp_path: Path) -> None:

@@ -14,15 +14,6 @@ from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.errors import ModelError
 from duoka.tools.demo.checkpoint import CONFIG
 
-TOWER = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_heads": 2,
-    "intermediate_size": 48,
-    "patch_size": 14,
-    "image_size": 56,
-    "num_positions": 17,
-}
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
 
 
@@ -31,27 +22,8 @@ LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}
     [
         ({}, "has no model_type"),
         ({"model_type": 3}, "is '3', which is no name"),
-        ({**LLAMA, "hidden_size": "64"}, "hidden_size is '64'; it must be a whole number"),
-        ({**LLAMA, "num_hidden_layers": 2.5}, "is 2.5; it must be a whole number"),
-        ({**LLAMA, "vocab_size": True}, "is True; it must be a whole number"),
-        ({**LLAMA, "num_attention_heads": 0}, "is 0; it must be a whole number, at least 1"),
-        ({**LLAMA, "num_hidden_layers": -1}, "is -1; it must be a whole number, at least 0"),
-        ({**CONFIG, "vision_config": {}}, "says nothing of hidden_size, num_hidden_layers, num_h"),
-        ({**CONFIG, "vision_config": [3]}, r"vision_config is \[3\]; it must be an object"),
-        ({**CONFIG, "vision_config": {**TOWER, "patch_size": 0}}, "patch_size is 0; it must be a"),
-        ({**CONFIG, "vision_config": {**TOWER, "num_heads": 3}}, "3 attention heads can't share"),
-        ({**CONFIG, "vision_config": {**TOWER, "image_size": 15}}, "has 1 patches of 14 a side"),
-        ({**CONFIG, "vision_config": {**TOWER, "in_channels": "3"}}, "in_channels is '3'; it must"),
-        ({**CONFIG, "vision_config": {**TOWER, "scaling_factor": 0}}, "scaling_factor is 0; feat"),
-        ({**CONFIG, "vision_config": TOWER, "boi_token_id": 10**6}, "boi_token_id is 1000000; it"),
-        ({**CONFIG, "vision_config": {**TOWER, "num_positions": 16}}, "num_positions is 16; 4 x 4"),
         ({**CONFIG, "inner_hidden_size": 1}, "of the first generation"),
         ({**CONFIG, "rmsnorm": False}, "rmsnorm is False"),
-        ({**CONFIG, "multi_query_group_num": 3}, "4 attention heads can't share the keys of 3"),
-        (
-            {key: CONFIG[key] for key in CONFIG if key not in ("hidden_size", "kv_channels")},
-            "says nothing of hidden_size, kv_channels",
-        ),
     ],
 )
 def test_what_no_model_is_built_of(config: dict[str, Any], told: str) -> None:
@@ -70,8 +42,6 @@ def test_models_that_there_are(published_data: Path) -> None:
         {**LLAMA, "max_position_embeddings": 0},  # there are none
         {"model_type": "chatglm", "transformers_version": "5.0.0"},  # GLM-4-9B, saved anew
         {"model_type": "gpt2", "n_layer": 2},
-        {**CONFIG, "vision_config": TOWER},
-        {**CONFIG, "vision_config": None},
     ):
         refuse_unbuildable(config)
 

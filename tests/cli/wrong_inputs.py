@@ -86,7 +86,6 @@ def prepare() -> None:
     _model("own-code", {"model_type": "frob", "auto_map": {"AutoModelForCausalLM": "a.Frob"}})
     _model("quantized", {**tiny, "quantization_config": {"quant_method": "awq"}})
     _model("spelled", {**tiny, "quantization_config": {"quant_method": "spell"}})
-    _model("with-tower", {**tiny, "vision_config": {}})
     _model("text-size", {**tiny, "hidden_size": "64"})
     _model("no-heads", {**tiny, "num_attention_heads": 0})
     _model("huge", {**tiny, "num_layers": 10**9})

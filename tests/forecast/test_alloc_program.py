@@ -55,7 +55,7 @@ def run(replay: Replay, blocks: list[int], capacity: int | None) -> Peaks | None
     if found is None:
         return None
     peaks = found.allocated_bytes, found.reserved_bytes, found.requested_bytes
-    return *peaks, found.kv_cache_bytes, replay.was_pressed
+    return *peaks, found.kv_cache_bytes
 
 
 def check(profile: Profile, workload: Workload, data: st.DataObject) -> None:
@@ -101,8 +101,7 @@ def compiled(
     """What block 7 does, alone on its device, that has so many caches before."""
     trace = SimpleNamespace(
         profile=SimpleNamespace(blocks={7: SimpleNamespace(kind=0)}),
-        steps=[SimpleNamespace(large_at_tokens=1)],
-        tape=lambda block, step: SimpleNamespace(sizes=range(num_sizes)),
+        tape=lambda block, step: SimpleNamespace(sizes=range(num_sizes), reads=()),
         events=lambda block, step: events,
     )
     compiler = StageCompiler(cast(AllocEvents, trace), 0, {7: num_kept}, alive=alive)

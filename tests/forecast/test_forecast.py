@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,9 +20,8 @@ from tiers import one_of_each
 from tiny import MIB
 
 from duoka import Fleet, Workload, models
-from duoka.forecast import replay
-from duoka.forecast.costs import Costs, ReplayCache
-from duoka.forecast.profile import Profile, Tape
+from duoka.forecast.costs import Costs
+from duoka.forecast.profile import Profile
 from duoka.forecast.replay import Replay
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.planner.constraints import Constraints
@@ -294,43 +292,10 @@ def test_what_was_replayed_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
     costs = Costs(PROFILES[0], load(500, 20))
     roomy = costs.stage_bytes(0, 5, 2**50)
     assert roomy is not None
-    assert (
-        costs.stage_bytes(0, 5, roomy.reserved_bytes) == roomy
-    )  # never pressed: no more is needed
     bound = int(costs.lower_bound_bytes[0, 5])
     for _ in range(2):
         assert costs.stage_bytes(0, 5, bound - 1) is None
     assert runs == [2**50, bound - 1]
-
-
-def test_steps_of_a_longer_context_tell_nothing_of_a_shorter_one_that_leaves_more_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of decode steps only what is large is replayed, and that is more in a longer context."""
-    monkeypatch.setattr(replay, "_MOST_EVENTS", 0)
-    profile = tiny.made_up([MIB, 3 * MIB, MIB, 512], tiny.Costs(cache=21_035))
-    grows = replace(
-        profile,
-        kinds=tuple(
-            replace(kind, tapes=tuple(_growing(tape) for tape in kind.tapes))
-            for kind in profile.kinds
-        ),
-    )
-    cache = ReplayCache()
-    long, short = (Costs(grows, load(1, new), cache) for new in (254, 109))
-    budget = 26 * MIB
-    assert long.stage_bytes(0, 4, budget) is None
-    told = short.stage_bytes(0, 4, budget)
-    assert told is not None
-    assert told == Costs(grows, load(1, 109)).stage_bytes(0, 4, budget)
-    again = Costs(grows, load(1, 254), cache)
-    monkeypatch.setattr(Replay, "run", None)  # nothing is replayed
-    assert again.stage_bytes(0, 4, budget) is None
-
-
-def _growing(tape: Tape) -> Tape:
-    """What a block works with, by the keys: more than 1 MiB at the end of the longer context."""
-    return replace(tape, sizes=(tiny.rule(bk=5066.0), *tape.sizes[1:]))
 
 
 def test_free_memory_is_what_the_budget_leaves() -> None:

@@ -162,7 +162,6 @@ def test_what_makes_no_sense_is_refused(options: Any, problem: str) -> None:
     [
         ({"method": "full", "quantize": "nf4"}, "quantized weights can't be trained"),
         ({"quantize": "int4"}, "gradients can't pass its kernels"),
-        ({"lora_target": ("nope",)}, "no module that can have adapters is called 'nope'"),
     ],
 )
 def test_what_no_workload_can_be_is_refused(

@@ -10,7 +10,6 @@ operation itself.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from duoka.base.model_code import Spot, is_installed, is_own_code
 from duoka.report.check_report import Call, Fault, FaultKind, Operand, Origin, Place
 from duoka.runtime.dispatch.arguments import must_move
-from duoka.virtual import MixedDevicesError, carry_over, settled_by
+from duoka.virtual import MixedDevicesError, settled_by
 
 from .entry_hooks import PlacedModule
 from .expressions import Expressions, OperandText
@@ -107,27 +106,8 @@ class Interceptor(TorchFunctionMode):
             stack.enter_context(settled_by(self))
             stack.enter_context(checked_gradients(self._record_gradient))
             stack.enter_context(self._in_backward())
-            stack.enter_context(self._in_threads())
             self.current = stack.enter_context(virtual_cuda(self.names.num_gpus))
             stack.enter_context(self)
-            yield
-
-    @contextmanager
-    def _in_threads(self) -> Iterator[None]:
-        """Watch in threads that model code starts."""
-        start, scope = threading.Thread.start, carry_over()
-
-        def watched_start(thread: threading.Thread) -> None:
-            run_alone = thread.run
-
-            def run() -> None:
-                with scope(), self:
-                    run_alone()
-
-            thread.run = run  # type: ignore[method-assign]
-            start(thread)
-
-        with mock.patch.object(threading.Thread, "start", watched_start):
             yield
 
     @contextmanager
@@ -419,10 +399,10 @@ class Interceptor(TorchFunctionMode):
             self.hard_coded[spot] = (op_name(func), name, count + 1)
 
 
-class _Calls(threading.local):
-    """How many calls of PyTorch's functions are in progress in a thread."""
+class _Calls:
+    """How many calls of PyTorch's functions are in progress."""
 
-    depth: int = 0
+    depth = 0
 
     @contextmanager
     def outside(self) -> Iterator[None]:

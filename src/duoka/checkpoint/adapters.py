@@ -1,13 +1,10 @@
-"""Adapters: which modules can have them, by the names of a checkpoint and of duoka's classes."""
+"""Adapters: the modules that have them, by the names of a checkpoint and of duoka's classes."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from duoka.errors import UsageError
-
-from .architecture import CHATGLM, renames_tensors
+from .architecture import CHATGLM
 from .checkpoint import Checkpoint
 
 # The modules of the ChatGLM family that can have adapters, published and as duoka has them.
@@ -30,34 +27,11 @@ _AROUND = {"transformer": "", "encoder": "", "embedding": "", "self_attention": 
 
 
 def native_targets(checkpoint: Checkpoint, targets: Sequence[str]) -> tuple[str, ...]:
-    """LoRA targets in the names of the class that is built; UsageError for what isn't there."""
-    is_chatglm = checkpoint.config.get("model_type") == CHATGLM and not checkpoint.builds_own_model
-    known = _stored_layers(checkpoint)
-    has_tower = bool(checkpoint.config.get("vision_config"))
-    if is_chatglm:
-        native = (name for names in _CHATGLM_LAYERS.values() for name in names)
-        known = {*_CHATGLM_LAYERS, *native, *(_TOWER_LAYERS if has_tower else ())}
-    for target in targets:
-        if known and target.rpartition(".")[2] not in known:
-            raise unknown_target(target, known)
-    if not is_chatglm:
+    """LoRA targets in the names of the class that is built."""
+    if checkpoint.config.get("model_type") != CHATGLM or checkpoint.builds_own_model:
         return tuple(targets)
+    has_tower = bool(checkpoint.config.get("vision_config"))
     return tuple(dict.fromkeys(name for target in targets for name in _native(target, has_tower)))
-
-
-def _stored_layers(checkpoint: Checkpoint) -> set[str]:
-    """What the modules with matrices are called; nothing where that isn't known."""
-    if renames_tensors(str(checkpoint.config.get("model_type"))):
-        return set()  # the model that is built tells, once transformers is imported
-    matrices = (
-        name.split(".")[:-1]
-        for name, tensor in (checkpoint.tensors or {}).items()
-        if tensor.shape is None or len(tensor.shape) > 1
-    )
-    stored = {parts[-1] for parts in matrices if parts and not parts[-1].isdecimal()}
-    # An index tells no shapes; and a head may be tied, and not be stored.
-    layers = {name for name in stored if "norm" not in name}
-    return layers | {"lm_head"} if layers else layers
 
 
 def _native(target: str, has_tower: bool) -> Iterator[str]:
@@ -70,13 +44,3 @@ def _native(target: str, has_tower: bool) -> Iterator[str]:
         yield from (f"{prefix}{name}" for name in _CHATGLM_LAYERS.get(leaf, (leaf,)))
     if has_tower and (in_tower or (shared and not around)):
         yield target.removeprefix("transformer.")
-
-
-def unknown_target(target: str, known: Collection[str]) -> UsageError:
-    """The error that a module is which can't have adapters."""
-    nearest = difflib.get_close_matches(target.rpartition(".")[2], sorted(known), n=1)
-    return UsageError(
-        f"no module that can have adapters is called {target[:60]!r}"
-        + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
-        hint=f"LoRA targets are ends of names: {', '.join(sorted(known))}",
-    )

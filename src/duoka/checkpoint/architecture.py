@@ -19,8 +19,6 @@ from typing import Any
 
 from duoka.errors import ModelError
 
-from .config import values
-
 CHATGLM = "chatglm"
 CHATGLM_NAMES = {
     "padded_vocab_size": "vocab_size",
@@ -45,15 +43,7 @@ _FIXED = {
 }
 _MODEL_TYPE = re.compile(r"[\w.+-]{1,100}", re.ASCII)
 _NAMED_TYPE = re.compile(r'[("]([a-z][\w.+-]*)"', re.ASCII)
-# What is a whole number in every config that names it, and, but for layers and positions, not 0.
-_WHOLE = re.compile(
-    r"(?P<counted>(?:(?:ffn_)?hidden|intermediate|(?:padded_)?vocab)_size"
-    r"|num_(?:attention|key_value)_heads|multi_query_group_num|kv_channels)"
-    r"|num_(?:hidden_)?layers|max_position_embeddings|seq_length",
-    re.ASCII,
-)
 _OF_IMAGES = re.compile(r'(vision|image|visual|pixel|patch)[^"]*":')
-_PUBLISHED = "compare config.json with the published one"
 
 
 def refuse_unbuildable(config: Mapping[str, Any]) -> None:
@@ -64,13 +54,8 @@ def refuse_unbuildable(config: Mapping[str, Any]) -> None:
         if known and "transformers" not in sys.modules:
             raise unknown_type(model_type, known, has_code="auto_map" in config)
         return  # whoever has imported transformers may have registered it
-    for key, value in values(config, "config.json"):
-        _refuse_other_kinds(key, value)
     if model_type == CHATGLM:
         refuse_other_chatglm(config)
-        if config.get("vision_config") is not None:
-            refuse_other_tower(config["vision_config"])
-            _refuse_other_marks(config)
 
 
 def refuse_images(config: Mapping[str, Any]) -> None:
@@ -120,12 +105,6 @@ def _listed_types() -> set[str]:
     return {CHATGLM, *_NAMED_TYPE.findall(text)} if text else set()
 
 
-@cache
-def renames_tensors(model_type: str) -> bool:
-    """Whether transformers' class for a type has other names than its checkpoints may have."""
-    return f'"{model_type}"' in _transformers_source("conversion_mapping.py")
-
-
 def _transformers_source(file: str) -> str:
     """A file of transformers, which takes seconds to import; nothing where there is none."""
     package = find_spec("transformers")
@@ -133,20 +112,6 @@ def _transformers_source(file: str) -> str:
         return ""
     path = Path(package.origin).parent / file
     return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
-def _refuse_other_kinds(key: str, value: Any) -> None:
-    """Refuse what is no number where every model has one, and nothing of what each has some."""
-    match = _WHOLE.fullmatch(key)
-    if match is None or value is None:
-        return
-    least = 1 if match["counted"] else 0
-    if type(value) not in (int, float) or value != int(value) or value < least:
-        raise ModelError(
-            f"the configuration's {key} is {value!r:.60}; it must be a whole number, at least "
-            f"{least}",
-            hint=_PUBLISHED,
-        )
 
 
 def refuse_other_chatglm(config: Mapping[str, Any]) -> None:
@@ -160,90 +125,4 @@ def refuse_other_chatglm(config: Mapping[str, Any]) -> None:
         if config.get(name, value) != value:
             raise ModelError(
                 f"{name} is {config[name]!r}; the ChatGLM family is built for {value!r} only"
-            )
-    _refuse_parts(config)
-
-
-def _refuse_parts(config: Mapping[str, Any]) -> None:
-    """Refuse a published config that lacks a size, and sizes that don't go together."""
-    sizes = {"hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads"}
-    sizes |= {old: new for old, new in CHATGLM_NAMES.items() if old != "add_qkv_bias"}
-    missing = [old for old, new in sizes.items() if old not in config and new not in config]
-    if missing and any(old in config for old in CHATGLM_NAMES):
-        raise ModelError(
-            f"the configuration of a ChatGLM says nothing of {', '.join(missing)}", hint=_PUBLISHED
-        )
-    heads = config.get("num_attention_heads")
-    groups = config.get("multi_query_group_num", config.get("num_key_value_heads"))
-    if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
-        raise ModelError(
-            f"{heads} attention heads can't share the keys of {groups} groups equally",
-            hint=_PUBLISHED,
-        )
-
-
-# What says of which sizes the tower of GLM-4V-9B is.
-_TOWER = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_heads",
-    "intermediate_size",
-    "patch_size",
-    "image_size",
-    "num_positions",
-)
-
-
-def refuse_other_tower(config: Any) -> None:
-    """Raise ModelError for a ``vision_config`` that GLM-4V's tower can't be built of."""
-    if not isinstance(config, Mapping):
-        raise ModelError(
-            f"the configuration's vision_config is {config!r:.60}; it must be an object",
-            hint=_PUBLISHED,
-        )
-    missing = [name for name in _TOWER if name not in config]
-    if missing:
-        raise ModelError(f"the vision_config says nothing of {', '.join(missing)}", hint=_PUBLISHED)
-    for name in (*_TOWER, "in_channels"):
-        value, least = config.get(name, 3), 0 if name == "num_hidden_layers" else 1
-        if type(value) is not int or value < least:
-            raise ModelError(
-                f"the vision_config's {name} is {value!r:.60}; it must be a whole number, at least "
-                f"{least}",
-                hint=_PUBLISHED,
-            )
-    fault = _tower_fault(config)
-    if fault is not None:
-        raise ModelError(f"in the vision_config {fault}", hint=_PUBLISHED)
-
-
-def _tower_fault(config: Mapping[str, Any]) -> str | None:
-    """What does not go together in a tower's sizes."""
-    image, patch = config["image_size"], config["patch_size"]
-    width, heads = config["hidden_size"], config["num_heads"]
-    grid, scale = image // patch, config.get("scaling_factor", 8)
-    if type(scale) not in (int, float) or not scale > 0:
-        return f"scaling_factor is {scale!r:.60}; features are divided by it"
-    if width % heads:
-        return f"{heads} attention heads can't share a hidden_size of {width} equally"
-    if grid < 2:
-        return f"an image_size of {image} has {grid} patches of {patch} a side; there must be 2"
-    if config["num_positions"] != grid**2 + 1:
-        return (
-            f"num_positions is {config['num_positions']}; {grid} x {grid} patches of {patch} in an "
-            f"image_size of {image}, and one token before them, have {grid**2 + 1}"
-        )
-    return None
-
-
-def _refuse_other_marks(config: Mapping[str, Any]) -> None:
-    """Refuse tokens around pictures that the vocabulary doesn't have."""
-    vocabulary = config.get("padded_vocab_size", config.get("vocab_size"))
-    for name in ("boi_token_id", "eoi_token_id"):
-        token = config.get(name, 0)
-        if type(token) is not int or not 0 <= token < (vocabulary or token + 1):
-            raise ModelError(
-                f"the configuration's {name} is {token!r:.60}; it must be a token of the "
-                f"{vocabulary} that there are",
-                hint=_PUBLISHED,
             )

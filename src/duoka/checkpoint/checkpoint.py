@@ -160,7 +160,7 @@ class Checkpoint:
         names = folder.names()
         if _CONFIG not in names:
             raise CheckpointError(
-                f"{folder.source} holds no {_CONFIG}{folder.explain()}",
+                f"{folder.source} holds no {_CONFIG}",
                 hint="give the directory that holds config.json",
             )
         config = _read_config(folder, _CONFIG)

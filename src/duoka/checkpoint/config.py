@@ -134,15 +134,6 @@ def max_context_tokens(config: dict[str, Any]) -> int | None:
     return None
 
 
-def vocabulary_size(config: dict[str, Any]) -> int | None:
-    """The rows of the embedding, as a config names them; None when it names none."""
-    for part in _with_text_config(config):
-        value = part.get("padded_vocab_size", part.get("vocab_size"))
-        if type(value) is int and value > 0:
-            return value
-    return None
-
-
 def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
     """The config, then the language model's part of it where the model has several."""
     nested = (config.get(key) for key in _TEXT_CONFIGS)

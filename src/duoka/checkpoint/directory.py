@@ -1,15 +1,14 @@
 """Directories: where a checkpoint's files lie, and which of them may be read.
 
-A local directory may hold anything: links that lead elsewhere, pipes, files that a download is
-still writing, pointers that git-lfs left in place of files. Here that is noticed and named before
-a file is believed. Nothing here knows what the files mean.
+A local directory may hold anything: links that lead elsewhere, pipes, files that a download hasn't
+filled, pointers that git-lfs left in place of files. Here that is noticed and named before a file
+is believed. Nothing here knows what the files mean.
 """
 
 from __future__ import annotations
 
 import os
 import stat
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -37,14 +36,8 @@ _SUFFIXES = (
     ".tiktoken",
     ".vocab",
 )
-# What downloads in progress are called, by those that make them.
-_UNFINISHED = (".incomplete", ".part", ".partial", ".aria2", ".tmp", ".crdownload", ".download")
-_MODELSCOPE = "._____temp"
-_HUGGINGFACE = Path(".cache", "huggingface", "download")
-_RECENT_SECONDS = 120
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024  # what git-lfs allows
-_WAIT = "wait until the download is done, or start it again"
 CHAT_TEMPLATES = "additional_chat_templates"
 
 Folder: TypeAlias = "LocalFolder | Snapshot"
@@ -55,13 +48,12 @@ class LocalFolder:
     """A directory on this machine.
 
     CheckpointError is raised for a file in it that is a link that leads elsewhere, no regular file,
-    or being written.
+    or not filled yet.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._names, self._unfinished = _survey(path)
-        self._refuse_active()
+        self._names = _survey(path)
 
     @property
     def path(self) -> Path:
@@ -82,7 +74,7 @@ class LocalFolder:
         return self._whole(name).num_bytes
 
     def fetch(self, name: str) -> Path:
-        """The path of a file that is no pointer and isn't being written."""
+        """The path of a file that is no pointer and has been filled."""
         self._whole(name)
         return self._path / name
 
@@ -103,12 +95,6 @@ class LocalFolder:
         for name in names:
             self._whole(name)
 
-    def explain(self) -> str:
-        """Name unfinished downloads."""
-        if not self._unfinished:
-            return ""
-        return f"; an unfinished download lies there: {self._unfinished[0].name}"
-
     def _whole(self, name: str) -> Stamp:
         path = self._path / name
         with reading(path, hint="put the file itself there"), open_regular(path) as file:
@@ -119,48 +105,32 @@ class LocalFolder:
                 f"{path} is not the file, but the pointer that git-lfs puts in its place",
                 hint=f"fetch the files: git -C {self._path} lfs pull",
             )
-        if self._path / f"{name}.aria2" in self._unfinished:
+        # aria2 makes a file in its full length, and fills it.
+        if (self._path / f"{name}.aria2").exists():
             raise CheckpointError(
-                f"{path} is not complete: {name}.aria2 lies beside it", hint=_WAIT
+                f"{path} is not complete: {name}.aria2 lies beside it",
+                hint="wait until the download is done, or start it again",
             )
         return stamp
 
-    def _refuse_active(self) -> None:
-        """Refuse a directory that somebody writes into now."""
-        now = time.time()
-        for path in self._unfinished:
-            age = now - _modified(path)
-            if age < _RECENT_SECONDS:
-                raise CheckpointError(
-                    f"{self._path} is still being written: {path.name} changed "
-                    f"{max(age, 0):.0f} seconds ago",
-                    hint=_WAIT,
-                )
 
-
-def _survey(root: Path) -> tuple[frozenset[str], tuple[Path, ...]]:
-    """The checkpoint's files in a directory, and the unfinished downloads in it."""
+def _survey(root: Path) -> frozenset[str]:
+    """The checkpoint's files in a directory."""
     names: set[str] = set()
-    unfinished: list[Path] = []
     allowed = _allowed(root)
     with reading(root), os.scandir(root) as scanned:
         entries = list(scanned)
     for entry in entries:
         path = root / entry.name
-        if entry.name.endswith(_UNFINISHED):
-            unfinished.append(path)
-        elif entry.name == _MODELSCOPE:
-            unfinished.extend(_files(path, ""))
-        elif entry.name.endswith(_SUFFIXES) and is_plain_name(entry.name):
+        if entry.name.endswith(_SUFFIXES) and is_plain_name(entry.name):
             if entry.is_symlink():
                 _refuse_foreign(path, allowed)
             if _is_regular(path):
                 names.add(entry.name)
-    for path in _files(root / CHAT_TEMPLATES, ".jinja"):
+    for path in (root / CHAT_TEMPLATES).glob("*.jinja"):
         _refuse_foreign(path, allowed)
         _is_regular(path)
-    unfinished.extend(_files(root / _HUGGINGFACE, ".incomplete"))
-    return frozenset(names), tuple(unfinished)
+    return frozenset(names)
 
 
 def _allowed(root: Path) -> tuple[str, ...]:
@@ -206,17 +176,3 @@ def _is_regular(path: Path) -> bool:
             f"{path} is not a regular file", hint="put the file itself there, or remove it"
         )
     return stat.S_ISREG(mode)
-
-
-def _files(directory: Path, suffix: str) -> list[Path]:
-    try:
-        return sorted(path for path in directory.iterdir() if path.name.endswith(suffix))
-    except OSError:
-        return []
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -57,7 +57,7 @@ def find_weights(folder: Folder) -> Weights:
         if len(absent) < len(files):
             broken = broken or CheckpointError(
                 f"{folder.path / name} lists {len(files)} files, of which {len(absent)} are not "
-                f"there: {', '.join(absent)}{folder.explain()}",
+                f"there: {', '.join(absent)}",
                 hint=INCOMPLETE,
             )
         promised = promised or Weights(
@@ -74,8 +74,7 @@ def _refuse_shards_without_index(folder: Folder) -> None:
     shards = sorted(name for name in folder.names() if _SHARD.fullmatch(name))
     if shards:
         raise CheckpointError(
-            f"{folder.path} holds {len(shards)} shards ({shards[0]}, …) but no index of them"
-            f"{folder.explain()}",
+            f"{folder.path} holds {len(shards)} shards ({shards[0]}, …) but no index of them",
             hint=INCOMPLETE,
         )
 
@@ -131,7 +130,7 @@ def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> Non
     if index.total_bytes is not None and total < index.total_bytes:
         raise CheckpointError(
             f"{folder.path} is incomplete: its index speaks of {index.total_bytes} bytes of "
-            f"weights, and the {len(sizes)} files have {total}{folder.explain()}",
+            f"weights, and the {len(sizes)} files have {total}",
             hint=INCOMPLETE,
         )
 

@@ -1,7 +1,7 @@
-"""Tokenizer files: whether a checkpoint's tokenizer can be read, and texts be asked of its model.
+"""Tokenizer files: whether a checkpoint has a tokenizer, and which special tokens it adds.
 
-All of that is told here from the published files, because nothing here imports torch, which takes
-seconds. How a prompt is written around a text isn't known here.
+That is told here from the published files, because nothing here imports torch, which takes seconds.
+How a text or a prompt is encoded isn't known here.
 """
 
 from __future__ import annotations
@@ -9,22 +9,18 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenizers import Tokenizer
-
 from duoka.base.units import format_bytes
-from duoka.errors import CheckpointError, UsageError
+from duoka.errors import CheckpointError
 
-from .architecture import CHATGLM
 from .checkpoint import Checkpoint
-from .config import vocabulary_size
 from .headers import read_json
-from .vocabulary import SentencePieceModel, encoding_of, read_vocabulary
+from .vocabulary import SentencePieceModel
 
 Generation = Literal["chatglm2", "chatglm3", "glm4"]
 
@@ -42,55 +38,14 @@ _MOST_BYTES = (
     (re.compile(r"^(tokenizer_config|special_tokens_map|added_tokens)\.json$"), 2**26),
     (_NAMED, 2**29),
 )
-_JSON = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _MOST_JSON_BYTES = 2**26
-_FETCH_AGAIN = "the download may be incomplete: fetch it again"
 
 
-def refuse_prompts(checkpoint: Checkpoint, texts: Sequence[str] = (), most_tokens: int = 0) -> None:
-    """Refuse a tokenizer that can't be read, and texts that are too long or not the model's.
-
-    What a prompt has around a text isn't counted.
-    """
+def refuse_unreadable(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint without a tokenizer, and one whose tokenizer's code can't run."""
     checkpoint.fetch_tokenizer()
     look_at_files(checkpoint.path)
-    for name in _JSON:
-        _settings(checkpoint.path / name)
-    if own_class(checkpoint) is not None:
-        return  # only that code tells what a text is
-    # A token has a byte at least: what is short enough needn't be counted.
-    is_counted = any(len(text.encode()) > most_tokens for text in texts)
-    rows = vocabulary_size(checkpoint.config)
-    encoding = _encoding(checkpoint.path, checkpoint.config, rows, is_counted=is_counted)
-    if encoding is None:
-        return
-    for text in texts:
-        ids = encoding.encode(text, add_special_tokens=False).ids
-        _refuse_beyond(max(ids, default=0), rows)
-        if len(ids) > most_tokens:
-            raise too_long(len(ids), most_tokens)
-
-
-def _encoding(
-    directory: Path, config: Mapping[str, Any], rows: int | None, *, is_counted: bool
-) -> Tokenizer | None:
-    """How text is encoded; None where that is read by other code, or takes long for nothing."""
-    vocabulary, file = directory / "tokenizer.model", directory / "tokenizer.json"
-    if config.get("model_type") == CHATGLM and vocabulary.is_file():
-        model = read_vocabulary(vocabulary)
-        size = len(model.pieces) if isinstance(model, SentencePieceModel) else len(model)
-        # The special tokens, of which every prompt has some, are the last.
-        _refuse_beyond(size + len(special_tokens(directory, config, model)) - 1, rows)
-        return encoding_of(model) if is_counted else None
-    if not file.is_file():
-        return None
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the only class that tokenizers has
-        raise CheckpointError(
-            f"{file} can't be read: it is damaged, or for other versions of tokenizers",
-            hint=_FETCH_AGAIN,
-        ) from error
+    own_class(checkpoint)
 
 
 def own_class(checkpoint: Checkpoint) -> str | None:
@@ -127,19 +82,6 @@ def _packages(content: bytes) -> Iterator[str]:
 def missing_package(name: str) -> str:
     """What to do about code that needs a package which isn't there."""
     return f"the code needs a package that isn't there: pip install {name}"
-
-
-def too_long(num_tokens: int, most_tokens: int) -> UsageError:
-    """The error that a prompt is which is longer than was planned for."""
-    return UsageError(
-        f"{num_tokens} tokens of prompt; the plan has memory for {most_tokens}",
-        hint="plan with a larger --context",
-    )
-
-
-def _refuse_beyond(largest_id: int, rows: int | None) -> None:
-    if rows is not None and largest_id >= rows:
-        raise beyond_embedding(largest_id, rows)
 
 
 def beyond_embedding(token_id: int, rows: int) -> CheckpointError:

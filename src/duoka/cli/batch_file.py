@@ -41,8 +41,10 @@ def answer_file(
     from duoka.engine.batch import AnswerFile, read_prompts, unanswered
 
     prompts = read_prompts(path, answering.system)
-    texts = [prompt.messages[-1].content for prompt in prompts]
-    plan = _plan(model, options, texts).on_this_machine()
+    plan = _plan(model, options, len(prompts)).on_this_machine()
+    reader = planning.open_prompts(plan, model)
+    texts = (reader.plain(prompt.messages[-1].content) for prompt in prompts)
+    reader.check([max(texts, key=len)], None)  # before anything is loaded
     params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
@@ -64,14 +66,13 @@ def answer_file(
                 raise typer.Exit(_FAILED)
 
 
-def _plan(model: ModelOptions, options: PlanOptions, texts: list[str]) -> duoka.Plan:
+def _plan(model: ModelOptions, options: PlanOptions, number: int) -> duoka.Plan:
     """The saved plan, or one with pages; for a batch where the model or an option wants that."""
     plan, why_not = planning.make_plan_for_requests(
         model,
         options,
-        requests=min(_MOST_REQUESTS, len(texts)),
-        batch=min(_MOST_AT_ONCE, len(texts)),
-        texts=texts,
+        requests=min(_MOST_REQUESTS, number),
+        batch=min(_MOST_AT_ONCE, number),
     )
     if why_not:
         _say(f"{why_not}: {format_count(plan.workload.batch, 'prompt')} at a time")

@@ -16,7 +16,7 @@ from duoka.base.progress import say, say_import
 from duoka.base.serialization import to_dict
 from duoka.base.text import choose
 from duoka.base.units import format_bytes
-from duoka.checkpoint.tokenizer_files import refuse_prompts
+from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import UsageError
 from duoka.forecast.workload import (
     QUANTIZED,
@@ -163,7 +163,7 @@ def _measure(
         ) from error
     planning.look_at_cards(gpus)
     checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)
-    refuse_prompts(checkpoint)
+    refuse_unreadable(checkpoint)
     tokens = max(context or 0, 2)
     workload_for(checkpoint, duoka.Workload(prompt_tokens=tokens - 1, new_tokens=1, dtype=dtype))
     with working():

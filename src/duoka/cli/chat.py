@@ -57,7 +57,7 @@ def chat(
     """
     chosen = answering.chosen()
     images = pictures.read()
-    plan = planning.make_plan(model, with_images(options, images), texts=())
+    plan = planning.make_plan(model, with_images(options, images), to_run=True)
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     reader = planning.open_prompts(plan, model)
     from duoka.engine import SamplingParams

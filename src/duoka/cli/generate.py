@@ -115,7 +115,7 @@ def generate(
         raise UsageError(
             "--raw continues a text, in which --image has no place", hint="leave one of them out"
         )
-    plan = planning.make_plan(model, with_images(options, images), texts=questions)
+    plan = planning.make_plan(model, with_images(options, images), to_run=True)
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     reader = planning.open_prompts(plan, model)
     from duoka.engine import SamplingParams

@@ -18,7 +18,7 @@ from duoka.base.text import choose
 from duoka.base.units import parse_memory
 from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.config import is_for_transformers4
-from duoka.checkpoint.tokenizer_files import refuse_prompts
+from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.forecast.workload import (
     BATCH_CACHES,
@@ -66,10 +66,9 @@ def make_plan(
     options: PlanOptions,
     training: Training | None = None,
     *,
-    texts: Sequence[str] | None = None,
+    to_run: bool = False,
 ) -> duoka.Plan:
-    """Take the saved plan, or make one; with `texts`, for a model that will be asked these."""
-    to_run = texts is not None
+    """Take the saved plan, or make one; `to_run` says that the model will be asked something."""
     if model.model is None and model.revision is not None:
         raise UsageError(
             "--revision is for a model on the Hub, and no model was given",
@@ -79,14 +78,12 @@ def make_plan(
         refuse_beside_plan(options, training)
         plan = duoka.Plan.load(options.plan_file)
         if model.model is None and not options.replan and not model.trust_remote_code:
-            if texts is not None:
-                refuse_prompts(
-                    duoka.Checkpoint.open(plan.source), texts, plan.workload.prompt_tokens
-                )
+            if to_run:
+                refuse_unreadable(duoka.Checkpoint.open(plan.source))
             return plan  # to look at it, neither the checkpoint nor the GPUs need be here
         checkpoint = open_checkpoint(replace(model, model=model.model or plan.source), to_run)
-        if texts is not None:
-            refuse_prompts(checkpoint, texts, plan.workload.prompt_tokens)
+        if to_run:
+            refuse_unreadable(checkpoint)
         if options.replan:
             plan = _plan_again(plan, checkpoint)
             save_plan(plan, options.plan_file)
@@ -97,8 +94,8 @@ def make_plan(
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
     device_map = read_device_map(options)
     checkpoint, request = read_request(model, options, training, to_run=to_run)
-    if texts is not None:
-        refuse_prompts(checkpoint, texts, request.workload.prompt_tokens)
+    if to_run:
+        refuse_unreadable(checkpoint)
     return _plan(checkpoint, request, request.gpus, device_map)
 
 
@@ -108,11 +105,10 @@ def make_plan_for_requests(
     *,
     requests: int,
     batch: int,
-    texts: Sequence[str] = (),
 ) -> tuple[duoka.Plan, str]:
     """The saved plan, or one with pages for so many requests; or why it is for such a batch."""
     if options.plan_file is not None:
-        return make_plan(model, options, texts=texts), ""
+        return make_plan(model, options, to_run=True), ""
     why_not = ""
     if options.offload:
         why_not = "weights are offloaded for a batch"
@@ -122,12 +118,12 @@ def make_plan_for_requests(
         number = options.sequences or options.batch or requests
         served = replace(options, serve=True, sequences=number, batch=None)
         try:
-            return make_plan(model, served, texts=texts), ""
+            return make_plan(model, served, to_run=True), ""
         except ModelError as error:
             why_not = str(error)
     number = options.sequences or options.batch or batch
     options = replace(options, serve=False, sequences=None, batch=number)
-    return make_plan(model, options, texts=texts), why_not
+    return make_plan(model, options, to_run=True), why_not
 
 
 def make_replicas(

@@ -254,7 +254,7 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
         nodes=parse_nodes(server.nodes) if server.nodes else (),
         arguments=tuple(server.engine_arg or ()),
     )
-    plan = planning.make_plan(model, _for_requests(options), texts=())
+    plan = planning.make_plan(model, _for_requests(options), to_run=True)
     if not chosen.nodes:
         plan = plan.on_this_machine()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .allocator import SMALL_REQUEST_BYTES
 from .device_memory import sizes_of
 from .profile import (
     Key,
@@ -18,7 +17,6 @@ from .profile import (
     Ref,
     Rules,
     Tape,
-    evaluate,
     evaluate_all,
     monomials,
     rules_of,
@@ -33,18 +31,13 @@ release (blocks back, number), drop (slot, 0), release far (block, number), mult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One call of the model: its phase, sizes and regime.
-
-    With `large_at_tokens`, only what comes from large segments in a context of so many tokens is
-    replayed, and caches.
-    """
+    """One call of the model: its phase, sizes and regime."""
 
     phase: Phase
     query: int
     keys: int
     regime: int
     values: tuple[int, ...]
-    large_at_tokens: int = 0
 
 
 class AllocEvents:
@@ -61,9 +54,8 @@ class AllocEvents:
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._rules: dict[int, Rules] = {}  # by the tape, which the profile keeps
         self._packed: dict[tuple[int, int], bytes] = {}
-        self._events: dict[tuple[int, int, int], list[Event]] = {}
+        self._events: dict[tuple[int, int], list[Event]] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
-        self._large_ones: dict[tuple[int, int], frozenset[int]] = {}
         self.steps = self._schedule()
 
     def _schedule(self) -> list[Step]:
@@ -85,8 +77,7 @@ class AllocEvents:
 
     def events(self, block: int, step: int) -> list[Event]:
         """What a block does in one of `steps`."""
-        call = self.steps[step]
-        key = (self.profile.blocks[block].kind, call.regime, call.large_at_tokens)
+        key = (self.profile.blocks[block].kind, self.steps[step].regime)
         if key not in self._events:
             self._events[key] = list(self._read_tape(block, step))
         return self._events[key]
@@ -126,36 +117,16 @@ class AllocEvents:
             if position == tape.matmul_at:
                 yield MULTIPLY, 0, 0
             if ref is None:
-                if self._counts(block, number, step):
-                    yield KEEP if number in caches else MALLOC, number, number - first
+                yield KEEP if number in caches else MALLOC, number, number - first
                 number += 1
             elif ref.origin == "kept":
                 yield DROP, ref.index, 0
             elif ref.origin in ("own", "earlier"):
-                if self._counts(block - ref.back, ref.index, step):
-                    yield RELEASE, ref.back, ref.index
+                yield RELEASE, ref.back, ref.index
             else:
                 yield RELEASE_FAR, *self.key_of(block, ref, step)
         if tape.matmul_at == len(tape.events):
             yield MULTIPLY, 0, 0
-
-    def _counts(self, block: int, number: int, step: int) -> bool:
-        """Whether an allocation is replayed in a step."""
-        call = self.steps[step]
-        return not call.large_at_tokens or number in self._large(block, call.regime)
-
-    def _large(self, block: int, regime: int) -> frozenset[int]:
-        """The allocations that come from large segments at the end of the context, and caches."""
-        key = (self.profile.blocks[block].kind, regime)
-        if key not in self._large_ones:
-            tape = self._kind(block).tapes[regime]
-            last = self._values(1, self.workload.context_tokens)
-            self._large_ones[key] = frozenset(tape.retained).union(
-                index
-                for index, rule in enumerate(tape.sizes)
-                if evaluate(rule, last) > SMALL_REQUEST_BYTES
-            )
-        return self._large_ones[key]
 
     def _kind(self, block: int) -> Kind:
         return self.profile.kinds[self.profile.blocks[block].kind]

@@ -164,8 +164,6 @@ class StageCompiler:
 
     def _read_from_elsewhere(self, block: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
         """What a block reads that isn't made on its device, and the devices that it comes over."""
-        if self.events.steps[self.step].large_at_tokens:
-            return []  # one token of each sequence
         reads = self.events.tape(block, self.step).reads
         keys = [self.events.key_of(block, read.ref, self.step) for read in reads]
         return [

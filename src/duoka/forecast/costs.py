@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from duoka.hardware.device import Device
 
-from .alloc_events import Step
 from .allocator import rounded_bytes
 from .latency import LatencyModel
 from .optimizer_memory import MOST_TEMPORARIES, state_bytes
@@ -32,11 +31,11 @@ from .workload import Training, Workload
 
 Ints = NDArray[np.int64]
 
-Room = Callable[[int], int]
-"""What is to stay free of a budget of so many bytes."""
-
 _NEVER = 2**60
 """More bytes than any budget."""
+
+Room = Callable[[int], int]
+"""What is to stay free of a budget of so many bytes."""
 
 
 def costs_of(profile: Profile, workload: Workload, cache: ReplayCache | None = None) -> Costs:
@@ -51,14 +50,11 @@ def costs_of(profile: Profile, workload: Workload, cache: ReplayCache | None = N
 class ReplayCache:
     """What replays at one workload say about other workloads of the same profile.
 
-    That is the chain, and stages that turned out too fragmented, with the steps at whose end they
-    did. Another workload that begins with the same steps ends there as well: a longer context whose
-    prompt runs in chunks of the same size, above all. So one replay answers for many contexts.
+    That is the chain, and the lower bounds.
     """
 
     def __init__(self) -> None:
         self._chains: dict[int, Chain] = {}  # which keep the profile, so that its number is its own
-        self._failures: dict[tuple[int, tuple[int, ...], int], list[tuple[Step, ...]]] = {}
         self._bounds: dict[tuple[int, Workload], Ints] = {}
 
     def chain(self, profile: Profile) -> Chain:
@@ -73,20 +69,6 @@ class ReplayCache:
         if key not in self._bounds:
             self._bounds[key] = compute()
         return self._bounds[key]
-
-    def add_failure(
-        self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
-    ) -> None:
-        """Note the steps of a replay on a device of this budget, up to the one where it failed."""
-        key = (id(profile), signature, budget_bytes)
-        self._failures.setdefault(key, []).append(tuple(steps))
-
-    def fails(
-        self, profile: Profile, signature: tuple[int, ...], budget_bytes: int, steps: Sequence[Step]
-    ) -> bool:
-        """Whether a replay of these steps is known to fail."""
-        failures = self._failures.get((id(profile), signature, budget_bytes), ())
-        return any(tuple(steps[: len(failed)]) == failed for failed in failures)
 
 
 class Costs:
@@ -111,8 +93,6 @@ class Costs:
         self._brief = self.replay(brief=True)
         self._chain = self._cache.chain(profile)
         self._peaks: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
-        # Of stages that had memory enough: more of it makes no difference.
-        self._unpressed: dict[tuple[int, ...], StageBytes] = {}
         self.room: Room | None = None
         # Stages that have too little room where they are, and would have enough elsewhere.
         self._narrow: set[tuple[tuple[int, ...], int]] = set()
@@ -178,15 +158,11 @@ class Costs:
     ) -> StageBytes | None:
         """The peaks of a stage on a device of this budget, all steps replayed; None: too many."""
         blocks = self.blocks_of(start, stop)
-        signature = self._signature(blocks, place)
-        key = (signature, budget_bytes)
+        key = (self._signature(blocks, place), budget_bytes)
         if key in self._narrow:
             return None
         if key not in self._peaks:
-            enough = self._unpressed.get(signature)
-            if enough is None or enough.reserved_bytes > budget_bytes:
-                enough = self._replay_stage(blocks, signature, budget_bytes, place)
-            self._peaks[key] = enough
+            self._peaks[key] = self._full_at(place).run(blocks, budget_bytes)
         return self._with_room(self._peaks[key], budget_bytes)
 
     def _with_room(self, peaks: StageBytes | None, budget_bytes: int) -> StageBytes | None:
@@ -210,19 +186,6 @@ class Costs:
                 self._peaks[key] = None
             self._narrow.add(key)
         return roomy
-
-    def _replay_stage(
-        self, blocks: Sequence[int], signature: tuple[int, ...], budget_bytes: int, place: int
-    ) -> StageBytes | None:
-        replay = self._full_at(place)
-        if self._cache.fails(self.profile, signature, budget_bytes, replay.steps):
-            return None
-        peaks = replay.run(blocks, budget_bytes)
-        if peaks is None and replay.failed_steps:
-            self._cache.add_failure(self.profile, signature, budget_bytes, replay.failed_steps)
-        elif peaks is not None and not replay.was_pressed:
-            self._unpressed[signature] = peaks
-        return peaks
 
     def bounds_at(self, place: int) -> NDArray[np.int64]:
         """The lower bounds of stages at a place from the end."""

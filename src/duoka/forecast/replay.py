@@ -6,8 +6,7 @@ held against. It knows nothing of time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -22,11 +21,11 @@ from .workload import Workload
 T = TypeVar("T")
 
 # Decode steps are alike but for their length. Where all of them would be more events than these,
-# only the first and last ones and those where a cache outgrows its segment are replayed whole: what
-# is allocated is the same but for what a cache's block has left unsplit, up to 1 MiB, and what is
+# only the first and last ones and those where a cache outgrows its segment are replayed: what is
+# allocated is the same but for what a cache's block has left unsplit, up to 1 MiB, and what is
 # reserved differs by a segment at most where a token takes up to 4 KiB of a cache's block. Where it
-# takes more (large batches), which blocks are free for whom changes with every token: the steps in
-# between are replayed as well, without what comes from small segments.
+# takes more (large batches), which blocks are free for whom changes with every token: steps in
+# between are replayed as well.
 _MOST_EVENTS = 200_000
 _SMALL_GROWTH_BYTES = 4096
 _MOST_STEPS_BETWEEN = 4096
@@ -46,11 +45,6 @@ class Replay(AllocEvents):
         self.brief = brief
         self.workspace_bytes = workload.gpu_generation.workspace_bytes
         super().__init__(profile, workload)
-        # The steps of the last run that didn't fit, up to the one where it ended; none in training.
-        self.failed_steps: tuple[Step, ...] = ()
-        # Whether cached memory had to be given back in the last run; where not, a larger capacity
-        # makes no difference.
-        self.was_pressed = False
 
     def run(
         self,
@@ -64,10 +58,7 @@ class Replay(AllocEvents):
         try:
             return run.run()
         except OutOfCapacity:
-            self.failed_steps = tuple(self.steps[: run.num_begun])
             return None
-        finally:
-            self.was_pressed = run.memory.is_pressed
 
     def _stage_run(
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
@@ -105,14 +96,7 @@ class Replay(AllocEvents):
         if encoding := self.encoding_steps():
             steps = [*encoding, *steps, self._step("release", 0, 0)]
         keys = range(self.workload.prompt_tokens + 1, self.workload.context_tokens)
-        chosen, between = self._decode_lengths(keys)
-        last = self.workload.context_tokens
-        return steps + [
-            replace(
-                self._step("decode", 1, length), large_at_tokens=0 if length in chosen else last
-            )
-            for length in sorted({*chosen, *between})
-        ]
+        return steps + [self._step("decode", 1, length) for length in self._decode_lengths(keys)]
 
     def encoding_steps(self) -> list[Step]:
         """The steps before the prompt in which images are encoded, if there are any."""
@@ -124,12 +108,12 @@ class Replay(AllocEvents):
             for images, encoded in zip(passes, accumulate(passes), strict=True)
         ]
 
-    def _decode_lengths(self, keys: range) -> tuple[Collection[int], Sequence[int]]:
-        """The lengths of the decode steps to replay, whole and in part."""
+    def _decode_lengths(self, keys: range) -> Sequence[int]:
+        """The lengths of the decode steps to replay."""
         if self.brief:
-            return _ends(keys), ()
+            return _ends(keys)
         if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
-            return keys, ()
+            return keys
         chosen = {*_ends(keys)}
         rules = {
             tape.sizes[index]
@@ -148,8 +132,9 @@ class Replay(AllocEvents):
                 for length, before, after in zip(keys[1:], classes, classes[1:], strict=False)
                 if before != after
             )
-        between = keys[:: -(-len(keys) // _MOST_STEPS_BETWEEN)]
-        return chosen, between if growth > _SMALL_GROWTH_BYTES else ()
+        if growth > _SMALL_GROWTH_BYTES:
+            chosen.update(keys[:: -(-len(keys) // _MOST_STEPS_BETWEEN)])
+        return sorted(chosen)
 
     def _num_events(self, keys: int) -> int:
         """How many allocations and frees one decode step has, in all blocks."""
@@ -168,8 +153,6 @@ class StageRun:
         self.blocks = sorted(blocks)
         self.kinds = [self.profile.kinds[self.profile.blocks[block].kind] for block in self.blocks]
         self.memory = new_memory(capacity)
-        self.num_begun = 0
-        """How many steps have been begun."""
 
     def run(self) -> StageBytes:
         """Replay it; `OutOfCapacity` where it doesn't fit."""
@@ -215,18 +198,16 @@ class InferenceRun(StageRun):
         self.caches: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
         self._has_workspace = False
-        self._programs: dict[tuple[bool, int, int, tuple[int, ...]], StageProgram] = {}
+        self._programs: dict[tuple[bool, int, tuple[int, ...]], StageProgram] = {}
 
     def run_steps(self) -> tuple[int, int]:
         """Replay all steps; bytes of caches at the peak, and none of gradients."""
         for step in range(len(self.replay.steps)):
-            self.num_begun = step + 1
             self._run_step(step)
         return self.memory.cached_at_peak, 0
 
     def _run_step(self, step: int) -> None:
-        call = self.replay.steps[step]
-        key = (self._has_workspace, call.regime, call.large_at_tokens, self.num_kept)
+        key = (self._has_workspace, self.replay.steps[step].regime, self.num_kept)
         if key not in self._programs:
             compiler = StageCompiler(
                 self.replay,

@@ -60,34 +60,18 @@ class Chain:
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:
-        """[start, stop]: equal numbers only where the signatures are equal.
-
-        A stage's number is that of the first one that it is like.
-        """
+        """[start, stop]: equal numbers only where the signatures are equal."""
         last, num = len(self.profile.blocks) - 1, len(self)
-        kinds = [
-            (
-                index == 0,
-                self.profile.blocks[index].kind,
-                tuple(self.attached[index]),
-                index == last,
-            )
-            for index in self.blocks
-        ]
-        names = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-        named = np.array([names[kind] for kind in kinds])
-        gaps = np.diff(self.blocks, append=-1)
-        # [start, start]: of how many blocks what begins at the one is like what does at the other.
-        common = np.zeros((num + 1, num + 1), np.int64)
-        for start in reversed(range(num)):
-            goes_on = np.where(gaps == gaps[start], common[start + 1, 1:], 0)
-            common[start, :-1] = np.where(named == named[start], goes_on + 1, 0)
-        longest = np.maximum.accumulate(common, axis=0)
         alike = np.zeros((num + 1, num + 1), np.int64)
+        # A stage is what it is without its last block, that block, and how far it is behind.
+        numbers: dict[tuple[Any, ...], int] = {}
         for start in range(num):
-            lengths = np.arange(1, num - start + 1)
-            first = np.searchsorted(longest[: start + 1, start], lengths)
-            alike[start, start + 1 :] = first * (num + 1) + lengths
+            number = 0
+            for stop, index in enumerate(self.blocks[start:], start + 1):
+                gap = index - self.blocks[stop - 2] if stop > start + 1 else 0
+                kind, tied = self.profile.blocks[index].kind, tuple(self.attached[index])
+                key = number, kind, tied, gap, index == 0, index == last
+                number = alike[start, stop] = numbers.setdefault(key, len(numbers) + 1)
         return alike
 
     @cached_property

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.glm.modeling_glm import GlmPreTrainedModel
 
-from duoka.checkpoint.architecture import refuse_other_tower
 from duoka.errors import UsageError
 
 from .chatglm import ChatGLMConfig, ChatGLMForCausalLM, ChatGLMModel
@@ -41,8 +40,6 @@ class GLM4VConfig(ChatGLMConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         """Read the tower's part."""
         if not isinstance(self.vision_config, EvaClipConfig):
-            if self.vision_config is not None:
-                refuse_other_tower(self.vision_config)
             self.vision_config = EvaClipConfig(**(self.vision_config or {}))
         super().__post_init__(**kwargs)
 

@@ -8,7 +8,7 @@ integers with a scale for each head.
 That one is duoka's own. Of the backends of transformers' `QuantizedCache`, quanto's has no 8 bit;
 fp8 takes one scale for a whole layer from the first tokens, which later ones may overflow; hqq's
 8 bit works, but can't be added to: every 128 tokens all of a layer is made whole in float32 and
-rounded again. And none takes sliding windows.
+rounded again.
 
 It knows nothing of devices: a layer's cache is made where its first keys come from.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from duoka.errors import UsageError
@@ -55,7 +55,7 @@ def new_cache(model: Any, kind: Cache = "dynamic", *, context_tokens: int = 0) -
     else:
         cache = DynamicCache(config=decoder)
         if kind == "int8" and not _make_int8(cache):
-            _refuse(model, kind, "it keeps no keys and values of single tokens")
+            _refuse(model, kind, "none of its layers keeps the keys and values of all tokens")
     if not model.config.is_encoder_decoder:
         return cache
     return EncoderDecoderCache(cache, DynamicCache(config=decoder))
@@ -155,45 +155,6 @@ class Int8Layer(DynamicLayer):
             self.key_scales, self.value_scales = change(self.key_scales), change(self.value_scales)
 
 
-class Int8SlidingLayer(Int8Layer):
-    """The same for a layer that attends to the last tokens only, and keeps no others."""
-
-    is_sliding = True
-    is_croppable = False
-
-    def __init__(self, sliding_window: int, **_: Any) -> None:
-        super().__init__()
-        self.sliding_window = sliding_window
-        self.cumulative_length = 0
-
-    # Which keys there are is what transformers' own layer of this window says.
-    get_mask_sizes = DynamicSlidingWindowLayer.get_mask_sizes
-    get_seq_length = DynamicSlidingWindowLayer.get_seq_length
-    get_max_length = DynamicSlidingWindowLayer.get_max_length
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add tokens, and return the keys and values of all that they attend to."""
-        self.cumulative_length += key_states.shape[-2]
-        keys, values = super().update(key_states, value_states)
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys, self.values = self._last(self.keys), self._last(self.values)
-        self._change_scales(self._last)
-        return keys, values
-
-    def reset(self) -> None:
-        """Forget all tokens."""
-        super().reset()
-        self.cumulative_length = 0
-
-    def _last(self, states: Tensor) -> Tensor:
-        """The tokens of the window, without the memory of those before."""
-        length = self.sliding_window - 1
-        return states if states.shape[-2] <= length else states[..., -length:, :].clone()
-
-
 def _extended(
     cached: Tensor | None, scales: Tensor | None, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,17 +181,9 @@ def _make_int8(cache: Any) -> bool:
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = Int8Layer
         return True
-    cache.layers = [_in_int8(layer) for layer in cache.layers]
+    # Others (a window of the last tokens, linear attention, an index of its own) keep their type.
+    cache.layers = [Int8Layer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return any(isinstance(layer, Int8Layer) for layer in cache.layers)
-
-
-def _in_int8(layer: Any) -> Any:
-    # What has other layers inside (linear attention, an index of its own) keeps its type.
-    if type(layer) is DynamicLayer:
-        return Int8Layer()
-    if type(layer) is DynamicSlidingWindowLayer:
-        return Int8SlidingLayer(layer.sliding_window)
-    return layer
 
 
 def _refuse(model: Any, kind: Cache, why: str) -> None:

@@ -7,6 +7,7 @@ each with its layer.
 
 from __future__ import annotations
 
+import difflib
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -18,7 +19,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from duoka.base.quiet import quiet_libraries
-from duoka.checkpoint.adapters import unknown_target
 from duoka.errors import ModelError, UsageError
 from duoka.forecast.workload import Training
 
@@ -121,8 +121,17 @@ def _known(model: nn.Module, targets: Sequence[str]) -> list[str]:
     layers = {name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)}
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):
-            raise unknown_target(target, {name.rpartition(".")[2] for name in layers})
+            raise _unknown_target(target, sorted({name.rpartition(".")[2] for name in layers}))
     return list(targets)
+
+
+def _unknown_target(target: str, known: Sequence[str]) -> UsageError:
+    nearest = difflib.get_close_matches(target.rpartition(".")[2], known, n=1)
+    return UsageError(
+        f"no module that can have adapters is called {target[:60]!r}"
+        + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
+        hint=f"LoRA targets are ends of names: {', '.join(known)}",
+    )
 
 
 def _retype(module: nn.Module, name: str, dtype: torch.dtype) -> None:

@@ -20,7 +20,7 @@ from .known_values import REAL_BYTES, UnknownValueError, unknown_numbers_as, wit
 from .naming import device_type, is_virtual, spoken, virtual_device
 from .operators import is_product
 from .tensor import VirtualTensor
-from .world import Gpu, Listener, World, active_world, carry_over, observe, settled_by
+from .world import Gpu, Listener, World, active_world, observe, settled_by
 
 __all__ = [
     "REAL_BYTES",
@@ -32,7 +32,6 @@ __all__ = [
     "World",
     "active_world",
     "apart",
-    "carry_over",
     "device_type",
     "gpus",
     "is_product",

@@ -279,7 +279,7 @@ def _reduce(tensor: VirtualTensor) -> Any:
     """Pickle a tensor as its CPU copy and the name of its device.
 
     The form is torch's own for devices that Python can't give a storage to; ``weights_only`` lets
-    it pass, and ``map_location`` works. Tensors that share memory share it in the file.
+    it pass, and ``map_location="cpu"`` works. Tensors that share memory share it in the file.
     """
     backing = tensor.backing.detach()
     if backing.is_meta:
@@ -296,33 +296,16 @@ def _reduce(tensor: VirtualTensor) -> Any:
     return rebuild, state
 
 
-class RestoredStorage(torch.UntypedStorage):
-    """A storage from a file that is to become memory of a virtual GPU.
-
-    It still lies on the host, says the device that it is meant for, and is taken over when torch
-    makes a tensor of it (``aten::set_``, in `transfers`).
-    """
-
-    meant_for: torch.device
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """The device that the storage is meant for."""
-        return self.meant_for
-
-
-def _restore(storage: Any, location: str) -> Any:
-    if not location.startswith((NAME, PLACE)):
-        return None
-    # The class is exchanged, not the object: the bytes aren't copied.
-    storage.__class__ = RestoredStorage
-    assert isinstance(storage, RestoredStorage)
-    storage.meant_for = torch.device(location)
-    return storage
+def _restore(storage: Any, location: str) -> None:
+    if location.startswith((NAME, PLACE)):
+        raise VirtualDeviceError(
+            f"torch.load can't read into the memory of {location}",
+            hint='load with map_location="cpu", and copy from there',
+        )
 
 
 def install() -> None:
-    """Teach `torch.load` what ``map_location="vgpu:0"`` means."""
+    """Teach `torch.load` what ``map_location="vgpu:0"`` is."""
     torch.serialization.register_package(5, lambda storage: None, _restore)
 
 

@@ -11,7 +11,7 @@ from duoka.errors import VirtualDeviceError
 from . import known_values, op_call
 from .naming import is_virtual
 from .operators import handlers
-from .tensor import RestoredStorage, VirtualTensor, place, resync
+from .tensor import VirtualTensor, place, resync
 from .world import Gpu, active_world, thread
 
 _aten = torch.ops.aten
@@ -102,9 +102,6 @@ def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, source = args[0], args[1] if len(args) > 1 else None
-    if isinstance(source, RestoredStorage):
-        _take_over(target, source, args[2:])
-        return target
     if not isinstance(target, VirtualTensor) or not isinstance(source, VirtualTensor):
         raise VirtualDeviceError(
             "set_ on a virtual GPU takes another virtual tensor, not a storage",
@@ -114,20 +111,6 @@ def _set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target.block = source.block
     resync(target)
     return target
-
-
-def _take_over(target: VirtualTensor, source: RestoredStorage, geometry: tuple[Any, ...]) -> None:
-    """Make a tensor of a storage that `torch.load` read for a virtual GPU."""
-    gpu = target.gpu
-    backing = torch.empty(0, dtype=target.dtype)
-    backing.set_(source, *geometry)
-    if not gpu.meta:
-        backing = backing.to(gpu.data_device)
-    elif not known_values.keeps_values(backing.dtype, backing.numel()):
-        backing = known_values.without_values(backing)
-    placed = place(backing, gpu)
-    target.backing, target.block = placed.backing, placed.block
-    resync(target)
 
 
 def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -404,19 +404,3 @@ def settled_by(arbiter: Arbiter | None) -> Iterator[None]:
         yield
     finally:
         thread.arbiter = outer
-
-
-def carry_over() -> Callable[[], AbstractContextManager[None]]:
-    """Take this thread's world, listener and arbiter along: to scopes in other threads."""
-    world, listener, arbiter = thread.world, thread.listener, thread.arbiter
-
-    @contextmanager
-    def scope() -> Iterator[None]:
-        before = thread.world, thread.listener, thread.arbiter
-        thread.world, thread.listener, thread.arbiter = world, listener, arbiter
-        try:
-            yield
-        finally:
-            thread.world, thread.listener, thread.arbiter = before
-
-    return scope

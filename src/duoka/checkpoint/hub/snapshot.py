@@ -152,10 +152,6 @@ class Snapshot:
             if progress is not None:
                 progress(done, total)
 
-    def explain(self) -> str:
-        """Nothing: what a commit holds never changes."""
-        return ""
-
     def _wanted(self, name: str) -> Wanted:
         return Wanted(name=self._name, file=name)
 
