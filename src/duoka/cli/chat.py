@@ -11,12 +11,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from duoka.errors import UsageError
+from duoka.planner.out_of_memory import OutOfMemory
 
 from . import errors, planning, signals
 from .groups import all_but, with_groups
 from .images import ImageOptions, is_address, with_images
 from .options import AnswerOptions, ModelOptions, PlanOptions, read_stdin, refuse_damaged
+from .suggestions import options_of
 from .terminal import answer, stderr, working
 
 if TYPE_CHECKING:
@@ -193,6 +197,12 @@ def _answer(conversation: Conversation, question: str) -> None:
     except UsageError as error:
         # A question that is too long is no reason to leave.
         errors.tell(error)
+        return
+    except OutOfMemory as error:  # nor is this: the next question may be a shorter one
+        from .main import app  # which imports this module
+
+        known = options_of(typer.main.get_command(app), sys.argv[1:])
+        errors.report(error, debug=False, arguments=sys.argv[1:], known=known)
         return
     answer("\n")
     if conversation.num_forgotten > forgotten:

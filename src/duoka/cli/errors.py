@@ -13,8 +13,10 @@ from typing import Any
 
 import typer
 
+from duoka.api.plan import find_or_trace
 from duoka.base.text import printable
 from duoka.errors import DuokaError, InfeasibleError, MachineError
+from duoka.planner.out_of_memory import OutOfMemory, look_for_ways
 
 from . import machine, signals, suggestions
 from .terminal import stderr
@@ -79,9 +81,13 @@ def report(
     Tokens and passwords are left out of all of it. `arguments` are what the program was called
     with, and `known` the options of its command: what would fit instead is told by them.
     """
-    if isinstance(error, InfeasibleError) and error.ways_out:
+    if isinstance(error, OutOfMemory):
+        look_for_ways(error, find_or_trace)
+    if isinstance(error, InfeasibleError | OutOfMemory) and error.ways_out:
         columns = stderr().width
-        error.hint = suggestions.format_suggestions(error, arguments, known, columns) or error.hint
+        error.hint = (
+            suggestions.format_suggestions(error.ways_out, arguments, known, columns) or error.hint
+        )
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     signum = _signal_of(error)

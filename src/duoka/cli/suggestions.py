@@ -28,10 +28,10 @@ def as_json(error: InfeasibleError) -> str:
 
 
 def format_suggestions(
-    error: InfeasibleError, arguments: Sequence[str], known: Collection[str], columns: int
+    ways_out: Sequence[WayOut], arguments: Sequence[str], known: Collection[str], columns: int
 ) -> str | None:
     """The ways out as lines of text; None where the command line has none."""
-    ways = [way for way in error.ways_out if {*_names(way.options), *way.without} <= {*known}]
+    ways = [way for way in ways_out if {*_names(way.options), *way.without} <= {*known}]
     if not ways:
         return None
     lines = ["what would fit instead, the cheapest for quality first:"]

@@ -20,9 +20,10 @@ import torch
 from duoka.api.load import Progress
 from duoka.base.text import choose
 from duoka.base.units import format_count
-from duoka.errors import DuokaError, MachineError, UsageError
+from duoka.errors import DuokaError, UsageError
 from duoka.models.text.image_prompts import ImagePrompt, images_of
 from duoka.models.text.messages import Message
+from duoka.planner.out_of_memory import OutOfMemory
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime.prompt_reader import refuse_beyond
@@ -156,6 +157,7 @@ class Engine:
             download_progress=download_progress,
         )
         self._executor, self._num_embeddings, self._reader, self._rules = opened
+        self._plan = plan
         self._grammars = GrammarCompiler(
             self._reader.tokenizer, self._reader.chat.stop_ids, self._num_embeddings
         )
@@ -397,7 +399,7 @@ class Engine:
 
     def _computed(self, piece: Piece, outcome: Outcome) -> None:
         if isinstance(outcome, torch.OutOfMemoryError):
-            outcome = _out_of_memory(outcome, piece.num_tokens)
+            outcome = self._out_of_memory(outcome, piece.num_tokens)
         try:
             self._scheduler.computed(piece, outcome)
         except Exception as error:  # of its tokenizer, say: others aren't concerned
@@ -420,6 +422,14 @@ class Engine:
         else:
             self._computed(piece, error)
 
+    def _out_of_memory(self, error: Exception, num_tokens: int) -> OutOfMemory:
+        """What the one who asked is told of it."""
+        # Behind the first sentences there is advice on PyTorch's allocator.
+        text = ". ".join(str(error).split(". ")[:3])
+        lines = [f"out of memory, for {format_count(num_tokens, 'token')}: {text}"]
+        lines += getattr(error, "__notes__", ())
+        return OutOfMemory("\n".join(lines), self._plan, getattr(error, "available_bytes", {}))
+
     def _fail(self, error: Exception) -> None:
         """Nothing can be computed any more."""
         with self._changed:
@@ -430,11 +440,3 @@ class Engine:
 def _put(queue: SimpleQueue[tuple[K, Completion | Exception]], key: K, event: Event) -> None:
     if not isinstance(event, TextPiece):
         queue.put((key, event))
-
-
-def _out_of_memory(error: Exception, num_tokens: int) -> MachineError:
-    """What the one who asked is told of it."""
-    return MachineError(
-        f"out of memory, for {format_count(num_tokens, 'token')}: {str(error)[:300]}",
-        hint="something else uses the memory that the plan counted on",
-    )

@@ -18,6 +18,7 @@ from duoka.forecast.workload import PAGED_CACHES, Workload
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
+from duoka.runtime.out_of_memory import explain
 from duoka.runtime.paged_steps import reads_pages
 from duoka.runtime.publisher import BusyShares, Publisher
 
@@ -145,9 +146,7 @@ class InlineExecutor:
             if self.is_paged:
                 return Result(step.number, outcomes_of(step, self.run(step.chunks)))
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                devices.give_back()
-            return Result(step.number, error)
+            return Result(step.number, self._explained(error))
         return Result(step.number, [self._alone(chunk) for chunk in step.chunks])
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -184,10 +183,16 @@ class InlineExecutor:
         try:
             (outcome,) = outcomes_of(Step(0, [chunk]), self.run([chunk]))
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                devices.give_back()
-            return error
+            return self._explained(error)
         return outcome
+
+    def _explained(self, error: Exception) -> Exception:
+        """Why a step failed; what it took is given back."""
+        if isinstance(error, torch.OutOfMemoryError):
+            explain(error, self._publisher)
+            error.__traceback__ = None  # which holds what was on the devices
+            devices.give_back()
+        return error
 
 
 def outcomes_of(step: Step, logits: Tensor) -> list[Outcome]:

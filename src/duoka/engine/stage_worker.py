@@ -23,6 +23,7 @@ from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime.draw import draw_in_every_way
 from duoka.runtime.load import load_weights
+from duoka.runtime.out_of_memory import explain
 from duoka.runtime.paged_steps import PagedStep
 from duoka.runtime.publisher import BusyShares, Publisher
 from duoka.stages.interceptor import Interceptor
@@ -130,7 +131,7 @@ class _StageWorker:
         except (EOFError, OSError):  # another process is gone
             raise
         except Exception as error:
-            failure = portable(error)
+            failure = portable(explain(error, self.publisher))
         seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
         self._busy_seconds += seconds
         if step.size is None:

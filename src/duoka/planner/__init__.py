@@ -8,7 +8,8 @@
 - `page_count`: how many pages of a cache fit
 - `room`: what is left free on each device, and what is tried in which order
 - `offload`: the weights that may stay in the host's memory
-- `suggestions`, `gpu_upgrades`: what would fit where nothing does
+- `suggestions`, `gpu_upgrades`: what would fit where nothing does; `out_of_memory`: where something
+  else has taken memory since
 - `replicas`: several copies of a model on one fleet
 - `placement`, `plan`: module → device; the plan as one file
 - `plan_profile`: what is known of a plan's model besides the plan

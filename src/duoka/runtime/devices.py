@@ -122,6 +122,12 @@ def memory_now(device: str | torch.device) -> tuple[int, int]:
     return backend.memory_allocated(device), backend.memory_reserved(device)
 
 
+def free_bytes(device: str | torch.device) -> int:
+    """Bytes that nobody has on a device with an allocator."""
+    free: int = _backend(device).mem_get_info(device)[0]
+    return free
+
+
 def uuid(device: str | torch.device) -> str:
     """A CUDA GPU's identity, as NVML writes it; empty for other devices."""
     device = torch.device(device)

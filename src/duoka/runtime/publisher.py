@@ -81,6 +81,7 @@ class Publisher:
             name: plan.fleet.device(name).uuid or devices.uuid(name) for name in self._forecasts
         }
         self._model_name = plan.model
+        self.model = model
         self._optimizer = optimizer
         self._busy_shares = busy_shares or dict
         self._caches: WeakSet[Any] = WeakSet()

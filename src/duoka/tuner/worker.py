@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from duoka.errors import DuokaError, TrainingError, UsageError
 from duoka.runtime import devices
+from duoka.runtime.out_of_memory import explain
 from duoka.runtime.publisher import Publisher
 from duoka.stages.workers import end_with_parent
 
@@ -99,7 +100,7 @@ def _reason(error: Exception, device: str) -> DuokaError | None:
         if len(text) > _MOST_CHARACTERS:  # what follows is advice on PyTorch's allocator
             text = text[: text.rfind(". ", 0, _MOST_CHARACTERS) + 1]
         return TrainingError(
-            f"{device}: {text or 'out of memory'}",
+            "\n".join([f"{device}: {text or 'out of memory'}", *getattr(error, "__notes__", ())]),
             hint="something else uses the memory that the plan counted on; the last checkpoint is "
             "whole: --resume goes on from it",
         )
@@ -187,6 +188,9 @@ class _Worker:
                 if self._eval_steps and self._is_due(step, self._settings.eval_every):
                     self._evaluate(step)
             return True
+        except Exception as error:
+            explain(error, publisher)
+            raise
         finally:
             publisher.close()
             for signum, handler in before.items():

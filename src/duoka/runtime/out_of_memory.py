@@ -1,0 +1,84 @@
+"""Why a device had no room: what asked, what is there, and what the plan had counted on."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+import torch
+
+from duoka.base.units import format_bytes
+from duoka.forecast.stage_bytes import StageBytes
+
+from . import devices
+from .publisher import Publisher
+
+_PACKAGES = Path(torch.__file__).parents[1]
+# Frames that pass a call on: what matters is the model's line that made it.
+_BETWEEN = (str(_PACKAGES / "torch"), *(
+    str(Path(__file__).parents[1] / name) for name in ("runtime", "virtual", "engine", "stages")
+))  # fmt: skip
+_DEVICE = re.compile(r"\bGPU (\d+) has a total")
+_KINDS = {
+    "weights": "weight_bytes",
+    "KV cache": "kv_cache_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+    "activations": "activation_bytes",
+    "reserved": "reserved_bytes",
+}
+
+
+def explain(error: Exception, publisher: Publisher | None) -> Exception:
+    """Add to an out-of-memory error what is known of it; others stay as they are.
+
+    Call it where the error is caught: its traceback still holds what was on the device. `__notes__`
+    has the text, and `available_bytes` what this process could have on each device in all; both go
+    with the error to another process.
+    """
+    if not isinstance(error, torch.OutOfMemoryError) or publisher is None:
+        return error
+    match = _DEVICE.search(str(error))
+    looks = publisher.look()
+    failed = [k for k in looks if match and k.measured.device.endswith(f":{match[1]}")] or looks
+    available = {}
+    for look in looks:
+        free = devices.free_bytes(look.measured.device)
+        available[look.measured.device] = look.measured.reserved_bytes + free
+    lines = [_asked(error, publisher)]
+    for look in failed:
+        lines.append(_filled(look.measured, look.forecast))
+        missing = look.forecast.budget_bytes - available[look.measured.device]
+        if missing > 0:
+            lines.append(f"others have {format_bytes(missing)} of it that the plan counted on")
+    error.add_note("\n".join(lines))
+    error.available_bytes = available  # type: ignore[attr-defined]
+    return error
+
+
+def _asked(error: Exception, publisher: Publisher) -> str:
+    """The line of the model's code that asked, and the module that this is in."""
+    names = {id(module): name for name, module in publisher.model.named_modules()}
+    line, module = "", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(_BETWEEN):
+            line = f"{_short(file)}:{number}"
+        module = names.get(id(frame.f_locals.get("self")), module)
+    return f"asked for by {line or 'duoka'}" + (f", in {module}" if module else "")
+
+
+def _short(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(_PACKAGES)) if path.is_relative_to(_PACKAGES) else path.name
+
+
+def _filled(measured: StageBytes, forecast: StageBytes) -> str:
+    """What is on a device, by kind, beside the forecast."""
+    kinds = [
+        f"{name} {format_bytes(getattr(measured, field))} ({format_bytes(planned)})"
+        for name, field in _KINDS.items()
+        if (planned := getattr(forecast, field)) or getattr(measured, field)
+    ]
+    return f"on {measured.device} now, and as planned: {', '.join(kinds)}"
