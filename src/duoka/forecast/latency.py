@@ -1,7 +1,8 @@
 """Latency: how long the stages of a placement take for one request, and what that adds up to.
 
 A roofline: each block takes the longer of its arithmetic and its memory traffic, and every kernel
-that it starts costs a launch besides. Tensors that go from one stage to the next take the link's
+that it starts costs the host a launch. On CUDA that goes on beside it, and the longer of the two
+counts; a processor, and a virtual GPU, which is one, does one after the other. Tensors that go from one stage to the next take the link's
 latency each, and its bandwidth. It knows nothing of how well kernels use a GPU: rates that were
 measured (`calibration`) already have that in them, published ones don't.
 
@@ -160,7 +161,7 @@ class LatencyModel:
 
     def seconds_on(self, device: Device) -> Floats | None:
         """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
-        key = (*device.speeds, device.host_bytes_per_second)
+        key = (*device.speeds, device.host_bytes_per_second, device.name.startswith("cuda"))
         if key not in self._known:
             by_kind = self._kinds_on(device)
             if by_kind is None:
@@ -181,9 +182,10 @@ class LatencyModel:
         if flops is None or moved is None or copies is None:
             return None
         launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
+        join = np.maximum if device.name.startswith("cuda") else np.add
         return {
             kind: np.maximum(
-                np.maximum(flop / flops, size / moved) + count * launch, copies.get(kind, 0.0)
+                join(np.maximum(flop / flops, size / moved), count * launch), copies.get(kind, 0.0)
             )
             for kind, (flop, size, count) in self._work.items()
         }
