@@ -83,6 +83,15 @@ def test_launches_come_on_top_of_each_step() -> None:
     assert np.allclose(plain[1], 40 + 28 * LAUNCH_SECONDS)
 
 
+def test_on_cuda_launches_go_on_beside_the_work() -> None:
+    costs = Costs(launching(LAYERS, 7), load(100, 5, chunk=30))
+    card = replace(gpu(launch_seconds=2.0), name="cuda:0")
+    seconds = costs.latency.seconds_on(card)
+    assert seconds is not None
+    # Work takes 300 or 100 seconds in a chunk of a prompt, and 10 for a token; launches take 14.
+    assert np.allclose(seconds, [[1000] * 5, [4 * 14.0] * 5])
+
+
 def test_no_speeds_no_seconds() -> None:
     costs = Costs(LAYERS, load(100, 5))
     unknown = Device(name="vgpu:0", budget_bytes=100 * MIB)

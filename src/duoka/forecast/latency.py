@@ -2,9 +2,10 @@
 
 A roofline: each block takes the longer of its arithmetic and its memory traffic, and every kernel
 that it starts costs the host a launch. On CUDA that goes on beside it, and the longer of the two
-counts; a processor, and a virtual GPU, which is one, does one after the other. Tensors that go from one stage to the next take the link's
-latency each, and its bandwidth. It knows nothing of how well kernels use a GPU: rates that were
-measured (`calibration`) already have that in them, published ones don't.
+counts; a processor, and a virtual GPU, which is one, does one after the other. Tensors that go
+from one stage to the next take the link's latency each, and its bandwidth. It knows nothing of how
+well kernels use a GPU: rates that were measured (`calibration`) already have that in them,
+published ones don't.
 
 A step of training in a pipeline takes what one micro-batch needs for all its passes and transfers,
 and once more the slowest of them for every further micro-batch. That is what GPipe (Huang et al.,
