@@ -7,7 +7,6 @@ is replaced by a call that only makes its outputs. What such a block does is kno
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, NamedTuple, Self
@@ -84,7 +83,8 @@ class Recorder:
         self._current = 0
         self._number = -1
         self._alone = False
-        self._counts_work = True
+        # What is done for the sake of its memory alone is no work.
+        self.counts_work = True
         self._tapes: list[RawTape] = []
         self._skipper = Skipper(model, groups) if skip else None
         self._patched: list[tuple[nn.Module, Any]] = []
@@ -146,15 +146,6 @@ class Recorder:
         self._keep()
         return Pass(tapes=self._tapes, like=like, number=self._number)
 
-    @contextmanager
-    def no_work(self) -> Iterator[None]:
-        """Record memory alone of what is done only for the sake of its memory."""
-        self._counts_work = False
-        try:
-            yield
-        finally:
-            self._counts_work = True
-
     def forget(self) -> None:
         """Start a new sequence: what the last one kept doesn't count."""
         self._homes.clear()
@@ -184,7 +175,7 @@ class Recorder:
         tape = self._tapes[self._current]
         if tape.matmul_at is None and virtual.is_product(func, args):
             tape.matmul_at = len(tape.events)
-        if not self._counts_work:
+        if not self.counts_work:
             return
         tape.flops += count_flops(func, args, kwargs, result)
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
