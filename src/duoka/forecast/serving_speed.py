@@ -5,8 +5,8 @@ for each. One stage after the other, b requests get b tokens in that time; in s 
 another stage, in a + c b / s. So what is gained is (a + c b) / (a + c b / s): nothing for one
 request, and the more the dearer requests are. That is of stages that are equally fast: each group
 comes to the slowest stage once for each token, so that s groups take s times what it takes. Where
-that is more than all stages take for all requests at once, one group is faster.
-It knows nothing of prompts that are read meanwhile, and of other ways to draw than the likeliest.
+that is more than all stages take for all requests at once, one group is faster. It knows nothing of
+prompts that are read meanwhile, and of how tokens are drawn.
 """
 
 from __future__ import annotations
