@@ -14,7 +14,9 @@ from duoka.engine.scheduler import Admission, Piece, Scheduler
 from duoka.engine.sequence import Event, Sequence
 from duoka.engine.step import Chunk
 from duoka.errors import UsageError
+from duoka.forecast.forecast import Forecast
 from duoka.forecast.serving import Capacity
+from duoka.forecast.serving_speed import ServingSpeed, StepSeconds
 
 REQUESTS = int(os.environ.get("DUOKA_FUZZ_EXAMPLES", "300"))
 CAPACITY = Capacity(sequences=6, context_tokens=64, pages=24, page_tokens=4, step_tokens=24)
@@ -87,9 +89,24 @@ def expected(sequence: Sequence) -> list[int]:
     return tokens
 
 
-def play(rng: random.Random, num_steps: int, admission: Admission, number: int) -> Scheduler:
+def forecast_of(*gains: float, step_seconds: StepSeconds | None = None) -> Forecast:
+    """A forecast in which 1, 2, … requests gain so much by groups."""
+    speeds = (
+        ServingSpeed(requests=number, tokens_per_second=gain, serial_tokens_per_second=1.0)
+        for number, gain in enumerate(gains, 1)
+    )
+    return Forecast(devices=(), serving_speeds=tuple(speeds), step_seconds=step_seconds)
+
+
+def play(
+    rng: random.Random,
+    num_steps: int,
+    admission: Admission,
+    number: int,
+    forecast: Forecast | None = None,
+) -> Scheduler:
     """Many requests, of which some are cancelled and some fail; each ends as it should."""
-    scheduler = Scheduler(CAPACITY, num_steps, admission)
+    scheduler = Scheduler(CAPACITY, num_steps, admission, forecast=forecast)
     memory = Memory()
     common = [rng.randrange(1000) for _ in range(20)]
     coming = [request(rng, common) for _ in range(number)]
@@ -105,7 +122,10 @@ def play(rng: random.Random, num_steps: int, admission: Admission, number: int) 
             assert sum(piece.num_tokens for piece in pieces) <= CAPACITY.step_tokens
             answering = [piece for piece in pieces if piece.sequence.is_answering]
             total = sum(sequence.is_answering for sequence in scheduler.running)
-            assert len(answering) <= -(-total // num_steps)
+            if forecast is None:
+                assert len(answering) <= -(-total // num_steps)
+            else:
+                assert len(answering) in (0, total)
             flying.append((pieces, [memory.compute(piece.chunk) for piece in pieces]))
         elif flying:
             pieces, outcomes = flying.popleft()
@@ -140,6 +160,38 @@ def check_end(sequence: Sequence, is_failing: bool) -> None:
 def test_each_ends_as_it_should(num_steps: int, admission: Admission) -> None:
     scheduler = play(random.Random(num_steps), num_steps, admission, REQUESTS)
     assert (scheduler.num_preempted > 0) == (admission == "optimistic")
+
+
+def test_one_group_answers_where_it_is_faster() -> None:
+    play(random.Random(7), 3, "reserve", REQUESTS // 3, forecast_of(0.9))
+
+
+def test_groups_come_back_where_they_are_faster() -> None:
+    scheduler = Scheduler(ROOMY, 2, forecast=forecast_of(1.0, 0.9, 0.9, 1.1))
+    for sequence in sequences_of(*([number] for number in range(4))):
+        scheduler.add(sequence)
+    assert [len(scheduler.next_step()) for _ in range(3)] == [2, 2, 0]
+    scheduler.running[0].is_cancelled = True
+    for sequence in scheduler.running:
+        scheduler.computed(Piece(sequence, 0, 1), TokenChoice(token=1))
+    # Three that answer go together, and while they are on their way nobody else is.
+    assert [len(scheduler.next_step()) for _ in range(2)] == [3, 0]
+
+
+def test_pieces_last_equally_long_by_the_forecast() -> None:
+    capacity = Capacity(
+        sequences=2, context_tokens=4000, pages=1000, page_tokens=4, step_tokens=900
+    )
+    # A token costs as much again for each 1,000 tokens before it.
+    seconds = StepSeconds(fixed_seconds=0.1, token_seconds=1e-3, pair_seconds=1e-6)
+    scheduler = Scheduler(capacity, 2, forecast=forecast_of(step_seconds=seconds))
+    scheduler.add(sequences_of(range(3600))[0])
+    pieces = [piece for _ in range(25) for piece in scheduler.next_step()]
+    sizes = [piece.num_tokens for piece in pieces]
+    assert sizes[0] == 600  # sqrt(0.1 × 3.6) seconds of tokens
+    lasting = [piece.num_tokens * (1e-3 + 1e-6 * piece.start) for piece in pieces[:-1]]
+    assert lasting == pytest.approx([0.6] * len(lasting), rel=0.01)
+    assert sum(sizes) == 3600
 
 
 def test_prompts_are_read_in_pieces_so_that_no_stage_waits() -> None:

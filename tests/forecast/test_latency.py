@@ -83,6 +83,26 @@ def test_launches_come_on_top_of_each_step() -> None:
     assert np.allclose(plain[1], 40 + 28 * LAUNCH_SECONDS)
 
 
+def test_on_cuda_launches_go_on_beside_the_work() -> None:
+    costs = Costs(launching(LAYERS, 7), load(100, 5, chunk=30))
+    card = replace(gpu(launch_seconds=2.0), name="cuda:0")
+    measured = replace(card, measured=("launch_seconds",))
+    top, beside = costs.latency.seconds_on(card), costs.latency.seconds_on(measured)
+    # Work takes 300 or 100 seconds in a chunk of a prompt, and 10 for a token; launches take 14.
+    assert top is not None
+    assert np.allclose(top, [[1000 + 4 * 14] * 5, [4 * (10 + 14)] * 5])
+    assert beside is not None
+    assert np.allclose(beside, [[1000] * 5, [4 * 14] * 5])
+
+
+def test_a_processor_does_one_after_the_other() -> None:
+    costs = Costs(launching(LAYERS, 7), load(100, 5))
+    seconds = costs.latency.seconds_on(gpu(flops=10.0, launch_seconds=2.0))
+    assert seconds is not None
+    # Ten bytes and a hundred operations for each token, and launches.
+    assert np.allclose(seconds, [[100 * (10 + 10 * 10) + 14] * 5, [4 * (10 + 10 * 10 + 14)] * 5])
+
+
 def test_no_speeds_no_seconds() -> None:
     costs = Costs(LAYERS, load(100, 5))
     unknown = Device(name="vgpu:0", budget_bytes=100 * MIB)

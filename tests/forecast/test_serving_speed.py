@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ import tuning
 
 import duoka
 from duoka.errors import FormatError
-from duoka.forecast.serving_speed import ServingSpeed
+from duoka.forecast.serving_speed import ServingSpeed, StepSeconds
 from duoka.report.terminal.plan import plan_text
 
 WORK = duoka.Workload(
@@ -57,6 +58,38 @@ def test_a_person_is_told(plan: duoka.Plan) -> None:
     assert "at once 20 requests of 128 tokens" in text
 
 
+def test_a_person_is_told_where_one_group_is_faster(plan: duoka.Plan) -> None:
+    # Where weights dominate and one stage takes longer than the other, two groups take twice the
+    # slower one for each token, and one takes both of them.
+    slower = replace(plan.fleet.devices[1], memory_bytes_per_second=0.5e9)
+    fleet = replace(plan.fleet, devices=(plan.fleet.devices[0], slower))
+    uneven = duoka.plan(plan.source, fleet, WORK, device_map=plan.device_map)
+    loads = uneven.forecast.serving_speeds
+    assert [load.is_grouped for load in loads] == [True, False, True, True]
+    assert loads[1].best_tokens_per_second == loads[1].serial_tokens_per_second
+    text = " ".join(plan_text(uneven).split())
+    assert re.search(r" 4 at once stay in one .* 4 in 2 groups would get 0\.\d\d times that", text)
+    assert "20 in 2 groups, each on another GPU, get 1." in text
+
+
+def test_steps_of_prompts_take_what_the_plan_says(plan: duoka.Plan) -> None:
+    seconds, whole = plan.forecast.step_seconds, plan.forecast.seconds
+    assert seconds is not None
+    assert whole is not None
+    # 100 tokens of each of 20 prompts, in pieces of 32.
+    starts = range(0, 100, 32)
+    expected = sum(
+        seconds.fixed_seconds
+        + (size - 1 + 0.0) * seconds.token_seconds
+        + size * start * seconds.pair_seconds
+        for start in starts
+        for size in [min(32, 100 - start)]
+    )
+    assert whole.first_token_seconds == pytest.approx(20 * expected, rel=0.02)
+
+
 def test_no_load_is_told_that_cannot_be() -> None:
     with pytest.raises(FormatError, match="no speed"):
         ServingSpeed(requests=1, tokens_per_second=-1.0, serial_tokens_per_second=1.0)
+    with pytest.raises(FormatError, match="no time of a step"):
+        StepSeconds(fixed_seconds=1.0, token_seconds=float("nan"), pair_seconds=0.0)

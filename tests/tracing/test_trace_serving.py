@@ -11,7 +11,7 @@ import torch
 
 from duoka import Workload, virtual
 from duoka.errors import ModelError
-from duoka.forecast.profile import Profile
+from duoka.forecast.profile import Profile, evaluate
 from duoka.forecast.replay_serving import ServingReplay
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch, without_data
@@ -51,6 +51,16 @@ def test_steps_take_what_the_profile_says(name: str, cache: Any) -> None:
         PagedStepper(model, replay.capacity, virtual.virtual_device(0)).warm_up()
         assert world.max_memory_allocated(0) == forecast.allocated_bytes
         assert world.max_memory_reserved(0) == forecast.reserved_bytes
+
+
+def test_work_is_that_of_a_step_without_ways_to_draw() -> None:
+    profile = profile_of("llama")
+    step = ServingReplay(profile, WORK, brief=True).step_over(1, 70)
+    *_, layer, _, head, drawing = (
+        evaluate(profile.kinds[block.kind].tapes[step.regime].launches, step.values)
+        for block in profile.blocks
+    )
+    assert layer > head > 0 == drawing
 
 
 def test_what_cant_read_pages_is_refused() -> None:

@@ -167,6 +167,7 @@ class Engine:
             self._executor.num_steps,
             admission,
             self._executor.forget,
+            plan.forecast,
         )
         self._numbers = count()
         # Steps on their way, and pieces that are to be computed again before anything else.

@@ -1,9 +1,10 @@
 """The scheduler: which tokens of which sequences a step computes.
 
 Several steps may be on their way at once, each in another stage. A sequence that answers is in one
-of them at a time: each takes its share of those that answer. What a step can hold beside goes to
-prompts, in pieces, in the order in which they came; pieces of one prompt follow one another through
-the stages. It knows nothing of tensors.
+of them at a time: each takes its share of those that answer, or one takes all of them where the
+forecast says that so they are faster. What a step can hold beside goes to prompts, in pieces, in
+the order in which they came; pieces of one prompt follow one another through the stages, and last
+equally long where the forecast knows seconds. It knows nothing of tensors.
 
 A sequence is admitted when there are pages for all that it may come to have, so that none is ever
 stopped to make room (`reserve`); or when there are some for what it has now (`optimistic`): where
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from duoka.errors import UsageError
+from duoka.forecast.forecast import Forecast
 from duoka.forecast.serving import Capacity
 
 from .pages import PagePool
@@ -74,6 +76,8 @@ class Scheduler:
     admission : {"reserve", "optimistic"}
     forget : callable, optional
         Told the number of each sequence that has ended: for who has more of it.
+    forecast : Forecast, optional
+        Of stages that work at the same time: by it steps are cut where it knows seconds.
     """
 
     def __init__(
@@ -82,12 +86,15 @@ class Scheduler:
         num_steps: int = 1,
         admission: Admission = "reserve",
         forget: Callable[[int], None] | None = None,
+        forecast: Forecast | None = None,
     ) -> None:
         self.capacity = capacity
         self._num_steps = num_steps
         self._is_optimistic = admission == "optimistic"
         self.num_preempted = 0
         self._forget = forget
+        self._speeds = () if forecast is None else forecast.serving_speeds
+        self._step_seconds = None if forecast is None else forecast.step_seconds
         self.pool = PagePool(capacity.pages, capacity.page_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -115,6 +122,8 @@ class Scheduler:
         answering = [sequence for sequence in wanted if sequence.is_answering]
         ready = [sequence for sequence in answering if sequence.num_left]
         share = -(-len(answering) // self._num_steps)
+        if not self._is_grouped(len(answering)):
+            share = 0 if len(ready) < len(answering) else len(ready)
         if self._is_optimistic:  # the oldest first; the youngest may have to make room for it
             ready = [sequence for sequence in ready[:share] if self._has_room(sequence)]
         ready = [sequence for sequence in ready[:share] if sequence.is_running]
@@ -130,14 +139,24 @@ class Scheduler:
             piece.sequence.scheduled = piece.start + piece.num_tokens
         return pieces
 
+    def _is_grouped(self, num_answering: int) -> bool:
+        """Whether so many answer faster in a group for each step than all in one."""
+        loads = [load for load in self._speeds if load.requests <= num_answering]
+        return not loads or loads[-1].is_grouped
+
     def _prompt_tokens(self, num_answering: int) -> int:
         """How many tokens of prompts a step takes beside those that answer."""
         most = self.capacity.step_tokens - num_answering
         if self._num_steps == 1 or self.capacity.whole_prompts:
             return most
         # In pieces, each stage can read another one: of M pieces S stages make M + S - 1 steps.
-        unread = [s.num_tokens - s.computed for s in self.running if not s.is_answering]
-        piece = -(-sum(unread) // (_PIECES_PER_STAGE * self._num_steps))
+        reading = [s for s in self.running if not s.is_answering]
+        if self._step_seconds is not None and reading:
+            tokens, past = sum(s.num_tokens for s in reading), reading[0].scheduled
+            piece = self._step_seconds.piece(tokens, past, num_answering, self._num_steps)
+        else:
+            unread = sum(s.num_tokens - s.computed for s in reading)
+            piece = -(-unread // (_PIECES_PER_STAGE * self._num_steps))
         return min(most, max(_LEAST_PROMPT_TOKENS, piece))
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .latency import Seconds
-from .serving_speed import ServingSpeed
+from .serving_speed import ServingSpeed, StepSeconds
 from .stage_bytes import StageBytes
 
 
@@ -26,6 +26,8 @@ class Forecast:
         What that takes in each step; None where nothing is copied, or a link's speed is unknown.
     serving_speeds : tuple of ServingSpeed
         Of a cache in pages, where speeds are known: from one request on to as many as there can be.
+    step_seconds : StepSeconds, optional
+        Of a cache in pages, where speeds are known: of steps that read a prompt.
     """
 
     devices: tuple[StageBytes, ...]
@@ -33,3 +35,4 @@ class Forecast:
     host_bytes: int = 0
     copy_seconds: float | None = None
     serving_speeds: tuple[ServingSpeed, ...] = ()
+    step_seconds: StepSeconds | None = None

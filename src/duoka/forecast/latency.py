@@ -1,9 +1,12 @@
 """Latency: how long the stages of a placement take for one request, and what that adds up to.
 
 A roofline: each block takes the longer of its arithmetic and its memory traffic, and every kernel
-that it starts costs a launch besides. Tensors that go from one stage to the next take the link's
-latency each, and its bandwidth. It knows nothing of how well kernels use a GPU: rates that were
-measured (`calibration`) already have that in them, published ones don't.
+that it starts costs the host a launch. On CUDA that goes on beside the rest, and the longest counts
+where a launch was measured, with Python's time in it; the 5 µs that stand for it elsewhere come on
+top. A processor, and a virtual GPU, which is one, does one after the other. Tensors that go from
+one stage to the next take the link's latency each, and its bandwidth. It knows nothing of how well
+kernels use a GPU: rates that were measured (`calibration`) already have that in them, published
+ones don't.
 
 A step of training in a pipeline takes what one micro-batch needs for all its passes and transfers,
 and once more the slowest of them for every further micro-batch. That is what GPipe (Huang et al.,
@@ -16,7 +19,7 @@ with its passes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 from typing import TypeAlias, TypeVar
@@ -123,6 +126,25 @@ def crossing(
     return max(ways, key=np.sum, default=np.zeros_like(num_bytes, np.float64))
 
 
+def _join_of(device: Device) -> Callable[[Floats, Floats, Floats], Floats]:
+    """What seconds of arithmetic, traffic and launches come to on a device."""
+    if not device.name.startswith("cuda"):
+        return _one_after_another
+    return _at_once if "launch_seconds" in device.measured else _launches_on_top
+
+
+def _one_after_another(arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
+    return np.asarray(arithmetic + traffic + launches)
+
+
+def _at_once(arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
+    return np.maximum(np.maximum(arithmetic, traffic), launches)
+
+
+def _launches_on_top(arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
+    return np.asarray(np.maximum(arithmetic, traffic) + launches)
+
+
 class LatencyModel:
     """What the places of a chain of blocks take for one request.
 
@@ -147,7 +169,7 @@ class LatencyModel:
         self._steps: list[Step] = [step for step, _, _ in chosen]
         self._weights = np.array([weights for _, *weights in chosen]).T  # [2, steps]
         self._values = np.array([step.values for step in self._steps], np.float64)
-        self._known: dict[tuple[float | None, ...], Floats] = {}
+        self._known: dict[tuple[object, ...], Floats] = {}
         self._work = {kind: self._work_of(kind) for kind in self._kinds()}
         kinds = [block.kind for block in self._profile.blocks]
         # The first block of a stage, and the last one of the stage before.
@@ -160,7 +182,7 @@ class LatencyModel:
 
     def seconds_on(self, device: Device) -> Floats | None:
         """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
-        key = (*device.speeds, device.host_bytes_per_second)
+        key = (*device.speeds, device.host_bytes_per_second, _join_of(device))
         if key not in self._known:
             by_kind = self._kinds_on(device)
             if by_kind is None:
@@ -181,9 +203,10 @@ class LatencyModel:
         if flops is None or moved is None or copies is None:
             return None
         launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
+        join = _join_of(device)
         return {
             kind: np.maximum(
-                np.maximum(flop / flops, size / moved) + count * launch, copies.get(kind, 0.0)
+                join(flop / flops, size / moved, count * launch), copies.get(kind, 0.0)
             )
             for kind, (flop, size, count) in self._work.items()
         }

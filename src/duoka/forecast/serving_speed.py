@@ -3,14 +3,17 @@
 A step of all stages takes a + c b seconds for b requests: weights are read once, keys and values
 for each. One stage after the other, b requests get b tokens in that time; in s groups, each in
 another stage, in a + c b / s. So what is gained is (a + c b) / (a + c b / s): nothing for one
-request, and the more the dearer requests are. It knows nothing of prompts that are read meanwhile.
+request, and the more the dearer requests are. That is of stages that are equally fast: each group
+comes to the slowest stage once for each token, so that s groups take s times what it takes. Where
+that is more than all stages take for all requests at once, one group is faster. It knows nothing of
+prompts that are read meanwhile, and of how tokens are drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, sqrt
 
 from duoka.errors import FormatError
 from duoka.hardware.fleet import Fleet
@@ -18,6 +21,7 @@ from duoka.hardware.fleet import Fleet
 from .latency import LatencyModel, Seconds
 from .profile import Profile
 from .replay_serving import ServingReplay
+from .serving import Capacity
 from .workload import Workload
 
 
@@ -38,10 +42,83 @@ class ServingSpeed:
     tokens_per_second: float
     serial_tokens_per_second: float
 
+    @property
+    def is_grouped(self) -> bool:
+        """Whether groups are at least as fast."""
+        return self.tokens_per_second >= self.serial_tokens_per_second
+
+    @property
+    def best_tokens_per_second(self) -> float:
+        """The speed in groups, or in one where that is faster."""
+        return max(self.tokens_per_second, self.serial_tokens_per_second)
+
     def __post_init__(self) -> None:
         for speed in (self.tokens_per_second, self.serial_tokens_per_second):
             if not 0 <= speed < inf:
                 raise FormatError(f"{speed} tokens a second is no speed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """What a step takes in all stages: a part that is always the same, and more for its tokens.
+
+    `token_seconds` is for each token, `pair_seconds` for each token and each that it looks back on.
+    """
+
+    fixed_seconds: float
+    token_seconds: float
+    pair_seconds: float
+
+    def __post_init__(self) -> None:
+        for seconds in (self.fixed_seconds, self.token_seconds, self.pair_seconds):
+            if not 0 <= seconds < inf:
+                raise FormatError(f"{seconds} seconds is no time of a step")
+
+    def piece(self, tokens: int, past: int, num_answering: int, num_stages: int) -> int:
+        """How many tokens of a prompt of so many a step reads, from `past` on.
+
+        In m pieces of equal seconds s stages read the prompt in (m + s - 1) / s of the seconds of a
+        step with one: a + p / m, where p is for all its tokens and a for all else in the step. That
+        is least where a piece takes sqrt(a p / (s - 1)).
+        """
+        beside = self.fixed_seconds + self.token_seconds * num_answering
+        seconds = sqrt(beside * self.token_seconds * tokens / (num_stages - 1))
+        per_token = self.token_seconds + self.pair_seconds * past
+        return round(seconds / per_token) if per_token else tokens
+
+
+def step_seconds(
+    profile: Profile,
+    workload: Workload,
+    places: Sequence[Sequence[int]],
+    stages: Sequence[tuple[str, int, int]],
+    fleet: Fleet,
+) -> StepSeconds | None:
+    """What steps that read a prompt take in the stages of a placement; None as for speeds."""
+    size = max(2, Capacity.of(workload).step_tokens)
+
+    def seconds_at(prompt_tokens: int) -> float | None:
+        """Those of a prompt, in pieces as long as a step can be."""
+        at = replace(
+            workload,
+            batch=1,
+            prompt_tokens=prompt_tokens,
+            new_tokens=1,
+            prefill_chunk_tokens=size,
+            pages=None,
+        )
+        model = LatencyModel(ServingReplay(profile, at, brief=True), places)
+        seconds = model.seconds_of(stages, fleet)
+        return None if seconds is None else seconds.first_token_seconds
+
+    one, whole, two = map(seconds_at, (1, size, 2 * size))
+    if one is None or whole is None or two is None:
+        return None
+    return StepSeconds(
+        fixed_seconds=one,
+        token_seconds=max(0.0, whole - one) / (size - 1),
+        pair_seconds=max(0.0, two - 2 * whole) / size**2,
+    )
 
 
 def serving_speeds(

@@ -23,7 +23,7 @@ from duoka.errors import FormatError
 
 from .device import RESERVE_BYTES, Device, Link
 
-_VERSION = 4
+_VERSION = 5
 _MOST_BYTES = 2**22
 _LEAST_MARGIN_BYTES = 64 * MIB
 _MARGIN_SHARE = 8
@@ -36,8 +36,8 @@ class GpuFigures:
     `memory_bytes` is all that it has: two kinds may share a name. `overhead_bytes` is what a
     process holds there outside torch's allocator, after it has generated. The memory's speed is
     that of the product of a matrix with a single row, as decoding mostly does; FLOPs are of square
-    matrices in 16 and 32 bit, `launch_seconds` of one small operation among many. The last is from
-    the host's pinned memory.
+    matrices in 16 and 32 bit, `launch_seconds` a small model's decode step by the launches that its
+    profile counts. The last is from the host's pinned memory.
     """
 
     product: str

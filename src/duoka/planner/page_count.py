@@ -9,7 +9,7 @@ from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_serving import ServingReplay
 from duoka.forecast.serving import least_pages
-from duoka.forecast.serving_speed import serving_speeds
+from duoka.forecast.serving_speed import serving_speeds, step_seconds
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 
@@ -46,8 +46,13 @@ def fill(
         if plan.objective == "pages":
             bound = plan.bound + least_pages(workload)
             plan = replace(plan, value=float(workload.pages), bound=bound)
-    speeds = tuple(serving_speeds(costs.profile, workload, costs.places, runs, fleet))
-    return replace(plan, forecast=replace(plan.forecast, serving_speeds=speeds))
+    stages_at = costs.profile, workload, costs.places, runs, fleet
+    forecast = replace(
+        plan.forecast,
+        serving_speeds=tuple(serving_speeds(*stages_at)),
+        step_seconds=step_seconds(*stages_at),
+    )
+    return replace(plan, forecast=forecast)
 
 
 def with_pages(

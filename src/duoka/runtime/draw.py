@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,10 +64,12 @@ def change(logits: Tensor, changes: Sequence[tuple[int, int, Change]]) -> None:
     So many are changed at a time, however many there are.
     """
     for start in range(0, len(changes), _CHANGED):
-        part = list(changes[start : start + _CHANGED])
-        part += part[-1:] * (_CHANGED - len(part))  # twice is the same as once
-        where = torch.tensor([pair[:2] for pair in part], device=logits.device)
-        amounts = torch.tensor([pair[2] for pair in part], device=logits.device)
+        part = changes[start : start + _CHANGED]
+        padding = [(0, _CHANGED - len(part)), (0, 0)]  # by the last: twice is the same as once
+        places = np.pad(np.array([pair[:2] for pair in part], np.int64), padding, "edge")
+        numbers = np.pad(np.array([pair[2] for pair in part], np.float32), padding, "edge")
+        where = torch.from_numpy(places).to(logits.device)
+        amounts = torch.from_numpy(numbers).to(logits.device)
         divisors, addends = amounts.unbind(dim=1)
         rows, tokens = where.unbind(dim=1)
         values = logits[rows, tokens]

@@ -83,6 +83,8 @@ class Recorder:
         self._current = 0
         self._number = -1
         self._alone = False
+        # What is done for the sake of its memory alone is no work.
+        self.counts_work = True
         self._tapes: list[RawTape] = []
         self._skipper = Skipper(model, groups) if skip else None
         self._patched: list[tuple[nn.Module, Any]] = []
@@ -173,6 +175,8 @@ class Recorder:
         tape = self._tapes[self._current]
         if tape.matmul_at is None and virtual.is_product(func, args):
             tape.matmul_at = len(tape.events)
+        if not self.counts_work:
+            return
         tape.flops += count_flops(func, args, kwargs, result)
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if launches(func, inputs, outputs):

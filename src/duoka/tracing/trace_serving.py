@@ -17,7 +17,8 @@ from torch import nn
 from duoka.errors import ModelError
 from duoka.forecast.profile import Phase, Profile, Regime
 from duoka.forecast.serving import FIRST, Capacity, StepSize, serving_monomials
-from duoka.runtime.paged_steps import PagedStepper, reads_pages
+from duoka.runtime.draw import draw_in_every_way
+from duoka.runtime.paged_steps import PagedStep, PagedStepper, reads_pages
 
 from .assemble import CALLER, ENDLESS, EVERYWHERE, RegimeTapes, TraceSpec, as_profile
 from .blocks import find_groups
@@ -109,7 +110,7 @@ class _Tracer:
         capacity, samples = stepper.cache.capacity, []
         runs: tuple[tuple[Phase, StepSize, Callable[[], None]], ...] = (
             ("start", FIRST, stepper.start),
-            ("serve", size, partial(stepper.try_out, size)),
+            ("serve", size, partial(self._try_out, stepper, size)),
         )
         with self.recorder as recorder:
             recorder.forget()
@@ -123,6 +124,13 @@ class _Tracer:
                 )
                 samples.append(Sample(phase, 1, now.tokens, 0, recorded, serving=values))
         return samples[0], samples[1]
+
+    def _try_out(self, stepper: PagedStepper, size: StepSize) -> None:
+        """What `PagedStepper.try_out` does; no step draws in all ways, so they count no work."""
+        logits = stepper.run(PagedStep.of_size(size, stepper.cache))
+        self.recorder.counts_work = False
+        draw_in_every_way(logits)
+        self.recorder.counts_work = True
 
 
 def _named(size: tuple[int, int, int]) -> dict[str, int]:

@@ -107,6 +107,21 @@ def test_kept_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, cache: Path) 
         calibrate(fleet)
 
 
+def test_a_launch_is_its_share_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def seconds_of(call: calibrating.Call, *names: str) -> float:
+        nonlocal calls
+        call()
+        calls += 1
+        return 0.2
+
+    monkeypatch.setattr(calibrating, "median_seconds", seconds_of)
+    # Four layers of a few dozen kernels each.
+    assert 100 < 0.2 / calibrating.launch_time("cpu") < 300
+    assert calls == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_real_gpu_is_measured_in_a_minute() -> None:

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from duoka.base.units import format_count, format_roughly
 from duoka.forecast.serving import PAGE_TOKENS
+from duoka.forecast.serving_speed import ServingSpeed
 from duoka.planner.plan import Plan
 from duoka.planner.room import room_bytes
 
@@ -56,19 +57,30 @@ def _loads(plan: Plan) -> Iterator[str]:
     if not loads:
         return
     speeds = ", ".join(
-        f"{load.requests}: {format_roughly(load.tokens_per_second)}" for load in loads
+        f"{load.requests}: {format_roughly(load.best_tokens_per_second)}" for load in loads
     )
     yield f"tokens/s by formula, each request at half its length, by how many there are: {speeds}"
     one = loads[0]
     if num == 1 or one.requests != 1:
         return
-    most = loads[-1]
-    gain = most.tokens_per_second / most.serial_tokens_per_second
     yield (
-        f"one request alone gets {format_roughly(one.tokens_per_second)} tokens/s, and {num} GPUs "
-        "don't make it faster: each of its tokens passes them one after another"
+        f"one request alone gets {format_roughly(one.best_tokens_per_second)} tokens/s, and {num} "
+        "GPUs don't make it faster: each of its tokens passes them one after another"
     )
-    yield (
-        f"{most.requests} in {min(num, most.requests)} groups, each on another GPU, get {gain:.2f} "
-        "times what they would get together, one GPU after another"
-    )
+    together = [load for load in loads if not load.is_grouped]
+    if (most := loads[-1]).is_grouped:
+        yield (
+            f"{most.requests} in {min(num, most.requests)} groups, each on another GPU, get "
+            f"{_gain(most):.2f} times what they would get together, one GPU after another"
+        )
+    if together:
+        least = min(together, key=_gain)
+        yield (
+            f"{', '.join(str(load.requests) for load in together)} at once stay in one group, one "
+            f"GPU after another: {least.requests} in {min(num, least.requests)} groups would get "
+            f"{_gain(least):.2f} times that, since each group comes to the slowest GPU by itself"
+        )
+
+
+def _gain(load: ServingSpeed) -> float:
+    return load.tokens_per_second / load.serial_tokens_per_second

@@ -13,13 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from duoka import models
 from duoka.base.files import why
 from duoka.base.units import MIB
 from duoka.errors import FleetError, MachineError
+from duoka.forecast.profile import evaluate
+from duoka.forecast.replay_serving import ServingReplay
+from duoka.forecast.serving import StepSize
+from duoka.forecast.workload import Workload
 from duoka.hardware import calibration, nvml
 from duoka.hardware.calibration import Calibration, GpuFigures, LinkFigures
 from duoka.hardware.device import Device
@@ -27,8 +31,11 @@ from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
 from duoka.runtime import devices
 from duoka.runtime.devices import can_pin
+from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import place
+from duoka.runtime.paged_steps import PagedStep, PagedStepper
 from duoka.runtime.steps import Stepper
+from duoka.tracing import TraceSpec, trace_serving
 
 Progress = Callable[[str], None]
 Call = Callable[[], object]
@@ -48,6 +55,15 @@ _CONFIG = {
 }
 _PROMPT_TOKENS = 64
 _NEW_TOKENS = 4
+# A step of it is as good as nothing but launches.
+_SMALL_CONFIG = _CONFIG | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
+_SMALL_WORK = Workload(
+    cache="paged",
+    prompt_tokens=_PROMPT_TOKENS,
+    new_tokens=2,
+    dtype="float32",
+    prefill_chunk_tokens=_PROMPT_TOKENS,
+)
 _WIDTH = 4096
 _LARGEST_MATRIX = 16384
 _LARGEST_BYTES = 1024 * MIB
@@ -163,10 +179,8 @@ def _overhead(device: Device, dtype: torch.dtype) -> int:
     """Bytes that this process holds on a GPU outside torch's allocator, once it has generated."""
     name = device.name
     model = models.build(_CONFIG, dtype=dtype)
-    place(model, Placement(entries=(("", name),)))
+    _place(model, name)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02)
         for batch in (1, 2):
             stepper = Stepper(model, batch, torch.device(name))
             stepper.step(_PROMPT_TOKENS)
@@ -181,6 +195,14 @@ def _overhead(device: Device, dtype: torch.dtype) -> int:
         free_before = device.budget_bytes + device.reserve_bytes
         total = free_before - int(backend.mem_get_info(name)[0])
     return max(total - int(backend.memory_reserved(name)), 0)
+
+
+def _place(model: nn.Module, name: str) -> None:
+    """Put a model on a device, with weights that are numbers."""
+    place(model, Placement(entries=(("", name),)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.02)
 
 
 def _kinds(fleet: Fleet) -> Iterator[Device]:
@@ -228,9 +250,24 @@ def multiply_rate(name: str, dtype: torch.dtype) -> float:
 
 
 def launch_time(name: str) -> float:
-    """Seconds of one small operation among many."""
-    small = torch.zeros(8, device=name)
-    return median_seconds(lambda: small.add_(1), name)
+    """Seconds of a small model's decode step for each launch that its profile counts.
+
+    So it has in it what goes with launches: modules and arguments in Python, and views. Where the
+    device computes by itself it is what the host takes until it can go on.
+    """
+    model = models.build(_SMALL_CONFIG, dtype=torch.float32)
+    profile = trace_serving(
+        without_data(model), TraceSpec(fingerprint="", conditions=_SMALL_WORK.conditions)
+    )
+    replay = ServingReplay(profile, _SMALL_WORK, brief=True)
+    step = replay.step_over(1, _PROMPT_TOKENS)
+    rules = (profile.kinds[block.kind].tapes[step.regime].launches for block in profile.blocks)
+    launches = sum(evaluate(rule, step.values) for rule in rules)
+    _place(model, name)
+    stepper = PagedStepper(model, replay.capacity, torch.device(name))
+    size = StepSize(tokens=1, rows=1, logits=2)
+    seconds = median_seconds(lambda: stepper.run(PagedStep.of_size(size, stepper.cache)), name)
+    return seconds / launches
 
 
 def from_host(name: str) -> float | None:
