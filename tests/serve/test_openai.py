@@ -45,6 +45,8 @@ PARAMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"temperature": 1.0, "seed": 3, "top_k": 2, "min_p": 0.1}),
     ({"temperature": 0, "extra_body": {"repetition_penalty": 0.5, "min_tokens": 4}},
      {"repetition_penalty": 0.5, "min_new_tokens": 4}),
+    ({"temperature": 1.5, "seed": 4, "extra_body": {"ignore_eos": True}},
+     {"temperature": 1.5, "seed": 4, "min_new_tokens": 16}),
 ]  # fmt: skip
 
 

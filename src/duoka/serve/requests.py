@@ -65,7 +65,9 @@ class Sampled(BaseModel):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     logit_bias: Annotated[dict[int, float], Field(max_length=_MOST_BIASES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool = False  # load generators want answers of a length
     response_format: dict[str, Any] | None = None
     user: str | None = None
 
@@ -74,7 +76,14 @@ class Sampled(BaseModel):
     @property
     def most_new_tokens(self) -> int | None:
         """How long an answer may be, where that is said."""
-        return self.max_tokens
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def least_new_tokens(self) -> int | None:
+        """How long an answer has to be, where that is said."""
+        if self.ignore_eos and self.most_new_tokens is None:
+            raise HttpError(400, "ignore_eos needs max_tokens", param="ignore_eos")
+        return self.most_new_tokens if self.ignore_eos else self.min_tokens
 
     @property
     def top(self) -> int | None:
@@ -97,7 +106,7 @@ class Sampled(BaseModel):
             if self.stop is None
             else tuple([self.stop] if isinstance(self.stop, str) else self.stop),
             "max_new_tokens": self.most_new_tokens,
-            "min_new_tokens": self.min_tokens,
+            "min_new_tokens": self.least_new_tokens,
             "logprobs": self.top,
             "response_format": self.response_format,
         }
@@ -108,7 +117,6 @@ class ChatRequest(Sampled):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
@@ -118,11 +126,6 @@ class ChatRequest(Sampled):
     metadata: dict[str, str] | None = None
     modalities: list[Literal["text"]] | None = None
     service_tier: Literal["auto", "default"] | None = None
-
-    @property
-    def most_new_tokens(self) -> int | None:
-        """See `Sampled`."""
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def top(self) -> int | None:
