@@ -101,6 +101,7 @@ def test_a_checkpoint_that_is_gone_is_refused(plan: duoka.Plan, tmp_path: Path) 
         duoka.load(replace(plan, source=str(tmp_path / "gone")))
 
 
+@pytest.mark.slow
 def test_a_plan_for_an_object_cannot_be_loaded(model: PreTrainedModel) -> None:
     plan = duoka.plan(model, TWO, LOAD)
     with pytest.raises(CheckpointError, match="given as an object") as caught:
@@ -136,6 +137,7 @@ def test_a_tensor_that_is_not_there_leaves_nothing_loaded(plan: duoka.Plan, tmp_
 # Spreading.
 
 
+@pytest.mark.slow
 def test_dispatch_takes_a_mapping_a_placement_or_a_plan(model: PreTrainedModel) -> None:
     plan = duoka.plan(model, TWO, LOAD, use_all=True)
     with torch.no_grad():

@@ -85,6 +85,7 @@ def test_what_does_not_fit_is_refused(checkpoint: Path) -> None:
     assert caught.value.shortfall_bytes > 0
 
 
+@pytest.mark.slow
 def test_another_dtype_is_half_the_weights(checkpoint: Path) -> None:
     whole = duoka.plan(checkpoint, TWO, LOAD).forecast.devices[0].weight_bytes
     half = duoka.plan(checkpoint, TWO, Workload(prompt_tokens=100, new_tokens=12, dtype="float16"))
@@ -190,6 +191,7 @@ def test_a_fleet_may_be_text_or_an_object(checkpoint: Path) -> None:
     assert (of_object.request.gpus, of_text.request.gpus) == ("", TWO)
 
 
+@pytest.mark.slow
 def test_an_irregular_model_is_cached_for_its_workload(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

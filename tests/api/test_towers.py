@@ -91,6 +91,7 @@ def test_planned_and_custom_maps_answer_as_one_device(name: str) -> None:
     assert not duoka.check(model, towered, inputs=inputs).faults
 
 
+@pytest.mark.slow
 def test_a_tower_that_is_larger_than_a_card_is_cut_between_its_blocks() -> None:
     shapes: Any = models.build(LARGE_TOWER)
     torch.manual_seed(5)

@@ -297,6 +297,7 @@ def test_a_check_leaves_no_tensors_alive() -> None:
 # ── models of transformers ──
 
 
+@pytest.mark.slow
 def test_a_plan_is_checked_with_the_bytes_that_it_was_proved_with() -> None:
     model = models.build(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
     work = Workload(batch=2, prompt_tokens=64, new_tokens=8)

@@ -122,6 +122,7 @@ def test_a_run_goes_on_wherever_it_was_killed(
     assert sorted(read(out), key=lambda answer: answer["number"]) == expected
 
 
+@pytest.mark.slow
 def test_what_has_no_pages_is_answered_in_batches(
     model: Path, program: Program, tmp_path: Path
 ) -> None:

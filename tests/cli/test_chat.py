@@ -24,6 +24,7 @@ def test_a_conversation_through_a_pipe(tiny: Path, program: Program) -> None:
     assert "Ctrl-C stops an answer" in done.stderr
 
 
+@pytest.mark.slow
 def test_lines_of_a_block_are_one_question(tiny: Path, program: Program) -> None:
     done = program("chat", tiny, *GPUS, *SIZES, stdin='"""What is\nNVLink?\n"""\n/exit\n')
     block = program("chat", tiny, *GPUS, *SIZES, stdin='"""What is\nNVLink?')

@@ -249,6 +249,7 @@ def test_code_that_cannot_be_planned_is_checked_all_the_same(
     assert "note: the model can't be planned, so its modules were dealt to the devices" in told
 
 
+@pytest.mark.slow
 def test_all_gpus_are_used_where_the_model_has_enough_blocks(tiny: Path, program: Program) -> None:
     for gpus, used in (("virtual:3x64MiB", 3), ("virtual:64x64MiB", 6)):
         done = program("check", tiny, "--gpus", gpus, *SIZES, "--json")

@@ -178,6 +178,7 @@ def test_a_saved_plan_of_a_map_is_made_again(
     assert duoka.Plan.load(plan) == first
 
 
+@pytest.mark.slow
 def test_answers_are_the_same_wherever_modules_are(
     tiny: Path, program: Program, write: Write
 ) -> None:

@@ -34,6 +34,7 @@ def test_only_the_answer_goes_to_the_standard_output(
     assert answer["prompt"] == "什么是设备映射？"
 
 
+@pytest.mark.slow
 def test_a_batch_answers_each_prompt_as_alone(tiny: Path, program: Program) -> None:
     questions = ["What is NVLink?", "显存不足怎么办？"]
     given = [part for question in questions for part in ("-p", question)]
@@ -46,6 +47,7 @@ def test_a_batch_answers_each_prompt_as_alone(tiny: Path, program: Program) -> N
     assert texts == alone
 
 
+@pytest.mark.slow
 def test_prompts_come_from_files_and_the_standard_input(
     tiny: Path, program: Program, tmp_path: Path
 ) -> None:

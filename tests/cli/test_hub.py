@@ -34,6 +34,7 @@ def hub(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     huggingface_hub.close_session()
 
 
+@pytest.mark.slow
 def test_generate_is_what_the_directory_generates(
     hub: HubServer, tiny: Path, program: Program
 ) -> None:

@@ -74,6 +74,7 @@ def web() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_chat_about_pictures(
     glm4v: Path, pictures: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:

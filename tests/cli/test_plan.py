@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from progress import without_progress
 
 import duoka
@@ -55,6 +56,7 @@ def test_defaults_keep_to_the_models_limit(tiny: Path, program: Program) -> None
     assert workload["new_tokens"] == 256
 
 
+@pytest.mark.slow
 def test_types_have_short_names(tiny: Path, program: Program) -> None:
     long = program("plan", tiny, *GPUS, *SIZES, "--dtype", "bfloat16")
     assert program("plan", tiny, *GPUS, *SIZES, "--dtype", "BF16").stdout == long.stdout

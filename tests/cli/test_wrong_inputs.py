@@ -35,7 +35,7 @@ def without_versions(row: Row) -> Row:
 
 
 # What would fit instead takes a search, and training a profile of its own.
-SLOW = ("--gpus virtual:1MiB --context 96", "--offload --train lora")
+SLOW = ("--gpus virtual:1MiB --context 96", "--offload --train lora", "--batch 512")
 
 
 @pytest.mark.parametrize(

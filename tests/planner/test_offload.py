@@ -14,6 +14,7 @@ from closeness import HALF_TOLERANCE, close
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import only
 from tiny import MIB
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -193,10 +194,12 @@ def deep() -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "new", "budgets"),
-    [(300, 20, (44,)), (300, 20, (24, 26)), (1500, 5, (62,))],
+    "case",
+    only([(300, 20, (24, 26))], [(300, 20, (44,)), (300, 20, (24, 26)), (1500, 5, (62,))]),
+    ids=str,
 )
-def test_the_forecast_is_what_is_measured(prompt: int, new: int, budgets: tuple[int, ...]) -> None:
+def test_the_forecast_is_what_is_measured(case: tuple[int, int, tuple[int, ...]]) -> None:
+    prompt, new, budgets = case
     work = replace(LOAD, prompt_tokens=prompt, new_tokens=new)
     plan = solve(deep(), replace(ask(*budgets), workload=work))
     assert len(plan.offloaded) > 2

@@ -80,6 +80,7 @@ def test_no_cut_has_room_for_more_pages(
         assert stage.reserved_bytes <= usable(stage.budget_bytes)
 
 
+@pytest.mark.slow
 def test_pages_of_8_bit_are_more(model: Path) -> None:
     plan = duoka.plan(model, "virtual:64MiB", WORK)
     small = duoka.plan(model, "virtual:64MiB", replace(WORK, cache="paged-int8"))
@@ -117,6 +118,7 @@ def test_pages_fill_the_gpus_of_a_map(model: Path) -> None:
     assert plan.value == min(stage.free_bytes for stage in plan.forecast.devices)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_is_there_at_once(model: Path, profile: Profile) -> None:
     budget = 28 * MIB
     plan = duoka.plan(model, "virtual:28MiB", WORK, largest="batch")
@@ -165,6 +167,7 @@ def test_steps_shrink_where_large_ones_do_not_fit() -> None:
     assert [work.prefill_chunk_tokens for work in with_chunks(large)] == [2048, 1024, 512]
 
 
+@pytest.mark.slow
 def test_pages_are_an_objective_of_paged_caches_alone(model: Path) -> None:
     with pytest.raises(UsageError, match="the objective pages is for a paged cache"):
         duoka.plan(model, "virtual:64MiB", replace(WORK, cache="dynamic"), objective="pages")

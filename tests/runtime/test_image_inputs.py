@@ -142,6 +142,7 @@ def test_prompts_are_no_shorter_than_their_images() -> None:
     assert prompts.inputs(3, 400)["input_ids"].shape == (3, 400)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_too_short_for_its_images_is_refused() -> None:
     short = dataclasses.replace(PICTURED, prompt_tokens=60, prefill_chunk_tokens=None)
     problem = PlanProblem(fleet=duoka.Fleet.parse("virtual:1GiB"), workload=short)

@@ -131,6 +131,7 @@ def test_parameters_of_completions(
     assert chunks[-1].choices[0].finish_reason == expected.finish
 
 
+@pytest.mark.slow
 def test_the_parameters_make_a_difference(engine: Engine) -> None:
     answers = {chat_answers(engine, **params)[0].text for _, params in PARAMS}
     assert len(answers) == len(PARAMS)

@@ -68,6 +68,7 @@ async def asked(url: str, engine: int, number: int) -> list[tuple[int, bytes]]:
     return await asyncio.gather(*tasks)
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_is_told_and_started_again(llama: Path, tmp_path: Path) -> None:
     with serving(llama, tmp_path / "log") as served:
         first = engine_of(served)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from staging import differences, learn_in_stages, learn_whole, placement_of, route_of
+from tiers import only
 from torch import nn
 
 import duoka
@@ -80,8 +81,8 @@ def test_adapters(checkpointing: bool) -> None:
     assert sum(gradient is not None for gradient in expected.gradients.values()) == 28
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("name", ["chatglm3-6b-tiny", "glm-4-9b-tiny"])
+@pytest.mark.parametrize("schedule", only(["1f1b"], ["gpipe", "1f1b"]))
+@pytest.mark.parametrize("name", only(["glm-4-9b-tiny"], ["chatglm3-6b-tiny", "glm-4-9b-tiny"]))
 def test_reference(name: str, schedule: str, published_data: Path) -> None:
     directory = published_data / "reference" / name
     workload = duoka.Workload(prompt_tokens=64, new_tokens=1, dtype="float32")

@@ -167,6 +167,7 @@ def test_maps_of_families(name: str, tmp_path: Path) -> None:
         assert [module for module, _ in completed] == [module for module, _ in entries]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", only(["gpt2"], ["gpt2", "mixtral", "bloom"]))
 def test_a_map_spreads_a_family_as_one_device_computes(name: str) -> None:
     model = families.build(name)

@@ -64,6 +64,7 @@ def test_a_language_models_profile() -> None:
     assert profile.kinds[head.kind].weight_bytes == ()
 
 
+@pytest.mark.slow
 def test_tapes_know_the_first_matrix_product() -> None:
     """Behind its output: where the queries' product is made; norms have none.
 
@@ -132,6 +133,7 @@ def test_full_and_sliding_layers_are_of_different_kinds() -> None:
     assert again != last
 
 
+@pytest.mark.slow
 def test_a_context_that_ends_early_is_never_exceeded() -> None:
     """Learned positions: a step beyond them would fail."""
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 160}

@@ -97,11 +97,13 @@ def test_workspaces_change_nothing_else(
     hold("glm", workload, cuts)
 
 
+@pytest.mark.slow
 def test_adapters_checkpoints_and_master_weights() -> None:
     workload = rehearsing.load(300, batch=2, micro_batches=2, lora_rank=4, lora_dropout=0.1, **LEAN)
     hold("tied", workload, [2, 4], by_rules=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["int8", "nf4"])
 @pytest.mark.parametrize("training", only([{}], [{}, LEAN]))
 def test_adapters_beside_quantized_weights(quantize: Any, training: dict[str, Any]) -> None:
@@ -230,6 +232,7 @@ def family_profile(name: str) -> Profile:
     return tracing.profile_training(build, spec, workload)[0]
 
 
+@pytest.mark.slow
 def test_a_loss_that_meets_labels_where_nobody_brings_them_keeps_all_on_one_gpu() -> None:
     blocks = [block for block in family_profile("cpmant").blocks if block.modules]
     assert len(blocks) == 1

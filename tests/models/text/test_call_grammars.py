@@ -117,6 +117,7 @@ def test_reasoning_ends_before_a_forced_call() -> None:
     assert calls(parts) == [ToolCall(name="ask", arguments={"of": "rain"})]
 
 
+@pytest.mark.slow
 def test_glm4_writes_a_name_and_json(shared_data: Path) -> None:
     config = {"model_type": "chatglm"}
     directory = shared_data / "tokenizers" / "glm-4-9b-chat"

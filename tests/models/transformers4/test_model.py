@@ -49,6 +49,7 @@ def answers(checkpoint: Checkpoint, fleet: str, mask: torch.Tensor) -> tuple[tor
     return logits, new.cpu()
 
 
+@pytest.mark.slow
 def test_it_runs_on_two_devices_as_on_one(heron: MakeHeron) -> None:
     checkpoint = heron()
     mask = torch.ones(1, 20, dtype=torch.long)
