@@ -219,3 +219,26 @@ GLM4V: dict[str, Any] = {
         "scaling_factor": 8,
     },
 }
+GLM_4V_9B: dict[str, Any] = {
+    **GLM4V,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 13696,
+    "num_layers": 40,
+    "num_attention_heads": 32,
+    "kv_channels": 128,
+    "multi_query_group_num": 2,
+    "padded_vocab_size": 151552,
+    "seq_length": 8192,
+    "torch_dtype": "bfloat16",
+    "boi_token_id": 151339,
+    "eoi_token_id": 151340,
+    "vision_config": {
+        "hidden_size": 1792,
+        "num_hidden_layers": 63,
+        "num_heads": 16,
+        "intermediate_size": 15360,
+        "patch_size": 14,
+        "image_size": 1120,
+        "num_positions": 6401,
+    },
+}

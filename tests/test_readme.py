@@ -5,6 +5,11 @@ with ``$``, in ``python`` blocks all of it. They run one after the other in a di
 ``glm-4-9b-chat`` and ``chatglm3-6b`` hold the published configs and indices, and no weights. What a
 console block shows must be printed, line by line, but for small differences in what is measured;
 a line of ``…`` stands for anything.
+
+The pages of docs/situations say besides on what a block is run: ``<!-- run on eight-3090 -->`` on a
+recorded machine, ``<!-- run on code -->`` with the code that comes with a checkpoint, and
+``<!-- run on virtual:2x8GiB -->`` with weights, on these GPUs in the place of those that the page
+names; see `newcomer`. ``exit 13`` there is how the last command ends.
 """
 
 from __future__ import annotations
@@ -18,12 +23,15 @@ import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
+import newcomer
 import pytest
 import typer
+from doctoring import machine
 from progress import without_progress
 
 import duoka
@@ -41,12 +49,16 @@ PAGES = [
     "README.zh-CN.md",
     *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
 ]
+SITUATIONS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/situations").glob("*.md"))
+ENGLISH = [page for page in SITUATIONS if not page.endswith(".zh-CN.md")]
 # Memory forecasts, and contexts that fit: they change a little with versions of torch.
 _NUMBER = re.compile(r"\d+\.\d\d|\d{5,}")
 _BAR = re.compile("[█▓▒░·]{4,}")
 # A command of duoka's own runs in this process: torch need not be imported for each.
 _OWN = re.compile(r"duoka ([^|&;<>$`]+?)(\|\| echo \"exit code \$\?\")?\s*", re.DOTALL)
-_BLOCK = re.compile(r"<!-- run -->\n+```(console|python)\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(
+    r"<!-- run(?: on ([\w:-]+))?(?:, exit (\d+))? -->\n+ *```(console|python)\n(.*?)```", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +67,22 @@ class Command:
 
     arguments: list[str]
     shown: str
+    place: str = ""
+    code: int = 0
 
 
 def commands(page: str) -> list[Command]:
     found = []
-    for language, text in _BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+    blocks = _BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    for place, code, language, indented in blocks:
+        text = dedent(indented)
         if language == "python":
-            found.append(Command(arguments=[sys.executable, "-c", text], shown=""))
+            found.append(Command(arguments=[sys.executable, "-c", text], shown="", place=place))
             continue
         for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
             line, _, shown = part.replace("\\\n", " ").partition("\n")
-            found.append(Command(arguments=["bash", "-c", line], shown=shown))
+            found.append(Command(arguments=["bash", "-c", line], shown=shown, place=place))
+        found[-1] = replace(found[-1], code=int(code or 0))
     return found
 
 
@@ -106,12 +123,16 @@ def workplace(published_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / name).mkdir()
         shutil.copy(published_data / "configs" / f"{name}.json", tmp_path / name / "config.json")
         shutil.copy(published_data / "indices" / f"{name}.{index}", tmp_path / name / index)
-    monkeypatch.chdir(tmp_path)
+    as_people_run_it(tmp_path, monkeypatch)
+    return tmp_path
+
+
+def as_people_run_it(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(directory)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("COLUMNS", "96")
     monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")  # as people run it
-    return tmp_path
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
 
 
 @pytest.fixture
@@ -136,7 +157,12 @@ def outcome(command: Command) -> tuple[int, str]:
     if own is None or command.arguments[0] != "bash":
         done = subprocess.run(command.arguments, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + without_progress(done.stderr)
-    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+    with (
+        redirect_stdout(io.StringIO()) as out,
+        redirect_stderr(io.StringIO()) as err,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(sys, "stdin", io.StringIO("What is NVLink?\n/exit\n"))
         code = run(shlex.split(own[1]))
         if own[2] and code:
             sys.stdout.write(f"exit code {code}\n")
@@ -162,7 +188,62 @@ def test_commands(page: str, workplace: Path, request: pytest.FixtureRequest) ->
         assert is_shown(command.shown, printed), what
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.fixture(scope="session")
+def belongings(published_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("newcomer")
+    newcomer.write_all(root, published_data)
+    return root
+
+
+def at_its_place(command: Command, root: Path, patch: pytest.MonkeyPatch) -> Command:
+    """A command of a situation's page where it is run: with what checkpoints, on what machine."""
+    place = command.place
+    virtual = place.startswith("virtual:")
+    directory = root / ("code" if place == "code" else "small" if virtual else "full")
+    for name in newcomer.NAMES:
+        Path(name).unlink(missing_ok=True)
+        Path(name).symlink_to(directory / name)
+    if place and not virtual and place != "code":
+        machine(patch, place)
+    if not virtual:
+        return command
+    program, option, line = command.arguments
+    changed = re.sub(r"(?<=--gpus )\S+", place, line)
+    assert changed != line, "it says nothing of GPUs"
+    return replace(command, arguments=[program, option, changed])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in ENGLISH if commands(page)])
+def test_situations(
+    page: str, belongings: Path, tmp_path: Path, quick_start: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_people_run_it(tmp_path, monkeypatch)
+    # Of the host that runs the tests nothing is known.
+    monkeypatch.setattr(sys.modules["duoka.tools.doctor.diagnose"], "_HOST_CHECKS", ())
+    for name in ("cat.jpg", "book.txt"):
+        shutil.copy(belongings / name, name)
+    for command in commands(page):
+        with pytest.MonkeyPatch.context() as patch:
+            code, printed = outcome(at_its_place(command, belongings, patch))
+        what = f"{page}: {command.arguments[-1]}\n{printed}"
+        assert code == command.code, what
+        assert is_shown(command.shown, printed), what
+
+
+@pytest.mark.parametrize("page", ENGLISH)
+def test_situations_in_both_languages(page: str) -> None:
+    chinese = page.replace(".md", ".zh-CN.md")
+    assert commands(page) == commands(chinese)
+    for each in (page, chinese):
+        lines = (ROOT / each).read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 110, "a newcomer's page is short"
+        index = Path(each).with_name("README.zh-CN.md" if each == chinese else "README.md")
+        linked = (ROOT / index).read_text(encoding="utf-8")
+        assert Path(each) == index or f"({Path(each).name})" in linked
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SITUATIONS])
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)", text):

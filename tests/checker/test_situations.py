@@ -9,6 +9,7 @@ import pytest
 import seeded
 from checkpoints import write_random
 from closeness import close
+from image_checkpoints import GLM_4V_9B
 from seeded import Case
 
 import duoka
@@ -25,29 +26,6 @@ TINY = {
     "num_attention_heads": 2,
     "kv_channels": 16,
     "multi_query_group_num": 1,
-}
-GLM_4V_9B = {
-    **CONFIG,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 13696,
-    "num_layers": 40,
-    "num_attention_heads": 32,
-    "kv_channels": 128,
-    "multi_query_group_num": 2,
-    "padded_vocab_size": 151552,
-    "seq_length": 8192,
-    "torch_dtype": "bfloat16",
-    "boi_token_id": 151339,
-    "eoi_token_id": 151340,
-    "vision_config": {
-        "hidden_size": 1792,
-        "num_hidden_layers": 63,
-        "num_heads": 16,
-        "intermediate_size": 15360,
-        "patch_size": 14,
-        "image_size": 1120,
-        "num_positions": 6401,
-    },
 }
 WORK = Workload(prompt_tokens=12, new_tokens=3)
 OTHER_VERSION = {
