@@ -52,7 +52,8 @@ PAGES = [
 SITUATIONS = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs/situations").glob("*.md"))
 ENGLISH = [page for page in SITUATIONS if not page.endswith(".zh-CN.md")]
 # Memory forecasts, and contexts that fit: they change a little with versions of torch.
-_NUMBER = re.compile(r"\d+\.\d\d|\d{5,}")
+# The number of a version is none of those.
+_NUMBER = re.compile(r"(?<![\d.])\d+\.\d\d(?!\d|\.\d)|\d{5,}")
 _BAR = re.compile("[█▓▒░·]{4,}")
 # A command of duoka's own runs in this process: torch need not be imported for each.
 _OWN = re.compile(r"duoka ([^|&;<>$`]+?)(\|\| echo \"exit code \$\?\")?\s*", re.DOTALL)
