@@ -49,6 +49,7 @@ class PlainAllocator:
     segments: list[tuple[bool, list[Piece]]] = field(default_factory=list)
     reserved: int = 0
     most_reserved: int = 0
+    pressed: bool = False
 
     def malloc(self, num_bytes: int) -> Piece:
         size = rounded_bytes(num_bytes)
@@ -57,6 +58,7 @@ class PlainAllocator:
         if piece is None:
             room = segment_bytes(size)
             if self.capacity is not None and self.reserved + room > self.capacity:
+                self.pressed = True
                 for segment in [s for s in self.segments if len(s[1]) == 1 and not s[1][0].asked]:
                     self.reserved -= segment[1][0].size
                     self.segments = [each for each in self.segments if each is not segment]

@@ -67,10 +67,6 @@ def test_numbers_of_copies(text: str) -> None:
         (("plan", "--export", "vllm", "--json"), "--json can't be given with --export"),
         (("plan", "--export", "vllm", "--explain"), "--explain can't be given with --export"),
         (("bench", "--calibrate", "--context", "5"), "--context can't be given with --calibrate"),
-        (
-            ("bench", "--calibrate", "model", "--quantize", "int8"),
-            "a model, --quantize can't be given with --calibrate",
-        ),
     ],
 )
 def test_no_option_is_ignored(program: Program, options: tuple[str, ...], told: str) -> None:

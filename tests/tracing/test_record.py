@@ -44,8 +44,8 @@ def tapes_of(name: str, *, batch: int, skip: bool) -> list[tuple[list[Tape], Any
     model = models.build({**tiny.CONFIGS[name], "num_hidden_layers": 6}, dtype=torch.bfloat16)
     with virtual.gpus([None], data="meta"), torch.no_grad():
         on_gpu(model)
-        groups = find_groups(model, lambda: Stepper(model, 1, DEVICE).step(8))
-        stepper = Stepper(model, batch, DEVICE)
+        groups = find_groups(model, lambda: Stepper(model, 1, torch.device(DEVICE)).step(8))
+        stepper = Stepper(model, batch, torch.device(DEVICE))
         found = []
         with Recorder(model, groups, skip=skip) as recorder:
             for phase, tokens in STEPS:
@@ -65,7 +65,7 @@ def test_what_is_skipped_would_have_been_the_same(name: str, batch: int) -> None
 def language_model() -> tuple[PreTrainedModel, list[Group]]:
     model = models.build({**tiny.CONFIGS["llama"], "num_hidden_layers": 6}, dtype=torch.bfloat16)
     on_gpu(model)
-    return model, find_groups(model, lambda: Stepper(model, 1, DEVICE).step(8))
+    return model, find_groups(model, lambda: Stepper(model, 1, torch.device(DEVICE)).step(8))
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -78,7 +78,7 @@ def test_layers_that_are_alike_run_once(skip: bool) -> None:
                 lambda module, args, n=layer.self_attn.layer_idx: ran.append(n)
             )
         with Recorder(model, groups, skip=skip) as recorder:
-            recorded = recorder.record(partial(Stepper(model, 1, DEVICE).step, 9))
+            recorded = recorder.record(partial(Stepper(model, 1, torch.device(DEVICE)).step, 9))
         # The first layer follows the embedding, and the last one goes before the norm.
         assert ran == ([0, 1, 5] if skip else [0, 1, 2, 3, 4, 5])
         expected = [0, 1, 2, 2, 2, 2, 6, 7, 8] if skip else list(range(9))
@@ -92,7 +92,7 @@ def test_the_model_is_as_it_was() -> None:
         model.lm_head.forward = own  # on the object, as others' hooks put it there
         before = [sorted(vars(module)) for module in model.modules()]
         with Recorder(model, groups, skip=True) as recorder:
-            recorder.record(partial(Stepper(model, 1, DEVICE).step, 9))
+            recorder.record(partial(Stepper(model, 1, torch.device(DEVICE)).step, 9))
         assert [sorted(vars(module)) for module in model.modules()] == before
         assert model.lm_head.forward is own
         assert not any(module._forward_hooks for module in model.modules())

@@ -32,8 +32,11 @@ from .options import (
 from .terminal import answer, working
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from duoka.engine import Completion, Engine, SamplingParams
     from duoka.report.measured import Measured
+    from duoka.runtime.prompt_reader import PromptReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,11 +126,7 @@ def generate(
 
     params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     reader.check_images(images)
-    if prompts.raw:
-        tokens = [reader.plain(text) for text in questions]
-    else:
-        usable = planning.usable_system(reader, answering.system)
-        tokens = [reader.prompt(text.strip(), system=usable, images=images) for text in questions]
+    tokens = _tokens(reader, questions, None if prompts.raw else answering, images)
     for ids in tokens:
         reader.check([ids], params.max_new_tokens)
     with planning.load_engine(plan, model, answering.adapter) as engine:
@@ -142,6 +141,19 @@ def generate(
     if len(answers) > 1:
         answer("\n\n".join(reply.text for reply in answers) + "\n")
     planning.tell_measured(plan, measured(answers, engine.peaks()))
+
+
+def _tokens(
+    reader: PromptReader,
+    questions: Sequence[str],
+    answering: AnswerOptions | None,
+    images: Sequence[Image],
+) -> list[list[int]]:
+    """The prompt of each question; None answers nothing, and each text is continued."""
+    if answering is None:
+        return [reader.plain(text) for text in questions]
+    usable = planning.usable_system(reader, answering.system)
+    return [reader.prompt(text.strip(), system=usable, images=images) for text in questions]
 
 
 def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
