@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import ssl
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 from huggingface_hub.errors import HfHubHTTPError
@@ -73,7 +76,8 @@ def is_public(text: str) -> bool:
 
 async def _follow(address: str, most_bytes: int, public_only: bool) -> bytes:
     url = http.URL(address)
-    async with http.AsyncClient(timeout=_SILENT_SECONDS, trust_env=not public_only) as client:
+    options = {"timeout": _SILENT_SECONDS, "trust_env": not public_only, "verify": _trusted()}
+    async with http.AsyncClient(**options) as client:
         for _ in range(_MOST_REDIRECTS + 1):
             response = await _open(client, url, public_only)
             try:
@@ -106,10 +110,22 @@ async def _open(client: Any, url: Any, public_only: bool) -> Any:
     raise AssertionError("a name that is known has an address")
 
 
+@cache  # reading all certificates takes tens of milliseconds
+def _trusted() -> ssl.SSLContext:
+    context: ssl.SSLContext = http.create_ssl_context()
+    return context
+
+
+@cache
+def _lookups() -> ThreadPoolExecutor:
+    """Threads of their own: a name server that doesn't answer keeps one, however long one waits."""
+    return ThreadPoolExecutor(4, "duoka-lookup")
+
+
 async def _public_addresses(name: str) -> list[str]:
     """The addresses of a name, all of which have to be public."""
-    loop = asyncio.get_running_loop()
-    infos = await loop.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
+    infos = await asyncio.get_running_loop().run_in_executor(_lookups(), look_up)
     addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
     if not all(map(is_public, addresses)):
         raise ValueError(f"{name[:80]} has an address that isn't the public internet's")

@@ -43,11 +43,13 @@ def answer_file(
     prompts = read_prompts(path, answering.system)
     plan = _plan(model, options, len(prompts)).on_this_machine()
     reader = planning.open_prompts(plan, model)
-    texts = (reader.plain(prompt.messages[-1].content) for prompt in prompts)
-    reader.check([max(texts, key=len)], None)  # before anything is loaded
     params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
+        for prompt in left:  # before anything is loaded; a token has a byte at least
+            text = prompt.messages[-1].content
+            if len(text.encode()) > plan.workload.prompt_tokens:
+                reader.check([reader.plain(text)], None)
         _say(
             f"{format_count(len(prompts) - len(left), 'prompt')} of {len(prompts)} answered before"
         )

@@ -9,6 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import typer
@@ -82,7 +83,8 @@ def report(
     with, and `known` the options of its command: what would fit instead is told by them.
     """
     if isinstance(error, OutOfMemory):
-        look_for_ways(error, find_or_trace)
+        with suppress(Exception):  # whatever a search among wreckage meets, the error is told
+            look_for_ways(error, find_or_trace)
     if isinstance(error, InfeasibleError | OutOfMemory) and error.ways_out:
         columns = stderr().width
         error.hint = (

@@ -132,6 +132,7 @@ class _StageWorker:
             raise
         except Exception as error:
             failure = portable(explain(error, self.publisher))
+            failure.__traceback__ = None  # which holds what was on the device
         seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
         self._busy_seconds += seconds
         if step.size is None:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import DuokaError, InfeasibleError, MachineError, WayOut
+from duoka.errors import InfeasibleError, MachineError, WayOut
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
+from duoka.hardware.parse import devices_in
 
-from .limits import on_fleet
+from .from_device_map import OBJECTIVE as GIVEN
+from .limits import given_back, on_fleet
 from .plan import Plan
 from .resolve import answer_checkpoint
 
@@ -42,20 +45,26 @@ class OutOfMemory(MachineError):
 def look_for_ways(error: OutOfMemory, profile_of: ProfileOf) -> None:
     """Give an error what would fit in the memory that there is now, cheapest for quality first."""
     plan, available = error.plan, error.available_bytes
+    if plan.objective == GIVEN:
+        return  # by a map: nothing else is looked for
+    fleet = given_back(plan)
     shrunk = [
         replace(device, budget_bytes=min(device.budget_bytes, available[device.name]))
         if device.name in available
         else device
-        for device in plan.fleet.devices
+        for device in fleet.devices
     ]
     trusts = plan.request.trust_remote_code
     try:
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=trusts)
-        problem = on_fleet(plan.request, replace(plan.fleet, devices=tuple(shrunk)))
+        problem = on_fleet(plan.request, replace(fleet, devices=tuple(shrunk)))
         answer_checkpoint(checkpoint, problem, partial(profile_of, checkpoint))
     except InfeasibleError as wrong:
         error.ways_out, error.hint = wrong.ways_out[:_MOST_WAYS], wrong.hint
-    except DuokaError:  # a map for the GPUs as they were, say: there is nothing to suggest
-        pass
     else:
-        error.hint = "start again: in the memory that there is now, the same command finds a plan"
+        if devices_in(plan.request.gpus) is None:
+            error.hint = "start again: the same command plans for what is free now, which will do"
+        else:
+            sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in available.items())
+            error.hint = f"there is a plan for what there is now ({sizes}): name that with --gpus"
+        error.hint += "; a saved plan is made again with --replan"

@@ -186,14 +186,10 @@ class EngineClient:
 
     async def _live(self) -> Broken | None:
         """From the start of a process to its end; why it says that it ends, where it does."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [*self._program, str(theirs.fileno())],
-                stdin=subprocess.PIPE,  # it ends where this one is gone
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a Ctrl-C of the terminal's is the server's alone
-            )
+        try:
+            ours, self._process = self._start()
+        except OSError as error:  # no memory, or no descriptors, for one more
+            return Broken(f"its process can't be started: {error}")
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
         self._send(self.begin)
         self._is_looked_at, self._hang = False, None
@@ -210,6 +206,22 @@ class EngineClient:
             return self._hang
         finally:
             watch.cancel()
+
+    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+        """A process, and the socket to it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = subprocess.Popen(
+                    [*self._program, str(theirs.fileno())],
+                    stdin=subprocess.PIPE,  # it ends where this one is gone
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a Ctrl-C of the terminal's is the server's alone
+                )
+            except OSError:
+                ours.close()
+                raise
+        return ours, process
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Ask a process how it is, and end it where it hangs; one that still loads never does.

@@ -49,8 +49,12 @@ class RemoteImages:
         if not addresses:
             yield prompt
             return
-        images = await self._fetch(addresses, prompt.field)
-        num_bytes = sum(map(len, images.values()))
+        self._memory.add(_MOST_BYTES)  # what there may be until all are there
+        try:
+            images = await self._fetch(addresses, prompt.field)
+            num_bytes = sum(map(len, images.values()))
+        finally:
+            self._memory.add(-_MOST_BYTES)
         self._memory.add(num_bytes)
         try:
             yield replace(prompt, messages=[_with_images(message, images) for message in chat])

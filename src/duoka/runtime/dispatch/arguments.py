@@ -48,9 +48,11 @@ def mapped(
         return change(value)
     if isinstance(value, PackedSequence):
         packed: Any = value
-        changed = change(packed.data)
-        # its batch sizes stay on the CPU
-        return packed if changed is packed.data else packed.to(changed.device)
+        # Its batch sizes stay on the CPU.
+        names = "data", "sorted_indices", "unsorted_indices"
+        parts = {name: getattr(packed, name) for name in names}
+        changed = {name: part if part is None else change(part) for name, part in parts.items()}
+        return packed if changed["data"] is packed.data else packed._replace(**changed)
     if isinstance(value, (tuple, list)):
         items = [mapped(item, change, other) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):

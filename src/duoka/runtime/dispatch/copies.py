@@ -35,23 +35,27 @@ def try_copies(devices: Iterable[torch.device]) -> None:
     Other ways are tested when they are used first. What the test takes on the GPUs is given back.
     """
     gpus = list(dict.fromkeys(_index(device) for device in devices if device.type == "cuda"))
-    tested = arrives.cache_info().misses
+    tested = _arrives.cache_info().misses
     for pair in zip(gpus, [*gpus[1:], *gpus[:1]], strict=True):
         arrives(*pair)
         arrives(*reversed(pair))
-    if len(gpus) > 1 and arrives.cache_info().misses > tested:
+    if len(gpus) > 1 and _arrives.cache_info().misses > tested:
         torch.cuda.empty_cache()
 
 
-@cache  # what a machine does to bytes it does until it is restarted
 def arrives(source: int, target: int) -> bool:
-    """Whether what is copied from one CUDA device to another arrives."""
+    """Whether what is copied from one CUDA device to another is known to arrive."""
+    try:
+        return _arrives(source, target)
+    except torch.OutOfMemoryError:
+        return False  # it can't be known now
+
+
+@cache  # what a machine does to bytes it does until it is restarted
+def _arrives(source: int, target: int) -> bool:
     if source == target or not torch.cuda.can_device_access_peer(source, target):
         return True  # the driver leads it through the host's memory itself
-    try:
-        fault = copy_fault(f"cuda:{source}", f"cuda:{target}")
-    except torch.OutOfMemoryError:
-        return True  # it can't be known
+    fault = copy_fault(f"cuda:{source}", f"cuda:{target}")
     if fault:
         say(
             f"cuda:{source} → cuda:{target}: {fault} when it is copied from GPU to GPU; tensors "

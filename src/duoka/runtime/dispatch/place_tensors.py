@@ -13,6 +13,8 @@ from duoka.errors import Faults, ModelError, PlacementError
 from duoka.models.quantization import empty_weight, is_composed, moved
 from duoka.planner.placement import Placement
 
+from .copies import carry
+
 _SCALE = 0.02
 
 
@@ -177,7 +179,7 @@ def _placed(tensor: Tensor, device: torch.device) -> Tensor:
     data = _data_on(tensor, device).detach()
     if not isinstance(tensor, nn.Parameter):
         return data
-    grad = None if tensor.grad is None else tensor.grad.to(device)
+    grad = None if tensor.grad is None else carry(tensor.grad, device)
     # Only plain tensors can exchange their contents; a subclass keeps its own in Python.
     if type(tensor.data) is type(data) is Tensor and torch._has_compatible_shallow_copy_type(
         tensor.data, data
@@ -197,4 +199,4 @@ def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
     if is_composed(tensor):
         return empty_weight(tensor, device) if tensor.is_meta else moved(tensor, device)
     tensor = tensor.detach()
-    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else carry(tensor, device)
