@@ -15,7 +15,7 @@ from duoka.hardware import cuda_driver
 from duoka.hardware.device import Device
 from duoka.tools.doctor import probe
 from duoka.tools.doctor.diagnose import diagnose
-from duoka.tools.doctor.findings import Finding
+from duoka.tools.doctor.facts import Finding
 from duoka.tools.doctor.probe import Probed, Test
 
 TORCH = {

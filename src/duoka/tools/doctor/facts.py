@@ -1,21 +1,39 @@
-"""Facts: what several checks look at, asked of the machine once."""
+"""Facts: what several checks look at, asked of the machine once; and what a check says."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from duoka.errors import FleetError
-from duoka.hardware import cuda_driver, detect, gpu_health, nvml
+from duoka.hardware import cuda_driver, detect, nvml
 from duoka.hardware.detect import PresentGpu
 from duoka.hardware.fleet import Fleet
-from duoka.hardware.gpu_health import GpuHealth, MachineHealth
 
 from . import probe
 from .probe import Probed
 
-_ALL = "all"
+Severity: TypeAlias = Literal["ok", "note", "skipped", "warning", "error"]
+BAD: tuple[Severity, ...] = ("error", "warning")
+_MOST_NAMES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found.
+
+    `text` says what there is, `meaning` what follows from it, `advice` what to do; `figures` are
+    what was measured, for programs.
+    """
+
+    severity: Severity
+    text: str
+    meaning: str = ""
+    advice: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 class Facts:
@@ -26,10 +44,10 @@ class Facts:
         self.root = root
         self.machine: nvml.Machine | None = None
 
-    @cached_property
-    def health(self) -> MachineHealth:
-        """What NVML tells beyond what planning needs."""
-        return gpu_health.read_health()
+    @property
+    def cards(self) -> Sequence[nvml.Gpu]:
+        """The GPUs that answer."""
+        return () if self.machine is None else self.machine.gpus
 
     @cached_property
     def present(self) -> list[PresentGpu]:
@@ -51,7 +69,7 @@ class Facts:
 
     def parsed(self) -> Fleet:
         """The same, where there is one; FleetError says what is in the way."""
-        return Fleet.parse(self.gpus or _ALL)
+        return Fleet.parse(self.gpus or "all")
 
     @property
     def testable(self) -> bool:
@@ -63,20 +81,36 @@ class Facts:
     @cached_property
     def probed(self) -> Probed:
         """What torch and the devices did when they were tested."""
-        devices = self.fleet.devices if self.fleet is not None and self.testable else ()
-        return probe.probe(devices)
+        return probe.probe(self.fleet.devices if self.fleet is not None and self.testable else ())
 
-    def healths(self) -> list[tuple[nvml.Gpu, GpuHealth]]:
-        """Each GPU that answers, with its health."""
-        gpus = () if self.machine is None else self.machine.gpus
-        return [(gpu, self.health.gpus[gpu.index]) for gpu in gpus if gpu.index in self.health.gpus]
+
+def by_gpu(
+    gpus: Iterable[nvml.Gpu], check: Callable[[nvml.Gpu], Iterable[Finding]]
+) -> Iterator[Finding]:
+    """What a check says of each GPU; of several that are alike once."""
+    indices: dict[Finding, list[int]] = {}
+    for gpu in gpus:
+        for finding in check(gpu):
+            indices.setdefault(finding, []).append(gpu.index)
+    for finding, numbers in indices.items():
+        yield replace(finding, text=f"{numbered(numbers)}: {finding.text}")
+
+
+def or_ok(findings: Iterable[Finding], text: str) -> Iterator[Finding]:
+    """What was found, and where nothing of it is bad, what is all right."""
+    is_bad = False
+    for finding in findings:
+        is_bad |= finding.severity in BAD
+        yield finding
+    if not is_bad:
+        yield Finding("ok", text)
 
 
 def named(names: Iterable[object]) -> str:
     """Names in a list that stays short."""
     texts = [*map(str, names)]
-    more = f" and {len(texts) - 6} more" if len(texts) > 6 else ""
-    return ", ".join(texts[:6]) + more
+    more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
+    return ", ".join(texts[:_MOST_NAMES]) + more
 
 
 def numbered(indices: Iterable[int]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -57,12 +56,7 @@ def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
     command = [sys.executable, "-m", _MODULE, json.dumps(request)]
     try:
         done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env=dict(os.environ),
-            timeout=seconds,
-            check=False,
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
         )
         output, ending = done.stdout, ""
         if done.returncode:
