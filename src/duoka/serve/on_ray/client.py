@@ -12,18 +12,13 @@ import ray
 from duoka.serve.engine_client import EngineClient
 from duoka.serve.messages import Ask, Begin, Cancel, Count, Event, Failed, Spell, Status
 
-from .board import Report
+from .replica import Report
+
+_COUNTS = ("running", "waiting", "pages", "free_pages", "preemptions", "shared_tokens")
 
 
 class ReplicasClient(EngineClient):
-    """Asks an application of Ray Serve, whose router chooses the replica.
-
-    Parameters
-    ----------
-    begin : Begin
-    number : int
-        Which kind of nodes it is.
-    """
+    """Asks an application of Ray Serve, whose router chooses the replica."""
 
     def __init__(self, begin: Begin, number: int) -> None:
         super().__init__(begin, number)
@@ -49,14 +44,10 @@ class ReplicasClient(EngineClient):
         self.num_deaths += len(lost)
         self._replicas = frozenset(reports)
         if reports:
-            number, ready = len(reports), next(iter(reports.values())).ready
-            self.ready = replace(
-                ready, sequences=number * ready.sequences, pages=number * ready.pages
-            )
+            n, ready = len(reports), next(iter(reports.values())).ready
+            self.ready = replace(ready, sequences=n * ready.sequences, pages=n * ready.pages)
             self._set("ready", None)
-            statuses = [report.status for report in reports.values()]
-            known = [status for status in statuses if status is not None]
-            if known:
+            if known := [report.status for report in reports.values() if report.status]:
                 self._compare(_together(known))
         elif self.state == "ready":
             self._set("restarting", "no replica is there")
@@ -101,20 +92,12 @@ def _lost(reason: str | None) -> Failed:
 
 def _together(statuses: Collection[Status]) -> Status:
     """Of all replicas; of a device the most bytes and the mean of the work."""
-    devices = {device for status in statuses for device in status.reserved_bytes}
-    return Status(
-        running=sum(status.running for status in statuses),
-        waiting=sum(status.waiting for status in statuses),
-        pages=sum(status.pages for status in statuses),
-        free_pages=sum(status.free_pages for status in statuses),
-        preemptions=sum(status.preemptions for status in statuses),
-        shared_tokens=sum(status.shared_tokens for status in statuses),
-        reserved_bytes={
-            device: max(status.reserved_bytes.get(device, 0) for status in statuses)
-            for device in sorted(devices)
-        },
-        busy_seconds={
-            device: sum(status.busy_seconds.get(device, 0.0) for status in statuses) / len(statuses)
-            for device in sorted(devices)
-        },
-    )
+    reserved: dict[str, int] = {}
+    busy: dict[str, float] = {}
+    for status in statuses:
+        for device, size in status.reserved_bytes.items():
+            reserved[device] = max(size, reserved.get(device, 0))
+        for device, seconds in status.busy_seconds.items():
+            busy[device] = busy.get(device, 0.0) + seconds / len(statuses)
+    sums = {name: sum(getattr(status, name) for status in statuses) for name in _COUNTS}
+    return Status(**sums, reserved_bytes=reserved, busy_seconds=busy)

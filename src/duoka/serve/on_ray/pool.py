@@ -20,10 +20,9 @@ from duoka.serve.errors import HttpError
 from duoka.serve.messages import Ask, Begin, Begun, Event
 from duoka.serve.pool import EngineLost, Pool
 
-from .board import Board
 from .client import ReplicasClient
 from .nodes import Kind
-from .replica import Replica
+from .replica import Board, Replica
 
 _POLL_SECONDS = 0.5
 _MOST_TRIES = 4
@@ -45,51 +44,39 @@ class Part:
 class RayPool(Pool):
     """Replicas on a Ray cluster, and a bound on what waits for them.
 
-    Parameters
-    ----------
-    parts : sequence of Part
-    model : str
-        Its name for clients, which those of the applications begin with.
-    max_queue : int
-        Requests that may wait beside those that are answered.
+    The applications are called after `model`.
     """
 
     def __init__(self, parts: Sequence[Part], model: str, max_queue: int) -> None:
         super().__init__((), max_queue)
         self._parts = parts
-        self._clients = [ReplicasClient(part.begin, at) for at, part in enumerate(parts)]
-        self.engines = [*self._clients]
         name = re.sub(r"[^\w.-]", "-", model)
-        self._names = [f"duoka-{name}-{number + 1}" for number in range(len(parts))]
+        self._clients = {
+            f"duoka-{name}-{number + 1}": ReplicasClient(part.begin, number)
+            for number, part in enumerate(parts)
+        }
+        self.engines = [*self._clients.values()]
         self._board: Any = None
 
     async def start(self) -> None:
-        """Deploy an application for each kind, and wait until its least replicas answer.
-
-        Raises
-        ------
-        UsageError
-            If the cluster has applications of these names.
-        EngineLost
-            If no replica can be opened.
-        """
+        """Deploy an application for each kind, and wait until its least replicas answer."""
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         handles = await asyncio.to_thread(self._deploy)
-        for client, handle in zip(self._clients, handles, strict=True):
+        for client, handle in zip(self._clients.values(), handles, strict=True):
             client.handle = handle.options(stream=True)
         self._tasks = [asyncio.create_task(self._listen())]
         while any(
             client.state != "failed" and client.num_replicas < part.low
-            for client, part in zip(self._clients, self._parts, strict=True)
+            for client, part in zip(self._clients.values(), self._parts, strict=True)
         ):
             await asyncio.sleep(_POLL_SECONDS)
             applications = (await asyncio.to_thread(serve.status)).applications
-            for name, client in zip(self._names, self._clients, strict=True):
+            for name, client in self._clients.items():
                 state = applications.get(name)
                 if state is not None and state.status == "DEPLOY_FAILED":
                     raise EngineLost(f"{name}: {state.message[-2000:]}", client.exit_code)
         if self.has_failed:
-            raise EngineLost(self._clients[0].reason or "", self._clients[0].exit_code)
+            raise EngineLost(self.engines[0].reason or "", self.engines[0].exit_code)
 
     async def close(self) -> None:
         """Take the applications away, and leave the cluster."""
@@ -97,13 +84,7 @@ class RayPool(Pool):
         await asyncio.to_thread(self._withdraw)
 
     async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
-        """What comes of a request; asked again elsewhere while nothing of the answer has come.
-
-        Raises
-        ------
-        HttpError
-            If too many wait already, or it can't be answered.
-        """
+        """What comes of a request; asked again elsewhere while nothing of the answer has come."""
         has_begun = is_answered = False
         for tries in count(1):
             try:
@@ -123,47 +104,24 @@ class RayPool(Pool):
 
     def _deploy(self) -> list[Any]:
         serve.start(proxy_location="Disabled")
-        there = set(self._names) & set(serve.status().applications)
+        there = self._clients.keys() & serve.status().applications
         if there:
-            self._names = []  # they aren't taken away
+            self._clients = {}  # they aren't taken away
             raise UsageError(
                 f"the cluster serves {min(there)} already", hint="give this one another --name"
             )
-        at_server = NodeAffinitySchedulingStrategy(
-            ray.get_runtime_context().get_node_id(), soft=False
-        )
+        server_id = ray.get_runtime_context().get_node_id()
+        at_server = NodeAffinitySchedulingStrategy(server_id, soft=False)
         board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=at_server)
         self._board = board.remote()
         targets = [
             serve.RunTarget(
-                self._deployment(part).bind(part.begin, self._board), name=name, route_prefix=None
+                _deployment(part).bind(part.begin, self._board), name=name, route_prefix=None
             )
-            for name, part in zip(self._names, self._parts, strict=True)
+            for name, part in zip(self._clients, self._parts, strict=True)
         ]
         handles: list[Any] = serve.run_many(targets, wait_for_applications_running=False)
         return handles
-
-    def _deployment(self, part: Part) -> Any:
-        sequences = part.begin.plan.workload.batch
-        actor: dict[str, Any] = {"num_gpus": part.kind.gpus}
-        if part.kind.foreign_ids:  # a node that joins later may be of this kind
-            foreign = ",".join(part.kind.foreign_ids)
-            actor["label_selector"] = {"ray.io/node-id": f"!in({foreign})"}
-        return serve.deployment(Replica).options(
-            name="engine",
-            ray_actor_options=actor,
-            max_ongoing_requests=sequences + _BESIDE,
-            autoscaling_config={
-                "min_replicas": part.low,
-                "max_replicas": part.high,
-                "target_ongoing_requests": sequences,
-                "upscale_delay_s": 10,
-                "look_back_period_s": 10,
-                "metrics_interval_s": 2,
-            },
-            health_check_period_s=2,
-            graceful_shutdown_wait_loop_s=0.5,
-        )
 
     async def _listen(self) -> None:
         """Hear the replicas on nodes that are there."""
@@ -171,11 +129,11 @@ class RayPool(Pool):
             try:
                 reports, nodes = await asyncio.to_thread(self._read)
             except ray.exceptions.RayError as error:
-                for client in self._clients:
+                for client in self._clients.values():
                     client.fail(f"the Ray cluster doesn't answer: {type(error).__name__}")
                 return
             alive = {node["NodeID"] for node in nodes if node["Alive"]}
-            for name, client in zip(self._names, self._clients, strict=True):
+            for name, client in self._clients.items():
                 client.hear(
                     {
                         replica: report
@@ -190,6 +148,29 @@ class RayPool(Pool):
 
     def _withdraw(self) -> None:
         with suppress(Exception):  # the cluster may be gone
-            for name in self._names:
+            for name in self._clients:
                 serve.delete(name)
         ray.shutdown()
+
+
+def _deployment(part: Part) -> Any:
+    sequences = part.begin.plan.workload.batch
+    actor: dict[str, Any] = {"num_gpus": part.kind.gpus}
+    if part.kind.foreign_ids:  # a node that joins later may be of this kind
+        foreign = ",".join(part.kind.foreign_ids)
+        actor["label_selector"] = {"ray.io/node-id": f"!in({foreign})"}
+    return serve.deployment(Replica).options(
+        name="engine",
+        ray_actor_options=actor,
+        max_ongoing_requests=sequences + _BESIDE,
+        autoscaling_config={
+            "min_replicas": part.low,
+            "max_replicas": part.high,
+            "target_ongoing_requests": sequences,
+            "upscale_delay_s": 10,
+            "look_back_period_s": 10,
+            "metrics_interval_s": 2,
+        },
+        health_check_period_s=2,
+        graceful_shutdown_wait_loop_s=0.5,
+    )
