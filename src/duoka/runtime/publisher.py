@@ -50,19 +50,9 @@ class Publisher:
     """Says what memory a model has on its devices, by kind, beside what its plan forecasts.
 
     Make it when the weights are there and nothing else: what the allocator has then are the
-    weights. A thread says it from `start` to `close`. Caches are known by the model's calls; what
-    else tensors take are activations.
-
-    Parameters
-    ----------
-    plan : Plan
-    model : nn.Module
-    names : iterable of str
-        Those of the plan's devices that this process has.
-    optimizer : Optimizer, optional
-        Of training: its parameters' gradients and its states are kinds of their own.
-    busy_shares : callable, optional
-        How much of the last time each device has computed.
+    weights. A thread says it from `start` to `close`. Caches are known by the model's calls; an
+    optimizer by its states and its parameters' gradients; what else tensors take are activations.
+    `names` are those of the plan's devices that this process has.
     """
 
     def __init__(

@@ -88,14 +88,6 @@ def test_another_file_stays_as_it_is(content: str, tmp_path: Path) -> None:
     assert path.read_text() == content
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"), [("absent/run.csv", "No such file"), ("", "Is a directory")]
-)
-def test_a_file_that_cannot_be_written_is_refused(name: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"can't be written: {problem}"):
-        CsvFile(tmp_path / name)
-
-
 # ── Prometheus ──
 
 

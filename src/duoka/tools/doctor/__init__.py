@@ -5,7 +5,7 @@ A check says what it found and what follows; one that fails doesn't stop the oth
 - `diagnose`: all checks, in their order
 - `facts`: what several of them look at, and what they say
 - `gpus`: what the driver knows of the GPUs
-- `devices`: what torch and the devices do; `probe`, `device_tests`: tried in another process
+- `devices`: what torch and the devices do; `device_tests`: tried in another process
 - `host`: memory, limits, libraries
 - `model`: a checkpoint, its disk, and whether it fits
 - `bundle`: a report to attach, without names and secrets

@@ -1,7 +1,14 @@
-"""Facts: what several checks look at, asked of the machine once; and what a check says."""
+"""Facts: what several checks look at, asked of the machine once; and what a check says.
+
+The tests on devices are run in another process, again without one that hangs or ends CUDA.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,14 +18,16 @@ from typing import Any, Literal, TypeAlias
 from duoka.errors import FleetError
 from duoka.hardware import cuda_driver, detect, nvml
 from duoka.hardware.detect import PresentGpu
+from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
-from . import probe
-from .probe import Probed
-
+Test: TypeAlias = tuple[str, ...]
+"""Its kind, "matrix" or "copy", and the devices' names."""
 Severity: TypeAlias = Literal["ok", "note", "skipped", "warning", "error"]
 BAD: tuple[Severity, ...] = ("error", "warning")
 _MOST_NAMES = 6
+_START_SECONDS, _TEST_SECONDS = 90, 3
+_MOST_STARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,14 @@ class Finding:
     meaning: str = ""
     advice: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What torch says of itself, and what came of each test."""
+
+    torch: Mapping[str, Any]
+    outcomes: Mapping[Test, Mapping[str, Any]]
 
 
 class Facts:
@@ -81,7 +98,7 @@ class Facts:
     @cached_property
     def probed(self) -> Probed:
         """What torch and the devices did when they were tested."""
-        return probe.probe(self.fleet.devices if self.fleet is not None and self.testable else ())
+        return probe(self.fleet.devices if self.fleet is not None and self.testable else ())
 
 
 def by_gpu(
@@ -117,3 +134,43 @@ def numbered(indices: Iterable[int]) -> str:
     """GPUs by their numbers."""
     numbers = [*map(str, indices)]
     return f"GPU{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def probe(devices: Sequence[Device]) -> Probed:
+    """Test each device, and each ordered pair of them."""
+    names = [device.name for device in devices]
+    waiting: list[Test] = [("matrix", name) for name in names]
+    waiting += [("copy", *pair) for pair in itertools.permutations(names, 2)]
+    capacities = [device.budget_bytes for device in devices if device.name.startswith("vgpu")]
+    about: Mapping[str, Any] = {}
+    outcomes: dict[Test, Mapping[str, Any]] = {}
+    for _ in range(_MOST_STARTS):
+        lines, ending = _run({"capacities_bytes": capacities, "tests": waiting})
+        if not lines:
+            return Probed(torch=about or {"error": ending}, outcomes=outcomes)
+        about = about or lines[0]
+        results = [*lines[1:], *([{"fault": ending, "raised": True}] if ending else [])]
+        outcomes |= dict(zip(waiting, results, strict=False))
+        waiting = waiting[len(results) :]
+        if not waiting:
+            break
+    outcomes |= {test: {"skipped": "too many tests before it have failed"} for test in waiting}
+    return Probed(torch=about, outcomes=outcomes)
+
+
+def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """What a process wrote, whole lines of its own, and how it ended if that wasn't by itself."""
+    seconds = _START_SECONDS + _TEST_SECONDS * len(request["tests"])
+    command = [sys.executable, "-m", "duoka.tools.doctor.device_tests", json.dumps(request)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
+        )
+        output, ending = done.stdout, ""
+        if done.returncode:
+            last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+            ending = f"its process ended with {done.returncode} {' '.join(last)[:200]}".strip()
+    except subprocess.TimeoutExpired as error:
+        output, ending = error.stdout or b"", f"it didn't end within {seconds} seconds"
+    lines = output.rpartition(b"\n")[0].splitlines()
+    return [json.loads(line) for line in lines if line.startswith(b"{")], ending
