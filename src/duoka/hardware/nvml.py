@@ -60,11 +60,9 @@ _FAULTS: dict[int, tuple[str, str]] = {
         "look at who may open /dev/nvidiactl and /dev/nvidia0",
     ),
 }
-# Bits of NVML's clock event reasons that mean that something is wrong, or is in the way. Those for
-# idleness, applications' clocks and displays are left out.
-POWER_LIMIT = "its power limit"
+# Bits of NVML's clock event reasons that mean that something is wrong. Those for idleness, power
+# limits (as it should be under load), applications' clocks and displays are left out.
 _SLOWDOWNS = {
-    0x04: POWER_LIMIT,
     0x08: "the board's protection",
     0x20: "its temperature (the driver's limit)",
     0x40: "its temperature (the hardware's limit)",

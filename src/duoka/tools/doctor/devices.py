@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from duoka.base.units import format_count
-from duoka.hardware import nvml
+from duoka.hardware import cuda_driver, nvml
 
 from .facts import Facts, Finding, by_gpu, named, or_ok
 
@@ -55,7 +55,7 @@ def _build(facts: Facts, about: Mapping[str, Any], cuda: str) -> Iterator[Findin
             yield Finding("note", text, meaning)
     visible = {one.gpu.index: one.gpu for one in facts.present if one.torch_name}
     yield from by_gpu(visible.values(), partial(_kernels, about.get("architectures", [])))
-    there, uuids = facts.visible_uuids, about["uuids"]
+    there, uuids = cuda_driver.visible_uuids(), about["uuids"]
     if about.get("error") and there:
         meaning = f"{format_count(len(there), 'GPU')} are visible to CUDA's driver"
         yield Finding("error", f"torch starts no CUDA: {about['error']}", meaning)

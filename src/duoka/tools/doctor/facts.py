@@ -10,13 +10,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from duoka.errors import FleetError
-from duoka.hardware import cuda_driver, detect, nvml
+from duoka.hardware import detect, nvml
 from duoka.hardware.detect import PresentGpu
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
@@ -72,33 +73,22 @@ class Facts:
         return detect.survey()[0]
 
     @cached_property
-    def visible_uuids(self) -> tuple[str, ...]:
-        """The GPUs that CUDA shows this process, in its order."""
-        return cuda_driver.visible_uuids()
-
-    @cached_property
     def fleet(self) -> Fleet | None:
         """The devices that are meant; None where there is none to be had."""
-        try:
-            return None if self.gpus is None and self.machine is None else self.parsed()
-        except FleetError:
-            return None
-
-    def parsed(self) -> Fleet:
-        """The same, where there is one; FleetError says what is in the way."""
-        return Fleet.parse(self.gpus or "all")
+        with suppress(FleetError):
+            return Fleet.parse(self.gpus or "all") if self.gpus or self.machine else None
+        return None
 
     @property
-    def testable(self) -> bool:
-        """Whether there are devices, real or virtual, that something can be tried on."""
-        return self.fleet is not None and all(
-            device.uuid or device.name.startswith("vgpu") for device in self.fleet.devices
-        )
+    def testable(self) -> Sequence[Device]:
+        """The devices, real or virtual, that something can be tried on."""
+        devices = self.fleet.devices if self.fleet is not None else ()
+        return devices if all(gpu.uuid or gpu.name.startswith("vgpu") for gpu in devices) else ()
 
     @cached_property
     def probed(self) -> Probed:
         """What torch and the devices did when they were tested."""
-        return probe(self.fleet.devices if self.fleet is not None and self.testable else ())
+        return probe(self.testable)
 
 
 def by_gpu(

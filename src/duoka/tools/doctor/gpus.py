@@ -11,6 +11,7 @@ from pathlib import Path
 from duoka.base.units import GIB, format_bytes, format_count
 from duoka.hardware import cuda_driver, nvml
 from duoka.hardware.detect import PresentGpu
+from duoka.hardware.fleet import Fleet
 
 from .facts import Facts, Finding, Severity, by_gpu, named, numbered, or_ok
 
@@ -70,7 +71,9 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
             text = f"{gpu.label}: {trouble.reason}"
             yield Finding(severity, text, "it isn't used", trouble.advice)
     known = {gpu.part.uuid.lower().partition("-")[2] for gpu in facts.present}
-    unknown = [f"cuda:{at}" for at, uuid in enumerate(facts.visible_uuids) if uuid not in known]
+    unknown = [
+        f"cuda:{at}" for at, uuid in enumerate(cuda_driver.visible_uuids()) if uuid not in known
+    ]
     if unknown:
         text = f"CUDA sees {', '.join(unknown)}, which NVML doesn't know"
         yield Finding("warning", text, "nobody can tell how much memory is free there")
@@ -97,7 +100,7 @@ def _renumbering(moved: Sequence[PresentGpu]) -> str:
 
 def check_named(facts: Facts) -> Iterator[Finding]:
     """Whether the GPUs that were named can be had."""
-    yield Finding("ok", f"{facts.gpus} is {named(facts.parsed().names)}")
+    yield Finding("ok", f"{facts.gpus} is {named(Fleet.parse(facts.gpus or 'all').names)}")
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
@@ -141,14 +144,11 @@ def _state(gpu: nvml.Gpu) -> Iterator[Finding]:
         meaning = "that happens at the next reset; until then it may fail again"
         advice = "with nothing running on it: nvidia-smi --gpu-reset -i and its number, or restart"
         yield Finding("warning", text, meaning, advice)
-    hindrances = [text for text in gpu.slowdowns if text != nvml.POWER_LIMIT]
-    if hindrances:
-        text = f"slowed down by {' and '.join(hindrances)}"
+    if gpu.slowdowns:
+        text = f"slowed down by {' and '.join(gpu.slowdowns)}"
         meaning = "it computes slower than planned for, and a pipeline waits for its slowest stage"
         advice = "look at its fans, the airflow, its power supply and cables"
         yield Finding("warning", text, meaning, advice)
-    if nvml.POWER_LIMIT in gpu.slowdowns:
-        yield Finding("note", "at the power limit", "that is as it should be under load")
     limit, usual = gpu.power_limit_watts or 0, gpu.default_power_limit_watts or 0
     if 0 < limit < _MOST_OFF * usual:
         text = f"a power limit of {limit:.0f} W instead of {usual:.0f} W"
