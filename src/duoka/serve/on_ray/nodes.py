@@ -100,11 +100,9 @@ def _kind(fleet: Fleet, group: Sequence[Node], nodes: Sequence[Node], plan_for: 
     plan, num_gpus = plan_for(fleet, are_alike), len(fleet.devices)
     if are_alike:  # Ray gives a replica any of them, and torch counts those from 0 on
         num_gpus, kind = len(plan.devices), fleet.names[0].partition(":")[0]
+        names = {name: f"{kind}:{number}" for number, name in enumerate(plan.devices)}
         plan = plan.moved(
-            {
-                name: replace(plan.fleet.device(name), name=f"{kind}:{number}")
-                for number, name in enumerate(plan.devices)
-            }
+            {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
         )
     return Kind(
         nodes=tuple(map(_name, group)),
@@ -129,15 +127,14 @@ def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[F
     ]
     ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_LOOK_SECONDS)
     for node, answer in zip(nodes, answers, strict=True):
+        seen: Fleet | str = "others have its GPUs: it wasn't reached in two minutes"
         if answer not in ready:
             ray.cancel(answer, force=True)
-            yield "others have its GPUs: it wasn't reached in two minutes"
-            continue
-        try:
-            seen: Fleet | str = ray.get(answer)
-        except ray.exceptions.RayError as error:
-            yield f"duoka doesn't run there: {_line(error)}"
-            continue
+        else:
+            try:
+                seen = ray.get(answer)
+            except ray.exceptions.RayError as error:
+                seen = f"duoka doesn't run there: {_line(error)}"
         number = int(node["Resources"]["GPU"])
         if isinstance(seen, Fleet) and len(seen.devices) != number:
             seen = f"{len(seen.devices)} GPUs are there, and Ray counts {number}"
