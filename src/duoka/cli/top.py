@@ -59,7 +59,7 @@ def top(
     if not 0.1 <= interval <= 86400:
         raise UsageError(f"--interval {interval:g} can't be", hint="write 0.1 to 86400 seconds")
     check_file(csv, "the recording")
-    from duoka.tools.top.record import CsvFile, Exporter
+    from duoka.tools.top.record import Exporter, csv_file
     from duoka.tools.top.show import View
     from duoka.tools.top.snapshot import Monitor
 
@@ -68,7 +68,7 @@ def top(
         monitor = opened.enter_context(closing(Monitor()))
         takers: list[Callable[[Snapshot], None]] = []
         if csv is not None:
-            takers.append(opened.enter_context(closing(CsvFile(csv))).take)
+            takers.append(opened.enter_context(csv_file(csv)))
         if prometheus is not None:
             takers.append(opened.enter_context(closing(Exporter(prometheus))).take)
         ends = once or not (console.is_terminal or takers)

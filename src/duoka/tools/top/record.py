@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from duoka.errors import UsageError
 from duoka.forecast.stage_bytes import KIND_FIELDS
@@ -33,29 +34,24 @@ def _numbers(gpu: GpuNow) -> dict[str, float | None]:
     }
 
 
-class CsvFile:
-    """Appends a row for each GPU of a snapshot; see `COLUMNS`."""
-
-    def __init__(self, path: Path) -> None:
-        head = ",".join(COLUMNS)
-        self._file: TextIO = path.open("a+", encoding="utf-8", errors="replace", newline="")
-        self._file.seek(0)
-        first = self._file.readline(len(head) + 2)
+@contextmanager
+def csv_file(path: Path) -> Iterator[Callable[[Snapshot], None]]:
+    """What appends a row for each GPU of a snapshot; see `COLUMNS`."""
+    head = ",".join(COLUMNS)
+    with path.open("a+", encoding="utf-8", errors="replace", newline="") as file:
+        file.seek(0)
+        first = file.readline(len(head) + 2)
         if first and first.rstrip("\r\n") != head:
-            self._file.close()
             raise UsageError(f"{path} is no recording of this duoka's", hint="name another file")
-        self._writer = csv.DictWriter(self._file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS)
         if not first:
-            self._writer.writeheader()
+            writer.writeheader()
 
-    def take(self, snapshot: Snapshot) -> None:
-        """Append the rows of a snapshot, which are in the file afterwards."""
-        self._writer.writerows(_row(snapshot.time, gpu) for gpu in snapshot.gpus)
-        self._file.flush()
+        def take(snapshot: Snapshot) -> None:
+            writer.writerows(_row(snapshot.time, gpu) for gpu in snapshot.gpus)
+            file.flush()
 
-    def close(self) -> None:
-        """End."""
-        self._file.close()
+        yield take
 
 
 def _row(moment: str, gpu: GpuNow) -> dict[str, Any]:
