@@ -135,7 +135,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     _refuse_open(address, server)
     queue = _MAX_QUEUE if server.max_queue is None else server.max_queue
     if server.cluster is None:
-        pool, name = _here(server, options, model, queue)
+        pool, name = _on_this_machine(server, options, model, queue)
     else:
         choose("cluster", server.cluster, _CLUSTERS)
         _refuse_missing("ray", "ray")
@@ -146,7 +146,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     run(service, address, on_ready=_tell)
 
 
-def _here(
+def _on_this_machine(
     server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
 ) -> tuple[Pool, str]:
     """Engines on this machine, and what clients call the model."""
