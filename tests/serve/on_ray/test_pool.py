@@ -22,8 +22,7 @@ from duoka.serve.messages import (
     Ready,
     Status,
 )
-from duoka.serve.on_ray.client import ReplicasClient
-from duoka.serve.on_ray.pool import Part, RayPool
+from duoka.serve.on_ray.pool import Part, RayPool, ReplicasClient
 from duoka.serve.on_ray.replica import Board, Report
 
 BEGUN = Begun(number=0, prompt_tokens=1)

@@ -118,5 +118,5 @@ def test_no_more_gpus_than_can_be_seen(tmp_path: Path) -> None:
     lines = [f"2026-11-25T10:00:00+00:00,{gpu}{rest}" for gpu in range(33)]
     path = tmp_path / "run.csv"
     path.write_text("\n".join([HEAD, *lines]))
-    with pytest.raises(UsageError, match="has 33 GPUs; 1 to 32 can be drawn"):
+    with pytest.raises(UsageError, match="has 33 GPUs, and 1 to 32 can be drawn"):
         plot_recording(path)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -16,19 +16,20 @@ from ray import serve
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from duoka.errors import UsageError
+from duoka.serve.engine_client import EngineClient
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import Ask, Begin, Begun, Event
+from duoka.serve.messages import Ask, Begin, Begun, Cancel, Count, Event, Failed, Spell, Status
 from duoka.serve.pool import EngineLost, Pool
 
-from .client import ReplicasClient
 from .nodes import Kind
-from .replica import Board, Replica
+from .replica import Board, Replica, Report
 
 _POLL_SECONDS = 0.5
 _MOST_TRIES = 4
 _LOST = ("engine_died", "engine_not_ready")
 # Beside requests, a replica counts the tokens of texts.
 _BESIDE = 8
+_COUNTS = ("running", "waiting", "pages", "free_pages", "preemptions", "shared_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,74 @@ class Part:
     begin: Begin
     low: int
     high: int
+
+
+class ReplicasClient(EngineClient):
+    """Asks an application of Ray Serve, whose router chooses the replica."""
+
+    def __init__(self, begin: Begin, number: int) -> None:
+        super().__init__(begin, number)
+        self.handle: Any = None
+        self._replicas: frozenset[str] = frozenset()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def num_replicas(self) -> int:
+        """How many answer now."""
+        return len(self._replicas)
+
+    @property
+    def open_tokens(self) -> int:
+        """How many tokens a replica has to do."""
+        return super().open_tokens // max(1, self.num_replicas)
+
+    def hear(self, reports: dict[str, Report]) -> None:
+        """Take what the replicas that are there tell."""
+        lost = self._replicas - reports.keys()
+        if self._replicas != reports.keys():
+            self.status = None  # what others have done isn't compared
+        self.num_deaths += len(lost)
+        self._replicas = frozenset(reports)
+        if reports:
+            n, ready = len(reports), next(iter(reports.values())).ready
+            self.ready = replace(ready, sequences=n * ready.sequences, pages=n * ready.pages)
+            self._set("ready", None)
+            if known := [report.status for report in reports.values() if report.status]:
+                self._compare(_together(known))
+        elif self.state == "ready":
+            self._set("restarting", "no replica is there")
+            self.status, self.busy_shares = None, {}
+            for queue in self._open.values():
+                queue.put_nowait(_lost(self.reason))
+
+    def fail(self, reason: str) -> None:
+        """No replica can be opened."""
+        self._set("failed", reason)
+
+    def _send(self, message: object) -> None:
+        if isinstance(message, Cancel):
+            if message.number in self._tasks:
+                self._tasks[message.number].cancel()
+            return
+        assert isinstance(message, Ask | Count | Spell), "nothing else is asked"
+        number = message.number
+        task = self._tasks[number] = asyncio.create_task(self._ask(message, self._open[number]))
+        task.add_done_callback(lambda _: self._tasks.pop(number))
+
+    async def _ask(self, message: Ask | Count | Spell, queue: asyncio.Queue[Event]) -> None:
+        answer = self.handle.answer.remote(message)
+        try:
+            async for events in answer:
+                for event in events:
+                    queue.put_nowait(event)
+        except asyncio.CancelledError:
+            answer.cancel()
+            raise
+        except ray.exceptions.RayTaskError as error:
+            text = f"a defect of a replica's: {type(error.cause).__name__}"
+            queue.put_nowait(Failed(number=-1, status=500, text=text, code="internal_error"))
+        except Exception as error:  # Ray's and Ray Serve's have no class in common
+            queue.put_nowait(_lost(type(error).__name__))
 
 
 class RayPool(Pool):
@@ -174,3 +243,21 @@ def _deployment(part: Part) -> Any:
         health_check_period_s=2,
         graceful_shutdown_wait_loop_s=0.5,
     )
+
+
+def _lost(reason: str | None) -> Failed:
+    text = f"a replica was lost, and this answer with it: {reason}"
+    return Failed(number=-1, status=503, text=text, code="engine_died")
+
+
+def _together(statuses: Collection[Status]) -> Status:
+    """Of all replicas; of a device the most bytes and the mean of the work."""
+    reserved: dict[str, int] = {}
+    busy: dict[str, float] = {}
+    for status in statuses:
+        for device, size in status.reserved_bytes.items():
+            reserved[device] = max(size, reserved.get(device, 0))
+        for device, seconds in status.busy_seconds.items():
+            busy[device] = busy.get(device, 0.0) + seconds / len(statuses)
+    sums = {name: sum(getattr(status, name) for status in statuses) for name in _COUNTS}
+    return Status(**sums, reserved_bytes=reserved, busy_seconds=busy)

@@ -58,16 +58,13 @@ def _read(recording: Path) -> dict[str, list[dict[str, Any]]]:
             sizes = {name: int(row[name] or 0) for name in COLUMNS if name.endswith("_bytes")}
             moment = datetime.fromisoformat(row["time"]).timestamp()
             gpus.setdefault(row["gpu"], []).append({"time": moment, **sizes})
+        if not 0 < len(gpus) <= _MOST_GPUS:
+            raise ValueError(f"it has {len(gpus)} GPUs, and 1 to {_MOST_GPUS} can be drawn")
     except (OSError, ValueError, TypeError, csv.Error) as error:
         reason = why(error) if isinstance(error, (OSError, ValueError)) else "a line is damaged"
         raise UsageError(
             f"{recording} can't be drawn: {reason}", hint="`duoka top --csv FILE` makes one"
         ) from error
-    if not 0 < len(gpus) <= _MOST_GPUS:
-        raise UsageError(
-            f"{recording} has {len(gpus)} GPUs; 1 to {_MOST_GPUS} can be drawn",
-            hint="`duoka top --csv FILE` appends to what is there: begin a new file",
-        )
     return gpus
 
 
