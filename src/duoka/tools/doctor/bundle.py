@@ -31,7 +31,7 @@ _UUID = re.compile(
     r"(?:\b(?:GPU|MIG)-)?\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", re.I
 )
 _HOMES = re.compile(r"(/home/|/Users/)[^/\s\"',:]+")
-_PLAIN = frozenset({"", "root", "localhost", "user", "ubuntu"})  # nobody's name
+_PLAIN = frozenset({"root", "localhost", "user", "ubuntu"})  # nobody's name
 
 
 def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
@@ -57,7 +57,8 @@ def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
     with suppress(OSError, KeyError):
         names.add(getpass.getuser())
     names = {*names, *(name.partition(".")[0] for name in names)} - _PLAIN
-    words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    # What has one letter is in every text.
+    words = "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True) if len(n) > 1)
     private = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])") if words else _UUID
 
     def mask(text: str) -> str:
