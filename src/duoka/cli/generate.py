@@ -101,7 +101,8 @@ def generate(
     cat question.txt | [bold]duoka generate[/] ./chatglm3-6b --prompt - --temperature 0.8
     """
     if prompts.file is not None or prompts.out is not None:
-        answer_file(*_files(prompts, pictures), model, options, answering)
+        file, out = _files(prompts, pictures)
+        answer_file(file, out, model, options, answering)
         return
     if not model.model and options.plan_file is None:
         planning.open_checkpoint(model)  # which refuses it, before a question is read
@@ -111,10 +112,11 @@ def generate(
         options = replace(options, batch=len(questions))
     images = pictures.read()
     if images and prompts.raw:
-        text = "--raw continues a text, in which --image has no place"
-        raise UsageError(text, hint="leave one of them out")
-    # A GPU that is gone is told at once, before torch is imported.
-    plan = planning.make_plan(model, with_images(options, images), to_run=True).on_this_machine()
+        raise UsageError(
+            "--raw continues a text, in which --image has no place", hint="leave one of them out"
+        )
+    plan = planning.make_plan(model, with_images(options, images), to_run=True)
+    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     reader = planning.open_prompts(plan, model)
     from duoka.engine import SamplingParams
     from duoka.engine.timing import measured

@@ -38,7 +38,7 @@ def explain(error: Exception, publisher: Publisher | None) -> Exception:
     for look in looks:
         free = devices.free_bytes(look.measured.device)
         available[look.measured.device] = look.measured.reserved_bytes + free
-    lines = [_origin(error, publisher)]
+    lines = [_request(error, publisher)]
     for look in failed:
         lines.append(_filled(look.measured, look.forecast))
         missing = look.forecast.budget_bytes - available[look.measured.device]
@@ -49,7 +49,7 @@ def explain(error: Exception, publisher: Publisher | None) -> Exception:
     return error
 
 
-def _origin(error: Exception, publisher: Publisher) -> str:
+def _request(error: Exception, publisher: Publisher) -> str:
     """The line of the model's code that asked, and the module that this is in."""
     names = {id(module): name for name, module in publisher.model.named_modules()}
     line, module = "", ""
