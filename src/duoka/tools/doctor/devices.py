@@ -108,9 +108,8 @@ def check_copies(facts: Facts) -> Iterator[Finding]:
         if outcome.get("fault"):
             broken[outcome["fault"], "raised" in outcome].append(pair)
     for (text, is_raised), pairs in broken.items():
-        yield Finding(
-            "error", f"{', '.join(pairs)}: {text}", *(_NO_COPY if is_raised else _LOST_BYTES)
-        )
+        follows = _NO_COPY if is_raised else _LOST_BYTES
+        yield Finding("error", f"{', '.join(pairs)}: {text}", *follows)
     yield from _untested(outcomes)
     sound = {pair: outcome for pair, outcome in outcomes.items() if outcome.get("fault") == ""}
     if sound:
