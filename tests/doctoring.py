@@ -13,10 +13,9 @@ from recordings import Recording, replay
 
 from duoka.hardware import cuda_driver
 from duoka.hardware.device import Device
-from duoka.tools.doctor import probe
+from duoka.tools.doctor import facts
 from duoka.tools.doctor.diagnose import diagnose
-from duoka.tools.doctor.findings import Finding
-from duoka.tools.doctor.probe import Probed, Test
+from duoka.tools.doctor.facts import Finding, Probed, Test
 
 TORCH = {
     "version": "2.13.0+cu126",
@@ -45,7 +44,7 @@ def machine(
         about = {**TORCH, "uuids": list(cuda_driver.visible_uuids()), **(torch or {})}
         return Probed(torch=about, outcomes=dict.fromkeys(tests, SOUND) | (outcomes or {}))
 
-    patch.setattr(probe, "probe", probed)
+    patch.setattr(facts, "probe", probed)
     return recording
 
 

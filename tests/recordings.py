@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from duoka.hardware import cuda_driver, gpu_health, nvml
+from duoka.hardware import cuda_driver, nvml
 
 DIRECTORY = Path(__file__).parent / "data" / "nvml"
 NAMES = sorted(path.stem for path in DIRECTORY.glob("*.json"))
@@ -140,8 +140,7 @@ def replay(
         default every device, in NVML's order.
     """
     recording = Recording.load(name)
-    for module in (nvml, gpu_health):
-        patch.setattr(module, "pynvml", recording)
+    patch.setattr(nvml, "pynvml", recording)
     devices = recording.data.get("devices", [])
     shown = range(len(devices)) if visible is None else visible
     uuids = [

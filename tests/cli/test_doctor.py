@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from doctoring import machine
 
-from duoka.tools.doctor import host, probe
+from duoka.tools.doctor import facts, host
 
 from .conftest import Program
 
@@ -58,10 +58,10 @@ def test_a_check_that_fails_stops_no_other(
 ) -> None:
     machine(monkeypatch, "two-4090")
 
-    def broken(devices: object) -> probe.Probed:
+    def broken(devices: object) -> facts.Probed:
         raise RuntimeError("something unforeseen")
 
-    monkeypatch.setattr(probe, "probe", broken)
+    monkeypatch.setattr(facts, "probe", broken)
     done = program("doctor")
     assert done.returncode == 13
     words = " ".join(done.stdout.split())

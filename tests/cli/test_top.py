@@ -62,7 +62,7 @@ def test_rows_and_their_picture(
         (["--interval", "nan"], "--interval nan can't be"),
         (["--interval", "inf"], "--interval inf can't be"),
         (["--prometheus", "9400x"], "--prometheus 9400x can't be had"),
-        (["--csv", "absent/run.csv"], "absent/run.csv can't be written"),
+        (["--csv", "absent/run.csv"], "the recording can't be written"),
     ],
 )
 def test_wrong_arguments(program: Program, arguments: list[str], message: str) -> None:

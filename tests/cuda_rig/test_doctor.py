@@ -41,7 +41,7 @@ def test_planted_defects() -> None:
     ] * 3
     assert found["memory"][0] == ("warning", "GPU 1: python (pid 4242) has 1.00 GiB")
     assert found["health"] == [
-        ("warning", "GPU 2 is slowed down by its temperature (the hardware's limit)")
+        ("warning", "GPU 2: slowed down by its temperature (the hardware's limit)")
     ]
 
 

@@ -291,3 +291,37 @@ def test_the_real_library() -> None:
         pytest.skip(f"needs a GPU: {error}")
     assert machine.driver_version
     assert all(gpu.uuid.startswith("GPU-") and gpu.name for gpu in machine.gpus)
+
+
+# ── health ──
+
+
+def test_what_slows_two_4090_down_and_parts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay(monkeypatch, "two-4090")
+    machine = nvml.read()
+    assert machine.cuda_version == (12, 8)
+    gpu = machine.gpus[0]
+    assert (gpu.power_limit_watts, gpu.default_power_limit_watts) == (450.0, 450.0)
+    assert gpu.is_persistent is False
+    assert gpu.reach == {1: "the chipset doesn't support it"}
+
+
+def test_a_driver_that_knows_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "unified-gb10")
+    del recording.data["nvmlSystemGetCudaDriverVersion"]
+    assert nvml.read().cuda_version is None
+
+
+def test_links_that_are_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "hgx-h100")
+    for link, state in enumerate((0, 2, 3)):
+        recording.data["devices"][1]["nvlinks"][link]["nvmlDeviceGetNvLinkState"] = state
+    gpus = nvml.read().gpus
+    assert (gpus[0].links_up, gpus[0].links_down) == (18, 0)
+    assert (gpus[1].links_up, gpus[1].links_down) == (16, 1)
+
+
+def test_a_gpu_that_is_lost_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = replay(monkeypatch, "fell-off")
+    recording.data["devices"][3]["nvmlDeviceGetPersistenceMode"] = {"error": 15}
+    assert [gpu.index for gpu in nvml.read().gpus] == [0, 2]

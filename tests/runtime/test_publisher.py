@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -163,7 +164,7 @@ def mine() -> Iterator[LiveDevice]:
 
 
 def test_it_is_said_again_and_again_until_the_end(quick: None, linear: torch.nn.Module) -> None:
-    with Publisher(plan_on("vgpu:0"), linear, ["vgpu:0"]):
+    with closing(Publisher(plan_on("vgpu:0"), linear, ["vgpu:0"]).start()):
         until(lambda: any(device.measured.activation_bytes == 0 for device in mine()))
         kept = torch.empty(MIB, dtype=torch.uint8, device="vgpu:0")
         until(lambda: any(device.measured.activation_bytes == kept.nbytes for device in mine()))
@@ -182,6 +183,6 @@ def test_what_goes_wrong_disturbs_nobody(
 
     monkeypatch.setattr(live, "publish", fail)
     monkeypatch.setattr(live, "read", fail)
-    with Publisher(plan_on("vgpu:0"), linear, ["vgpu:0"]):
+    with closing(Publisher(plan_on("vgpu:0"), linear, ["vgpu:0"]).start()):
         until(lambda: len(calls) > 3)
         assert linear(torch.zeros(1, 128, device="vgpu:0")).shape == (1, 256)

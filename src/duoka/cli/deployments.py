@@ -57,14 +57,11 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
         _tell(bench, wanted.plot, as_json=wanted.json)
         return
     cases = list(bench.deployments)
-    is_stopped = True
     try:
         _measure(cases, checkpoint)
-        is_stopped = False
     finally:
-        if not is_stopped or any(case.measured is not None for case in cases):
-            bench = replace(bench, deployments=tuple(cases))
-            _tell(bench, wanted.plot, as_json=wanted.json)
+        bench = replace(bench, deployments=tuple(cases))
+        _tell(bench, wanted.plot, as_json=wanted.json)
 
 
 def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
@@ -99,14 +96,18 @@ def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
 
 
 def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
-    from duoka.tools.bench.deployments import recommend
+    from duoka.tools.bench.deployments import command, recommend, title
 
+    best, why = recommend(bench)
     if as_json:
         typer.echo(json.dumps(bench.to_dict(), indent=1, ensure_ascii=False))
     else:
         stdout().print(_table(bench))
-        stdout().print(*_sentences(bench), sep="\n", soft_wrap=True)
-    if recommend(bench)[0] is None:
+        stdout().print(*map(Text, why), sep="\n", soft_wrap=True)
+        if best is not None:
+            words = ": ".join(filter(None, (title(best), command(best))))
+            stdout().print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
+    if best is None:
         hint = "what stands beside each says why"
         raise InfeasibleError(f"{bench.model} can't be run in any of these ways", hint=hint)
     if plot is not None:
@@ -121,10 +122,8 @@ def _table(bench: Bench) -> Table:
     table.add_column("deployment")
     for head in ("one", "all", "prompts", "first", "idle"):
         table.add_column(head, justify="right", no_wrap=True)
-    largest = max(
-        (gpu["forecast_bytes"] for case in bench.deployments for gpu in case.memory()), default=0
-    )
-    unit, divisor = unit_for(largest)
+    sizes = [gpu["forecast_bytes"] for case in bench.deployments for gpu in case.memory()]
+    unit, divisor = unit_for(max(sizes, default=0))
     table.add_column(unit)
     for case in bench.deployments:
         pairs = zip(_cells(case.measured), _cells(case.forecast), strict=True)
@@ -158,14 +157,3 @@ def _memory(case: Deployment, divisor: int) -> Iterator[str]:
         measured, forecast = gpu["measured_bytes"], gpu["forecast_bytes"]
         size = "" if measured is None else f" {measured / divisor:.1f}"
         yield f"{gpu['device']}{size} ({forecast / divisor:.1f})"
-
-
-def _sentences(bench: Bench) -> Iterator[Text]:
-    from duoka.tools.bench.deployments import command, recommend, title
-
-    best, why = recommend(bench)
-    yield from map(Text, why)
-    if best is not None:
-        words = command(best)
-        told_as = f": {words}" if words else ""
-        yield Text(f"recommended: {title(best)}{told_as}", style="bold")

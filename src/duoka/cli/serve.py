@@ -174,8 +174,7 @@ def _on_ray(
     server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
 ) -> tuple[Pool, str]:
     """Replicas on the nodes of a Ray cluster, and what clients call the model."""
-    from duoka.serve.on_ray.bounds import deal, read_bounds
-    from duoka.serve.on_ray.nodes import connect, find_kinds
+    from duoka.serve.on_ray.nodes import connect, deal, find_kinds, read_bounds
     from duoka.serve.on_ray.pool import Part, RayPool
 
     refuse_beside(given_options(options, "plan_file"), "--on ray", "each kind of nodes has a plan")

@@ -18,12 +18,10 @@ from duoka.errors import UsageError
 from . import signals
 from .groups import with_groups
 from .options import refuse_beside
-from .terminal import stdout
+from .terminal import check_file, stdout
 
 if TYPE_CHECKING:
     from duoka.tools.top.snapshot import Monitor, Snapshot
-
-_LEAST_SECONDS, _MOST_SECONDS = 0.1, 86400.0
 
 
 @with_groups
@@ -54,8 +52,14 @@ def top(
 
     [bold]duoka top[/] --prometheus :9400
     """
-    _refuse(once, json, prometheus, interval)
-    from duoka.tools.top.record import CsvFile, Exporter
+    if json and not once:
+        raise UsageError("--json shows one moment", hint="say --once as well")
+    if once and prometheus is not None:
+        refuse_beside(["--prometheus"], "--once", "leave either out")
+    if not 0.1 <= interval <= 86400:
+        raise UsageError(f"--interval {interval:g} can't be", hint="write 0.1 to 86400 seconds")
+    check_file(csv, "the recording")
+    from duoka.tools.top.record import Exporter, csv_file
     from duoka.tools.top.show import View
     from duoka.tools.top.snapshot import Monitor
 
@@ -64,7 +68,7 @@ def top(
         monitor = opened.enter_context(closing(Monitor()))
         takers: list[Callable[[Snapshot], None]] = []
         if csv is not None:
-            takers.append(opened.enter_context(closing(CsvFile(csv))).take)
+            takers.append(opened.enter_context(csv_file(csv)))
         if prometheus is not None:
             takers.append(opened.enter_context(closing(Exporter(prometheus))).take)
         ends = once or not (console.is_terminal or takers)
@@ -94,15 +98,3 @@ def _watch(
     except KeyboardInterrupt:
         signals.taken()
     return snapshot
-
-
-def _refuse(once: bool, json: bool, prometheus: str | None, interval: float) -> None:
-    if json and not once:
-        raise UsageError("--json shows one moment", hint="say --once as well")
-    if once and prometheus is not None:
-        refuse_beside(["--prometheus"], "--once", "leave either out")
-    if not _LEAST_SECONDS <= interval <= _MOST_SECONDS:
-        raise UsageError(
-            f"--interval {interval:g} can't be",
-            hint=f"it is in seconds, from {_LEAST_SECONDS:g} to {_MOST_SECONDS:g}",
-        )

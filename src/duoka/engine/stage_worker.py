@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections import deque
+from contextlib import closing
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -178,5 +179,5 @@ def _serve(driver: Connection) -> None:
         driver.send(portable(error))
         return
     driver.send(None)
-    with worker.publisher:
+    with closing(worker.publisher.start()):
         worker.serve(driver)

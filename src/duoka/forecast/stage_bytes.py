@@ -9,6 +9,16 @@ from dataclasses import dataclass, replace
 
 from duoka.hardware.device import Device
 
+KIND_FIELDS = {
+    "weights": "weight_bytes",
+    "KV cache": "kv_cache_bytes",
+    "activations": "activation_bytes",
+    "gradients": "gradient_bytes",
+    "optimizer": "optimizer_bytes",
+    "overhead": "overhead_bytes",
+}
+"""Kinds of bytes that together are what is reserved."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
@@ -38,13 +48,12 @@ class StageBytes:
     @property
     def parts(self) -> tuple[int, ...]:
         """What adds up to what is allocated."""
-        return (
-            self.weight_bytes,
-            self.kv_cache_bytes,
-            self.activation_bytes,
-            self.gradient_bytes,
-            self.optimizer_bytes,
-        )
+        return tuple(size for kind, size in self.kinds.items() if kind != "overhead")
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """Bytes by kind; together they are what is reserved."""
+        return {kind: getattr(self, name) for kind, name in KIND_FIELDS.items()}
 
     @property
     def overhead_bytes(self) -> int:

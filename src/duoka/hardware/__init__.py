@@ -3,7 +3,6 @@
 - `device`, `links`, `fleet`: one device, the ways between two, and all that may be used
 - `parse`: fleets as people write them
 - `detect`, `nvml`, `cuda_driver`: this machine's GPUs, as the driver and CUDA number them
-- `gpu_health`: what else NVML tells of them: errors, limits, links, who reaches whom
 - `catalogue`: what is publicly known of common GPUs (`gpus.toml`)
 - `gpu_generation`: what of memory differs from one generation of GPUs to the next
 - `calibration`: what was measured on GPUs, kept on disk

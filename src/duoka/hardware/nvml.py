@@ -1,9 +1,8 @@
 """NVML: what the driver says of this machine's GPUs, as frozen snapshots.
 
-But for `gpu_health` the only module that calls NVML (`pynvml`, of the package nvidia-ml-py). What a
-card or driver doesn't tell is None; a card that doesn't answer at all is told as lost and hides no
-other one. It knows nothing of CUDA: which of these GPUs a process may use, and under which number,
-isn't here.
+The only module that calls NVML (`pynvml`, of the package nvidia-ml-py). What a card or driver
+doesn't tell is None; a card that doesn't answer at all is told as lost and hides no other one. It
+knows nothing of CUDA: which of these GPUs a process may use, and under which number, isn't here.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pynvml
 
@@ -31,7 +30,7 @@ _PEER_KINDS: dict[int | None, Literal["gpu", "switch"]] = {
     None: "gpu",
 }
 # Active, and asleep: that one wakes when something is to be sent. The other states carry nothing.
-_LINK_STATES = (1, 2)
+_LINKS_UP, _LINK_DOWN = (1, 2), 0
 _COMPUTE_MODES: dict[int | None, Literal["shared", "exclusive", "prohibited"]] = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: "shared",
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
@@ -61,6 +60,23 @@ _FAULTS: dict[int, tuple[str, str]] = {
         "look at who may open /dev/nvidiactl and /dev/nvidia0",
     ),
 }
+# Bits of NVML's clock event reasons that mean that something is wrong. Those for idleness, power
+# limits (as it should be under load), applications' clocks and displays are left out.
+_SLOWDOWNS = {
+    0x08: "the board's protection",
+    0x20: "its temperature (the driver's limit)",
+    0x40: "its temperature (the hardware's limit)",
+    0x80: "the power supply",
+}
+_READ = 0  # NVML_P2P_CAPS_INDEX_READ, which some versions of the bindings have as a tuple
+_REACH = {
+    0: "",
+    1: "the chipset doesn't support it",
+    2: "the GPU doesn't support it",
+    3: "the I/O hub's topology doesn't support it",
+    4: "it is switched off in the driver",
+    5: "it is not supported",
+}
 _LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
 # Counters of all NVLinks together, in KiB, out of the GPU and into it.
 _ALL_LINKS = 2**32 - 1
@@ -86,12 +102,12 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """A part of a GPU in MIG mode, which CUDA takes for a GPU of its own."""
+    """What CUDA takes for a GPU: a whole one, or a part of one in MIG mode."""
 
     uuid: str
     name: str
-    total_bytes: int | None
-    free_bytes: int | None
+    total_bytes: int | None = None
+    free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,21 +124,21 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class Gpu(Instance):
     """One GPU. None stands for what the card or the driver doesn't tell.
 
     `index` is the number that `nvidia-smi` shows. What isn't free is used or reserved by the
     driver; `processes` are those of others that NVML knows of. `compute_mode` is how many processes
     may compute on it at a time: any number, one or none. If it `is_mig`, only its `instances` can
     compute. An idle card lowers `pcie_generation`; the `max_` values are the card's here.
+    `slowdowns` is what holds its clocks back now. `uncorrected_errors` are those of its memory
+    since the driver was loaded; `awaits_reset`: parts of it are to be replaced at the next reset,
+    `is_worn`: there is nothing left to replace them by. `reach` says by index why it can't reach
+    another GPU's memory directly; where it can, the text is empty.
     """
 
     index: int
-    name: str
-    uuid: str
     pci_address: str = ""
-    total_bytes: int | None = None
-    free_bytes: int | None = None
     processes: tuple[Process, ...] = ()
     compute_mode: Literal["shared", "exclusive", "prohibited"] | None = None
     is_mig: bool = False
@@ -133,6 +149,16 @@ class Gpu:
     max_pcie_generation: int | None = None
     max_pcie_lanes: int | None = None
     compute_capability: tuple[int, int] | None = None
+    slowdowns: tuple[str, ...] = ()
+    uncorrected_errors: int | None = None
+    awaits_reset: bool = False
+    is_worn: bool = False
+    power_limit_watts: float | None = None
+    default_power_limit_watts: float | None = None
+    is_persistent: bool | None = None
+    links_up: int = 0
+    links_down: int = 0
+    reach: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +171,18 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """All GPUs of a machine (or container), in `nvidia-smi`'s order."""
+    """All GPUs of a machine (or container), in `nvidia-smi`'s order.
+
+    `cuda_version` is the newest that the driver knows.
+    """
 
     gpus: tuple[Gpu, ...]
     lost: tuple[Lost, ...] = ()
     driver_version: str = ""
+    cuda_version: tuple[int, int] | None = None
+
+
+_Answer = TypeVar("_Answer")
 
 
 class NoDriverError(FleetError):
@@ -159,22 +192,18 @@ class NoDriverError(FleetError):
 def read() -> Machine:
     """Ask the driver for all GPUs."""
     with _session():
-        gpus: list[Gpu] = []
-        lost: list[Lost] = []
-        for index in range(_count()):
-            try:
-                gpus.append(_gpu(index, pynvml.nvmlDeviceGetHandleByIndex(index)))
-            except pynvml.NVMLError as error:
-                lost.append(Lost(index=index, reason=str(error)))
+        answers = _ask_all(_count(), _gpu)
+        cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
         return Machine(
-            gpus=tuple(gpus),
-            lost=tuple(lost),
+            gpus=tuple(gpu for gpu in answers if isinstance(gpu, Gpu)),
+            lost=tuple(gpu for gpu in answers if isinstance(gpu, Lost)),
             driver_version=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
+            cuda_version=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Activity:
+class Activity(Instance):
     """What a GPU, or an instance of one in MIG mode, is doing; None for what isn't told.
 
     `sent` and `received` are as the GPU sees them. Over PCIe they are of the last 20 ms, over
@@ -182,10 +211,6 @@ class Activity:
     """
 
     index: int
-    name: str
-    uuid: str
-    total_bytes: int | None
-    free_bytes: int | None
     processes: tuple[Process, ...] = ()
     utilization: float | None = None
     temperature_celsius: int | None = None
@@ -198,13 +223,7 @@ class Activity:
 
 
 class Watch:
-    """A session with the driver that stays open, and asks for no more than what changes.
-
-    Raises
-    ------
-    FleetError
-        If there is no driver that answers.
-    """
+    """A session with the driver that stays open, and asks for no more than what changes."""
 
     def __init__(self) -> None:
         with ExitStack() as opened:
@@ -220,46 +239,33 @@ class Watch:
 
     def look(self) -> list[Activity | Lost]:
         """What every GPU is doing now."""
-        activities: list[Activity | Lost] = []
-        for index in range(self._count):
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                activities += self._activities(index, handle)
-            except pynvml.NVMLError as error:
-                activities.append(Lost(index=index, reason=str(error)))
-        return activities
+        return _ask_all(self._count, self._activities)
 
-    def _activities(self, index: int, handle: Any) -> list[Activity]:
+    def _activities(self, index: int, handle: Any) -> Iterator[Activity]:
         """A GPU's, or those of its instances, which differ in their memory."""
         rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-        power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
-        limit = _ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         sent, received = self._over_nvlink(index, handle)
-        common: dict[str, Any] = {
+        activity: dict[str, Any] = {
             "index": index,
             "processes": _processes(handle),
             "utilization": None if rates is None else rates.gpu / 100,
             "temperature_celsius": _ask(
                 pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
             ),
-            "power_watts": None if power is None else power / 1e3,
-            "power_limit_watts": None if limit is None else limit / 1e3,
-            "pcie_sent_bytes_per_second": _over_pcie(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES),
-            "pcie_received_bytes_per_second": _over_pcie(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES),
+            "power_watts": _watts(pynvml.nvmlDeviceGetPowerUsage, handle),
+            "power_limit_watts": _watts(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle),
             "nvlink_sent_bytes_per_second": sent,
             "nvlink_received_bytes_per_second": received,
         }
-        parts = _instances(handle) if _is_mig(handle) else [_instance(handle)]
-        return [
-            Activity(
-                name=part.name,
-                uuid=part.uuid,
-                total_bytes=part.total_bytes,
-                free_bytes=part.free_bytes,
-                **common,
-            )
-            for part in parts
-        ]
+        for way, counter in (
+            ("sent", pynvml.NVML_PCIE_UTIL_TX_BYTES),
+            ("received", pynvml.NVML_PCIE_UTIL_RX_BYTES),
+        ):
+            kilobytes = _ask(pynvml.nvmlDeviceGetPcieThroughput, handle, counter)
+            rate = None if kilobytes is None else kilobytes * 1e3
+            activity[f"pcie_{way}_bytes_per_second"] = rate
+        for part in _instances(handle) if _is_mig(handle) else [_instance(handle)]:
+            yield Activity(**asdict(part), **activity)
 
     def _over_nvlink(self, index: int, handle: Any) -> tuple[float | None, float | None]:
         """Bytes per second out and in, since the counters were looked at before."""
@@ -305,6 +311,17 @@ def _count() -> int:
         raise _fault(error) from None
 
 
+def _ask_all(count: int, look: Callable[[int, Any], Iterable[_Answer]]) -> list[_Answer | Lost]:
+    """What each GPU answers; one that doesn't hides no other."""
+    answers: list[_Answer | Lost] = []
+    for index in range(count):
+        try:
+            answers += [*look(index, pynvml.nvmlDeviceGetHandleByIndex(index))]
+        except pynvml.NVMLError as error:
+            answers.append(Lost(index=index, reason=str(error)))
+    return answers
+
+
 def _fault(error: Any) -> FleetError:
     message, hint = _FAULTS.get(
         error.value,
@@ -329,18 +346,19 @@ def _ask(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         return None
 
 
-def _gpu(index: int, handle: Any) -> Gpu:
-    total, free = _memory(handle)
+def _watts(function: Callable[..., Any], handle: Any) -> float | None:
+    milliwatts = _ask(function, handle)
+    return None if milliwatts is None else milliwatts / 1e3
+
+
+def _gpu(index: int, handle: Any) -> Iterator[Gpu]:
     is_mig = _is_mig(handle)
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-    return Gpu(
+    yield Gpu(
+        **asdict(_instance(handle)),
+        **_health(handle),
         index=index,
-        name=_text(_ask(pynvml.nvmlDeviceGetName, handle)),
-        # Without an identity it can't be used: this one is asked without `_ask`.
-        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
         pci_address=_pci_address(_ask(pynvml.nvmlDeviceGetPciInfo, handle)),
-        total_bytes=total,
-        free_bytes=free,
         processes=_processes(handle),
         compute_mode=_COMPUTE_MODES.get(_ask(pynvml.nvmlDeviceGetComputeMode, handle)),
         is_mig=is_mig,
@@ -351,13 +369,43 @@ def _gpu(index: int, handle: Any) -> Gpu:
         max_pcie_generation=_ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         max_pcie_lanes=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         compute_capability=None if capability is None else (capability[0], capability[1]),
+        reach=_reach(index, handle),
     )
 
 
-def _over_pcie(handle: Any, counter: int) -> float | None:
-    """Bytes per second in a direction."""
-    kilobytes = _ask(pynvml.nvmlDeviceGetPcieThroughput, handle, counter)
-    return None if kilobytes is None else kilobytes * 1e3
+def _health(handle: Any) -> dict[str, Any]:
+    reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    remapped = _ask(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    retired = _ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+    links = range(pynvml.NVML_NVLINK_MAX_LINKS)
+    states = [_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in links]
+    persistent = _ask(pynvml.nvmlDeviceGetPersistenceMode, handle)
+    kind, span = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    return {
+        "slowdowns": tuple(text for bit, text in _SLOWDOWNS.items() if reasons & bit),
+        "uncorrected_errors": _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, span),
+        "awaits_reset": bool(remapped[2] or retired),
+        "is_worn": bool(remapped[3]),
+        "power_limit_watts": _watts(pynvml.nvmlDeviceGetPowerManagementLimit, handle),
+        "default_power_limit_watts": _watts(
+            pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle
+        ),
+        "is_persistent": None if persistent is None else bool(persistent),
+        "links_up": sum(state in _LINKS_UP for state in states),
+        "links_down": states.count(_LINK_DOWN),
+    }
+
+
+def _reach(index: int, handle: Any) -> dict[int, str]:
+    """Which others' memory it reaches directly, or why not."""
+    reach = {}
+    for at in range(_count()):
+        with suppress(pynvml.NVMLError):  # a lost one is told of at its turn
+            peer = pynvml.nvmlDeviceGetHandleByIndex(at)
+            status = pynvml.nvmlDeviceGetP2PStatus(handle, peer, _READ) if at != index else None
+            if status in _REACH:
+                reach[at] = _REACH[status]
+    return reach
 
 
 def _memory(handle: Any) -> tuple[int | None, int | None]:
@@ -399,6 +447,7 @@ def _instances(handle: Any) -> Iterator[Instance]:
 def _instance(part: Any) -> Instance:
     total, free = _memory(part)
     name = _text(_ask(pynvml.nvmlDeviceGetName, part))
+    # Without an identity it can't be used: this one is asked without `_ask`.
     uuid = _text(pynvml.nvmlDeviceGetUUID(part))
     return Instance(uuid=uuid, name=name, total_bytes=total, free_bytes=free)
 
@@ -413,7 +462,7 @@ def _peers(handle: Any) -> tuple[Peer, ...]:
     speed = _link_speed(handle)
     peers: Counter[tuple[Literal["gpu", "switch"], str]] = Counter()
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        if _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINK_STATES:
+        if _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINKS_UP:
             continue
         kind = _PEER_KINDS.get(_ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
         if kind is None:

@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from duoka.base.text import printable
 from duoka.base.units import format_bytes, format_count, unit_for
-from duoka.forecast.stage_bytes import StageBytes
+from duoka.forecast.stage_bytes import KIND_FIELDS, StageBytes
 from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.hardware.device import Device
 from duoka.planner.command_line import command
@@ -23,7 +23,7 @@ from duoka.planner.explain import Explanation
 from duoka.planner.plan import Plan
 
 from .terminal import explain
-from .terminal.plan import facts, kinds_of, left_over, render_seconds, title
+from .terminal.plan import facts, left_over, render_seconds, title
 from .terminal.words import without_prefix
 
 _MOST_CELLS = 1200
@@ -97,7 +97,7 @@ def _links(explanation: Explanation) -> dict[int, str]:
 
 
 def _parts(plan: Plan, forecast: StageBytes) -> Iterator[dict[str, Any]]:
-    sizes = [*kinds_of(forecast), *left_over(plan, forecast).items()]
+    sizes = [*forecast.kinds.items(), *left_over(plan, forecast).items()]
     # A plan's file can say anything; what is drawn is never more than the whole.
     total = max(forecast.budget_bytes, sum(max(size, 0) for _, size in sizes), 1)
     for kind, size in sizes:
@@ -151,18 +151,13 @@ def _gpu_name(device: Device) -> str:
 def _table(plan: Plan) -> dict[str, Any]:
     devices = plan.forecast.devices
     unit, divisor = unit_for(max(device.budget_bytes for device in devices))
-    kinds = [kind for kind, _ in kinds_of(devices[0])]
-    used = [
-        place
-        for place, kind in enumerate(kinds)
-        if any(kinds_of(device)[place][1] for device in devices)
-    ]
+    kinds = [kind for kind in KIND_FIELDS if any(device.kinds[kind] for device in devices)]
     rows = []
     for device in devices:
-        sizes = [kinds_of(device)[place][1] for place in used]
+        sizes = [device.kinds[kind] for kind in kinds]
         sizes += [device.allocated_bytes, device.reserved_bytes, device.budget_bytes]
         rows.append((device.device, [f"{size / divisor:,.2f}" for size in sizes]))
-    heads = [*(kinds[place] for place in used), "allocated", "reserved", "budget"]
+    heads = [*kinds, "allocated", "reserved", "budget"]
     return {"unit": unit, "heads": heads, "rows": rows}
 
 

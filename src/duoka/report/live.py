@@ -14,10 +14,11 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from duoka.base.files import read_bytes
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.errors import FormatError, MachineError
 from duoka.forecast.stage_bytes import StageBytes
@@ -56,93 +57,64 @@ def directory() -> Path:
 
 
 def publish(devices: Sequence[LiveDevice], name: str) -> None:
-    """Write what this process has; `name` tells apart what one process writes.
-
-    Raises
-    ------
-    OSError, MachineError
-        If that can't be.
-    """
+    """Write what this process has; `name` tells apart what one process writes."""
     with suppress(FileExistsError):
         directory().mkdir(mode=0o700)
-    with _opened() as folder:
-        stem = f"{os.getpid()}-{name}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with os.fdopen(os.open(f"{stem}.partial", flags, 0o600, dir_fd=folder), "w") as file:
-            json.dump(to_dict(_File(devices=tuple(devices))), file)
-        os.replace(f"{stem}.partial", f"{stem}.json", src_dir_fd=folder, dst_dir_fd=folder)
+    _refuse_untrusted()
+    file = directory() / f"{os.getpid()}-{name}.json"
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(to_dict(_File(devices=tuple(devices)))), encoding="utf-8")
+    partial.replace(file)
 
 
 def withdraw(name: str) -> None:
     """Remove what this process has written under a name."""
-    with suppress(OSError, MachineError), _opened() as folder:
-        os.unlink(f"{os.getpid()}-{name}.json", dir_fd=folder)
+    with suppress(OSError, MachineError):
+        _refuse_untrusted()
+        (directory() / f"{os.getpid()}-{name}.json").unlink()
 
 
 def read() -> list[LiveDevice]:
-    """What all processes of this user have; files that are stale are removed.
-
-    Raises
-    ------
-    MachineError
-        If the directory isn't this user's own, or is open to others.
-    """
+    """What all processes of this user have; files that are stale are removed."""
     devices: list[LiveDevice] = []
     if os.path.lexists(directory()):
-        with _opened() as folder:
-            for name in os.listdir(folder):  # noqa: PTH208  (of the descriptor)
-                # It goes this moment, or isn't what duoka writes.
-                with suppress(OSError, ValueError, FormatError):
-                    devices += _read(name, folder)
+        _refuse_untrusted()
+        for file in directory().iterdir():
+            # It goes this moment, or isn't what duoka writes.
+            with suppress(OSError, ValueError, FormatError):
+                devices += _read(file)
     return sorted(devices, key=lambda device: (device.pid, device.measured.device))
 
 
-@contextmanager
-def _opened() -> Iterator[int]:
-    """The directory, by a descriptor: nobody can put another one in its place meanwhile."""
-    try:
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-        folder = os.open(directory(), flags)
-    except OSError as error:
-        raise _untrusted(f"can't be opened: {error.strerror}") from error
-    try:
-        status = os.fstat(folder)
-        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise _untrusted("belongs to another user, or is open to others")
-        yield folder
-    finally:
-        os.close(folder)
+def _refuse_untrusted() -> None:
+    """Refuse a directory of another's; in ``/tmp`` nobody else can put one in the place of ours."""
+    status = directory().lstat()
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
+        raise MachineError(
+            f"what processes of duoka say isn't known: {directory()} belongs to another user, is "
+            "open to others, or is no directory",
+            hint="remove it; duoka makes it anew",
+        )
 
 
-def _untrusted(what: str) -> MachineError:
-    return MachineError(
-        f"what processes of duoka say isn't known: {directory()} {what}",
-        hint="remove it; duoka makes it anew",
-    )
-
-
-def _read(name: str, folder: int) -> tuple[LiveDevice, ...]:
-    match = _NAME.fullmatch(name)
+def _read(file: Path) -> Iterator[LiveDevice]:
+    match = _NAME.fullmatch(file.name)
     if match is None:
-        return ()
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
-        status, pid = os.fstat(file.fileno()), int(match[1])
-        if not _is_alive(pid) or time.time() - status.st_mtime > _STALE_SECONDS:
-            os.unlink(name, dir_fd=folder)
-            return ()
-        is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid()
-        if not is_ours or status.st_size > _MOST_BYTES or match[2] != "json":
-            return ()
-        devices = from_dict(_File, parse_json_object(file.read(_MOST_BYTES), name)).devices
-    return tuple(device for device in devices if device.pid == pid)
+        return
+    pid = int(match[1])
+    if time.time() - file.lstat().st_mtime > _STALE_SECONDS or not _is_ours(pid):
+        file.unlink()
+    elif file.suffix == ".json":
+        content = parse_json_object(read_bytes(file, most_bytes=_MOST_BYTES), file.name)
+        devices = from_dict(_File, content).devices
+        yield from (device for device in devices if device.pid == pid)
 
 
-def _is_alive(pid: int) -> bool:
+def _is_ours(pid: int) -> bool:
+    """Whether a process is there, and this user's."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except OSError:
         return False
-    except PermissionError:  # it is another user's, whose file this isn't
-        pass
     return True

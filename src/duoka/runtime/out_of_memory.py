@@ -20,14 +20,6 @@ _BETWEEN = (str(_PACKAGES / "torch"), *(
     str(Path(__file__).parents[1] / name) for name in ("runtime", "virtual", "engine", "stages")
 ))  # fmt: skip
 _DEVICE = re.compile(r"\bGPU (\d+) has a total")
-_KINDS = {
-    "weights": "weight_bytes",
-    "KV cache": "kv_cache_bytes",
-    "gradients": "gradient_bytes",
-    "optimizer": "optimizer_bytes",
-    "activations": "activation_bytes",
-    "reserved": "reserved_bytes",
-}
 
 
 def explain(error: Exception, publisher: Publisher | None) -> Exception:
@@ -76,9 +68,10 @@ def _short(file: str) -> str:
 
 def _filled(measured: StageBytes, forecast: StageBytes) -> str:
     """What is on a device, by kind, beside the forecast."""
+    planned = {**forecast.kinds, "reserved": forecast.reserved_bytes}
     kinds = [
-        f"{name} {format_bytes(getattr(measured, field))} ({format_bytes(planned)})"
-        for name, field in _KINDS.items()
-        if (planned := getattr(forecast, field)) or getattr(measured, field)
+        f"{kind} {format_bytes(size)} ({format_bytes(planned[kind])})"
+        for kind, size in {**measured.kinds, "reserved": measured.reserved_bytes}.items()
+        if size or planned[kind]
     ]
     return f"on {measured.device} now, and as planned: {', '.join(kinds)}"

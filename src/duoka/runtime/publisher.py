@@ -8,7 +8,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -50,19 +50,9 @@ class Publisher:
     """Says what memory a model has on its devices, by kind, beside what its plan forecasts.
 
     Make it when the weights are there and nothing else: what the allocator has then are the
-    weights. A thread says it from `start` to `close`. Caches are known by the model's calls; what
-    else tensors take are activations.
-
-    Parameters
-    ----------
-    plan : Plan
-    model : nn.Module
-    names : iterable of str
-        Those of the plan's devices that this process has.
-    optimizer : Optimizer, optional
-        Of training: its parameters' gradients and its states are kinds of their own.
-    busy_shares : callable, optional
-        How much of the last time each device has computed.
+    weights. A thread says it from `start` to `close`. Caches are known by the model's calls; an
+    optimizer by its states and its parameters' gradients; what else tensors take are activations.
+    `names` are those of the plan's devices that this process has.
     """
 
     def __init__(
@@ -90,16 +80,10 @@ class Publisher:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name="duoka-publisher", daemon=True)
 
-    def __enter__(self) -> Publisher:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def start(self) -> None:
+    def start(self) -> Self:
         """Begin to say it."""
         self._thread.start()
+        return self
 
     def close(self) -> None:
         """Say nothing any more, and take back what was said."""
@@ -129,16 +113,21 @@ class Publisher:
         }
         shares = self._busy_shares()
         return [
-            self._device(name, {kind: sizes[name] for kind, sizes in kinds.items()}, shares)
-            for name in self._forecasts
+            live.LiveDevice(
+                pid=os.getpid(),
+                model=self._model_name,
+                uuid=self._uuids[name],
+                measured=self._measured(name, {kind: kinds[kind][name] for kind in kinds}),
+                forecast=forecast,
+                busy_share=shares.get(name),
+            )
+            for name, forecast in self._forecasts.items()
         ]
 
-    def _device(
-        self, name: str, kinds: dict[str, int], shares: Mapping[str, float]
-    ) -> live.LiveDevice:
+    def _measured(self, name: str, kinds: dict[str, int]) -> StageBytes:
         allocated, reserved = devices.memory_now(name)
-        forecast, weights = self._forecasts[name], min(self._weights[name], allocated)
-        measured = StageBytes(
+        weights = min(self._weights[name], allocated)
+        return StageBytes(
             device=name,
             weight_bytes=weights,
             **kinds,
@@ -146,15 +135,7 @@ class Publisher:
             allocated_bytes=allocated,
             reserved_bytes=reserved,
             requested_bytes=allocated,
-            budget_bytes=forecast.budget_bytes,
-        )
-        return live.LiveDevice(
-            pid=os.getpid(),
-            model=self._model_name,
-            uuid=self._uuids[name],
-            measured=measured,
-            forecast=forecast,
-            busy_share=shares.get(name),
+            budget_bytes=self._forecasts[name].budget_bytes,
         )
 
     def _note_caches(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

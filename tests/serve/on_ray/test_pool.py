@@ -22,9 +22,8 @@ from duoka.serve.messages import (
     Ready,
     Status,
 )
-from duoka.serve.on_ray.board import Board, Report
-from duoka.serve.on_ray.client import ReplicasClient
-from duoka.serve.on_ray.pool import Part, RayPool
+from duoka.serve.on_ray.pool import Part, RayPool, ReplicasClient
+from duoka.serve.on_ray.replica import Board, Report
 
 BEGUN = Begun(number=0, prompt_tokens=1)
 TEXT = Delta(number=0, choice=0, text="a")
@@ -181,5 +180,5 @@ def test_the_board_forgets_who_is_silent(monkeypatch: pytest.MonkeyPatch) -> Non
     (report,) = reports("x").values()
     board.put("x", report)
     assert board.read() == {"x": report}
-    monkeypatch.setattr("duoka.serve.on_ray.board._FRESH_SECONDS", -1.0)
+    monkeypatch.setattr("duoka.serve.on_ray.replica._FRESH_SECONDS", -1.0)
     assert board.read() == {}

@@ -11,7 +11,8 @@ import pytest
 
 from duoka.cli.errors import redact
 from duoka.tools.doctor.bundle import bundle
-from duoka.tools.doctor.findings import Diagnosis, Examined, Finding
+from duoka.tools.doctor.diagnose import Diagnosis, Examined
+from duoka.tools.doctor.facts import Finding
 
 UUID = "8932f937-d72c-4106-c12f-20bd9faed9f6"
 TOKEN = "hf_" + "a1B2" * 8

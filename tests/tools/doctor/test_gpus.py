@@ -26,9 +26,9 @@ def test_eight_3090_with_one_narrow_link(monkeypatch: pytest.MonkeyPatch, tmp_pa
         device["nvmlDeviceGetCurrPcieLinkWidth"] = 4 if index == 5 else 16
     found = findings(tmp_path, *GPUS)
     (narrow,) = (finding for finding in found["PCIe"] if finding.severity == "warning")
-    assert narrow.text == "GPU 5 has 4 of 16 lanes of PCIe"
+    assert narrow.text == "GPU 5: 4 of 16 lanes of PCIe"
     assert "4 times as long" in narrow.meaning
-    idle = found["PCIe"][-1]
+    idle = found["PCIe"][0]
     assert (idle.severity, "an idle card lowers it" in idle.meaning) == ("note", True)
     drawn, busy = found["memory"]
     assert drawn.severity == "note"
@@ -69,11 +69,11 @@ def test_a_sick_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = findings(tmp_path, *GPUS)
     assert [(finding.severity, finding.text) for finding in found["health"]] == [
         ("error", "GPU 2: 3 memory errors that couldn't be corrected"),
-        ("error", "GPU 2 has no spare memory left for parts that failed"),
-        ("warning", "GPU 2: parts of its memory are to be replaced by spare ones"),
+        ("error", "GPU 2: no spare memory is left for parts that failed"),
+        ("warning", "GPU 2: parts of the memory are to be replaced by spare ones"),
         (
             "warning",
-            "GPU 2 is slowed down by the board's protection and its temperature (the hardware's "
+            "GPU 2: slowed down by the board's protection and its temperature (the hardware's "
             "limit)",
         ),
         ("note", "GPU 2: a power limit of 350 W instead of 700 W"),

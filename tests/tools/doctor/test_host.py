@@ -9,8 +9,7 @@ import pytest
 
 from duoka.base import requirements
 from duoka.tools.doctor import host
-from duoka.tools.doctor.facts import Facts
-from duoka.tools.doctor.findings import Finding
+from duoka.tools.doctor.facts import Facts, Finding
 
 GIB = 2**30
 MEMORY = "MemTotal: 67108864 kB\nMemAvailable: {} kB\nSwapTotal: {} kB\nSwapFree: 0 kB\n"

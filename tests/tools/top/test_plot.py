@@ -16,7 +16,7 @@ from watching import GIB, live_device
 from duoka.errors import UsageError
 from duoka.report import live
 from duoka.tools.top.plot import plot_recording
-from duoka.tools.top.record import COLUMNS, CsvFile
+from duoka.tools.top.record import COLUMNS, csv_file
 from duoka.tools.top.snapshot import Monitor
 
 Record = Callable[..., Path]
@@ -29,14 +29,14 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
     def record(number: int, machine: str = "no-driver") -> Path:
         recording = replay(monkeypatch, machine)
         path = tmp_path / "run.csv"
-        file, monitor = CsvFile(path), Monitor()
-        for at in range(number):
-            uuid = recording.uuids[1] if machine != "no-driver" else ""
-            device = live_device(uuid=uuid, now_bytes=GIB + at * GIB // 8)
-            monkeypatch.setattr(live, "read", lambda device=device: [device])
-            time = f"2026-11-25T10:{at // 2:02}:{30 * (at % 2):02}.000+00:00"
-            file.take(replace(monitor.look(), time=time))
-        file.close()
+        monitor = Monitor()
+        with csv_file(path) as take:
+            for at in range(number):
+                uuid = recording.uuids[1] if machine != "no-driver" else ""
+                device = live_device(uuid=uuid, now_bytes=GIB + at * GIB // 8)
+                monkeypatch.setattr(live, "read", lambda device=device: [device])
+                time = f"2026-11-25T10:{at // 2:02}:{30 * (at % 2):02}.000+00:00"
+                take(replace(monitor.look(), time=time))
         return path
 
     return record
@@ -118,5 +118,5 @@ def test_no_more_gpus_than_can_be_seen(tmp_path: Path) -> None:
     lines = [f"2026-11-25T10:00:00+00:00,{gpu}{rest}" for gpu in range(33)]
     path = tmp_path / "run.csv"
     path.write_text("\n".join([HEAD, *lines]))
-    with pytest.raises(UsageError, match="has 33 GPUs; 1 to 32 can be drawn"):
+    with pytest.raises(UsageError, match="has 33 GPUs, and 1 to 32 can be drawn"):
         plot_recording(path)

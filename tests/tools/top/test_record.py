@@ -17,7 +17,7 @@ from watching import GIB, MIB, live_device
 from duoka.errors import UsageError
 from duoka.report import live
 from duoka.tools.top import record
-from duoka.tools.top.record import COLUMNS, CsvFile, Exporter
+from duoka.tools.top.record import COLUMNS, Exporter, csv_file
 from duoka.tools.top.snapshot import Monitor, Snapshot
 
 
@@ -40,10 +40,9 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def record_to(path: Path, *moments: Snapshot) -> None:
-    file = CsvFile(path)
-    for moment in moments:
-        file.take(moment)
-    file.close()
+    with csv_file(path) as take:
+        for moment in moments:
+            take(moment)
 
 
 def test_a_row_for_each_gpu(moment: Snapshot, tmp_path: Path) -> None:
@@ -72,10 +71,9 @@ def test_a_row_for_each_gpu(moment: Snapshot, tmp_path: Path) -> None:
 def test_rows_are_appended_and_there_at_once(moment: Snapshot, tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     record_to(path, moment)
-    file = CsvFile(path)
-    file.take(moment)
-    assert len(rows(path)) == 18
-    file.close()
+    with csv_file(path) as take:
+        take(moment)
+        assert len(rows(path)) == 18
     assert path.read_text().count("time,gpu") == 1
 
 
@@ -83,17 +81,9 @@ def test_rows_are_appended_and_there_at_once(moment: Snapshot, tmp_path: Path) -
 def test_another_file_stays_as_it_is(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text(content)
-    with pytest.raises(UsageError, match="is no recording of this duoka's"):
-        CsvFile(path)
+    with pytest.raises(UsageError, match="is no recording of this duoka's"), csv_file(path):
+        pass
     assert path.read_text() == content
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"), [("absent/run.csv", "No such file"), ("", "Is a directory")]
-)
-def test_a_file_that_cannot_be_written_is_refused(name: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"can't be written: {problem}"):
-        CsvFile(tmp_path / name)
 
 
 # ── Prometheus ──

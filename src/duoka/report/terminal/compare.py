@@ -14,7 +14,6 @@ from duoka.forecast.stage_bytes import StageBytes
 from duoka.planner.compare import Comparison, DevicePair
 
 from .explain import shortly
-from .plan import kinds_of
 from .words import name_modules
 
 _SECONDS = {
@@ -82,7 +81,7 @@ def _sizes(forecast: StageBytes | None) -> dict[str, int]:
     if forecast is None:
         return {}
     return {
-        **dict(kinds_of(forecast)),
+        **forecast.kinds,
         "reserved": forecast.reserved_bytes,
         "budget": forecast.budget_bytes,
         "free": forecast.free_bytes,

@@ -108,7 +108,7 @@ def _table(plan: Plan) -> Table:
     for name in (*(KINDS[kind].column for kind in kinds), "reserved", "budget"):
         table.add_column(name, justify="right", no_wrap=True)
     for device in plan.forecast.devices:
-        parts = dict(kinds_of(device))
+        parts = device.kinds
         sizes = (*(parts[kind] for kind in kinds), device.reserved_bytes, device.budget_bytes)
         numbers = [f"{size / divisor:.2f}" for size in sizes]
         table.add_row(device.device, _modules(plan, device.device), *numbers)
@@ -131,7 +131,7 @@ def _list(plan: Plan) -> Group:
     for device in plan.forecast.devices:
         rows.append(Text(device.device, style="bold"))
         rows.append(Text(f"  {_modules(plan, device.device)}"))
-        parts = dict(kinds_of(device))
+        parts = device.kinds
         rows += [
             Text(f"  {kind}: {format_bytes(parts[kind])}")
             for kind in _kinds(plan)
@@ -201,7 +201,7 @@ def _budget_parts(device: Device, asked_bytes: int) -> str:
 def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
     devices = plan.forecast.devices
     label = max(len(device.device) for device in devices) + 1
-    parts_of = [{**dict(kinds_of(device)), **left_over(plan, device)} for device in devices]
+    parts_of = [{**device.kinds, **left_over(plan, device)} for device in devices]
     longest = max(sum(parts.values()) for parts in parts_of)
     room = max(min(columns - label, _WIDEST_BAR), 8)
     rows: list[Text] = []
@@ -334,18 +334,6 @@ def _training(workload: Workload, training: Training) -> Iterator[str]:
         yield "gradient checkpointing"
     if training.master_weights:
         yield "master weights in float32"
-
-
-def kinds_of(forecast: StageBytes) -> tuple[tuple[str, int], ...]:
-    """Bytes by kind; together they are what is reserved."""
-    return (
-        ("weights", forecast.weight_bytes),
-        ("KV cache", forecast.kv_cache_bytes),
-        ("activations", forecast.activation_bytes),
-        ("gradients", forecast.gradient_bytes),
-        ("optimizer", forecast.optimizer_bytes),
-        ("overhead", forecast.overhead_bytes),
-    )
 
 
 def render_seconds(plan: Plan) -> Iterator[Text]:

@@ -1,4 +1,4 @@
-"""Nodes: what GPUs the nodes of a Ray cluster have, and a plan for each kind of them.
+"""Nodes: what GPUs the nodes of a Ray cluster have; a plan and replicas for each kind of them.
 
 Ray counts a node's GPUs and doesn't know them: a task on each node looks. Nodes with the same GPUs
 are of one kind. Where the GPUs of a node are alike, several replicas share it, each with as many
@@ -9,6 +9,7 @@ replica has them all.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from duoka.errors import DuokaError, InfeasibleError, MachineError
+from duoka.errors import DuokaError, InfeasibleError, MachineError, UsageError
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
 
@@ -30,26 +31,17 @@ PlanFor = Callable[[Fleet, bool], Plan]
 """The plan for a node's GPUs. Where they are alike, which is said, it need not use all of them."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CONNECT_SECONDS, _LOOK_SECONDS = 5.0, 120.0
+_NUMBERS = re.compile(r"([1-9]\d{0,3})(?:-([1-9]\d{0,3}))?", re.ASCII)
 Node = dict[str, Any]
 """A node, as `ray.nodes` tells of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Nodes with the same GPUs.
+    """Nodes with the same GPUs, which have room for so many replicas.
 
-    Parameters
-    ----------
-    nodes : tuple of str
-        Their names.
-    plan : Plan
-        Of a replica there.
-    gpus : int
-        How many GPUs Ray keeps for it.
-    room : int
-        How many replicas these nodes hold.
-    foreign_ids : tuple of str
-        Other nodes with GPUs.
+    A replica there has a `plan`, and Ray keeps so many `gpus` for it; `foreign_ids` are the other
+    nodes with GPUs.
     """
 
     nodes: tuple[str, ...]
@@ -60,13 +52,7 @@ class Kind:
 
 
 def connect() -> None:
-    """Join the cluster that runs on this machine, or the one that RAY_ADDRESS names.
-
-    Raises
-    ------
-    MachineError
-        If there is none.
-    """
+    """Join the cluster that runs on this machine, or the one that RAY_ADDRESS names."""
     handler, address = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if address != "auto":  # Ray tries for minutes
@@ -85,18 +71,7 @@ def connect() -> None:
 def find_kinds(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[list[Kind], list[str]]:
     """The kinds of nodes that hold the model, and why others don't.
 
-    Parameters
-    ----------
-    gpus : str, optional
-        Which ones a node gives, where its environment doesn't say.
-    source : str
-        The checkpoint.
-    plan_for : PlanFor
-
-    Raises
-    ------
-    InfeasibleError
-        If no node holds it.
+    A node gives `gpus`, where its environment doesn't say.
     """
     alike: dict[Fleet, list[Node]] = {}
     left_out = []
@@ -125,11 +100,9 @@ def _kind(fleet: Fleet, group: Sequence[Node], nodes: Sequence[Node], plan_for: 
     plan, num_gpus = plan_for(fleet, are_alike), len(fleet.devices)
     if are_alike:  # Ray gives a replica any of them, and torch counts those from 0 on
         num_gpus, kind = len(plan.devices), fleet.names[0].partition(":")[0]
+        names = {name: f"{kind}:{number}" for number, name in enumerate(plan.devices)}
         plan = plan.moved(
-            {
-                name: replace(plan.fleet.device(name), name=f"{kind}:{number}")
-                for number, name in enumerate(plan.devices)
-            }
+            {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
         )
     return Kind(
         nodes=tuple(map(_name, group)),
@@ -154,15 +127,14 @@ def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[F
     ]
     ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_LOOK_SECONDS)
     for node, answer in zip(nodes, answers, strict=True):
+        seen: Fleet | str = "others have its GPUs: it wasn't reached in two minutes"
         if answer not in ready:
             ray.cancel(answer, force=True)
-            yield "others have its GPUs: it wasn't reached in two minutes"
-            continue
-        try:
-            seen: Fleet | str = ray.get(answer)
-        except ray.exceptions.RayError as error:
-            yield f"duoka doesn't run there: {_line(error)}"
-            continue
+        else:
+            try:
+                seen = ray.get(answer)
+            except ray.exceptions.RayError as error:
+                seen = f"duoka doesn't run there: {_line(error)}"
         number = int(node["Resources"]["GPU"])
         if isinstance(seen, Fleet) and len(seen.devices) != number:
             seen = f"{len(seen.devices)} GPUs are there, and Ray counts {number}"
@@ -198,3 +170,53 @@ def _name(node: Node) -> str:
 def _line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1].strip()[:300]
+
+
+# ── how many replicas ──
+
+
+def read_bounds(text: str | None) -> tuple[int, int] | None:
+    """Read ``N`` or ``MIN-MAX``; None for ``auto``, and for nothing: as many as fit."""
+    if text in (None, "auto"):
+        return None
+    match = _NUMBERS.fullmatch(text or "")
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if low > high:
+        raise UsageError(
+            f"{text!r:.40} is no number of replicas",
+            hint='write a number, two as in 2-6, or "auto" for as many as fit',
+        )
+    return low, high
+
+
+def deal(bounds: tuple[int, int] | None, room: Sequence[int]) -> list[tuple[int, int]]:
+    """The least and the most replicas of each kind of nodes, which have room for so many.
+
+    Each kind has one in turn. A kind that has any has one at least: where none runs, nothing tells
+    that one is wanted. What there is no room for is for nodes of the first kind that come later.
+    """
+    low, high = bounds or (sum(room), sum(room))
+    if low > sum(room):
+        raise InfeasibleError(
+            f"{low} replicas don't fit these nodes; {sum(room)} do",
+            hint=f"--replicas {sum(room)}, or more nodes",
+        )
+    most = _in_turn(high, room)
+    most[0] += high - sum(most)
+    num_kinds = sum(map(bool, most))
+    if low < num_kinds:
+        raise UsageError(
+            f"there are {num_kinds} kinds of nodes, and each has one replica at least",
+            hint=f"--replicas {num_kinds}-{high}",
+        )
+    return list(
+        zip(_in_turn(low, [min(pair) for pair in zip(most, room, strict=True)]), most, strict=True)
+    )
+
+
+def _in_turn(number: int, room: Sequence[int]) -> list[int]:
+    dealt = [0] * len(room)
+    for _ in range(min(number, sum(room))):
+        free = [kind for kind, count in enumerate(dealt) if count < room[kind]]
+        dealt[min(free, key=dealt.__getitem__)] += 1
+    return dealt

@@ -1,13 +1,14 @@
-"""A replica: an engine as Ray Serve runs it, on whichever node of its kind."""
+"""A replica: an engine as Ray Serve runs it; and the board, where replicas tell how they are."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -15,25 +16,45 @@ from ray import serve
 
 from duoka.serve.engine_client import EngineClient
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import Ask, Begin, Count, Event, Failed, Spell
+from duoka.serve.messages import Ask, Begin, Count, Event, Failed, Ready, Spell, Status
 
-from .board import Report
 from .nodes import sort_visible
 
-_REPORT_SECONDS = 1.0
+_REPORT_SECONDS, _FRESH_SECONDS = 1.0, 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """How a replica is: of which application, and on which of Ray's nodes."""
+
+    application: str
+    node_id: str
+    ready: Ready
+    status: Status | None
+
+
+class Board:
+    """An actor beside the server that keeps the last report of each replica for some seconds."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, tuple[float, Report]] = {}
+
+    def put(self, replica: str, report: Report) -> None:
+        """Take the report of a replica."""
+        self._reports[replica] = time.monotonic(), report
+
+    def read(self) -> dict[str, Report]:
+        """The reports of the replicas that are there."""
+        oldest = time.monotonic() - _FRESH_SECONDS
+        self._reports = {name: pair for name, pair in self._reports.items() if pair[0] > oldest}
+        return {name: report for name, (_, report) in self._reports.items()}
 
 
 class Replica:
     """Answers what the server asks with an engine in a process of its own.
 
-    It ends where its engine does, and Ray Serve begins another one. Where the server is gone, it
-    takes its application away.
-
-    Parameters
-    ----------
-    begin : Begin
-    board : actor
-        See `Board`.
+    It ends where its engine does, and Ray Serve begins another one. Where the server is gone, and
+    the `Board` with it, it takes its application away.
     """
 
     async def __init__(self, begin: Begin, board: Any) -> None:  # type: ignore[misc]
@@ -62,14 +83,8 @@ class Replica:
                 async for event in events:
                     yield [event]
         except HttpError as error:
-            failed = Failed(
-                number=-1,
-                status=error.status,
-                text=error.text,
-                code=error.code,
-                param=error.param,
-            )
-            yield [failed]
+            names = ("status", "text", "code", "param")
+            yield [Failed(number=-1, **{name: getattr(error, name) for name in names})]
 
     def check_health(self) -> None:
         """For Ray Serve: raise where the engine doesn't answer."""
@@ -94,11 +109,9 @@ class Replica:
         node_id = ray.get_runtime_context().get_node_id()
         while True:
             assert self._client.ready is not None, "it is ready"
+            ready, status = self._client.ready, self._client.status
             report = Report(
-                application=context.app_name,
-                node_id=node_id,
-                ready=self._client.ready,
-                status=self._client.status,
+                application=context.app_name, node_id=node_id, ready=ready, status=status
             )
             try:
                 await self._board.put.remote(context.replica_id.unique_id, report)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from math import nan
 from pathlib import Path
 
@@ -10,22 +9,16 @@ from duoka.base.text import printable
 from duoka.base.units import unit_for
 from duoka.report.picture import draw_bars, new_figure, save_picture
 
-from .deployments import Bench, Deployment, title
+from .deployments import Bench, title
 
 _ROW_INCHES, _AXIS_INCHES = 0.3, 0.75
 _NAMES = "measured", "forecast"
 
 
 def draw_bench(bench: Bench, file: Path) -> None:
-    """Draw a PNG: bars for what was measured, and marks for what was forecast.
-
-    Raises
-    ------
-    UsageError
-        If matplotlib isn't installed, or the file can't be written.
-    """
+    """Draw a PNG: bars for what was measured, and marks for what was forecast."""
     cases = [case for case in bench.deployments if case.plans]
-    memory = list(_memory(cases))
+    memory = [(title(case), gpu) for case in cases for gpu in case.memory()]
     rows = [len(cases)] * 3 + [len(memory)]
     figure, (*speeds, bytes_axes) = new_figure([_AXIS_INCHES + _ROW_INCHES * row for row in rows])
     at_once = f"of {bench.workload.batch} at once (tokens/s)"
@@ -39,22 +32,18 @@ def draw_bench(bench: Bench, file: Path) -> None:
         forecasts = [_value(getattr(case.forecast, name)) for case in cases]
         draw_bars(axes, [title(case) for case in cases], measured, forecasts, _NAMES)
         axes.set(xlabel=text)
-    labels, sizes, marks = zip(*memory, strict=True)
-    unit, divisor = unit_for(max(marks))
-    measured, forecasts = ([size / divisor for size in values] for values in (sizes, marks))
-    draw_bars(bytes_axes, labels, measured, forecasts, _NAMES)
+    unit, divisor = unit_for(max(gpu["forecast_bytes"] for _, gpu in memory))
+    draw_bars(
+        bytes_axes,
+        [f"{text} {gpu['device']}" for text, gpu in memory],
+        [_value(gpu["measured_bytes"]) / divisor for _, gpu in memory],
+        [gpu["forecast_bytes"] / divisor for _, gpu in memory],
+        _NAMES,
+    )
     bytes_axes.set(xlabel=f"reserved memory ({unit})")
     speeds[0].set_title(printable(bench.model), loc="left")
     bytes_axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     save_picture(figure, file)
-
-
-def _memory(cases: Sequence[Deployment]) -> Iterator[tuple[str, float, float]]:
-    """What each GPU is called, and its bytes as measured and as forecast."""
-    for case in cases:
-        for gpu in case.memory():
-            label = f"{title(case)} {gpu['device']}"
-            yield label, _value(gpu["measured_bytes"]), float(gpu["forecast_bytes"])
 
 
 def _value(number: float | None) -> float:

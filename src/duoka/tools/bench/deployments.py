@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
+from statistics import mean
 from typing import Any
 
 from duoka.api.plan import find_or_trace
@@ -34,9 +35,8 @@ from duoka.planner.request import PlanRequest
 from duoka.planner.resolve import answer_checkpoint, workload_for
 from duoka.report.measured import PeakBytes
 
+# A speed of so much of the best one is as good, where it takes fewer GPUs.
 _ALIKE = 0.95
-"""A speed of so much of the best one is as good, where it takes fewer GPUs."""
-_MOST_BESIDE = 3
 _MOST_SIGNS = 200
 
 
@@ -82,14 +82,13 @@ class Deployment:
     def memory(self) -> Iterator[dict[str, Any]]:
         """What each GPU's allocator reserves, by the forecast and as measured."""
         measured = {peak.device: peak.reserved_bytes for peak in self.peaks}
-        for plan in self.plans:
-            for stage in plan.forecast.devices:
-                yield {
-                    "device": stage.device,
-                    "forecast_bytes": stage.reserved_bytes,
-                    "measured_bytes": measured.get(stage.device),
-                    "budget_bytes": stage.budget_bytes,
-                }
+        for stage in chain(*(plan.forecast.devices for plan in self.plans)):
+            yield {
+                "device": stage.device,
+                "forecast_bytes": stage.reserved_bytes,
+                "measured_bytes": measured.get(stage.device),
+                "budget_bytes": stage.budget_bytes,
+            }
 
     def to_dict(self) -> dict[str, Any]:
         """The form that `json.dumps` takes."""
@@ -235,20 +234,22 @@ def _copies(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Itera
         return
 
 
+_JOINS: dict[str, Callable[[list[float]], float]] = {
+    "prefill_tokens_per_second": sum,
+    "first_token_seconds": min,
+    "one_tokens_per_second": max,
+    "many_tokens_per_second": sum,
+    "idle_share": mean,
+}
+
+
 def together(copies: Sequence[Rates]) -> Rates:
     """The rates of copies that work at the same time; of one request those of the fastest."""
-
-    def joined(name: str, join: Callable[[list[float]], float]) -> float | None:
-        values = [getattr(rates, name) for rates in copies]
-        return None if None in values else join(values)
-
-    return Rates(
-        prefill_tokens_per_second=joined("prefill_tokens_per_second", sum),
-        first_token_seconds=joined("first_token_seconds", min),
-        one_tokens_per_second=joined("one_tokens_per_second", max),
-        many_tokens_per_second=joined("many_tokens_per_second", sum),
-        idle_share=joined("idle_share", lambda shares: sum(shares) / len(shares)),
-    )
+    rates: dict[str, float | None] = {}
+    for name, join in _JOINS.items():
+        values = [getattr(copy, name) for copy in copies]
+        rates[name] = None if None in values else join(values)
+    return Rates(**rates)
 
 
 def _forecast(plan: Plan) -> Rates:
@@ -290,14 +291,18 @@ def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
     def many(case: Deployment) -> float:
         return case.rates.many_tokens_per_second or 0.0
 
+    def text(speed: Callable[[Deployment], float]) -> str:
+        fastest = _best(usable, speed)
+        return f"{title(fastest)}, {speed_text(speed(fastest))} tokens/s"
+
     most_one, most_many = (max(map(speed, usable)) for speed in (one, many))
     if not most_many:
         why = "how fast these are isn't known (--calibrate measures it): it takes the fewest"
         return min(usable, key=lambda case: case.num_devices), (why,)
     best, requests = _best(usable, lambda case: one(case) * many(case)), bench.workload.batch
     return best, (
-        _sentence("one user", usable, one),
-        _sentence(f"{requests} at once", usable, many),
+        f"one user: {text(one)}",
+        f"{requests} at once: {text(many)}",
         f"both: {title(best)} gives one user {one(best) / most_one:.0%} and {requests} at once "
         f"{many(best) / most_many:.0%} of the most there is",
     )
@@ -318,17 +323,6 @@ def _best(cases: Sequence[Deployment], value: Callable[[Deployment], float]) -> 
     enough = _ALIKE * max(map(value, cases))
     alike = [case for case in cases if value(case) >= enough]
     return min(alike, key=lambda case: (case.num_devices, -value(case)))
-
-
-def _sentence(what: str, cases: Sequence[Deployment], value: Callable[[Deployment], float]) -> str:
-    """The best of deployments, and how fast the next ones are."""
-    best = _best(cases, value)
-    rest = sorted((case for case in cases if case is not best), key=value, reverse=True)
-    beside = "; ".join(
-        f"{title(case)} {speed_text(value(case))}" for case in rest[:_MOST_BESIDE] if value(case)
-    )
-    text = f"{what}: {title(best)}, {speed_text(value(best))} tokens/s"
-    return f"{text} ({beside})" if beside else text
 
 
 def command(case: Deployment) -> str | None:

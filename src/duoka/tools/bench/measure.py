@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -55,19 +56,13 @@ def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[Pe
     threads = len(os.sched_getaffinity(0)) // sum(len(plan.devices) for plan in plans)
     with ExitStack() as stack:
         pipes = [Pipe() for _ in plans]
+        descriptors = [[worker_end.fileno()] for _, worker_end in pipes]
         workers = stack.enter_context(
-            Workers(
-                _MODULE,
-                (),
-                len(plans),
-                threads=max(1, threads),
-                descriptors=[[worker_end.fileno()] for _, worker_end in pipes],
-            )
+            Workers(_MODULE, (), len(plans), threads=max(1, threads), descriptors=descriptors)
         )
-        for driver_end, worker_end in pipes:
-            stack.enter_context(driver_end)
+        for _, worker_end in pipes:
             worker_end.close()
-        drivers = [driver_end for driver_end, _ in pipes]
+        drivers = [stack.enter_context(driver_end) for driver_end, _ in pipes]
         try:
             _ask(drivers, [(plan, trust_remote_code) for plan in plans])
             work = plans[0].workload
@@ -82,12 +77,9 @@ def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[Pe
             ended = next(filter(None, codes.values()), 0)
             how = f"signal {-ended}" if ended < 0 else f"exit code {ended}"
             raise MachineError(f"its process has ended: {how}") from error
-    rates = replace(
-        together(copies),
-        first_token_seconds=first.first_token_seconds,
-        one_tokens_per_second=one.many_tokens_per_second,
-    )
-    return rates, [peak for of_copy in peaks for peak in of_copy]
+    speed, seconds = one.many_tokens_per_second, first.first_token_seconds
+    rates = replace(together(copies), first_token_seconds=seconds, one_tokens_per_second=speed)
+    return rates, [*chain(*peaks)]
 
 
 def _ask(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
@@ -149,9 +141,8 @@ class _Copy:
 def main() -> None:
     """The entry of a process: the socket of who measures is its last argument."""
     end_with_parent()
-    driver: Connection = Connection(int(sys.argv[-1]))
     with suppress(EOFError, OSError):  # nobody measures any more
-        _serve(driver)
+        _serve(Connection(int(sys.argv[-1])))
     os._exit(0)
 
 

@@ -2,18 +2,18 @@
 
 A check says what it found and what follows; one that fails doesn't stop the others.
 
-- `diagnose`: all checks, in their order; `findings`: what they say
-- `facts`: what several of them look at
+- `diagnose`: all checks, in their order
+- `facts`: what several of them look at, and what they say
 - `gpus`: what the driver knows of the GPUs
-- `devices`: what torch and the devices do; `probe`, `device_tests`: tried in another process
+- `devices`: what torch and the devices do; `device_tests`: tried in another process
 - `host`: memory, limits, libraries
 - `model`: a checkpoint, its disk, and whether it fits
 - `bundle`: a report to attach, without names and secrets
 """
 
 from .bundle import bundle
-from .diagnose import diagnose
-from .findings import Diagnosis, Examined, Finding
+from .diagnose import Diagnosis, Examined, diagnose
+from .facts import Finding
 from .model import ModelFacts
 
 __all__ = ["Diagnosis", "Examined", "Finding", "ModelFacts", "bundle", "diagnose"]

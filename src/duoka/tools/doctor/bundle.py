@@ -11,7 +11,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,8 @@ from typing import Any
 from duoka.base.requirements import installed_libraries
 from duoka.base.serialization import to_dict
 
-from .findings import Diagnosis
+from .diagnose import Diagnosis
 
-_VERSION = 1
 _HIDDEN = "***"
 # What of the environment decides how a model runs.
 _VARIABLES = re.compile(
@@ -33,7 +32,6 @@ _UUID = re.compile(
 )
 _HOMES = re.compile(r"(/home/|/Users/)[^/\s\"',:]+")
 _PLAIN = frozenset({"root", "localhost", "user", "ubuntu"})  # nobody's name
-_SHORTEST = 2
 
 
 def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
@@ -42,7 +40,7 @@ def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
     `redact` takes tokens and passwords out of a text.
     """
     report: dict[str, Any] = {
-        "duoka_doctor": _VERSION,
+        "duoka_doctor": 1,
         "severity": diagnosis.severity,
         "system": {
             "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -53,28 +51,22 @@ def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
         "libraries": installed_libraries(),
         **to_dict(diagnosis),
     }
-    names = [*_private_names()]
-    masked = _changed(report, lambda text: _masked(redact(text), names))
-    return json.dumps(masked, ensure_ascii=False, indent=1) + "\n"
-
-
-def _private_names() -> Iterator[str]:
-    """What this machine and its user are called, as whole words."""
-    names = {socket.gethostname(), platform.node(), os.environ.get("HOSTNAME", "")}
-    names |= {os.environ.get(name, "") for name in ("USER", "LOGNAME", "SUDO_USER")}
-    names.add(Path(_home()).name)
+    home = os.path.expanduser("~")  # noqa: PTH111 (Path.home raises where there is none)
+    names = {socket.gethostname(), Path(home).name}
+    names |= {os.environ.get(name, "") for name in ("HOSTNAME", "USER", "LOGNAME", "SUDO_USER")}
     with suppress(OSError, KeyError):
         names.add(getpass.getuser())
-    names |= {name.partition(".")[0] for name in names}
-    return (
-        name
-        for name in sorted(names, key=len, reverse=True)
-        if len(name) >= _SHORTEST and name not in _PLAIN
-    )
+    names = {*names, *(name.partition(".")[0] for name in names)} - _PLAIN
+    # What has one letter is in every text.
+    words = "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True) if len(n) > 1)
+    private = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])") if words else _UUID
 
+    def mask(text: str) -> str:
+        text = redact(text).replace(home, "~") if len(home) > 1 else redact(text)
+        text = _UUID.sub(_HIDDEN, _HOMES.sub(rf"\1{_HIDDEN}", text))
+        return private.sub(_HIDDEN, text)
 
-def _home() -> str:
-    return os.path.expanduser("~")  # noqa: PTH111 (Path.home raises where there is none)
+    return json.dumps(_changed(report, mask), ensure_ascii=False, indent=1) + "\n"
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
@@ -84,12 +76,3 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, list | tuple):
         return [_changed(item, change) for item in value]
     return change(value) if isinstance(value, str) else value
-
-
-def _masked(text: str, names: Sequence[str]) -> str:
-    if len(home := _home()) > 1:
-        text = text.replace(home, "~")
-    text = _UUID.sub(_HIDDEN, _HOMES.sub(rf"\1{_HIDDEN}", text))
-    for name in names:
-        text = re.sub(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", _HIDDEN, text)
-    return text

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from duoka.base.progress import say
+from duoka.errors import DuokaError
 
 from . import devices, gpus, host, model
-from .facts import Facts
-from .findings import Diagnosis, Examined, Finding, examine
+from .facts import BAD, Facts, Finding, Severity
 from .model import ModelFacts
 
-_Checks = tuple[tuple[str, str, Callable[[Facts], Iterable[Finding]]], ...]
-
-_GPU_CHECKS: _Checks = (
+_GPU_CHECKS = (
     ("GPUs", "CUDA", gpus.check_visible),
     ("GPUs", "memory", gpus.check_memory),
     ("GPUs", "health", gpus.check_state),
@@ -24,17 +22,39 @@ _GPU_CHECKS: _Checks = (
     ("links", "reach", gpus.check_reach),
     ("links", "NUMA", gpus.check_numa),
 )
-_HOST_CHECKS: _Checks = (
+_HOST_CHECKS = (
     ("host", "memory", host.check_host_memory),
     ("host", "shared memory", host.check_shared_memory),
     ("host", "limits", host.check_limits),
     ("software", "libraries", host.check_versions),
 )
-_DEVICE_CHECKS: _Checks = (
+_DEVICE_CHECKS = (
     ("software", "torch", devices.check_torch),
     ("computing", "matrices", devices.check_matrices),
     ("computing", "copies", devices.check_copies),
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examined:
+    """A check, and all that it found."""
+
+    group: str
+    name: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """All checks, in the order in which they ran."""
+
+    checks: tuple[Examined, ...]
+
+    @property
+    def severity(self) -> Severity:
+        """The worst that was found; "ok" where nothing is wrong."""
+        severities = {finding.severity for check in self.checks for finding in check.findings}
+        return next((bad for bad in BAD if bad in severities), "ok")
 
 
 def diagnose(
@@ -45,21 +65,36 @@ def diagnose(
     `which` are the GPUs that tests run on and the model is planned for, by default all of this
     machine.
     """
-    return Diagnosis(checks=tuple(_examine(Facts(which, root), named)))
+    return Diagnosis(checks=tuple(_examine_all(Facts(which, root), named)))
 
 
-def _examine(facts: Facts, named: ModelFacts | None) -> Iterator[Examined]:
-    yield examine("GPUs", "driver", partial(gpus.check_driver, facts))
+def _examine_all(facts: Facts, named: ModelFacts | None) -> Iterator[Examined]:
+    yield _examine("GPUs", "driver", gpus.check_driver, facts)
     if facts.gpus is not None:
-        yield examine("GPUs", "--gpus", partial(gpus.check_named, facts))
+        yield _examine("GPUs", "--gpus", gpus.check_named, facts)
     checks = (*(_GPU_CHECKS if facts.machine is not None else ()), *_HOST_CHECKS)
     if facts.machine is not None or facts.testable:
         say("testing the devices")
         checks += _DEVICE_CHECKS
     for group, name, check in checks:
-        yield examine(group, name, partial(check, facts))
+        yield _examine(group, name, check, facts)
     if named is not None:
-        yield examine("model", "checkpoint", partial(model.check_whole, named))
-        yield examine("model", "disk", partial(model.check_disk, named))
-        yield examine("model", "hashes", partial(model.check_hashes, named))
-        yield examine("model", "fit", partial(model.check_fit, named, facts))
+        yield _examine("model", "checkpoint", model.check_whole, named)
+        yield _examine("model", "disk", model.check_disk, named)
+        yield _examine("model", "hashes", model.check_hashes, named)
+        yield _examine("model", "fit", model.check_fit, named, facts)
+
+
+def _examine(
+    group: str, name: str, check: Callable[..., Iterable[Finding]], *facts: object
+) -> Examined:
+    """Run a check; what it raises is what it found, and the next one runs all the same."""
+    findings: list[Finding] = []
+    try:
+        findings.extend(check(*facts))
+    except DuokaError as error:
+        findings.append(Finding("error", str(error), advice=error.hint or ""))
+    except Exception as error:  # whatever a driver, a file or a library may come up with
+        text = f"the check itself failed: {type(error).__name__}: {error}"
+        findings.append(Finding("error", text, advice="please report it, with --bundle FILE"))
+    return Examined(group=group, name=name, findings=tuple(findings))

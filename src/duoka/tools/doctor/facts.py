@@ -1,21 +1,57 @@
-"""Facts: what several checks look at, asked of the machine once."""
+"""Facts: what several checks look at, asked of the machine once; and what a check says.
+
+The tests on devices are run in another process, again without one that hangs or ends CUDA.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 from duoka.errors import FleetError
-from duoka.hardware import cuda_driver, detect, gpu_health, nvml
+from duoka.hardware import detect, nvml
 from duoka.hardware.detect import PresentGpu
+from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
-from duoka.hardware.gpu_health import GpuHealth, MachineHealth
 
-from . import probe
-from .probe import Probed
+Test: TypeAlias = tuple[str, ...]
+"""Its kind, "matrix" or "copy", and the devices' names."""
+Severity: TypeAlias = Literal["ok", "note", "skipped", "warning", "error"]
+BAD: tuple[Severity, ...] = ("error", "warning")
+_MOST_NAMES = 6
+_START_SECONDS, _TEST_SECONDS = 90, 3
+_MOST_STARTS = 4
 
-_ALL = "all"
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check found.
+
+    `text` says what there is, `meaning` what follows from it, `advice` what to do; `figures` are
+    what was measured, for programs.
+    """
+
+    severity: Severity
+    text: str
+    meaning: str = ""
+    advice: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What torch says of itself, and what came of each test."""
+
+    torch: Mapping[str, Any]
+    outcomes: Mapping[Test, Mapping[str, Any]]
 
 
 class Facts:
@@ -26,10 +62,10 @@ class Facts:
         self.root = root
         self.machine: nvml.Machine | None = None
 
-    @cached_property
-    def health(self) -> MachineHealth:
-        """What NVML tells beyond what planning needs."""
-        return gpu_health.read_health()
+    @property
+    def cards(self) -> Sequence[nvml.Gpu]:
+        """The GPUs that answer."""
+        return () if self.machine is None else self.machine.gpus
 
     @cached_property
     def present(self) -> list[PresentGpu]:
@@ -37,49 +73,94 @@ class Facts:
         return detect.survey()[0]
 
     @cached_property
-    def visible_uuids(self) -> tuple[str, ...]:
-        """The GPUs that CUDA shows this process, in its order."""
-        return cuda_driver.visible_uuids()
-
-    @cached_property
     def fleet(self) -> Fleet | None:
         """The devices that are meant; None where there is none to be had."""
-        try:
-            return None if self.gpus is None and self.machine is None else self.parsed()
-        except FleetError:
-            return None
-
-    def parsed(self) -> Fleet:
-        """The same, where there is one; FleetError says what is in the way."""
-        return Fleet.parse(self.gpus or _ALL)
+        with suppress(FleetError):
+            return Fleet.parse(self.gpus or "all") if self.gpus or self.machine else None
+        return None
 
     @property
-    def testable(self) -> bool:
-        """Whether there are devices, real or virtual, that something can be tried on."""
-        return self.fleet is not None and all(
-            device.uuid or device.name.startswith("vgpu") for device in self.fleet.devices
-        )
+    def testable(self) -> Sequence[Device]:
+        """The devices, real or virtual, that something can be tried on."""
+        devices = self.fleet.devices if self.fleet is not None else ()
+        return devices if all(gpu.uuid or gpu.name.startswith("vgpu") for gpu in devices) else ()
 
     @cached_property
     def probed(self) -> Probed:
         """What torch and the devices did when they were tested."""
-        devices = self.fleet.devices if self.fleet is not None and self.testable else ()
-        return probe.probe(devices)
+        return probe(self.testable)
 
-    def healths(self) -> list[tuple[nvml.Gpu, GpuHealth]]:
-        """Each GPU that answers, with its health."""
-        gpus = () if self.machine is None else self.machine.gpus
-        return [(gpu, self.health.gpus[gpu.index]) for gpu in gpus if gpu.index in self.health.gpus]
+
+def by_gpu(
+    gpus: Iterable[nvml.Gpu], check: Callable[[nvml.Gpu], Iterable[Finding]]
+) -> Iterator[Finding]:
+    """What a check says of each GPU; of several that are alike once."""
+    indices: dict[Finding, list[int]] = {}
+    for gpu in gpus:
+        for finding in check(gpu):
+            indices.setdefault(finding, []).append(gpu.index)
+    for finding, numbers in indices.items():
+        yield replace(finding, text=f"{numbered(numbers)}: {finding.text}")
+
+
+def or_ok(findings: Iterable[Finding], text: str) -> Iterator[Finding]:
+    """What was found, and where nothing of it is bad, what is all right."""
+    is_bad = False
+    for finding in findings:
+        is_bad |= finding.severity in BAD
+        yield finding
+    if not is_bad:
+        yield Finding("ok", text)
 
 
 def named(names: Iterable[object]) -> str:
     """Names in a list that stays short."""
     texts = [*map(str, names)]
-    more = f" and {len(texts) - 6} more" if len(texts) > 6 else ""
-    return ", ".join(texts[:6]) + more
+    more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
+    return ", ".join(texts[:_MOST_NAMES]) + more
 
 
 def numbered(indices: Iterable[int]) -> str:
     """GPUs by their numbers."""
     numbers = [*map(str, indices)]
     return f"GPU{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
+
+
+def probe(devices: Sequence[Device]) -> Probed:
+    """Test each device, and each ordered pair of them."""
+    names = [device.name for device in devices]
+    waiting: list[Test] = [("matrix", name) for name in names]
+    waiting += [("copy", *pair) for pair in itertools.permutations(names, 2)]
+    capacities = [device.budget_bytes for device in devices if device.name.startswith("vgpu")]
+    about: Mapping[str, Any] = {}
+    outcomes: dict[Test, Mapping[str, Any]] = {}
+    for _ in range(_MOST_STARTS):
+        lines, ending = _run({"capacities_bytes": capacities, "tests": waiting})
+        if not lines:
+            return Probed(torch=about or {"error": ending}, outcomes=outcomes)
+        about = about or lines[0]
+        results = [*lines[1:], *([{"fault": ending, "raised": True}] if ending else [])]
+        outcomes |= dict(zip(waiting, results, strict=False))
+        waiting = waiting[len(results) :]
+        if not waiting:
+            break
+    outcomes |= {test: {"skipped": "too many tests before it have failed"} for test in waiting}
+    return Probed(torch=about, outcomes=outcomes)
+
+
+def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """What a process wrote, whole lines of its own, and how it ended if that wasn't by itself."""
+    seconds = _START_SECONDS + _TEST_SECONDS * len(request["tests"])
+    command = [sys.executable, "-m", "duoka.tools.doctor.device_tests", json.dumps(request)]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds, check=False
+        )
+        output, ending = done.stdout, ""
+        if done.returncode:
+            last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+            ending = f"its process ended with {done.returncode} {' '.join(last)[:200]}".strip()
+    except subprocess.TimeoutExpired as error:
+        output, ending = error.stdout or b"", f"it didn't end within {seconds} seconds"
+    lines = output.rpartition(b"\n")[0].splitlines()
+    return [json.loads(line) for line in lines if line.startswith(b"{")], ending

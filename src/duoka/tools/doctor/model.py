@@ -8,6 +8,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from duoka.base.files import open_regular
@@ -18,15 +19,12 @@ from duoka.checkpoint.hub.listing import RemoteFile, is_right
 from duoka.errors import InfeasibleError
 from duoka.planner.plan import Plan
 
-from .facts import Facts
-from .findings import Finding
+from .facts import Facts, Finding
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_METADATA = Path(".cache", "huggingface", "download")
 _PIECE_BYTES, _LEAST_BYTES, _MOST_BYTES, _MOST_SECONDS = 8 * MIB, 64 * MIB, 512 * MIB, 1.0
 _SLOW_BYTES_PER_SECOND = 0.3e9
 _LITTLE_BYTES = 10 * GIB
-_FETCH_AGAIN = "fetch it again: remove the file and run the download once more"
 
 
 class ModelFacts:
@@ -47,15 +45,15 @@ def check_whole(facts: ModelFacts) -> Iterator[Finding]:
     """Whether all is there, of the size and with the tensors that headers and index tell of."""
     facts.checkpoint = checkpoint = Checkpoint.open(facts.model)
     if not checkpoint.has_weights:
-        text = f"{checkpoint.source} has no weights"
-        yield Finding("note", text, "it can be planned for, and not loaded")
+        meaning = "it can be planned for, and not loaded"
+        yield Finding("note", f"{checkpoint.source} has no weights", meaning)
         return
-    size = checkpoint.weight_bytes
+    size, missing = checkpoint.weight_bytes, len(checkpoint.missing)
     text = f"{format_count(len(checkpoint.files), 'file')} of {checkpoint.format}"
     text += "" if size is None else f", {format_bytes(size)} of weights"
-    if checkpoint.missing:
-        number = format_count(len(checkpoint.missing), "file")
-        yield Finding("note", f"{text}; {number} not downloaded yet", "duoka does so when it loads")
+    if missing:
+        text += f"; {format_count(missing, 'file')} not downloaded yet"
+        yield Finding("note", text, "duoka does so when it loads")
     else:
         yield Finding("ok", f"{text}: sizes, headers and index agree")
 
@@ -68,7 +66,8 @@ def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
         published = RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag=digest)
         if not is_right(file, published):
             text = f"{file.name} isn't what was published"
-            yield Finding("error", text, "it is damaged", _FETCH_AGAIN)
+            advice = "fetch it again: remove the file and run the download once more"
+            yield Finding("error", text, "it is damaged", advice)
     if known:
         yield Finding("ok", f"the hashes of {format_count(len(known), 'file')} were compared")
     elif facts.files():
@@ -77,31 +76,28 @@ def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
 
 def _known_hash(file: Path) -> str:
     """What huggingface_hub's cache, or its download into a directory, says of a content."""
-    name = file.readlink().name if file.is_symlink() else ""
-    if not _HASH.fullmatch(name):
-        try:
-            lines = (file.parent / _METADATA / f"{file.name}.metadata").read_text().splitlines()
-        except (OSError, ValueError):
-            return ""
-        name = lines[1].strip().strip('"') if len(lines) > 1 else ""
-    return name if _HASH.fullmatch(name) else ""
+    metadata = file.parent / ".cache/huggingface/download" / f"{file.name}.metadata"
+    names = [file.readlink().name] if file.is_symlink() else []
+    with suppress(OSError, ValueError):
+        names += [line.strip('"') for line in metadata.read_text().splitlines()[1:2]]
+    return next(filter(_HASH.fullmatch, names), "")
 
 
 def check_disk(facts: ModelFacts) -> Iterator[Finding]:
     """How fast the disk is that the weights lie on, and whether there is room."""
-    files = facts.files()
-    if not files:
+    sizes = {file: file.stat().st_size for file in facts.files()}
+    if not sizes:
         return
-    free = shutil.disk_usage(files[0].parent).free
+    largest = max(sizes, key=sizes.__getitem__)
+    free = shutil.disk_usage(largest.parent).free
     if free < _LITTLE_BYTES:
         text = f"{format_bytes(free)} are free on its disk"
         yield Finding("note", text, "a download or a merged model has no room there")
-    sizes = {file: file.stat().st_size for file in files}
-    largest, total = max(files, key=sizes.__getitem__), sum(sizes.values())
     if sizes[largest] < _LEAST_BYTES:
         return  # over before it can be timed
     rate = _read_rate(largest)
-    text = f"its disk gives {rate / 1e9:.2g} GB/s: {format_seconds(total / rate)} for all weights"
+    seconds = format_seconds(sum(sizes.values()) / rate)
+    text = f"its disk gives {rate / 1e9:.2g} GB/s: {seconds} for all weights"
     if rate < _SLOW_BYTES_PER_SECOND:
         yield Finding("warning", text, "loading waits for it", "copy the model to a local SSD")
     else:
@@ -110,17 +106,16 @@ def check_disk(facts: ModelFacts) -> Iterator[Finding]:
 
 def _read_rate(file: Path) -> float:
     """Bytes per second of a file, past what the host's memory still has of it."""
-    done = 0
+    done, start = 0, time.perf_counter()
     with open_regular(file) as opened:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(opened.fileno(), 0, _MOST_BYTES, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
         while done < _MOST_BYTES and time.perf_counter() - start < _MOST_SECONDS:
-            piece = len(os.pread(opened.fileno(), _PIECE_BYTES, done))
+            piece = len(opened.read(_PIECE_BYTES))
             done += piece
             if not piece:
                 break
-        return done / max(time.perf_counter() - start, 1e-9)
+    return done / max(time.perf_counter() - start, 1e-9)
 
 
 def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
@@ -140,11 +135,10 @@ def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
         advice = "\n".join(ways) or problem.hint or ""
         yield Finding("error", str(problem), "it can't be loaded as it is", advice)
         return
-    tokens = plan.workload.context_tokens
-    budgets = {device.name: device.budget_bytes for device in plan.fleet.devices}
-    left = min(budgets[stage.device] - stage.reserved_bytes for stage in plan.forecast.devices)
-    yield Finding(
-        "ok",
-        f"it fits on {', '.join(plan.devices)} with {tokens} tokens, in {plan.workload.dtype}; "
-        f"{format_bytes(left)} left on the fullest ({shlex.join(command)} shows it)",
+    left = min(stage.budget_bytes - stage.reserved_bytes for stage in plan.forecast.devices)
+    text = (
+        f"it fits on {', '.join(plan.devices)} with {plan.workload.context_tokens} tokens, in "
+        f"{plan.workload.dtype}; {format_bytes(left)} left on the fullest "
+        f"({shlex.join(command)} shows it)"
     )
+    yield Finding("ok", text)

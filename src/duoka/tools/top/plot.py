@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from duoka.base.files import read_text, why
 from duoka.base.units import unit_for
 from duoka.errors import UsageError
+from duoka.forecast.stage_bytes import KIND_FIELDS
 from duoka.report.picture import new_figure, save_picture
 
-from .record import COLUMNS, KIND_COLUMNS
+from .record import COLUMNS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,21 +22,14 @@ if TYPE_CHECKING:
 _MOST_BYTES = 2**28
 _MOST_GPUS = 32
 _INCHES = 2.4
-_KINDS = {**KIND_COLUMNS, "others": "others_bytes"}
+_KINDS = {**KIND_FIELDS, "others": "others_bytes"}
 _SHADES = ("#2f6db5", "#4f9d5d", "#e0b040", "#45b0b8", "#8f6bb0", "#b9b9c4", "#c4563a")
 _COLOURS = dict(zip(_KINDS, _SHADES, strict=True))
 _LIMITS = ("plan's peak", "forecast_bytes", "#d9822b"), ("capacity", "total_bytes", "#444444")
 
 
 def plot_recording(recording: Path, file: Path | None = None) -> Path:
-    """Draw a recording into a PNG file, by default beside it.
-
-    Raises
-    ------
-    UsageError
-        If matplotlib isn't installed, there is nothing in the recording, or it isn't one, or the
-        picture can't be written.
-    """
+    """Draw a recording into a PNG file, by default beside it."""
     gpus = _read(recording)
     figure, parts = new_figure([_INCHES] * len(gpus))
     begin = min(rows[0]["time"] for rows in gpus.values())
@@ -64,16 +58,13 @@ def _read(recording: Path) -> dict[str, list[dict[str, Any]]]:
             sizes = {name: int(row[name] or 0) for name in COLUMNS if name.endswith("_bytes")}
             moment = datetime.fromisoformat(row["time"]).timestamp()
             gpus.setdefault(row["gpu"], []).append({"time": moment, **sizes})
+        if not 0 < len(gpus) <= _MOST_GPUS:
+            raise ValueError(f"it has {len(gpus)} GPUs, and 1 to {_MOST_GPUS} can be drawn")
     except (OSError, ValueError, TypeError, csv.Error) as error:
         reason = why(error) if isinstance(error, (OSError, ValueError)) else "a line is damaged"
         raise UsageError(
             f"{recording} can't be drawn: {reason}", hint="`duoka top --csv FILE` makes one"
         ) from error
-    if not 0 < len(gpus) <= _MOST_GPUS:
-        raise UsageError(
-            f"{recording} has {len(gpus)} GPUs; 1 to {_MOST_GPUS} can be drawn",
-            hint="`duoka top --csv FILE` appends to what is there: begin a new file",
-        )
     return gpus
 
 

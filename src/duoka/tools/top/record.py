@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from duoka.base.files import why
 from duoka.errors import UsageError
-from duoka.report.terminal.plan import kinds_of
+from duoka.forecast.stage_bytes import KIND_FIELDS
 
 from .snapshot import GpuNow, Snapshot
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
-KIND_COLUMNS = {
-    "weights": "weight_bytes",
-    "KV cache": "kv_cache_bytes",
-    "activations": "activation_bytes",
-    "gradients": "gradient_bytes",
-    "optimizer": "optimizer_bytes",
-    "overhead": "overhead_bytes",
-}
 _SIZES = ("total_bytes", "free_bytes", "reserved_bytes", "forecast_bytes", "others_bytes")
 _ACTIVITIES = (
     *("utilization", "temperature_celsius", "power_watts"),
@@ -32,7 +24,7 @@ _ACTIVITIES = (
     *("nvlink_received_bytes_per_second", "nvlink_sent_bytes_per_second"),
 )
 _NUMBERS = (*_SIZES, "spare_bytes", "seconds_left", *_ACTIVITIES)
-COLUMNS = ("time", "gpu", *KIND_COLUMNS.values(), "busy_share", *_NUMBERS)
+COLUMNS = ("time", "gpu", *KIND_FIELDS.values(), "busy_share", *_NUMBERS)
 
 
 def _numbers(gpu: GpuNow) -> dict[str, float | None]:
@@ -42,64 +34,36 @@ def _numbers(gpu: GpuNow) -> dict[str, float | None]:
     }
 
 
-class CsvFile:
-    """Appends a row for each GPU of a snapshot; see `COLUMNS`.
-
-    Raises
-    ------
-    UsageError
-        If the file can't be written, or begins otherwise.
-    """
-
-    def __init__(self, path: Path) -> None:
-        head = ",".join(COLUMNS)
-        try:
-            self._file: TextIO = path.open("a+", encoding="utf-8", newline="")
-            self._file.seek(0)
-            first = self._file.readline(len(head) + 2)
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"{path} can't be written: {why(error)}",
-                hint="name a file in a directory that is there and that you may write to",
-            ) from error
+@contextmanager
+def csv_file(path: Path) -> Iterator[Callable[[Snapshot], None]]:
+    """What appends a row for each GPU of a snapshot; see `COLUMNS`."""
+    head = ",".join(COLUMNS)
+    with path.open("a+", encoding="utf-8", errors="replace", newline="") as file:
+        file.seek(0)
+        first = file.readline(len(head) + 2)
         if first and first.rstrip("\r\n") != head:
-            self._file.close()
             raise UsageError(f"{path} is no recording of this duoka's", hint="name another file")
-        self._writer = csv.DictWriter(self._file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS)
         if not first:
-            self._writer.writeheader()
+            writer.writeheader()
 
-    def take(self, snapshot: Snapshot) -> None:
-        """Append the rows of a snapshot, which are in the file afterwards."""
-        self._writer.writerows(_row(snapshot.time, gpu) for gpu in snapshot.gpus)
-        self._file.flush()
+        def take(snapshot: Snapshot) -> None:
+            writer.writerows(_row(snapshot.time, gpu) for gpu in snapshot.gpus)
+            file.flush()
 
-    def close(self) -> None:
-        """End."""
-        self._file.close()
+        yield take
 
 
 def _row(moment: str, gpu: GpuNow) -> dict[str, Any]:
-    kinds = [dict(kinds_of(process.measured)) for process in gpu.processes]
-    sums = {column: sum(k[kind] for k in kinds) for kind, column in KIND_COLUMNS.items()}
+    stages = [process.measured for process in gpu.processes]
+    sums = {name: sum(getattr(stage, name) for stage in stages) for name in KIND_FIELDS.values()}
     shares = [p.busy_share for p in gpu.processes if p.busy_share is not None]
     busy = max(shares, default=None)
     return {"time": moment, "gpu": gpu.label, **sums, "busy_share": busy, **_numbers(gpu)}
 
 
 class Exporter:
-    """Answers Prometheus with the last snapshot.
-
-    Parameters
-    ----------
-    address : str
-        ``HOST:PORT``; without a host this machine alone reaches it.
-
-    Raises
-    ------
-    UsageError
-        If the address can't be had, or prometheus-client isn't installed.
-    """
+    """Answers Prometheus with the last snapshot; without a host this machine alone reaches it."""
 
     def __init__(self, address: str) -> None:
         if find_spec("prometheus_client") is None:
@@ -149,7 +113,7 @@ class Exporter:
             for process in gpu.processes:
                 label = [gpu.label, str(process.pid), process.model]
                 for family, stage in ((measured, process.measured), (forecast, process.forecast)):
-                    for kind, size in kinds_of(stage):
+                    for kind, size in stage.kinds.items():
                         family.add_metric([*label, kind], size)
                 if process.busy_share is not None:
                     busy.add_metric(label, process.busy_share)

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from duoka.base.units import format_bytes, format_seconds, unit_for
 from duoka.hardware.nvml import Activity
-from duoka.report.terminal.plan import KINDS, bar, kinds_of, legend
+from duoka.report.terminal.plan import KINDS, bar, legend
 
 from .snapshot import GpuNow, Snapshot
 
@@ -27,7 +27,7 @@ class View:
         self._snapshot = snapshot
         self._way_out = way_out
         processes = [process for gpu in snapshot.gpus for process in gpu.processes]
-        stages = [dict(kinds_of(s)) for p in processes for s in (p.measured, p.forecast)]
+        stages = [stage.kinds for p in processes for stage in (p.measured, p.forecast)]
         there = {kind for stage in stages for kind, size in stage.items() if size}
         self._kinds = [kind for kind in KINDS if kind in there or (stages and kind in _ALWAYS)]
 
@@ -48,7 +48,7 @@ class View:
     def _gpu(self, gpu: GpuNow, columns: int, *, ascii_only: bool) -> Iterator[Text]:
         yield _heading(gpu)
         if gpu.others_bytes is not None and gpu.free_bytes is not None:
-            stages = [dict(kinds_of(process.measured)) for process in gpu.processes]
+            stages = [process.measured.kinds for process in gpu.processes]
             parts = {kind: sum(stage[kind] for stage in stages) for kind in self._kinds}
             parts |= {"others": gpu.others_bytes, "free": gpu.free_bytes}
             yield bar(parts, columns, ascii_only=ascii_only)
@@ -68,7 +68,7 @@ class View:
             share = "" if busy is None else f" · busy {busy:.0%}"
             yield Text(f"{process.model} (pid {process.pid}){share}")
             for label, stage in (("now", process.measured), ("plan", process.forecast)):
-                kinds = {**dict(kinds_of(stage)), "reserved": stage.reserved_bytes}
+                kinds = {**stage.kinds, "reserved": stage.reserved_bytes}
                 row = (kinds[kind] / divisor for kind in [*self._kinds, "reserved"])
                 numbers = "".join(f"{size:.2f}".rjust(_NUMBER_COLUMNS) for size in row)
                 yield Text(f"  {label}".ljust(_LABEL_COLUMNS) + numbers)

@@ -64,11 +64,11 @@ class Monitor:
 
     def __init__(self) -> None:
         self._watch: nvml.Watch | None = None
-        self._why_none = ""
+        self._notes: tuple[str, ...] = ()
         try:
             self._watch = nvml.Watch()
         except DuokaError as error:
-            self._why_none = f"no NVIDIA GPU: {error}"
+            self._notes = (f"no NVIDIA GPU: {error}",)
         self._trends: dict[str, deque[tuple[float, int]]] = {}
 
     def close(self) -> None:
@@ -78,17 +78,16 @@ class Monitor:
 
     def look(self) -> Snapshot:
         """How everything is now."""
-        notes = [self._why_none] if self._why_none else []
-        devices: list[live.LiveDevice] = []
+        devices, notes = [], self._notes
         try:
             devices = live.read()
         except DuokaError as error:
-            notes.append(f"{error}; {error.hint}")
+            notes += (f"{error}; {error.hint}",)
         gpus = _gpus([] if self._watch is None else self._watch.look(), devices)
         return Snapshot(
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             gpus=tuple(replace(gpu, seconds_left=self._seconds_left(gpu)) for gpu in gpus),
-            notes=tuple(notes),
+            notes=notes,
         )
 
     def _seconds_left(self, gpu: GpuNow) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from duoka import Fleet
-from duoka.tools.doctor import device_tests, probe
+from duoka.tools.doctor import device_tests, facts
 
 DEVICES = Fleet.parse("virtual:2x256MiB").devices
 NAMES = ["vgpu:0", "vgpu:1"]
@@ -18,7 +18,7 @@ TESTS = [("matrix", "vgpu:0"), ("matrix", "vgpu:1"), ("copy", *NAMES), ("copy", 
 @pytest.mark.process
 @pytest.mark.usefixtures("quick_start")
 def test_virtual_gpus() -> None:
-    probed = probe.probe(DEVICES)
+    probed = facts.probe(DEVICES)
     assert probed.torch["version"]
     assert list(probed.outcomes) == TESTS
     assert all(outcome["fault"] == "" for outcome in probed.outcomes.values())
@@ -67,8 +67,8 @@ def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(monkeypatch: pytest.Mo
         written(about, code=-11, said="x\nillegal address"),
         written(about, '{"fault": "GPU is lost"}'),
     )
-    monkeypatch.setattr(probe.subprocess, "run", process)
-    probed = probe.probe(DEVICES)
+    monkeypatch.setattr(facts.subprocess, "run", process)
+    probed = facts.probe(DEVICES)
     faults = [probed.outcomes[test]["fault"] for test in TESTS]
     assert faults[0] == ""
     assert faults[1].startswith("it didn't end within")
@@ -78,7 +78,7 @@ def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(monkeypatch: pytest.Mo
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe.subprocess, "run", Process(written(code=1, said="No module torch")))
-    probed = probe.probe(DEVICES)
+    monkeypatch.setattr(facts.subprocess, "run", Process(written(code=1, said="No module torch")))
+    probed = facts.probe(DEVICES)
     assert probed.torch == {"error": "its process ended with 1 No module torch"}
     assert probed.outcomes == {}
