@@ -59,7 +59,18 @@ ANSWERS = {
 async def internet(heads: list[bytes]) -> AsyncIterator[int]:
     """A server that answers by the table; other paths never, a byte at a time."""
 
+    tasks = set[Any]()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())
+        try:
+            await send(reader, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def send(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             heads.append(await reader.readuntil(b"\r\n\r\n"))
             path = heads[-1].split(b" ")[1].decode().replace("%20", " ")
@@ -68,11 +79,13 @@ async def internet(heads: list[bytes]) -> AsyncIterator[int]:
                 writer.write(b"X")
                 await writer.drain()
                 await asyncio.sleep(0.01)
-        writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @pytest.fixture

@@ -137,6 +137,7 @@ def test_few_requests_fetch_at_once(fetches: list[Any], monkeypatch: pytest.Monk
 
 def test_they_count_among_what_is_held(fetches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     body = messages_of(URL)
+    monkeypatch.setattr(remote_images, "_MOST_BYTES", 100)
     monkeypatch.setattr("duoka.serve.limits._MOST_MEMORY_BYTES", 230)
     assert [answer.status_code for answer in post("/v1/chat/completions", body)[0]] == [503]
     app, _ = scripted.app_of(scripted.begun(), scripted.ended(), fetches_images=True)

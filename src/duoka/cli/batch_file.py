@@ -43,13 +43,13 @@ def answer_file(
     prompts = read_prompts(path, answering.system)
     plan = _plan(model, options, len(prompts)).on_this_machine()
     reader = planning.open_prompts(plan, model)
+    for prompt in prompts:  # before anything is loaded; a token has a byte at least
+        text = prompt.messages[-1].content
+        if len(text.encode()) > plan.workload.prompt_tokens:
+            reader.check([reader.plain(text)], None)
     params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
-        for prompt in left:  # before anything is loaded; a token has a byte at least
-            text = prompt.messages[-1].content
-            if len(text.encode()) > plan.workload.prompt_tokens:
-                reader.check([reader.plain(text)], None)
         _say(
             f"{format_count(len(prompts) - len(left), 'prompt')} of {len(prompts)} answered before"
         )

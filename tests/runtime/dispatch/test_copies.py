@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from duoka.base.progress import heard_by
-from duoka.runtime.dispatch import copies
+from duoka.runtime.dispatch import copies, place_tensors
 from duoka.runtime.dispatch.copies import arrives, carry, copy_fault, try_copies
 
 GPUS = [torch.device("cuda", index) for index in range(3)]
@@ -18,9 +18,9 @@ GPUS = [torch.device("cuda", index) for index in range(3)]
 
 @pytest.fixture(autouse=True)
 def own_memory() -> Iterator[None]:
-    arrives.cache_clear()
+    copies._arrives.cache_clear()
     yield
-    arrives.cache_clear()
+    copies._arrives.cache_clear()
 
 
 @pytest.fixture
@@ -49,7 +49,8 @@ def test_neighbours_are_tested_once(tested: list[tuple[str, str]]) -> None:
     assert said[0].startswith("cuda:0 → cuda:1: zeros arrive")
     try_copies(GPUS)
     assert len(tested) == 6
-    assert arrives(2, 1)  # it couldn't be tested
+    assert not arrives(2, 1)  # it couldn't be tested, and is again
+    assert len(tested) == 7
 
 
 @pytest.mark.usefixtures("tested")
@@ -64,6 +65,18 @@ def test_tensors_go_around(target: int, steps: list[str]) -> None:
     tensor = SimpleNamespace(device=GPUS[0], to=to, cpu=lambda: to(torch.device("cpu")))
     carry(tensor, GPUS[target])  # type: ignore[arg-type]
     assert gone == steps
+
+
+@pytest.mark.usefixtures("tested")
+def test_weights_and_gradients_go_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[torch.Size] = []
+    monkeypatch.setattr(
+        place_tensors, "carry", lambda t, device: gone.append(t.shape) or t.to(device)
+    )
+    weight = torch.nn.Parameter(torch.ones(2, 3))
+    weight.grad = torch.ones(2, 3)
+    place_tensors._placed(weight, torch.device("meta"))
+    assert gone == [weight.shape] * 2
 
 
 def test_one_gpu_or_none_is_not_tested(tested: list[tuple[str, str]]) -> None:
