@@ -95,13 +95,16 @@ class ReplicasClient(EngineClient):
         task.add_done_callback(lambda _: self._tasks.pop(number))
 
     async def _ask(self, message: Ask | Count | Spell, queue: asyncio.Queue[Event]) -> None:
-        answer = self.handle.answer.remote(message)
+        answer: Any = None
         try:
+            answer = self.handle.answer.remote(message)
             async for events in answer:
                 for event in events:
                     queue.put_nowait(event)
+            queue.put_nowait(_lost("it ended early"))  # which nobody reads behind an answer's end
         except asyncio.CancelledError:
-            answer.cancel()
+            if answer is not None:
+                answer.cancel()
             raise
         except ray.exceptions.RayTaskError as error:
             text = f"a defect of a replica's: {type(error.cause).__name__}"
@@ -197,7 +200,7 @@ class RayPool(Pool):
         while True:
             try:
                 reports, nodes = await asyncio.to_thread(self._read)
-            except ray.exceptions.RayError as error:
+            except Exception as error:  # or nobody would hear of replicas any more
                 for client in self._clients.values():
                     client.fail(f"the Ray cluster doesn't answer: {type(error).__name__}")
                 return

@@ -115,6 +115,8 @@ class Replica:
             )
             try:
                 await self._board.put.remote(context.replica_id.unique_id, report)
-            except ray.exceptions.RayActorError:
+            except ray.exceptions.ActorUnavailableError:
+                pass  # the network, perhaps: the next report may come through
+            except ray.exceptions.RayActorError:  # the server is gone
                 await asyncio.to_thread(serve.delete, context.app_name, _blocking=False)
             await asyncio.sleep(_REPORT_SECONDS)

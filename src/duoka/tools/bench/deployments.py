@@ -20,7 +20,7 @@ from typing import Any
 from duoka.api.plan import find_or_trace
 from duoka.base.units import format_count
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import DuokaError, InfeasibleError, UsageError
+from duoka.errors import DuokaError
 from duoka.forecast.serving import least_pages
 from duoka.forecast.workload import Quantization, Workload
 from duoka.hardware.device import Device
@@ -219,10 +219,10 @@ def _copies(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Itera
     find = partial(find_or_trace, checkpoint)
     most = min(len(fleet.devices), request.workload.batch)
     for number in range(most, 1, -1):
-        problem = on_fleet(replace(request, workload=_part(request.workload, number)), fleet)
         try:
+            problem = on_fleet(replace(request, workload=_part(request.workload, number)), fleet)
             plans = replicas_for(checkpoint, problem, number, find, suggest=False).plans
-        except (InfeasibleError, UsageError):  # or there are too many ways to deal GPUs
+        except DuokaError:  # there is no room, or there are too many ways to deal GPUs
             continue
         sizes = "/".join(map(str, sorted({len(plan.devices) for plan in plans})))
         yield Deployment(
