@@ -49,52 +49,20 @@ OPENAI = [
     {"role": "tool", "tool_call_id": "call_2", "content": "no"},
     {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "red"}]},
 ]
-ANTHROPIC = [
-    {
-        "role": "user",
-        "content": [
-            {
-                "type": "image",
-                "source": {"type": "base64", "media_type": "image/png", "data": png()},
-            },
-            {"type": "text", "text": "What is this?", "cache_control": {"type": "ephemeral"}},
-        ],
-    },
-    {
-        "role": "assistant",
-        "content": [
-            {"type": "tool_use", "id": "call_1", "name": "look", "input": {"x": 1}},
-            {"type": "tool_use", "id": "call_2", "name": "ask", "input": {}},
-        ],
-    },
-    {
-        "role": "user",
-        "content": [
-            {"type": "tool_result", "tool_use_id": "call_2", "content": "no"},
-            {
-                "type": "tool_result",
-                "tool_use_id": "call_1",
-                "content": [{"type": "text", "text": "red"}],
-            },
-        ],
-    },
-]
 LOOK = ToolCall(name="look", arguments={"x": 1}, id="call_1")
 ASK = ToolCall(name="ask", arguments={}, id="call_2")
 
 
-def test_both_say_the_same() -> None:
-    chat = ChatRequest().openai(OPENAI)
-    others = ChatRequest().anthropic(ANTHROPIC, [{"type": "text", "text": "Be brief."}])
-    for messages in (chat, others):
-        assert messages[0] == Message(role="system", content="Be brief.")
-        assert (messages[1].role, messages[1].content) == ("user", "What is this?")
-        assert [image.size for image in messages[1].images] == [(2, 3)]
-        assert messages[2:] == [
-            Message(role="assistant", content="", tool_call=LOOK, further_calls=(ASK,)),
-            Message(role="observation", content="no", call_id="call_2"),
-            Message(role="observation", content="red", call_id="call_1"),
-        ]
+def test_a_chat_is_read() -> None:
+    messages = ChatRequest().openai(OPENAI)
+    assert messages[0] == Message(role="system", content="Be brief.")
+    assert (messages[1].role, messages[1].content) == ("user", "What is this?")
+    assert [image.size for image in messages[1].images] == [(2, 3)]
+    assert messages[2:] == [
+        Message(role="assistant", content="", tool_call=LOOK, further_calls=(ASK,)),
+        Message(role="observation", content="no", call_id="call_2"),
+        Message(role="observation", content="red", call_id="call_1"),
+    ]
 
 
 def test_a_prompt_of_them() -> None:
@@ -105,36 +73,13 @@ def test_a_prompt_of_them() -> None:
     assert "tool\nredcall00000" in text
 
 
-def test_results_before_a_question_and_errors() -> None:
-    said = [
-        ANTHROPIC[1],
-        {
-            "role": "user",
-            "content": [
-                {"type": "text", "text": "And now?"},
-                {"type": "tool_result", "tool_use_id": "call_1", "is_error": True, "content": "x"},
-            ],
-        },
-    ]
-    assert ChatRequest().anthropic(said)[1:] == [
-        Message(role="observation", content="Error: x", call_id="call_1"),
-        Message(role="user", content="And now?"),
-    ]
-
-
 def test_reasoning_is_written_as_the_model_writes_it() -> None:
     openai = [{"role": "assistant", "content": "Yes.", "reasoning_content": "so"}]
-    blocks = [
-        {"type": "thinking", "thinking": "so", "signature": "s"},
-        {"type": "text", "text": "Yes."},
-    ]
-    anthropic = [{"role": "assistant", "content": blocks}]
     for reasoning, expected in (
         (None, "Yes."),
         (Tags("<think>", "</think>"), "<think>\nso\n</think>\n\nYes."),
     ):
         assert ChatRequest(reasoning).openai(openai)[0].content == expected
-        assert ChatRequest(reasoning).anthropic(anthropic)[0].content == expected
 
 
 def image(url: object, **more: object) -> list[dict[str, Any]]:
@@ -191,20 +136,15 @@ def test_limits_of_images() -> None:
 
 
 @fuzz()
-@given(openai=damaged(OPENAI) | JSON, anthropic=damaged(ANTHROPIC) | JSON, system=JSON)
-def test_anything_is_read_or_refused(openai: Any, anthropic: Any, system: Any) -> None:
-    for read in (
-        lambda: ChatRequest().openai(openai),
-        lambda: ChatRequest().anthropic(anthropic, system),
-    ):
-        try:
-            assert all(isinstance(message, Message) for message in read())
-        except UsageError as error:
-            told_of(error, "", 600)
+@given(openai=damaged(OPENAI) | JSON)
+def test_anything_is_read_or_refused(openai: Any) -> None:
+    try:
+        assert all(isinstance(message, Message) for message in ChatRequest().openai(openai))
+    except UsageError as error:
+        told_of(error, "", 600)
 
 
 @given(text=st.text(max_size=20))
 def test_texts_stay_as_they_are(text: str) -> None:
     said = [{"role": "user", "content": text}]
-    for messages in (ChatRequest().openai(said), ChatRequest().anthropic(said)):
-        assert messages == [Message(role="user", content=text)]
+    assert ChatRequest().openai(said) == [Message(role="user", content=text)]

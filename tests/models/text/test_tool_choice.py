@@ -7,7 +7,7 @@ from fuzzing import JSON, fuzz, told_of
 from hypothesis import given
 
 from duoka.errors import UsageError
-from duoka.models.text.tool_choice import ToolChoice, anthropic_tools, openai_tools
+from duoka.models.text.tool_choice import ToolChoice, openai_tools
 
 FUNCTION = {"name": "now", "description": "The time.", "parameters": {"type": "object"}}
 NOW = {"type": "function", "function": FUNCTION}
@@ -31,36 +31,12 @@ def test_openai() -> None:
     assert openai_tools(None) == []
 
 
-def test_anthropic() -> None:
-    tools = anthropic_tools(
-        [
-            {"name": "now", "description": "The time.", "input_schema": {"type": "object"}},
-            {"type": "custom", "name": "ask", "input_schema": {}, "strict": True},
-        ]
-    )
-    assert tools == [NOW, ASK]
-    assert ToolChoice.anthropic() == ToolChoice()
-    assert ToolChoice.anthropic({"type": "any"}).mode == "required"
-    assert ToolChoice.anthropic({"type": "none"}).offered(tools) == []
-    named = {"type": "tool", "name": "now", "disable_parallel_tool_use": True}
-    choice = ToolChoice.anthropic(named)
-    assert (choice.offered(tools), choice.is_parallel) == ([NOW], False)
-
-
 @pytest.mark.parametrize(
     "value", ["any", 3, [], {}, {"type": "function"}, {"type": "tool", "name": "x"}]
 )
 def test_unknown_choices_of_openai(value: Any) -> None:
     with pytest.raises(UsageError, match="tool_choice is"):
         ToolChoice.openai(value)
-
-
-@pytest.mark.parametrize(
-    "value", ["any", 3, [], {}, {"type": []}, {"type": "tool"}, {"type": "any", "name": "x"}]
-)
-def test_unknown_choices_of_anthropic(value: Any) -> None:
-    with pytest.raises(UsageError, match="tool_choice"):
-        ToolChoice.anthropic(value)
 
 
 def test_choices_that_no_tool_fits() -> None:
@@ -89,7 +65,7 @@ def test_unknown_tools(tools: Any) -> None:
 @fuzz()
 @given(value=JSON)
 def test_anything_is_read_or_refused(value: Any) -> None:
-    for read in (ToolChoice.openai, ToolChoice.anthropic, openai_tools, anthropic_tools):
+    for read in (ToolChoice.openai, openai_tools):
         try:
             read(value)
         except UsageError as error:

@@ -1,4 +1,6 @@
-"""What clients of OpenAI's and Anthropic's servers send → the messages of a chat.
+"""What clients of OpenAI's servers send → the messages of a chat.
+
+Anthropic's form is made one of OpenAI's before (`serve.anthropic`).
 
 Everything is as strangers wrote it. What a model can't be told is refused by name.
 """
@@ -9,7 +11,7 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,18 +66,6 @@ class ChatRequest:
         UsageError
             For what a chat can't have, with the number of the message.
         """
-        return self._messages(messages, lambda said: [self._openai_message(said)])
-
-    def anthropic(self, messages: object, system: object = None) -> list[Message]:
-        """Read the messages of Anthropic's, and its system prompt; errors are as above."""
-        chat = self._messages(messages, self._anthropic_messages)
-        if system in _EMPTY:
-            return chat
-        return [Message(role="system", content=_text_of(system, "the system prompt")), *chat]
-
-    def _messages(
-        self, messages: object, read: Callable[[Mapping[str, Any]], list[Message]]
-    ) -> list[Message]:
         if not isinstance(messages, list) or not 0 < len(messages) <= MOST_MESSAGES:
             raise UsageError(
                 f"messages must be a list of 1 to {MOST_MESSAGES}",
@@ -86,14 +76,12 @@ class ChatRequest:
             try:
                 if not isinstance(said, Mapping):
                     raise UsageError(f"it is {_shown(said)}, which is no object")
-                chat += read(said)
+                chat.append(self._message(said))
             except UsageError as error:
                 raise UsageError(f"messages[{number}]: {error}", hint=error.hint) from error
         return chat
 
-    # ── OpenAI's ──
-
-    def _openai_message(self, said: Mapping[str, Any]) -> Message:
+    def _message(self, said: Mapping[str, Any]) -> Message:
         role = _ROLES.get(said.get("role")) if isinstance(said.get("role"), str) else None
         if role is None:
             known = ", ".join(map(str, _ROLES))
@@ -148,81 +136,6 @@ class ChatRequest:
             raise UsageError(f"a call is {_shown(call)}, which is no function's")
         _refuse_unknown(call, {"id", "type", "function", "index"}, "a call")
         return self._call(call.get("id"), call.get("function"))
-
-    # ── Anthropic's ──
-
-    def _anthropic_messages(self, said: Mapping[str, Any]) -> list[Message]:
-        role, content = said.get("role"), said.get("content")
-        _refuse_unknown(said, {"role", "content"}, "a message")
-        if role not in ("user", "assistant"):
-            raise UsageError(f"its role is {_shown(role)}", hint="roles: user, assistant")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not blocks:
-            raise UsageError(
-                f"its content is {_shown(content)}", hint="a text, or a list of blocks"
-            )
-        if role == "assistant":
-            return [self._anthropic_answer(blocks)]
-        results: list[Message] = []
-        texts, images = [], []
-        for block in blocks:
-            kind = _kind(block)
-            if kind == "text":
-                texts.append(_block_text(block))
-            elif kind == "image":
-                images.append(self._anthropic_image(block))
-            elif kind == "tool_result":
-                results.append(self._anthropic_result(block))
-            else:
-                raise UsageError(f"a block is of type {_shown(kind)}, which isn't known for a user")
-        if texts or images:
-            results.append(Message(role="user", content="".join(texts), images=tuple(images)))
-        return results
-
-    def _anthropic_answer(self, blocks: Sequence[Any]) -> Message:
-        texts, thoughts, calls = [], [], []
-        for block in blocks:
-            kind = _kind(block)
-            if kind == "text":
-                texts.append(_block_text(block))
-            elif kind == "thinking":
-                _refuse_unknown(block, {"type", "thinking", "signature"}, "a block")
-                thoughts.append(_text_of(block.get("thinking"), "a block's thinking"))
-            elif kind == "tool_use":
-                _refuse_unknown(block, {"type", "id", "name", "input", "cache_control"}, "a block")
-                function = {"name": block.get("name"), "arguments": block.get("input")}
-                calls.append(self._call(block.get("id"), function))
-            else:
-                raise UsageError(
-                    f"a block is of type {_shown(kind)}, which isn't known for an assistant"
-                )
-        return self._answer("".join(texts), "".join(thoughts), tuple(calls))
-
-    def _anthropic_result(self, block: Mapping[str, Any]) -> Message:
-        known = {"type", "tool_use_id", "content", "is_error", "cache_control"}
-        _refuse_unknown(block, known, "a block")
-        content = block.get("content")
-        text = "" if content is None else _text_of(content, "a tool's result")
-        return self._result(
-            block.get("tool_use_id"), f"Error: {text}" if block.get("is_error") is True else text
-        )
-
-    def _anthropic_image(self, block: Mapping[str, Any]) -> Image:
-        _refuse_unknown(block, {"type", "source", "cache_control"}, "a block")
-        source = block.get("source")
-        kind = source.get("type") if isinstance(source, Mapping) else None
-        if isinstance(source, Mapping) and kind == "base64" and isinstance(source.get("data"), str):
-            _refuse_unknown(source, {"type", "media_type", "data"}, "an image's source")
-            return self._image(source["data"])
-        if isinstance(source, Mapping) and kind == "url" and isinstance(source.get("url"), str):
-            _refuse_unknown(source, {"type", "url"}, "an image's source")
-            raise _remote(source["url"])
-        raise UsageError(
-            f"an image's source is {_shown(source)}",
-            hint='{"type": "base64", "media_type": "image/png", "data": "…"}',
-        )
-
-    # ── both ──
 
     def _answer(self, content: str, thought: object, calls: tuple[ToolCall, ...]) -> Message:
         if len(calls) > MOST_CALLS:

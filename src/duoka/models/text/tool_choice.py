@@ -12,12 +12,6 @@ from duoka.errors import UsageError
 from .messages import Tool, refuse_half_pairs, tool_function
 
 Mode = Literal["none", "auto", "required"]
-_ANTHROPIC: dict[object, Mode] = {
-    "none": "none",
-    "auto": "auto",
-    "any": "required",
-    "tool": "required",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +50,6 @@ class ToolChoice:
             )
         return cls("required", name, several)
 
-    @classmethod
-    def anthropic(cls, value: object = None) -> ToolChoice:
-        """Read `tool_choice` of Anthropic's messages."""
-        choice = {"type": "auto"} if value is None else value
-        kind = choice.get("type") if isinstance(choice, Mapping) else None
-        known = {"type", "disable_parallel_tool_use"} | ({"name"} if kind == "tool" else set())
-        name = choice.get("name") if isinstance(choice, Mapping) and kind == "tool" else None
-        is_unknown = not isinstance(choice, Mapping) or not isinstance(kind, str)
-        if is_unknown or kind not in _ANTHROPIC or (kind == "tool" and not isinstance(name, str)):
-            raise UsageError(
-                f"tool_choice is {str(value)[:80]}, which is unknown",
-                hint='{"type": "auto"}, any, none, or {"type": "tool", "name": "…"}',
-            )
-        assert isinstance(choice, Mapping), "it has a type"
-        if not choice.keys() <= known:
-            raise UsageError(f"tool_choice has more than {', '.join(sorted(known))}")
-        several = choice.get("disable_parallel_tool_use") is not True
-        return cls(_ANTHROPIC[kind], name, several)
-
     def offered(self, tools: Sequence[Tool]) -> list[Tool]:
         """The tools that the prompt tells of, and a reader knows: those that may be called."""
         if self.mode == "required" and not tools:
@@ -105,23 +80,6 @@ def openai_tools(tools: object) -> list[Tool]:
         _refuse_unknown(tool, {"type", "function"})
         _refuse_unknown(function, {"name", "description", "parameters", "strict"})
         read.append({"type": "function", "function": dict(function)})
-    return _valid(read)
-
-
-def anthropic_tools(tools: object) -> list[Tool]:
-    """Read `tools` of Anthropic's, and write them as OpenAI does, as templates expect."""
-    read: list[Tool] = []
-    for tool in _listed(tools):
-        if not isinstance(tool, Mapping) or tool.get("type") not in (None, "custom"):
-            raise UsageError(f"a tool is {str(tool)[:80]}; tools of the client alone are known")
-        _refuse_unknown(
-            tool, {"type", "name", "description", "input_schema", "cache_control", "strict"}
-        )
-        renamed: dict[str, Any] = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
-        for key in ("description", "strict"):
-            if tool.get(key) is not None:
-                renamed[key] = tool[key]
-        read.append({"type": "function", "function": renamed})
     return _valid(read)
 
 
