@@ -63,7 +63,6 @@ def test_a_card_that_is_lost_already() -> None:
 def test_a_card_that_this_torch_has_no_kernels_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["doctor", "--json"]) == 13
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
-    texts = [finding["text"] for finding in checks["torch"]["findings"]]
-    assert len(texts) == 2
-    assert all("has compute capability 5.0, and this torch has kernels for" in t for t in texts)
+    (finding,) = checks["torch"]["findings"]  # of both GPUs
+    assert "has compute capability 5.0, and this torch has kernels for" in finding["text"]
     assert checks["copies"]["findings"][-1]["text"].startswith("bytes arrive between 2 ordered")
