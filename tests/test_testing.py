@@ -163,6 +163,7 @@ def test_the_plugin_imports_nothing_heavy() -> None:
 @pytest.mark.slow
 def test_the_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_models.py").write_text(TEST_FILE, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # whatever lies above
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "duoka.pytest_plugin", "-q", str(tmp_path)],

@@ -67,14 +67,14 @@ def test_lines_are_as_narrow_as_the_terminal_and_commands_whole() -> None:
     ]
     error = InfeasibleError("x", ways_out=ways)
     model = "a-long-name-of-a-model" * 4
-    text = format_suggestions(error, ["plan", model], {"--context", "--offload"}, 40)
+    text = format_suggestions(error.ways_out, ["plan", model], {"--context", "--offload"}, 40)
     assert text is not None
     lines = text.splitlines()[1:]
     assert lines[0] == "  1. a way"
     assert f"     duoka plan {model} --context 64" in lines
     assert all(len(line) <= 40 for line in lines if "duoka" not in line)
     assert "--train" not in text  # which this command doesn't have
-    assert format_suggestions(error, ["check", model], set(), 40) is None
+    assert format_suggestions(error.ways_out, ["check", model], set(), 40) is None
 
 
 WEIGHTS = [60 * MIB, *[40 * MIB] * 6, 60 * MIB]
