@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import chatglm_files
 import fork_server
@@ -107,3 +108,19 @@ def python() -> str:
 def quick_start(python: str, forking_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let processes that are started as ``sys.executable`` be forks: see `fork_server`."""
     monkeypatch.setattr(sys, "executable", str(forking_python))
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures of matplotlib that a test saves."""
+    from matplotlib.figure import Figure
+
+    saved: list[Figure] = []
+    save = Figure.savefig
+
+    def savefig(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        saved.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return saved

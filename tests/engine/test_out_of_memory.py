@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import write_random
 
 import duoka
@@ -14,6 +15,7 @@ from duoka import virtual
 from duoka.api.plan import find_or_trace
 from duoka.engine import Engine, SamplingParams
 from duoka.planner.out_of_memory import OutOfMemory, look_for_ways
+from duoka.runtime.out_of_memory import explain
 from duoka.tools.demo.checkpoint import CONFIG
 
 WIDE = {
@@ -74,3 +76,13 @@ def test_it_is_explained_and_the_next_answer_comes(tmp_path: Path) -> None:
     error.available_bytes["vgpu:0"] = error.available_bytes["vgpu:1"]
     look_for_ways(error, find_or_trace)
     assert 0 < len(error.ways_out) <= 3
+
+
+def test_what_cannot_be_told_hides_no_error() -> None:
+    class Busy:
+        def look(self) -> None:
+            raise RuntimeError("a cache changed while it was looked at")
+
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    assert explain(error, Busy()) is error  # type: ignore[arg-type]
+    assert not hasattr(error, "__notes__")

@@ -44,20 +44,6 @@ def write(tmp_path: Path, llama: Path) -> Write:
     return write
 
 
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Those that were saved."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def savefig(figure: Figure, *args: Any, **kwargs: Any) -> None:
-        saved.append(figure)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return saved
-
-
 def curves(axes: Axes) -> dict[str, tuple[list[float], list[float]]]:
     """Steps and values, by what the legend calls them."""
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -29,8 +30,14 @@ def explain(error: Exception, publisher: Publisher | None) -> Exception:
     has the text, and `available_bytes` what this process could have on each device in all; both go
     with the error to another process.
     """
-    if not isinstance(error, torch.OutOfMemoryError) or publisher is None:
-        return error
+    if isinstance(error, torch.OutOfMemoryError) and publisher is not None:
+        # Another thread changes what is looked at: what can't be told must not hide the error.
+        with suppress(Exception):
+            _explain(error, publisher)
+    return error
+
+
+def _explain(error: Exception, publisher: Publisher) -> None:
     match = _DEVICE.search(str(error))
     looks = publisher.look()
     failed = [k for k in looks if match and k.measured.device.endswith(f":{match[1]}")] or looks
@@ -46,7 +53,6 @@ def explain(error: Exception, publisher: Publisher | None) -> Exception:
             lines.append(f"others have {format_bytes(missing)} of it that the plan counted on")
     error.add_note("\n".join(lines))
     error.available_bytes = available  # type: ignore[attr-defined]
-    return error
 
 
 def _request(error: Exception, publisher: Publisher) -> str:

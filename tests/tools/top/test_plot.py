@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
@@ -40,20 +39,6 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
         return path
 
     return record
-
-
-@pytest.fixture
-def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """Those that were saved."""
-    saved: list[Figure] = []
-    save = Figure.savefig
-
-    def savefig(figure: Figure, *args: Any, **kwargs: Any) -> None:
-        saved.append(figure)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(Figure, "savefig", savefig)
-    return saved
 
 
 def test_kinds_over_time(record: Record, figures: list[Figure]) -> None:
