@@ -1,28 +1,42 @@
 """The engine beside the same model one stage after the other, and beside transformers.
 
-    python benchmarks/engine.py [--hidden 256 1024 2048] [--rounds 7]
+    python benchmarks/engine.py [--hidden 256 1024 2048] [--rounds 7] [--only stages]
 
 A Llama is cut into two stages of one thread each, on a CPU. `inline` is one process with one
 thread, in which the stages work one after the other; `staged` a process for each: answers of 17
 tokens to so many requests at once, and to twice as many; and a prompt in 8 pieces. Then one stage
 and one thread: decoding of 16 requests with 1,024 tokens of context beside transformers'
-`generate_batch`, and of one beside `generate`. Rounds alternate, and ratios are of medians.
+`generate_batch`, and of one beside `generate`. `unequal` gives the second stage half of a core
+(its first core has a neighbour that never rests): layers cut evenly, and as duoka plans them for
+a GPU of half the speed. Rounds alternate, and ratios are of medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+from transformers.generation.streamers import BaseStreamer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -30,11 +44,20 @@ from tuning import make_tokenizer
 
 import duoka
 from duoka.engine import Engine, SamplingParams
+from duoka.engine.step import Step
 from duoka.planner.plan import Plan
 
 VOCABULARY, PROMPT = 1000, 16
 NEW_TOKENS = 16
 PIECE = 64
+PARTS = ("stages", "prompts", "transformers", "unequal")
+# A core of this kind of machine, by `duoka bench --calibrate`; the ratio alone matters here.
+CORE = {
+    "memory_bytes_per_second": 10e9,
+    "flops_per_second": 60e9,
+    "float32_flops_per_second": 60e9,
+    "launch_seconds": 15e-6,
+}
 
 
 def parse() -> argparse.Namespace:
@@ -44,6 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
     return parser.parse_args()
 
 
@@ -63,8 +87,15 @@ def write_model(directory: Path, hidden: int, layers: int) -> None:
     make_tokenizer().save_pretrained(directory)
 
 
-def plan_for(directory: Path, sequences: int, *, stages: int = 2, context: int = 512) -> Plan:
-    """Equal stages, each of them on the CPU."""
+def plan_for(
+    directory: Path,
+    sequences: int,
+    *,
+    stages: int = 2,
+    context: int = 512,
+    half_speed: bool = False,
+) -> Plan:
+    """Equal stages, each of them on the CPU; or one for a second GPU of half the first's speed."""
     work = duoka.Workload(
         batch=sequences,
         prompt_tokens=context,
@@ -72,10 +103,24 @@ def plan_for(directory: Path, sequences: int, *, stages: int = 2, context: int =
         dtype="float32",
         prefill_chunk_tokens=PIECE,
     )
-    plan = duoka.plan(directory, f"virtual:{stages}x16GiB", work, use_all=True)
+    fleet = duoka.Fleet.parse(f"virtual:{stages}x16GiB")
+    if half_speed:
+        slow = {
+            name: value * 2 if name == "launch_seconds" else value / 2
+            for name, value in CORE.items()
+        }
+        first, second = fleet.devices
+        fleet = replace(fleet, devices=(replace(first, **CORE), replace(second, **slow)))
+    objective = "throughput" if half_speed else "auto"
+    plan = duoka.plan(directory, fleet, work, use_all=True, objective=objective)
     path = directory / "plan.json"
     path.write_text(plan.to_json().replace("vgpu:", "cpu:"))
     return Plan.load(path)
+
+
+def open_engine(plan: Plan, processes: bool | None = None) -> Engine:
+    """An engine that is warm for what comes after a first round; all sizes would take minutes."""
+    return Engine(plan, processes=processes, warm_up="largest")
 
 
 def decode(engine: Engine, requests: int) -> float:
@@ -108,6 +153,11 @@ def compare(title: str, ways: dict[str, Callable[[int], float]], rounds: int) ->
             speed = way(seed)
             if seed >= 0:
                 speeds[name].append(speed)
+    tell(title, speeds)
+
+
+def tell(title: str, speeds: dict[str, list[float]]) -> None:
+    """Medians, and their ratios to the first."""
     medians = {name: statistics.median(values) for name, values in speeds.items()}
     base = next(iter(medians.values()))
     for name, speed in medians.items():
@@ -117,7 +167,7 @@ def compare(title: str, ways: dict[str, Callable[[int], float]], rounds: int) ->
 def measure_stages(directory: Path, rounds: int, batch: int) -> None:
     """Two stages at work at the same time, beside one after the other."""
     plan = plan_for(directory, 2 * batch)
-    with Engine(plan, processes=False) as inline, Engine(plan, processes=True) as staged:
+    with open_engine(plan, False) as inline, open_engine(plan, True) as staged:
         ways: dict[str, Callable[[int], float]] = {
             "inline": lambda _: decode(inline, batch),
             "staged, twice as many": lambda _: decode(staged, 2 * batch),
@@ -126,10 +176,49 @@ def measure_stages(directory: Path, rounds: int, batch: int) -> None:
         compare(f"{batch} at once", ways, rounds)
 
 
+@contextmanager
+def half_a_core() -> Iterator[None]:
+    """The second stage's worker on the second core, with a neighbour that never rests."""
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    workers = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    for pid in [os.getpid(), *workers]:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        core = int(pid in workers and b"RANK=1" in variables)
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(task.name), {core})
+    neighbour = subprocess.Popen(["taskset", "-c", "1", sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        neighbour.kill()
+        neighbour.wait()
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+def measure_unequal(directory: Path, rounds: int, batch: int) -> None:
+    """Stages on cores of 2:1 speed: layers cut evenly, and as duoka cuts them."""
+    plans = {
+        "cut evenly": plan_for(directory, 2 * batch),
+        "duoka's cut": plan_for(directory, 2 * batch, half_speed=True),
+    }
+    for name, plan in plans.items():
+        layers = [on for module, on in plan.placement.entries if ".layers." in module]
+        print(f"  {name}: {layers.count('cpu:0')} and {layers.count('cpu:1')} layers", flush=True)
+    # One engine at a time: idle workers would share the pinned cores, and they wake in turns.
+    speeds: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(rounds):
+        for name, plan in plans.items():
+            with open_engine(plan, True) as engine:
+                decode(engine, 2 * batch)
+                with half_a_core():
+                    speeds[name].append(decode(engine, 2 * batch))
+    tell(f"2:1, {2 * batch} at once", speeds)
+
+
 def measure_prompts(directory: Path, rounds: int) -> None:
     """A prompt in 8 pieces, on two stages."""
     plan = plan_for(directory, 1)
-    with Engine(plan, processes=False) as inline, Engine(plan, processes=True) as staged:
+    with open_engine(plan, False) as inline, open_engine(plan, True) as staged:
         ways: dict[str, Callable[[int], float]] = {
             "inline": lambda seed: prefill(inline, seed),
             "staged": lambda seed: prefill(staged, seed),
@@ -137,39 +226,68 @@ def measure_prompts(directory: Path, rounds: int) -> None:
         compare("a prompt in 8 pieces", ways, rounds)
 
 
+class Clock(BaseStreamer):
+    """When the prompt and each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        """A prompt or a token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """All is there."""
+
+
 def measure_transformers(directory: Path, rounds: int, batch: int, context: int) -> None:
-    """Decoding on one device, beside transformers: the time of 16 tokens more than one."""
+    """Decoding on one device, beside transformers: tokens a second while all answer.
+
+    That is by the median time from one step of all requests to the next one.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     plan = plan_for(directory, batch, stages=1, context=context)
+    number = 3 * NEW_TOKENS  # the first have some left when the last one begins
+    config = GenerationConfig(max_new_tokens=number, do_sample=False, pad_token_id=0)
+    # As many pages as the requests need: by default it fills the host's memory first.
+    pages = ContinuousBatchingConfig(page_size=16, num_blocks=batch * (context + 64) // 16)
 
-    def texts(seed: int) -> list[list[int]]:
-        rng = random.Random(seed)
-        return [[rng.randrange(VOCABULARY) for _ in range(context)] for _ in range(batch)]
-
-    def transformers(prompts: list[list[int]], number: int) -> None:
-        config = GenerationConfig(
-            max_new_tokens=number, min_new_tokens=number, do_sample=False, pad_token_id=0
-        )
+    def transformers(prompts: list[list[int]]) -> list[float]:
         if batch == 1:
-            ids = torch.tensor(prompts)
-            model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
-        else:
-            model.generate_batch(prompts, generation_config=config)
+            ids, clock = torch.tensor(prompts), Clock()
+            mask = torch.ones_like(ids)
+            model.generate(ids, attention_mask=mask, generation_config=config, streamer=clock)
+            return clock.times[1:]
+        outputs = model.generate_batch(
+            prompts,
+            generation_config=config,
+            continuous_batching_config=pages,
+            record_timestamps=True,
+        )
+        times = [output.timestamps for output in outputs.values()]
+        first, last = max(one[0] for one in times), min(one[-1] for one in times)
+        return [moment for moment in times[0] if first <= moment <= last]
 
-    with Engine(plan) as engine:
+    with open_engine(plan) as engine:
+        submit = engine._executor.submit
+        begun: list[float] = []
 
-        def ours(prompts: list[list[int]], number: int) -> None:
-            params = SamplingParams(max_new_tokens=number, min_new_tokens=number)
-            engine.generate(prompts, params)
+        def note(step: Step) -> None:
+            if len(step.chunks) == batch and all(len(chunk.tokens) == 1 for chunk in step.chunks):
+                begun.append(time.perf_counter())
+            submit(step)
 
-        def speed(run: Callable[[list[list[int]], int], None], seed: int) -> float:
-            seconds = []
-            for number, turn in ((1, 0), (NEW_TOKENS + 1, 1)):
-                prompts = texts(2 * seed + turn)  # others, whose pages aren't there yet
-                begin = time.perf_counter()
-                run(prompts, number)
-                seconds.append(time.perf_counter() - begin)
-            return batch * NEW_TOKENS / (seconds[1] - seconds[0])
+        engine._executor.submit = note  # type: ignore[method-assign]
+
+        def ours(prompts: list[list[int]]) -> list[float]:
+            begun.clear()
+            engine.generate(prompts, SamplingParams(max_new_tokens=number, min_new_tokens=number))
+            return begun
+
+        def speed(run: Callable[[list[list[int]]], list[float]], seed: int) -> float:
+            rng = random.Random(seed)  # others each time, whose pages aren't there yet
+            times = run([rng.choices(range(VOCABULARY), k=context) for _ in range(batch)])
+            return batch / statistics.median(after - before for before, after in pairwise(times))
 
         name = "generate" if batch == 1 else "generate_batch"
         ways: dict[str, Callable[[int], float]] = {
@@ -189,11 +307,15 @@ def main() -> None:
             write_model(path, hidden, options.layers)
             print(f"hidden {hidden}, {options.layers} layers", flush=True)
             for batch in options.batch:
-                measure_stages(path, options.rounds, batch)
-            measure_prompts(path, options.rounds)
-            if hidden == options.hidden[0]:
+                if "stages" in options.only:
+                    measure_stages(path, options.rounds, batch)
+            if "prompts" in options.only:
+                measure_prompts(path, options.rounds)
+            if "transformers" in options.only:
                 measure_transformers(path, options.rounds, 16, 1024)
                 measure_transformers(path, options.rounds, 1, 128)
+            if "unequal" in options.only:
+                measure_unequal(path, options.rounds, max(options.batch))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -44,11 +46,14 @@ class Answers:
     num_silent_refusals: int = 0
 
 
-async def ask(url: str, number: int, answers: Answers) -> None:
+NO_END: dict[str, Any] = {"logit_bias": {"256": -100}}  # no answer ends before it is that long
+
+
+async def ask(url: str, number: int, answers: Answers, more: Mapping[str, Any] = NO_END) -> None:
     """One request, streamed."""
     content = f"{number} {'ab' * (number % 20)}"
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS}
-    body |= {"stream": True, "logit_bias": {"256": -100}}  # no answer ends before that
+    body |= {"stream": True, **more}
     last = time.monotonic()
     reader, writer = await connect(url)
     writer.write(message_of(CHAT, body, "Connection: close"))
@@ -58,8 +63,11 @@ async def ask(url: str, number: int, answers: Answers) -> None:
         answers.num_silent_refusals += b"retry-after" not in head.lower()
     num_pieces, is_whole = 0, False
     while line := await reader.readline():
-        is_whole = is_whole or b"[DONE]" in line
-        if b'"content": "' not in line or b'"role"' in line:
+        if not line.startswith(b"data: {"):
+            continue
+        choice = json.loads(line[6:])["choices"][0]
+        is_whole = is_whole or choice["finish_reason"] is not None
+        if not choice["delta"].get("content"):
             continue
         now = time.monotonic()
         (answers.between_seconds if num_pieces else answers.first_seconds).append(now - last)
@@ -85,16 +93,21 @@ async def closed_load(url: str, seconds: float) -> float:
     return len(answers.statuses) / (time.monotonic() - begin)
 
 
-async def open_load(url: str, rate: float, seconds: float) -> tuple[Answers, int, float]:
-    """Requests at a rate; what clients saw, the longest queue, and how long it took."""
+async def open_load(
+    url: str, rate: float, seconds: float, more: Mapping[str, Any] | None = None
+) -> tuple[Answers, int, float]:
+    """Requests at a rate; what clients saw, the longest queue, and how long it took.
+
+    Another server than duoka's is one that needs more in its requests; it tells no queue.
+    """
     rng, answers, tasks = random.Random(0), Answers(), []
     longest, begin = 0, time.monotonic()
     due = next_look = begin
     while due < begin + seconds:
         await asyncio.sleep(max(0.0, due - time.monotonic()))
-        tasks.append(asyncio.create_task(ask(url, len(tasks), answers)))
+        tasks.append(asyncio.create_task(ask(url, len(tasks), answers, more or NO_END)))
         due += rng.expovariate(rate)
-        if time.monotonic() >= next_look:
+        if more is None and time.monotonic() >= next_look:
             status = await asyncio.to_thread(look, url)
             longest = max(longest, status["waiting"])
             next_look = time.monotonic() + 0.5

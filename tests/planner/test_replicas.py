@@ -18,7 +18,7 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.plan import Plan
-from duoka.planner.planner import attempt
+from duoka.planner.planner import attempt, objective_of
 from duoka.planner.replicas import plan_replicas
 from duoka.planner.request import PlanProblem
 from duoka.planner.search import Objective
@@ -163,6 +163,13 @@ def test_a_plan_of_a_group_knows_its_own_gpus_alone() -> None:
         assert len(plan.fleet.devices) == 2
         assert (plan.source, plan.request.gpus) == ("x", "")
         assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_copies_with_a_number_of_pages_are_dealt_for_headroom() -> None:
+    load = replace(LOAD, cache="paged", pages=8)
+    problem = PlanProblem(fleet=tiny.fleet(120, 120), workload=load)
+    assert objective_of(problem) == "headroom"
+    assert objective_of(replace(problem, workload=replace(load, pages=None))) == "pages"
 
 
 def test_more_copies_than_fit() -> None:

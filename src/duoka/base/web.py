@@ -24,6 +24,8 @@ _MOST_REDIRECTS = 3
 # Of IPv6 addresses those that are handed out, and those that stand for one of IPv4.
 _HANDED_OUT = ipaddress.IPv6Network("2000::/3")
 _TRANSLATED = ipaddress.IPv6Network("64:ff9b::/96")
+# A public address by its number, behind which Azure has what a virtual machine alone may ask.
+_AZURE = ipaddress.IPv4Address("168.63.129.16")
 
 
 async def fetch(
@@ -71,7 +73,11 @@ def is_public(text: str) -> bool:
             return is_public(str(address.ipv4_mapped))
         if address not in _HANDED_OUT or address.sixtofour is not None:
             return False
-    return address.is_global and not (address.is_multicast or address.is_reserved)
+    return (
+        address.is_global
+        and address != _AZURE
+        and not (address.is_multicast or address.is_reserved)
+    )
 
 
 async def _follow(address: str, most_bytes: int, public_only: bool) -> bytes:

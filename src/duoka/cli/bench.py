@@ -46,7 +46,9 @@ class BenchOptions:
 
     forecast: bool = flag("--forecast", "Run nothing: tell of each deployment what is forecast.")
     cpu: bool = flag("--cpu", "Run the model on the processor alone, too.")
-    plot: Path | None = option("FILE", "Draw the deployments into a PNG file.")
+    plot: Path | None = option(
+        "FILE", "Draw the deployments into a PNG file, or into a page: FILE.html."
+    )
     calibrate: bool = flag(
         "--calibrate",
         "Measure the GPUs' overhead, memory, matrix rates, launches and links, and keep it for the "

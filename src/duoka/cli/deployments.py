@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +22,7 @@ from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import InfeasibleError
 from duoka.hardware.calibration import with_figures, with_links
 from duoka.hardware.fleet import Fleet
-from duoka.report.picture import refuse_without_matplotlib
+from duoka.report.picture import refuse_without_matplotlib, save_picture
 
 from . import planning
 from .options import ModelOptions, PlanOptions
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from duoka.tools.bench.deployments import Bench, Deployment, Rates
 
     from .bench import BenchOptions
+
+_PAGE_COLUMNS = 120
 
 
 def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
@@ -99,21 +103,28 @@ def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
     from duoka.tools.bench.deployments import command, recommend, title
 
     best, why = recommend(bench)
+    words = "" if best is None else ": ".join(filter(None, (title(best), command(best))))
+
+    def show(console: Console) -> None:
+        console.print(_table(bench))
+        console.print(*map(Text, why), sep="\n", soft_wrap=True)
+        if words:
+            console.print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
+
     if as_json:
         typer.echo(json.dumps(bench.to_dict(), indent=1, ensure_ascii=False))
     else:
-        stdout().print(_table(bench))
-        stdout().print(*map(Text, why), sep="\n", soft_wrap=True)
-        if best is not None:
-            words = ": ".join(filter(None, (title(best), command(best))))
-            stdout().print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
+        show(stdout())
     if best is None:
         hint = "what stands beside each says why"
         raise InfeasibleError(f"{bench.model} can't be run in any of these ways", hint=hint)
     if plot is not None:
         from duoka.tools.bench.deployment_plot import draw_bench
 
-        draw_bench(bench, plot)
+        page = Console(record=True, file=io.StringIO(), width=_PAGE_COLUMNS, highlight=False)
+        show(page)
+        text = page.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
+        save_picture(draw_bench(bench), plot, text)
         stderr().print(f"drawn: {plot}", markup=False, soft_wrap=True)
 
 

@@ -167,7 +167,7 @@ def objective_of(problem: PlanProblem) -> Objective:
     """What is optimised for a problem, with "auto" resolved for all of its devices."""
     if problem.objective != "auto":
         return problem.objective
-    if problem.workload.is_paged:
+    if problem.workload.is_paged and problem.workload.pages is None:
         return "pages"
     known = {device.speeds for device in problem.fleet.devices}
     unknown = any(device.memory_bytes_per_second is None for device in problem.fleet.devices)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from duoka.base.files import why
+from duoka.base.files import why, write_whole
 from duoka.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,6 +20,15 @@ BLUE, ORANGE = "#2f6db5", "#d9822b"
 _DOTS_PER_INCH = 150
 # Of a row, as far as a bar goes up and down from its middle, and a mark across it.
 _HALF_BAR, _HALF_MARK = 0.25, 0.38
+_PAGE = """<!doctype html>
+<meta charset="utf-8">
+<title>duoka</title>
+<style>
+body { margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #222; background: #fff }
+pre { overflow-x: auto; font: 0.8rem/1.4 ui-monospace, Menlo, Consolas, monospace }
+svg { width: 100%; height: auto }
+</style>
+"""
 
 
 def refuse_without_matplotlib() -> None:
@@ -70,8 +80,10 @@ def draw_bars(
     axes.set(xlim=(0, 1.1 * largest or 1.0), ylim=(len(labels) - 0.5, -0.5))
 
 
-def save_picture(figure: Figure, file: Path) -> Path:
-    """Write a figure to a PNG file, and return that.
+def save_picture(figure: Figure, file: Path, text: str = "") -> Path:
+    """Write a figure to a PNG file, and return that; or to a page, if its name ends in .html.
+
+    A page is whole by itself: the text, which is HTML, and below it the figure as SVG.
 
     Raises
     ------
@@ -79,7 +91,13 @@ def save_picture(figure: Figure, file: Path) -> Path:
         If it can't be written.
     """
     try:
-        figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
+        if file.suffix.lower() == ".html":
+            svg = io.StringIO()
+            figure.savefig(svg, format="svg")
+            picture = svg.getvalue()
+            write_whole(file, _PAGE + text + picture[picture.index("<svg") :])
+        else:
+            figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
     except OSError as error:
         raise UsageError(
             f"{file} can't be written: {why(error)}",

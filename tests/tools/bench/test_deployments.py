@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from checkpoints import write_random
 
 from duoka import Checkpoint, Fleet, Workload
 from duoka.cli.main import run
+from duoka.errors import MachineError
 from duoka.planner.request import PlanRequest
 from duoka.tools.bench import measure as module
 from duoka.tools.bench.deployments import (
@@ -187,8 +189,10 @@ def test_gpus_that_arent_here_are_forecast_and_drawn(
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert "2 copies, 1 GPU" in out
     assert "recommended: " in out
-    assert run([*command, "--json"]) == 0
+    assert run([*command, "--json", "--plot", str(tmp_path / "bench.html")]) == 0
     data = json.loads(capsys.readouterr().out)
+    page = (tmp_path / "bench.html").read_text()
+    assert page.index("2 copies, 1 GPU") < page.index("recommended: ") < page.index("<svg")
     assert (data["format"], data["requests"]) == ("duoka.bench", 3)
     best = data["deployments"][data["recommended"]]
     assert best["command"] in out.replace("\n", "")
@@ -250,6 +254,13 @@ def test_wrong_options_are_refused_before_anything_is_planned(
 
 
 # ── measured ──
+
+
+def test_a_copy_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_SECONDS", 0.01)
+    ours, theirs = Pipe()
+    with ours, theirs, pytest.raises(MachineError, match=r"no answer within 0\.01 s"):
+        module._ask([ours], [None])
 
 
 @pytest.mark.slow

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from math import nan
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from duoka.base.text import printable
 from duoka.base.units import unit_for
-from duoka.report.picture import draw_bars, new_figure, save_picture
+from duoka.report.picture import draw_bars, new_figure
 
 from .deployments import Bench, title
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _ROW_INCHES, _AXIS_INCHES = 0.3, 0.75
 _NAMES = "measured", "forecast"
 
 
-def draw_bench(bench: Bench, file: Path) -> None:
-    """Draw a PNG: bars for what was measured, and marks for what was forecast."""
+def draw_bench(bench: Bench) -> Figure:
+    """Draw bars for what was measured, and marks for what was forecast."""
     cases = [case for case in bench.deployments if case.plans]
     memory = [(title(case), gpu) for case in cases for gpu in case.memory()]
     rows = [len(cases)] * 3 + [len(memory)]
@@ -43,7 +46,7 @@ def draw_bench(bench: Bench, file: Path) -> None:
     bytes_axes.set(xlabel=f"reserved memory ({unit})")
     speeds[0].set_title(printable(bench.model), loc="left")
     bytes_axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    save_picture(figure, file)
+    return figure
 
 
 def _value(number: float | None) -> float:

@@ -41,6 +41,8 @@ _DECODE_TOKENS = 32
 _ROUNDS = 3
 _SEED = 20
 _GRACE_SECONDS = 2.0
+# Loading is part of it. A kernel that never ends would be waited for without a limit.
+_MOST_SECONDS = 3600.0
 
 
 def measure(case: Deployment, *, trust_remote_code: bool = False) -> Deployment:
@@ -86,7 +88,11 @@ def _ask(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
     """Let all processes do something at the same time; what came of it."""
     for driver, message in zip(drivers, messages, strict=True):
         driver.send(message)
-    replies = [driver.recv() for driver in drivers]
+    replies = []
+    for driver in drivers:
+        if not driver.poll(_MOST_SECONDS):
+            raise MachineError(f"no answer within {_MOST_SECONDS:g} s: it hangs")
+        replies.append(driver.recv())
     for reply in replies:
         if isinstance(reply, Exception):
             raise reply if isinstance(reply, DuokaError | RuntimeError) else RuntimeError(reply)

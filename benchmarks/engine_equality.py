@@ -1,0 +1,196 @@
+"""The engine's answers beside transformers' `generate`, for every family of the sweep.
+
+    python benchmarks/engine_equality.py [NAME ...] [--part 1/2]
+
+A family's tiny model answers 40 random prompts of 1 to 600 tokens that arrive at random times, on
+1, 2 and 3 virtual GPUs; with a process for each GPU where it can be cut so, once with all answers
+in one group and once with a group for each stage. Greedy tokens and their log-probabilities are
+held against `generate` of the whole model on the CPU, one prompt at a time; ten of the prompts are
+asked again with a seed, and their tokens held against those of the first run.
+
+Where a token differs, so much is the other one less likely (in logits, on the CPU): an engine
+rounds otherwise than `generate`, so a gap of 1e-5 is a tie.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+import families
+import fork_server
+import transformers
+from tuning import make_tokenizer
+
+import duoka
+from duoka.engine import Completion, Engine, SamplingParams
+from duoka.errors import DuokaError
+from duoka.runtime.paged_steps import reads_pages
+
+PROMPTS, SEEDED, LONGEST, NEW_TOKENS = 40, 10, 600, 8
+WORK = duoka.Workload(
+    batch=PROMPTS + SEEDED,
+    prompt_tokens=LONGEST,
+    new_tokens=NEW_TOKENS,
+    dtype="float32",
+    prefill_chunk_tokens=64,
+)
+GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
+MOST_POSITIONS = 1024
+
+
+class Answers(NamedTuple):
+    """Of greedy prompts, and of those with a seed."""
+
+    greedy: list[Completion]
+    seeded: list[list[int]]
+
+
+def prompts_of(name: str) -> list[list[int]]:
+    """Random tokens of random lengths."""
+    rng = random.Random(name)
+    words = range(3, families.VOCABULARY)
+    return [rng.choices(words, k=rng.randint(1, LONGEST)) for _ in range(PROMPTS)]
+
+
+def generate(model: Any, prompt: Sequence[int]) -> tuple[list[int], torch.Tensor]:
+    """New tokens, and the logits of each, [tokens, vocabulary]."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    logits = torch.cat(output.logits).float()
+    return output.sequences[0, -len(logits) :].tolist(), logits
+
+
+def ask(engine: Engine, prompts: list[list[int]], seed: int) -> Answers:
+    """Ask for all in a random order, at random times."""
+    rng = random.Random(seed)
+    wanted = [(index, GREEDY) for index in range(PROMPTS)]
+    wanted += [
+        (index, SamplingParams(max_new_tokens=NEW_TOKENS, temperature=1.0, seed=index))
+        for index in range(SEEDED)
+    ]
+    rng.shuffle(wanted)
+    streams = {}
+    for index, params in wanted:
+        streams[index, params.temperature] = engine.submit(prompts[index], params)
+        time.sleep(rng.expovariate(100))
+    results = {key: stream.result() for key, stream in streams.items()}
+    greedy = [results[index, GREEDY.temperature] for index in range(PROMPTS)]
+    return Answers(greedy, [tokens(results[index, 1.0]) for index in range(SEEDED)])
+
+
+def tokens(completion: Completion) -> list[int]:
+    """The ids of an answer."""
+    return [choice.token for choice in completion.tokens]
+
+
+def runs(path: Path, prompts: list[list[int]], *, is_paged: bool) -> Iterator[tuple[str, Answers]]:
+    """A family's answers in each form."""
+    for number in (1, 2, 3):
+        plan = duoka.plan(path, f"virtual:{number}x1GiB", WORK, use_all=True)
+        apart = is_paged and len(plan.devices) > 1
+        with Engine(plan, processes=apart, warm_up="largest") as engine:
+            title = f"{len(plan.devices)} GPU{'s' * (len(plan.devices) > 1)}"
+            for groups in ("one group", "groups") if apart else ("",):
+                if groups:  # instead of what the forecast says of this model's size
+                    engine._scheduler._is_grouped = lambda _, grouped=groups == "groups": grouped
+                yield f"{title} {groups}".strip(), ask(engine, prompts, seed=number)
+
+
+def compare(name: str, directory: Path) -> tuple[str, list[str], float]:
+    """How a family is run, what differs, and log-probabilities by how much."""
+    model: Any = families.build(name)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    prompts = prompts_of(name)
+    with torch.inference_mode():
+        expected = [generate(model, prompt) for prompt in prompts]
+    problems, worst, seeded, forms = [], 0.0, None, []
+    for form, answers in runs(directory, prompts, is_paged=reads_pages(model)):
+        forms.append(form)
+        seeded = seeded or answers.seeded
+        problems += [
+            f"{form}: prompt {index} with a seed"
+            for index, (one, other) in enumerate(zip(seeded, answers.seeded, strict=True))
+            if one != other
+        ]
+        for index, (completion, (reference, logits)) in enumerate(
+            zip(answers.greedy, expected, strict=True)
+        ):
+            stop = {2} & set(reference)  # the end isn't part of an answer's text, but of its tokens
+            for choice, token, row in zip(completion.tokens, reference, logits, strict=False):
+                if choice.token != token:
+                    gap = float(row[token] - row[choice.token])
+                    problems.append(f"{form}: prompt {index}, gap {gap:.1e}")
+                    break
+                exact = float(torch.log_softmax(row, dim=-1)[token])
+                worst = max(worst, abs(exact - choice.logprob))
+            else:
+                if len(completion.tokens) not in (len(reference), len(reference) - bool(stop)):
+                    problems.append(f"{form}: prompt {index} has {len(completion.tokens)} tokens")
+    return ", ".join(forms), problems, worst
+
+
+def main() -> None:
+    """Compare, and print a line for each family."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--part", default="1/1", help="such as 2/3: each third, from the second on")
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    unbuilt = {name for names in families.UNBUILT.values() for name in names}
+    names = options.names or sorted(set(families.all_names()) - unbuilt)
+    for field in (
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "max_seq_len",
+        "context_length",
+    ):
+        families._SIZES[field] = MOST_POSITIONS
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as forks, fork_server.forking_python(Path(forks)) as python:
+        sys.executable = str(python)
+        for name in names[part - 1 :: parts]:
+            begin = time.perf_counter()
+            with tempfile.TemporaryDirectory() as directory:
+                try:
+                    forms, problems, worst = compare(name, Path(directory))
+                except (DuokaError, Exception) as error:
+                    traceback.print_exc()
+                    print(f"{name}: NOT RUN: {type(error).__name__}: {error}", flush=True)
+                    continue
+            seconds = time.perf_counter() - begin
+            print(
+                f"{name}: {forms}; log-probabilities within {worst:.1e}; {seconds:.0f} s",
+                flush=True,
+            )
+            for problem in problems:
+                print(f"    {problem}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
