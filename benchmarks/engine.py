@@ -67,6 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--context", type=int, default=1024, help="beside `generate_batch`")
     parser.add_argument("--only", nargs="+", default=PARTS, choices=PARTS)
     return parser.parse_args()
 
@@ -249,8 +250,11 @@ def measure_transformers(directory: Path, rounds: int, batch: int, context: int)
     plan = plan_for(directory, batch, stages=1, context=context)
     number = 3 * NEW_TOKENS  # the first have some left when the last one begins
     config = GenerationConfig(max_new_tokens=number, do_sample=False, pad_token_id=0)
-    # As many pages as the requests need: by default it fills the host's memory first.
-    pages = ContinuousBatchingConfig(page_size=16, num_blocks=batch * (context + 64) // 16)
+    # As many pages as the requests need, and steps as large as ours: by default it fills the
+    # host's memory first, and computes the scores of all tokens at once.
+    pages = ContinuousBatchingConfig(
+        page_size=16, num_blocks=batch * (context + 64) // 16, max_batch_tokens=batch * PIECE
+    )
 
     def transformers(prompts: list[list[int]]) -> list[float]:
         if batch == 1:
@@ -312,7 +316,7 @@ def main() -> None:
             if "prompts" in options.only:
                 measure_prompts(path, options.rounds)
             if "transformers" in options.only:
-                measure_transformers(path, options.rounds, 16, 1024)
+                measure_transformers(path, options.rounds, 16, options.context)
                 measure_transformers(path, options.rounds, 1, 128)
             if "unequal" in options.only:
                 measure_unequal(path, options.rounds, max(options.batch))

@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ WORK = duoka.Workload(
     dtype="float32",
     prefill_chunk_tokens=64,
 )
-GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS)
+GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, logprobs=0)
 MOST_POSITIONS = 1024
 
 
@@ -104,11 +105,12 @@ def tokens(completion: Completion) -> list[int]:
     return [choice.token for choice in completion.tokens]
 
 
-def runs(path: Path, prompts: list[list[int]], *, is_paged: bool) -> Iterator[tuple[str, Answers]]:
+def runs(path: Path, model: Any, prompts: list[list[int]]) -> Iterator[tuple[str, Answers]]:
     """A family's answers in each form."""
+    work = replace(WORK, prefill_chunk_tokens=None) if model.config.is_encoder_decoder else WORK
     for number in (1, 2, 3):
-        plan = duoka.plan(path, f"virtual:{number}x1GiB", WORK, use_all=True)
-        apart = is_paged and len(plan.devices) > 1
+        plan = duoka.plan(path, f"virtual:{number}x1GiB", work, use_all=True)
+        apart = reads_pages(model) and len(plan.devices) > 1
         with Engine(plan, processes=apart, warm_up="largest") as engine:
             title = f"{len(plan.devices)} GPU{'s' * (len(plan.devices) > 1)}"
             for groups in ("one group", "groups") if apart else ("",):
@@ -126,7 +128,7 @@ def compare(name: str, directory: Path) -> tuple[str, list[str], float]:
     with torch.inference_mode():
         expected = [generate(model, prompt) for prompt in prompts]
     problems, worst, seeded, forms = [], 0.0, None, []
-    for form, answers in runs(directory, prompts, is_paged=reads_pages(model)):
+    for form, answers in runs(directory, model, prompts):
         forms.append(form)
         seeded = seeded or answers.seeded
         problems += [

@@ -1,6 +1,6 @@
 """What stands in for `python`: the program runs in a fork of `fork_server`, this is its proxy.
 
-It imports little, to start in moments. Standard streams, environment and working directory are the
+It imports little, to start in moments. Open files, environment and working directory are the
 program's; signals are handed on, and the program doesn't outlive its proxy.
 """
 
@@ -20,11 +20,15 @@ _HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 def main(address: str) -> None:
     """Have a program run that the arguments name as they do for Python, and end as it does."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)
+    files = _open_files()
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
-        request = marshal.dumps((sys.argv[1:], dict(os.environ), os.getcwd()))  # noqa: PTH109
-        socket.send_fds(server, [len(request).to_bytes(NUMBER_BYTES, "big")], [0, 1, 2])
+        directory = os.getcwd()  # noqa: PTH109
+        request = marshal.dumps((files, sys.argv[1:], dict(os.environ), directory))
+        socket.send_fds(server, [len(request).to_bytes(NUMBER_BYTES, "big")], files)
         server.sendall(request)
+        for file in files[3:]:
+            os.close(file)
         program = _receive_number(server)
 
         def hand_on(signum: int, frame: FrameType | None) -> None:
@@ -38,6 +42,12 @@ def main(address: str) -> None:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _open_files() -> list[int]:
+    """The numbers of those that this process was given: standard streams come first."""
+    numbers = sorted(map(int, os.listdir("/proc/self/fd")))  # noqa: PTH208
+    return [number for number in numbers if os.path.exists(f"/proc/self/fd/{number}")]  # noqa: PTH110
 
 
 def receive(stream: socket.socket, size: int) -> bytes:

@@ -6,6 +6,7 @@ real way.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import io
@@ -28,6 +29,7 @@ if __name__ == "__main__":
 
 from fork_client import NUMBER_BYTES, receive  # noqa: E402
 
+_MOST_FILES = 64
 _PRELOAD = (
     "duoka.cli.main",
     "duoka.tuner.tune",
@@ -85,14 +87,14 @@ def serve(listener: socket.socket, client_path: str) -> None:
 
 def _run(client: socket.socket) -> None:
     """Start a program, say how it ends, and end it where its client is gone."""
-    head, streams, _, _ = socket.recv_fds(client, NUMBER_BYTES, 3)
+    head, files, _, _ = socket.recv_fds(client, NUMBER_BYTES, _MOST_FILES)
     request = receive(client, int.from_bytes(head, "big"))
     program = os.fork()
     if not program:
         client.close()
-        _become(streams, *marshal.loads(request))
-    for stream in streams:
-        os.close(stream)
+        _become(files, *marshal.loads(request))
+    for file in files:
+        os.close(file)
     client.sendall(program.to_bytes(NUMBER_BYTES, "big"))
     end = os.pidfd_open(program)
     ready, _, _ = select.select([end, client], [], [])
@@ -109,16 +111,21 @@ def _run(client: socket.socket) -> None:
 
 
 def _become(
-    streams: Sequence[int],
+    files: Sequence[int],
+    numbers: Sequence[int],
     arguments: Sequence[str],
     environment: Mapping[str, str],
     directory: str,
 ) -> None:
     """Be the program, to its end."""
     os.setsid()
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
+    # Out of the way of the numbers that they are to have.
+    away = [fcntl.fcntl(file, fcntl.F_DUPFD, max(numbers) + 1) for file in files]
+    for file in files:
+        os.close(file)
+    for number, file in zip(numbers, away, strict=True):
+        os.dup2(file, number)
+        os.close(file)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)), "utf-8")
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(io.FileIO(1, "w", closefd=False)), "utf-8")
     sys.stderr = io.TextIOWrapper(

@@ -61,3 +61,11 @@ def test_a_handler_hears_a_signal(program: str) -> None:
         process.stdout.readline()
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 7
+
+
+def test_files_that_are_handed_on_keep_their_numbers(program: str, tmp_path: Path) -> None:
+    with (tmp_path / "a").open("w") as first, (tmp_path / "b").open("w") as second:
+        numbers = [first.fileno(), second.fileno()]
+        code = f"import os; os.write({numbers[0]}, b'one'); os.write({numbers[1]}, b'two')"
+        subprocess.run([program, "-c", code], pass_fds=numbers, check=True)
+    assert [(tmp_path / name).read_text() for name in "ab"] == ["one", "two"]
