@@ -41,6 +41,7 @@ class Answers:
     statuses: list[int] = field(default_factory=list)
     first_seconds: list[float] = field(default_factory=list)
     between_seconds: list[float] = field(default_factory=list)
+    whole_seconds: list[float] = field(default_factory=list)
     num_tokens: int = 0
     num_cut: int = 0
     num_silent_refusals: int = 0
@@ -54,7 +55,7 @@ async def ask(url: str, number: int, answers: Answers, more: Mapping[str, Any] =
     content = f"{number} {'ab' * (number % 20)}"
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": NEW_TOKENS}
     body |= {"stream": True, **more}
-    last = time.monotonic()
+    begin = last = time.monotonic()
     reader, writer = await connect(url)
     writer.write(message_of(CHAT, body, "Connection: close"))
     head = await reader.readuntil(b"\r\n\r\n")
@@ -66,7 +67,7 @@ async def ask(url: str, number: int, answers: Answers, more: Mapping[str, Any] =
         if not line.startswith(b"data: {"):
             continue
         choice = json.loads(line[6:])["choices"][0]
-        is_whole = is_whole or choice["finish_reason"] is not None
+        is_whole = is_whole or choice.get("finish_reason") is not None
         if not choice["delta"].get("content"):
             continue
         now = time.monotonic()
@@ -75,6 +76,7 @@ async def ask(url: str, number: int, answers: Answers, more: Mapping[str, Any] =
     if answers.statuses[-1] == 200:
         answers.num_tokens += NEW_TOKENS if is_whole else 0
         answers.num_cut += not is_whole
+        answers.whole_seconds.append(time.monotonic() - begin)
     writer.close()
 
 

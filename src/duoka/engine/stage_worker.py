@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from duoka.base.garbage import freeze_objects
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.forecast.serving import Capacity
 from duoka.hardware.fleet import Fleet
@@ -178,6 +179,7 @@ def _serve(driver: Connection) -> None:
     except Exception as error:
         driver.send(portable(error))
         return
+    freeze_objects()
     driver.send(None)
     with closing(worker.publisher.start()):
         worker.serve(driver)

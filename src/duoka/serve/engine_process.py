@@ -26,6 +26,7 @@ with quiet_libraries():
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
     from duoka.runtime.prompt_reader import PromptReader
+from duoka.base.garbage import freeze_objects
 from duoka.engine.grammar import Grammar
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.token_bytes import TokenBytes
@@ -93,6 +94,7 @@ class EngineProcess:
 
     def serve(self, messages: Callable[[], list[Any]]) -> None:
         """Do what is asked until nobody asks any more."""
+        freeze_objects()
         capacity = self._engine.capacity
         self._tell(
             Ready(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import uvicorn
 
+from duoka.base.garbage import freeze_objects
 from duoka.errors import MachineError
 
 from .address import Address
@@ -60,6 +61,7 @@ async def _serve(
     pool = service.pool
     try:
         await pool.start()
+        freeze_objects()
         server = uvicorn.Server(config(service, address, Limits()))
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
