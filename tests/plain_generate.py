@@ -30,8 +30,8 @@ def answer(
     ids = torch.tensor([list(prompt)], device=model.device)
     options: dict[str, Any] = image_arguments(model, [prompt], ids.device, work.vision_batch)
     if work.cache != "dynamic":
-        cache = new_cache(model, work.cache, context_tokens=work.static_tokens)
-        options |= {cache_name(model): cache, "disable_compile": True}
+        cache = new_cache(model, work.cache)
+        options |= {cache_name(model): cache}
     is_pair = model.config.is_encoder_decoder
     if not is_pair:
         options["prefill_chunk_size"] = work.prefill_chunk_tokens

@@ -143,9 +143,7 @@ CONFIGS |= {
         },
     },
 }
-IRREGULAR = frozenset(
-    {("mamba2", "dynamic"), ("window", "static"), ("hybrid", "dynamic"), ("pair", "dynamic")}
-)
+IRREGULAR = frozenset({("mamba2", "dynamic"), ("hybrid", "dynamic"), ("pair", "dynamic")})
 
 
 _PLAIN = Conditions()

@@ -89,7 +89,7 @@ def test_two_plans_are_compared(tiny: Path, program: Program, tmp_path: Path) ->
 @pytest.mark.slow
 def test_the_command_of_a_plan_makes_it_again(tiny: Path, program: Program) -> None:
     for options in (
-        ("--use-all", "--batch", "2", "--cache", "static", "--prefill-chunk", "32"),
+        ("--use-all", "--batch", "2", "--cache", "int8", "--prefill-chunk", "32"),
         ("--dtype", "bfloat16", "--objective", "headroom", "--reserve", "vgpu:0=1MiB"),
         ("--pin", "lm_head=vgpu:1"),
     ):

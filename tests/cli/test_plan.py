@@ -99,7 +99,7 @@ def test_what_does_not_go_with_requests_is_refused(tiny: Path, program: Program)
     for options, said in (
         (("--serve", "--batch", "2"), "--batch can't be given with --serve"),
         (("--serve", "--offload"), "--offload can't be given with --serve"),
-        (("--serve", "--cache", "static"), "--cache static can't be given with --serve"),
+        (("--serve", "--cache", "dynamic"), "--cache dynamic can't be given with --serve"),
         (("--serve", "--max-batch", "--sequences", "2"), "--sequences says how large it is"),
         (("--sequences", "2"), "--sequences can't be given with a plan for one batch"),
         (("--objective", "pages"), "the objective pages is for a paged cache"),

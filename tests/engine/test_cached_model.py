@@ -91,9 +91,8 @@ def test_pictures(case: tuple[str, int | None], number: int, glm4v: Path, tmp_pa
 
 @pytest.mark.parametrize("number", only([2], [1, 2]))
 @pytest.mark.parametrize("chunk", only([20], [None, 20]))
-@pytest.mark.parametrize("cache", ["int8", "static"])
-def test_other_caches(cache: Any, chunk: int | None, number: int, llama: Path) -> None:
-    work = replace(WORK, cache=cache, prefill_chunk_tokens=chunk)
+def test_an_8_bit_cache(chunk: int | None, number: int, llama: Path) -> None:
+    work = replace(WORK, cache="int8", prefill_chunk_tokens=chunk)
     plan = duoka.plan(llama, f"virtual:{number}x256MiB", work, use_all=True)
     chats = [ask("What is NVLink?" * times) for times in (1, 3, 1, 2, 4)]
     expected = one_by_one(plan, chats)
@@ -124,14 +123,14 @@ def answer_all_planned(plan: duoka.Plan, prompts: list[Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cache", "batch", "number", "chunk"),
-    [("int8", 1, 2, 100), ("int8", 3, 1, None), ("static", 3, 2, 100)],
+    ("batch", "number", "chunk"),
+    [(1, 2, 100), (3, 1, None), (3, 2, 100)],
 )
-def test_other_caches_are_within_the_forecast(
-    cache: Any, batch: int, number: int, chunk: int | None, tmp_path: Path
+def test_8_bit_caches_are_within_the_forecast(
+    batch: int, number: int, chunk: int | None, tmp_path: Path
 ) -> None:
     path = tuning.write_model("large", tmp_path / "large")
-    work = replace(WORK, cache=cache, batch=batch, prompt_tokens=400, prefill_chunk_tokens=chunk)
+    work = replace(WORK, cache="int8", batch=batch, prompt_tokens=400, prefill_chunk_tokens=chunk)
     plan = duoka.plan(path, f"virtual:{number}x256MiB", work, use_all=True)
     answer_all_planned(plan, [[5] * work.prompt_tokens] * batch)
 

@@ -68,9 +68,6 @@ CASES = [
     ("hybrid", TWO, load(333, 5, batch=2)),
     ("pair", TWO, load(703, 5)),  # the encoder's output goes by way of the embedding's GPU
     ("pair", TWO, load(300, 5, batch=3)),
-    ("llama", TWO, load(1333, 9, cache="static")),
-    ("llama", UNEQUAL, load(1901, 5, batch=2, chunk=640, cache="static")),
-    ("window", TWO, load(700, 6, cache="static", chunk=333)),
     ("llama", TWO, load(1333, 9, cache="int8")),
     ("llama", TWO, load(901, 4, logits="all")),
     ("llama", UNEQUAL, load(1901, 5, batch=2, chunk=640, cache="int8")),

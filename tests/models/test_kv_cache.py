@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from duoka import virtual
 from duoka.errors import UsageError
@@ -54,17 +54,6 @@ def generate(model: Any, prompt: torch.Tensor, cache: Any, chunk: int | None = N
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "window"])
-@pytest.mark.parametrize("chunk", [None, 100])
-def test_a_static_cache_gives_the_same_tokens(name: str, chunk: int | None) -> None:
-    model, prompt = built(name), ids(2, 600)
-    expected = generate(model, prompt, new_cache(model))
-    cache = new_cache(model, "static", context_tokens=606)
-    found = generate(model, prompt, cache, chunk)
-    assert found.sequences.tolist() == expected.sequences.tolist()
-    assert all(isinstance(layer, StaticLayer) for layer in cache.layers)
-
-
 @pytest.mark.parametrize("chunk", [None, 100])
 def test_a_cache_in_8_bit_is_close(chunk: int | None) -> None:
     model, prompt = built("llama"), ids(2, 600)
@@ -87,12 +76,11 @@ def test_every_layer_keeps_its_cache_on_its_own_gpu() -> None:
     with virtual.gpus([None, None]):
         expected = generate(model, ids(1, 30), new_cache(model)).sequences.tolist()
         dispatch(model, Placement(entries=tuple(entries)))
-        for kind in ("static", "int8"):
-            cache = new_cache(model, kind, context_tokens=40)  # type: ignore[arg-type]
-            found = generate(model, ids(1, 30).to("vgpu:0"), cache)
-            assert found.sequences.tolist() == expected
-            assert [layer.keys.device.index for layer in cache.layers] == [0, 1]
-            assert [layer.values.device.index for layer in cache.layers] == [0, 1]
+        cache = new_cache(model, "int8")
+        found = generate(model, ids(1, 30).to("vgpu:0"), cache)
+        assert found.sequences.tolist() == expected
+        assert [layer.keys.device.index for layer in cache.layers] == [0, 1]
+        assert [layer.values.device.index for layer in cache.layers] == [0, 1]
 
 
 def states(batch: int, tokens: int) -> torch.Tensor:
@@ -139,20 +127,18 @@ def test_8_bit_layers_take_part_in_beams_and_crops() -> None:
     assert layer.keys is None
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "int8"])
+@pytest.mark.parametrize("kind", ["dynamic", "int8"])
 def test_caches_are_lengthened_without_computing(kind: Cache) -> None:
     model = built("llama")
-    cache = new_cache(model, kind, context_tokens=50)
+    cache = new_cache(model, kind)
     with torch.no_grad():
         model(ids(1, 12), past_key_values=cache)
     assert lengthen(cache, 20)
     assert int(cache.get_seq_length()) == 32
-    window = new_cache(built("window"), "dynamic" if kind == "int8" else kind, context_tokens=50)
-    assert not lengthen(window, 1)
+    assert not lengthen(new_cache(built("window")), 1)
 
 
-@pytest.mark.parametrize("kind", ["static", "int8"])
-def test_a_cache_of_its_own_kind_stays(kind: Cache) -> None:
+def test_a_cache_of_its_own_kind_stays() -> None:
     class Own:
         config = None
 
@@ -160,8 +146,8 @@ def test_a_cache_of_its_own_kind_stays(kind: Cache) -> None:
             return False
 
     assert new_cache(Own()) is None
-    with pytest.raises(UsageError, match=f"{kind}.*its own kind"):
-        new_cache(Own(), kind, context_tokens=9)
+    with pytest.raises(UsageError, match=r"int8.*its own kind"):
+        new_cache(Own(), "int8")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ PLAN = solve(
 LINES = (
     "",
     "--context 8K --new-tokens 100 --batch 3 --prefill-chunk none --trust-remote-code",
-    "--max-context --new-tokens 8K --prefill-chunk 512 --cache static",
+    "--max-context --new-tokens 8K --prefill-chunk 512 --cache dynamic",
     "--max-batch --context 2K --dtype fp16 --cache int8 --quantize auto",
     "--serve --sequences 7 --cache int8 --context 2K",
     "--serve --max-batch --prefill-chunk 512",

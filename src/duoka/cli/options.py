@@ -97,9 +97,8 @@ class PlanOptions:
     )
     cache: str | None = _plan(
         "KIND",
-        "The KV cache: dynamic (the default) grows with each token, static is made for the whole "
-        "context at once, int8 grows and takes half the memory of 16 bit. Pages (--serve) can be "
-        "int8, too.",
+        "The KV cache: dynamic (the default) grows with each token, int8 grows and takes half the "
+        "memory of 16 bit. Pages (--serve) can be int8, too.",
         values=BATCH_CACHES,
     )
     quantize: str | None = _plan(

@@ -50,8 +50,6 @@ class CachedModel:
         if self._start_token is None:
             self._start_token = settings.bos_token_id
         self._settings = copy.copy(settings)
-        # A static cache lets transformers compile the model, whose memory nobody has planned.
-        self._settings.disable_compile = True
         is_chunked = not self._is_pair and self._cache_name == "past_key_values"
         self._settings.prefill_chunk_size = workload.prefill_chunk_tokens if is_chunked else None
 
@@ -105,8 +103,6 @@ class CachedModel:
             arguments["encoder_outputs"] = model.get_encoder()(
                 input_ids=ids, attention_mask=mask, return_dict=True
             )
-        elif self._workload.cache == "static":  # as `generate` does where nothing is padded
-            arguments["attention_mask"] = None
         if "logits_to_keep" in self._accepted:
             arguments["logits_to_keep"] = 1
         if chunk.images is not None:
@@ -128,5 +124,4 @@ class CachedModel:
         return arguments
 
     def _new_cache(self) -> Any:
-        workload = self._workload
-        return new_cache(self._model, workload.cache, context_tokens=workload.static_tokens)
+        return new_cache(self._model, self._workload.cache)

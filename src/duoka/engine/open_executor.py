@@ -102,7 +102,7 @@ def _routes(plan: Plan, checkpoint: Checkpoint) -> Routes:
             "prompts with images are read by one process",
             hint="leave processes out, or plan without --images",
         )
-    if plan.workload.cache in ("int8", "static"):
+    if plan.workload.cache == "int8":
         raise UsageError(
             f"a cache of the kind {plan.workload.cache!r} is filled by one process",
             hint="leave processes out, or plan without --cache",

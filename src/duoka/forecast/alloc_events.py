@@ -133,5 +133,5 @@ class AllocEvents:
 
     def _values(self, query: int, keys: int) -> tuple[int, ...]:
         batch = self.workload.batch
-        alone = monomials(batch, query, keys, self.workload.static_tokens)
+        alone = monomials(batch, query, keys)
         return self.profile.values(alone, batch, query, keys)

@@ -42,11 +42,9 @@ ALIGNED_TOKENS = 8
 # Weights that stream have so many places on their device: one that is used, one that is filled.
 NUM_BUFFERS = 2
 
-# What a size may depend on: batch b, query tokens q, key tokens k (past and query together), p,
-# which is k rounded up to a multiple of `ALIGNED_TOKENS`, and c and r, which are the context that
-# a static cache is made for and the same rounded up.
-_OF_KEYS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
-MONOMIALS = (*_OF_KEYS, "c", "qc", "bc", "bqc", "r", "qr", "br", "bqr")
+# What a size may depend on: batch b, query tokens q, key tokens k (past and query together), and p,
+# which is k rounded up to a multiple of `ALIGNED_TOKENS`.
+MONOMIALS = ("1", "q", "k", "qk", "qq", "b", "bq", "bk", "bqk", "bqq", "p", "qp", "bp", "bqp")
 # The same in training: sequence length q, p as above, and q rounded up to the rows that fused
 # attention keeps (r), to the blocks (s) and to the tiles (t) that it adds gradients up in; and of
 # all sequences together the tokens of which the loss is computed at once (c), and how often (n).
@@ -61,13 +59,13 @@ Rules: TypeAlias = npt.NDArray[np.float64]
 """[rules, monomials]: several of them."""
 
 
-def monomials(batch: int, query: int, keys: int, context: int = 0) -> tuple[int, ...]:
-    """The values of `MONOMIALS` at one step's sizes; `context` counts with a static cache only."""
+def monomials(batch: int, query: int, keys: int) -> tuple[int, ...]:
+    """The values of `MONOMIALS` at one step's sizes."""
     alone = (1, query, keys, query * keys, query * query)
-    lengths = [_aligned(keys)] + ([context, _aligned(context)] if context else [])
-    groups = [alone, *((length, query * length) for length in lengths)]
-    return tuple(
-        value for group in groups for value in (*group, *(batch * value for value in group))
+    padded = (_aligned(keys), query * _aligned(keys))
+    return (
+        *(*alone, *(batch * value for value in alone)),
+        *(*padded, *(batch * value for value in padded)),
     )
 
 
@@ -172,9 +170,8 @@ class Regime:
 
     `many` is more than one sequence, with padding. The ranges are those of the tokens that come
     in, that came before, and of both. `aligned` says whether the keys that are attended to are a
-    multiple of `ALIGNED_TOKENS`, where that makes a difference; with a static cache these are its
-    whole context. `carried` are the allocations that are used far from where they are made: block,
-    number in its tape.
+    multiple of `ALIGNED_TOKENS`, where that makes a difference. `carried` are the allocations that
+    are used far from where they are made: block, number in its tape.
     """
 
     phase: Phase
@@ -185,7 +182,7 @@ class Regime:
     aligned: bool | None = None
     carried: tuple[tuple[int, int], ...] = ()
 
-    def holds(self, phase: Phase, *, batch: int, query: int, keys: int, context: int = 0) -> bool:
+    def holds(self, phase: Phase, *, batch: int, query: int, keys: int) -> bool:
         """Whether the tapes of this regime describe such a step."""
         return (
             self.phase == phase
@@ -193,7 +190,7 @@ class Regime:
             and self.query[0] <= query < self.query[1]
             and self.past[0] <= keys - query < self.past[1]
             and self.keys[0] <= keys < self.keys[1]
-            and self.aligned in (None, (context or keys) % ALIGNED_TOKENS == 0)
+            and self.aligned in (None, keys % ALIGNED_TOKENS == 0)
         )
 
 
@@ -379,15 +376,13 @@ class Profile:
                 hint="trace the model under these conditions",
             )
 
-    def regime_of(
-        self, phase: Phase, *, batch: int, query: int, keys: int, context: int = 0
-    ) -> int:
-        """Index of the regime that holds for a step; `context` is a static cache's, or 0.
+    def regime_of(self, phase: Phase, *, batch: int, query: int, keys: int) -> int:
+        """Index of the regime that holds for a step.
 
         UsageError is raised for a step that is larger than any that the profile knows.
         """
         for index, regime in enumerate(self.regimes):
-            if regime.holds(phase, batch=batch, query=query, keys=keys, context=context):
+            if regime.holds(phase, batch=batch, query=query, keys=keys):
                 return index
         longest = max(regime.keys[1] for regime in self.regimes) - 1
         raise UsageError(

@@ -71,9 +71,7 @@ class Replay(AllocEvents):
             phase=phase,
             query=query,
             keys=keys,
-            regime=self.profile.regime_of(
-                phase, batch=batch, query=query, keys=keys, context=self.workload.static_tokens
-            ),
+            regime=self.profile.regime_of(phase, batch=batch, query=query, keys=keys),
             values=self._values(query, keys),
         )
 

@@ -14,7 +14,7 @@ from duoka.hardware.gpu_generation import GpuGeneration
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-Cache = Literal["dynamic", "static", "int8", "paged", "paged-int8"]
+Cache = Literal["dynamic", "int8", "paged", "paged-int8"]
 Quantization = Literal["none", "int8", "int4", "nf4", "auto"]
 AUTO_QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 """What "auto" stands for: the first that fits."""
@@ -27,7 +27,7 @@ Schedule = Literal["sequential", "gpipe", "1f1b"]
 Rows = Literal["padded", "unpadded", "packed"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 CACHES: tuple[Cache, ...] = get_args(Cache)
-BATCH_CACHES: tuple[Cache, ...] = ("dynamic", "static", "int8")
+BATCH_CACHES: tuple[Cache, ...] = ("dynamic", "int8")
 """Those of a batch, whose sequences begin and end together."""
 PAGED_CACHES: tuple[Cache, ...] = ("paged", "paged-int8")
 """Those of requests that come and go."""
@@ -167,11 +167,11 @@ class Workload:
     prefill_chunk_tokens : int, None or "auto"
         Prompt tokens that run in one step: a number, None for the whole prompt, or "auto" for
         the whole prompt where it fits and the largest chunk that fits where it doesn't.
-    cache : {"dynamic", "static", "int8", "paged", "paged-int8"}
-        The KV cache: growing with each token, as `generate` makes it; made for the whole context
-        at once; growing in 8 bit; or in pages that requests have while they last (`Engine`), which
-        can be of 8 bit too. With pages the batch is how many requests are answered at a time at
-        most, and the chunk how many tokens of all of them a step takes.
+    cache : {"dynamic", "int8", "paged", "paged-int8"}
+        The KV cache: growing with each token, as `generate` makes it; growing in 8 bit; or in pages
+        that requests have while they last (`Engine`), which can be of 8 bit too. With pages the
+        batch is how many requests are answered at a time at most, and the chunk how many tokens of
+        all of them a step takes.
     quantize : {"none", "int8", "int4", "nf4", "auto"}
         What the weights of linear layers become while they are loaded; "auto" is the first of
         "none", "int8", "int4" that fits. A checkpoint that is quantized already says "none".
@@ -335,11 +335,6 @@ class Workload:
     def has_int8_cache(self) -> bool:
         """Whether keys and values are kept in 8 bit."""
         return self.cache in ("int8", "paged-int8")
-
-    @property
-    def static_tokens(self) -> int:
-        """Tokens that a static cache is made for; 0 with another one."""
-        return self.context_tokens if self.cache == "static" else 0
 
     @property
     def conditions(self) -> Conditions:

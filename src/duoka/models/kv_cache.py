@@ -1,9 +1,8 @@
 """KV caches: what keeps the keys and values of earlier tokens, on the device of their layer.
 
-Three kinds, by `Workload.cache`, beside those in pages (`runtime.paged_attention`). "dynamic" is
-transformers' `DynamicCache`: it grows by a copy with each step. "static" is its `StaticCache`, made
-for the whole context at once. "int8" grows too, and keeps each token's keys and values as 8-bit
-integers with a scale for each head.
+Two kinds, by `Workload.cache`, beside those in pages (`runtime.paged_attention`). "dynamic" is
+transformers' `DynamicCache`: it grows by a copy with each step. "int8" grows too, and keeps each
+token's keys and values as 8-bit integers with a scale for each head.
 
 That one is duoka's own. Of the backends of transformers' `QuantizedCache`, quanto's has no 8 bit;
 fp8 takes one scale for a whole layer from the first tokens, which later ones may overflow; hqq's
@@ -21,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from duoka.errors import UsageError
@@ -41,7 +40,7 @@ def cache_name(model: Any) -> str:
     return next((name for name in _ASKED_FOR if name in accepted), _ASKED_FOR[0])
 
 
-def new_cache(model: Any, kind: Cache = "dynamic", *, context_tokens: int = 0) -> Any:
+def new_cache(model: Any, kind: Cache = "dynamic") -> Any:
     """The cache for one run of a model; None for models that make one of their own kind."""
     # Remote code may lack the question; `generate` needs it.
     takes_ours = getattr(model, "_supports_default_dynamic_cache", lambda: True)
@@ -49,13 +48,9 @@ def new_cache(model: Any, kind: Cache = "dynamic", *, context_tokens: int = 0) -
         _refuse(model, kind, "it makes a cache of its own kind")
         return None
     decoder = model.config.get_text_config(decoder=True)
-    if kind == "static":
-        assert context_tokens, "a static cache is made for a context"
-        cache: Any = StaticCache(config=decoder, max_cache_len=context_tokens)
-    else:
-        cache = DynamicCache(config=decoder)
-        if kind == "int8" and not _make_int8(cache):
-            _refuse(model, kind, "none of its layers keeps the keys and values of all tokens")
+    cache: Any = DynamicCache(config=decoder)
+    if kind == "int8" and not _make_int8(cache):
+        _refuse(model, kind, "none of its layers keeps the keys and values of all tokens")
     if not model.config.is_encoder_decoder:
         return cache
     return EncoderDecoderCache(cache, DynamicCache(config=decoder))
@@ -204,14 +199,9 @@ def _lengthen_int8(layer: Any, tokens: int) -> None:
     layer.value_scales = _longer(layer.value_scales, tokens)
 
 
-def _lengthen_static(layer: Any, tokens: int) -> None:
-    layer.cumulative_length.add_(tokens)
-
-
 _LENGTHENED: dict[type, Callable[[Any, int], None]] = {
     DynamicLayer: _lengthen_dynamic,
     Int8Layer: _lengthen_int8,
-    StaticLayer: _lengthen_static,
 }
 
 

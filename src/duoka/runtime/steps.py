@@ -43,10 +43,10 @@ class Stepper:
     The model is a causal one, or an encoder with a decoder, on whatever devices it lies; of the
     latter the first step's tokens are the encoder's, and the decoder begins with one. Several
     sequences come with padding on the left, as prompts of different lengths have it. `device` is
-    where the caller's inputs are made: that of the first module. A static cache is made for
-    `context_tokens`. With `prompts` these images are in the prompt; where the model encodes them
-    apart there are steps for that, with `passes` images, before the prompt, and one after it in
-    which their features end. A prompt that is read in chunks has `prompt_tokens`.
+    where the caller's inputs are made: that of the first module. With `prompts` these images are in
+    the prompt; where the model encodes them apart there are steps for that, with `passes` images,
+    before the prompt, and one after it in which their features end. A prompt that is read in chunks
+    has `prompt_tokens`.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Stepper:
         device: torch.device,
         *,
         conditions: Conditions = _PLAIN,
-        context_tokens: int = 0,
         prompts: ImagePrompts | None = None,
         prompt_tokens: int = 0,
     ) -> None:
@@ -76,10 +75,8 @@ class Stepper:
         self.encoded: Any = None
         # What a model with a cache of its own asks `generate` to say in its next call.
         self._next_arguments: dict[str, Any] = {}
-        self.cache: Any = new_cache(model, conditions.cache, context_tokens=context_tokens)
+        self.cache: Any = new_cache(model, conditions.cache)
         self._brings_cache = self.cache is None
-        # Of one sequence no mask is left in `generate`; a static cache makes one of its own.
-        self._masked = batch > 1 or conditions.cache != "static"
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         self._cache_name = cache_name(model)
         few = conditions.logits == "last" and "logits_to_keep" in self._accepted
@@ -101,7 +98,6 @@ class Stepper:
             workload.batch,
             device,
             conditions=workload.conditions,
-            context_tokens=workload.static_tokens,
             prompts=prompts,
             prompt_tokens=workload.prompt_tokens,
         )
@@ -160,8 +156,6 @@ class Stepper:
                 text["attention_mask"][:-1, :1] = 0
             reader.begin(text)
         arguments = reader.arguments(self.past, self.past + query)
-        if not self._masked:
-            arguments["attention_mask"] = None
         ids = arguments.pop("input_ids")
         prepare: Any = self.model.prepare_inputs_for_generation
         inputs: dict[str, Any] = prepare(
@@ -240,7 +234,7 @@ class Stepper:
             ids,
             next_sequence_length=query,
             is_first_iteration=self.past == 0,
-            attention_mask=mask if self._masked else None,
+            attention_mask=mask,
             use_cache=True,
             **{"position_ids": positions} if "position_ids" in self._accepted else {},
             **self._kept_logits,

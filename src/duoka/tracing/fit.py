@@ -48,13 +48,12 @@ class Sample:
     query: int
     keys: int
     recorded: Pass
-    context: int = 0
     serving: tuple[int, ...] = ()
 
     @property
     def is_aligned(self) -> bool:
-        """Whether keys, or those of a static cache, are a multiple of `ALIGNED_TOKENS`."""
-        return (self.context or self.keys) % ALIGNED_TOKENS == 0
+        """Whether keys are a multiple of `ALIGNED_TOKENS`."""
+        return self.keys % ALIGNED_TOKENS == 0
 
     @property
     def monomials(self) -> tuple[int, ...]:
@@ -63,7 +62,7 @@ class Sample:
             return self.serving
         if self.phase in TRAINING_PHASES:
             return training_monomials(self.batch, self.query)
-        return monomials(self.batch, self.query, self.keys, self.context)
+        return monomials(self.batch, self.query, self.keys)
 
 
 def fit(
@@ -190,16 +189,6 @@ _BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
         (("1", "q", "qq"), ("1", "p", "qp"), ("1", "r"), ("1", "s"), ("1", "t"), ("1", "q", "n")),
     ),
 }
-# The same with a static cache, whose keys and masks are as long as its context c.
-_STATIC_BASES: dict[Phase, tuple[tuple[str, ...], ...]] = {
-    "encode": (("1",), ("1", "q")),  # q is images, of the whole batch
-    "release": (("1",),),
-    "prefill": (("1", "q", "qq", "c", "qc"), ("1", "q", "qq", "r", "qr")),
-    "extend": (("1", "q", "k", "c", "qc"), ("1", "q", "k", "r", "qr")),
-    "decode": (("1", "k", "c"), ("1", "k", "r")),
-}
-
-
 # How far the estimated work of a step may be off.
 _TOLERANCE = 0.05
 
@@ -223,7 +212,7 @@ class _Solver:
         if trains:
             self._of_chunks = _basis(("1", "c"), names, values)
         self._bases = []
-        for alone in (_STATIC_BASES if samples[0].context else _BASES)[samples[0].phase]:
+        for alone in _BASES[samples[0].phase]:
             together = ["b" if name == "1" else f"b{name}" for name in alone] if many else []
             basis = _basis((*alone, *together), names, values)
             if basis.is_checked:

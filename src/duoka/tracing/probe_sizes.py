@@ -16,14 +16,13 @@ class Run(NamedTuple):
 
     batch: int
     steps: tuple[tuple[Phase | None, int], ...]
-    context: int = 0
 
     def aligned(self) -> Run:
         """Much the same run at multiples of `ALIGNED_TOKENS`, in its decode step too."""
         (phase, tokens), *rest, last = self.steps
         aligned = _ceiled(tokens)
         steps = ((phase, aligned), *rest, (None, ALIGNED_TOKENS - 1), last)
-        return Run(self.batch, steps, self.context and _ceiled(self.context + ALIGNED_TOKENS))
+        return Run(self.batch, steps)
 
 
 # How many tokens past a multiple of `ALIGNED_TOKENS` the runs of one range begin: different ones,
@@ -42,19 +41,6 @@ def plain_runs(many: bool, start: int, stop: int) -> Iterator[Run]:
             steps: list[tuple[Phase, int]] = [("prefill", low + past * step + odd)]
             steps += [("extend", tokens * step) for tokens in queries]
             yield Run(batch, (*steps, ("decode", 1)))
-
-
-# By how much the contexts of static caches exceed what is put into them.
-_TO_SPARE = (5, 1 << 9, 1 << 7, 3 << 8)
-
-
-def static_runs(runs: Sequence[Run]) -> Iterator[Run]:
-    """The same runs, each over two static caches; none is aligned, and no two are alike."""
-    for number, run in enumerate(runs):
-        used = sum(tokens for _, tokens in run.steps)
-        for spare in (_TO_SPARE[number % 4], _TO_SPARE[(number + 1) % 4] + (1 << 10)):
-            context = _ceiled(used + spare) + _ODD[number % 4]
-            yield run._replace(context=context)
 
 
 def image_runs(runs: Sequence[Run], least_tokens: int) -> Iterator[Run]:

@@ -36,7 +36,7 @@ from duoka.runtime.steps import Stepper
 from .assemble import CALLER, ENDLESS, EVERYWHERE, RegimeTapes, TraceSpec, as_profile
 from .blocks import find_groups
 from .fit import Sample, Unlike, fit
-from .probe_sizes import Run, crossing_runs, image_runs, plain_runs, static_runs
+from .probe_sizes import Run, crossing_runs, image_runs, plain_runs
 from .published_names import name_tensors
 from .record import Pass, Recorder
 from .record_returns import ReturningRecorder
@@ -234,22 +234,21 @@ class _Tracer:
         self.groups = [*groups, CALLER]
         self.recorder = recorder(model, self.groups, skip=True)
 
-    def stepper(self, batch: int, context_tokens: int = 0) -> Stepper:
-        """Steps over a cache that is empty; a static one has a context."""
+    def stepper(self, batch: int) -> Stepper:
+        """Steps over a cache that is empty."""
         return Stepper(
             self.model,
             batch,
             self.device,
             conditions=self.spec.conditions,
-            context_tokens=context_tokens or self.least_tokens + _LOOKED_AT_TOKENS,
             prompts=self.prompts,
         )
 
     def rules(self) -> Iterator[RegimeTapes]:
         """Regimes for every step that the model may be asked for; the first that holds counts."""
         cells = list(ranges(self.model.config, self.longest))
-        if len(cells) > 1 and (self.spec.conditions.cache == "static" or self.prompts is not None):
-            raise Unlike("costs with a window and a static cache, or images, have more lengths")
+        if len(cells) > 1 and self.prompts is not None:
+            raise Unlike("costs with a window and images have more lengths")
         if self.spec.conditions.image_chunk_tokens is not None:
             raise Unlike("what a chunk costs depends on which images are in it")
         yield from self._regimes(cells, many=False)
@@ -343,8 +342,6 @@ class _Tracer:
         runs = list(plain_runs(many, start, high))
         if self.prompts is not None:
             runs = list(image_runs(runs, self.least_tokens))
-        if self.spec.conditions.cache == "static":
-            runs = list(static_runs(runs))
         samples = _Samples(runs, self._record)
         for phase in dict.fromkeys(sample.phase for sample in samples.all):
             if phase == "encode":
@@ -398,7 +395,7 @@ class _Tracer:
         extended: Pass | None = None
         with self.recorder as recorder:
             for run in runs:
-                stepper = self.stepper(run.batch, run.context)
+                stepper = self.stepper(run.batch)
                 recorder.forget()
                 samples.extend(self._encoded(stepper))
                 for number, (phase, tokens) in enumerate(run.steps):
@@ -407,7 +404,7 @@ class _Tracer:
                     )
                     if phase is not None:
                         sizes = run.batch, tokens, stepper.past
-                        samples.append(Sample(phase, *sizes, recorded, run.context))
+                        samples.append(Sample(phase, *sizes, recorded))
                     if phase == "extend" and not samples[-1].is_aligned:
                         extended = extended or recorded
                         if not recorded.is_like(extended):
