@@ -110,6 +110,14 @@ def quick_start(python: str, forking_python: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "executable", str(forking_python))
 
 
+@pytest.fixture(scope="module")
+def quick_workers(python: str, forking_python: Path) -> Iterator[None]:
+    """The same for all tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(forking_python))
+        yield
+
+
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures of matplotlib that a test saves."""

@@ -39,7 +39,8 @@ def main(address: str) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
         code = _receive_number(server)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code in _HANDED_ON:  # of SIGKILL there is no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 

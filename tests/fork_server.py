@@ -34,6 +34,8 @@ _PRELOAD = (
     "duoka.cli.main",
     "duoka.tuner.tune",
     "duoka.tuner.worker",
+    "duoka.engine.stage_worker",
+    "duoka.tools.bench.measure",
     "torch.distributed.run",
     "transformers.models.llama.modeling_llama",
     "peft.tuners.lora",

@@ -54,6 +54,11 @@ def test_a_signal_ends_it(program: str, signum: signal.Signals) -> None:
         assert process.wait(60) == -signum
 
 
+def test_it_may_end_itself(program: str) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert subprocess.run([program, "-c", code], check=False).returncode == -signal.SIGKILL
+
+
 def test_a_handler_hears_a_signal(program: str) -> None:
     code = f"import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7)); {WAIT}"
     with subprocess.Popen([program, "-c", code], stdout=subprocess.PIPE) as process:

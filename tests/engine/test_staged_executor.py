@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +29,7 @@ from duoka.errors import MachineError, UsageError
 from duoka.report import live
 from duoka.stages import workers
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("quick_workers")]
 
 WORK = duoka.Workload(
     batch=4, prompt_tokens=64, new_tokens=16, dtype="float32", prefill_chunk_tokens=16
@@ -209,19 +210,22 @@ def test_a_process_that_is_killed_is_started_again(staged: Engine) -> None:
 
 
 def test_each_process_says_what_it_has(
-    plan: Any, staged: Engine, monkeypatch: pytest.MonkeyPatch
+    plan: Any, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For `duoka top`: weights and pages as they were forecast, and that it has worked."""
     monkeypatch.setattr(live, "_ROOT", Path("/tmp"))  # those of other processes
-    executor: Any = staged._executor
-    pids = executor._workers.process_ids
-    end = time.monotonic() + 60
-    while True:
-        staged.generate(prompts(4))
-        devices = [device for device in live.read() if device.pid in pids]
-        if len(devices) == 2 and all(d.busy_share and d.measured.kv_cache_bytes for d in devices):
-            break
-        assert time.monotonic() < end, devices
+    monkeypatch.setattr(sys, "executable", python)  # forks have other numbers than are known here
+    with Engine(plan, processes=True, warm_up="largest") as engine:
+        executor: Any = engine._executor
+        pids = executor._workers.process_ids
+        end = time.monotonic() + 60
+        while True:
+            engine.generate(prompts(4))
+            devices = [device for device in live.read() if device.pid in pids]
+            busy = [d for d in devices if d.busy_share and d.measured.kv_cache_bytes]
+            if len(busy) == 2:
+                break
+            assert time.monotonic() < end, devices
     devices.sort(key=lambda device: pids.index(device.pid))
     assert [device.measured.device for device in devices] == list(plan.devices)
     for device, stage in zip(devices, plan.forecast.devices, strict=True):
@@ -250,11 +254,9 @@ def test_nothing_is_left_where_a_process_cannot_be_started(
 
 
 def test_nothing_is_left_where_a_process_cannot_load_its_part(
-    plan: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "no_worker.py").write_text("")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("duoka.engine.staged_executor._MODULE", "no_worker")
+    monkeypatch.setattr("duoka.engine.staged_executor._MODULE", "keyword")  # it does nothing
     before = open_files()
     with pytest.raises(WorkerError, match="has ended: exit code 0"):
         Engine(plan, processes=True)
