@@ -49,6 +49,7 @@ from duoka.planner.plan import Plan
 
 VOCABULARY, PROMPT = 1000, 16
 NEW_TOKENS = 16
+LONG_ANSWER = 48  # the first requests still answer when the last one begins
 PIECE = 64
 PARTS = ("stages", "prompts", "transformers", "unequal")
 # A core of this kind of machine, by `duoka bench --calibrate`; the ratio alone matters here.
@@ -241,22 +242,19 @@ class Clock(BaseStreamer):
         """All is there."""
 
 
-def measure_transformers(directory: Path, rounds: int, batch: int, context: int) -> None:
-    """Decoding on one device, beside transformers: tokens a second while all answer.
+Times = Callable[[list[list[int]]], list[float]]
 
-    That is by the median time from one step of all requests to the next one.
-    """
-    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    plan = plan_for(directory, batch, stages=1, context=context)
-    number = 3 * NEW_TOKENS  # the first have some left when the last one begins
-    config = GenerationConfig(max_new_tokens=number, do_sample=False, pad_token_id=0)
+
+def transformers_times(model: Any, batch: int, context: int) -> Times:
+    """When transformers took each step of all requests."""
+    config = GenerationConfig(max_new_tokens=LONG_ANSWER, do_sample=False, pad_token_id=0)
     # As many pages as the requests need, and steps as large as ours: by default it fills the
     # host's memory first, and computes the scores of all tokens at once.
     pages = ContinuousBatchingConfig(
         page_size=16, num_blocks=batch * (context + 64) // 16, max_batch_tokens=batch * PIECE
     )
 
-    def transformers(prompts: list[list[int]]) -> list[float]:
+    def times(prompts: list[list[int]]) -> list[float]:
         if batch == 1:
             ids, clock = torch.tensor(prompts), Clock()
             mask = torch.ones_like(ids)
@@ -268,34 +266,52 @@ def measure_transformers(directory: Path, rounds: int, batch: int, context: int)
             continuous_batching_config=pages,
             record_timestamps=True,
         )
-        times = [output.timestamps for output in outputs.values()]
-        first, last = max(one[0] for one in times), min(one[-1] for one in times)
-        return [moment for moment in times[0] if first <= moment <= last]
+        moments = [output.timestamps for output in outputs.values()]
+        first, last = max(one[0] for one in moments), min(one[-1] for one in moments)
+        return [moment for moment in moments[0] if first <= moment <= last]
 
+    return times
+
+
+def engine_times(engine: Engine, batch: int) -> Times:
+    """When the engine began each step of all requests."""
+    submit = engine._executor.submit
+    begun: list[float] = []
+
+    def note(step: Step) -> None:
+        if len(step.chunks) == batch and all(len(chunk.tokens) == 1 for chunk in step.chunks):
+            begun.append(time.perf_counter())
+        submit(step)
+
+    engine._executor.submit = note  # type: ignore[method-assign]
+    params = SamplingParams(max_new_tokens=LONG_ANSWER, min_new_tokens=LONG_ANSWER)
+
+    def times(prompts: list[list[int]]) -> list[float]:
+        begun.clear()
+        engine.generate(prompts, params)
+        return begun
+
+    return times
+
+
+def measure_transformers(directory: Path, rounds: int, batch: int, context: int) -> None:
+    """Decoding on one device, beside transformers: tokens a second while all answer.
+
+    That is by the median time from one step of all requests to the next one.
+    """
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    plan = plan_for(directory, batch, stages=1, context=context)
     with open_engine(plan) as engine:
-        submit = engine._executor.submit
-        begun: list[float] = []
 
-        def note(step: Step) -> None:
-            if len(step.chunks) == batch and all(len(chunk.tokens) == 1 for chunk in step.chunks):
-                begun.append(time.perf_counter())
-            submit(step)
-
-        engine._executor.submit = note  # type: ignore[method-assign]
-
-        def ours(prompts: list[list[int]]) -> list[float]:
-            begun.clear()
-            engine.generate(prompts, SamplingParams(max_new_tokens=number, min_new_tokens=number))
-            return begun
-
-        def speed(run: Callable[[list[list[int]]], list[float]], seed: int) -> float:
+        def speed(times: Times, seed: int) -> float:
             rng = random.Random(seed)  # others each time, whose pages aren't there yet
-            times = run([rng.choices(range(VOCABULARY), k=context) for _ in range(batch)])
-            return batch / statistics.median(after - before for before, after in pairwise(times))
+            prompts = [rng.choices(range(VOCABULARY), k=context) for _ in range(batch)]
+            steps = [after - before for before, after in pairwise(times(prompts))]
+            return batch / statistics.median(steps)
 
-        name = "generate" if batch == 1 else "generate_batch"
+        theirs, ours = transformers_times(model, batch, context), engine_times(engine, batch)
         ways: dict[str, Callable[[int], float]] = {
-            name: lambda seed: speed(transformers, seed),
+            "generate" if batch == 1 else "generate_batch": lambda seed: speed(theirs, seed),
             "the engine": lambda seed: speed(ours, seed),
         }
         compare(f"{batch} x {context}", ways, rounds)

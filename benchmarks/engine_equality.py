@@ -1,6 +1,6 @@
 """The engine's answers beside transformers' `generate`, for every family of the sweep.
 
-    python benchmarks/engine_equality.py [NAME ...] [--part 1/2]
+    python benchmarks/engine_equality.py [NAME ...] [--part 1/2] [--whole] [--gpu 1GiB]
 
 A family's tiny model answers 40 random prompts of 1 to 600 tokens that arrive at random times, on
 1, 2 and 3 virtual GPUs; with a process for each GPU where it can be cut so, once with all answers
@@ -38,8 +38,6 @@ from tuning import make_tokenizer
 
 import duoka
 from duoka.engine import Completion, Engine, SamplingParams
-from duoka.errors import DuokaError
-from duoka.runtime.paged_steps import reads_pages
 
 PROMPTS, SEEDED, LONGEST, NEW_TOKENS = 40, 10, 600, 8
 WORK = duoka.Workload(
@@ -51,6 +49,8 @@ WORK = duoka.Workload(
 )
 GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, logprobs=0)
 MOST_POSITIONS = 1024
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length")
+END = 2
 
 
 class Answers(NamedTuple):
@@ -105,21 +105,40 @@ def tokens(completion: Completion) -> list[int]:
     return [choice.token for choice in completion.tokens]
 
 
-def runs(path: Path, model: Any, prompts: list[list[int]]) -> Iterator[tuple[str, Answers]]:
+def runs(
+    path: Path, model: Any, prompts: list[list[int]], options: argparse.Namespace
+) -> Iterator[tuple[str, Answers]]:
     """A family's answers in each form."""
-    work = replace(WORK, prefill_chunk_tokens=None) if model.config.is_encoder_decoder else WORK
+    is_whole = options.whole or model.config.is_encoder_decoder
+    work = replace(WORK, prefill_chunk_tokens=None) if is_whole else WORK
     for number in (1, 2, 3):
-        plan = duoka.plan(path, f"virtual:{number}x1GiB", work, use_all=True)
-        apart = reads_pages(model) and len(plan.devices) > 1
-        with Engine(plan, processes=apart, warm_up="largest") as engine:
+        plan = duoka.plan(path, f"virtual:{number}x{options.gpu}", work, use_all=True)
+        with Engine(plan, warm_up="largest") as engine:
             title = f"{len(plan.devices)} GPU{'s' * (len(plan.devices) > 1)}"
+            apart = engine._executor.num_steps > 1
             for groups in ("one group", "groups") if apart else ("",):
                 if groups:  # instead of what the forecast says of this model's size
                     engine._scheduler._is_grouped = lambda _, grouped=groups == "groups": grouped
                 yield f"{title} {groups}".strip(), ask(engine, prompts, seed=number)
 
 
-def compare(name: str, directory: Path) -> tuple[str, list[str], float]:
+def differs(completion: Completion, expected: tuple[list[int], torch.Tensor]) -> tuple[str, float]:
+    """What differs, if anything, and log-probabilities up to there by how much."""
+    worst = 0.0
+    for choice, token, row in zip(completion.tokens, *expected, strict=False):
+        if choice.token != token:
+            return f"gap {float(row[token] - row[choice.token]):.1e}", worst
+        assert choice.logprob is not None, "they are asked for"
+        exact = float(torch.log_softmax(row, dim=-1)[token])
+        worst = max(worst, abs(exact - choice.logprob))
+    number, ends = len(expected[0]), END in expected[0]  # which is no token of an answer
+    as_long = len(completion.tokens) in (number, number - ends)
+    return "" if as_long else f"{len(completion.tokens)} tokens, not {number}", worst
+
+
+def compare(
+    name: str, directory: Path, options: argparse.Namespace
+) -> tuple[str, list[str], float]:
     """How a family is run, what differs, and log-probabilities by how much."""
     model: Any = families.build(name)
     model.save_pretrained(directory)
@@ -127,29 +146,16 @@ def compare(name: str, directory: Path) -> tuple[str, list[str], float]:
     prompts = prompts_of(name)
     with torch.inference_mode():
         expected = [generate(model, prompt) for prompt in prompts]
-    problems, worst, seeded, forms = [], 0.0, None, []
-    for form, answers in runs(directory, model, prompts):
-        forms.append(form)
-        seeded = seeded or answers.seeded
-        problems += [
-            f"{form}: prompt {index} with a seed"
-            for index, (one, other) in enumerate(zip(seeded, answers.seeded, strict=True))
-            if one != other
-        ]
-        for index, (completion, (reference, logits)) in enumerate(
-            zip(answers.greedy, expected, strict=True)
-        ):
-            stop = {2} & set(reference)  # the end isn't part of an answer's text, but of its tokens
-            for choice, token, row in zip(completion.tokens, reference, logits, strict=False):
-                if choice.token != token:
-                    gap = float(row[token] - row[choice.token])
-                    problems.append(f"{form}: prompt {index}, gap {gap:.1e}")
-                    break
-                exact = float(torch.log_softmax(row, dim=-1)[token])
-                worst = max(worst, abs(exact - choice.logprob))
-            else:
-                if len(completion.tokens) not in (len(reference), len(reference) - bool(stop)):
-                    problems.append(f"{form}: prompt {index} has {len(completion.tokens)} tokens")
+    problems, worst, forms = [], 0.0, {}
+    for form, answers in runs(directory, model, prompts, options):
+        forms[form] = answers
+        first = next(iter(forms.values()))
+        for index, (completion, reference) in enumerate(zip(answers.greedy, expected, strict=True)):
+            problem, distance = differs(completion, reference)
+            problems += [f"{form}: prompt {index}: {problem}"] * bool(problem)
+            worst = max(worst, distance)
+        for index, (one, other) in enumerate(zip(first.seeded, answers.seeded, strict=True)):
+            problems += [f"{form}: prompt {index} with a seed"] * (one != other)
     return ", ".join(forms), problems, worst
 
 
@@ -158,18 +164,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--part", default="1/1", help="such as 2/3: each third, from the second on")
+    parser.add_argument("--whole", action="store_true", help="read prompts whole")
+    parser.add_argument("--gpu", default="1GiB", help="the memory of each")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
     unbuilt = {name for names in families.UNBUILT.values() for name in names}
     names = options.names or sorted(set(families.all_names()) - unbuilt)
-    for field in (
-        "max_position_embeddings",
-        "n_positions",
-        "n_ctx",
-        "max_seq_len",
-        "context_length",
-    ):
-        families._SIZES[field] = MOST_POSITIONS
+    families._SIZES.update(dict.fromkeys(POSITIONS, MOST_POSITIONS))
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
@@ -180,8 +181,8 @@ def main() -> None:
             begin = time.perf_counter()
             with tempfile.TemporaryDirectory() as directory:
                 try:
-                    forms, problems, worst = compare(name, Path(directory))
-                except (DuokaError, Exception) as error:
+                    forms, problems, worst = compare(name, Path(directory), options)
+                except Exception as error:  # the next one can be run all the same
                     traceback.print_exc()
                     print(f"{name}: NOT RUN: {type(error).__name__}: {error}", flush=True)
                     continue

@@ -31,11 +31,26 @@ settings.register_profile(
 settings.register_profile("quick", settings.get_profile("full"), max_examples=20)
 settings.load_profile("full")
 
-_DEFAULT_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+_TESTS = Path(__file__).resolve().parent
+_LATER = "slow", "sweep"
+_CASES = 2
+_DEFAULT_SHARED = _TESTS.parents[1] / "shared" / "data"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Mark those that start programs with the fixture for it; on CUDA workspaces are its own."""
+    """Mark those that start programs with the fixture for it; on CUDA workspaces are its own.
+
+    Of a test with many cases `make test` has a few, and `make test-all` the others, which are slow
+    all together. Tests of the house itself, which lie in its root, look at every file each time.
+    """
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.path.parent != _TESTS and not any(map(item.get_closest_marker, _LATER)):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for alike in cases.values():
+        for item in set(alike) - set(alike[:: -(-len(alike) // _CASES)]):
+            item.add_marker("slow")
     for item in items:
         if item.get_closest_marker("gpu") or item.get_closest_marker("cuda_rig"):
             item.fixturenames.append("own_workspaces")

@@ -1,8 +1,8 @@
-"""Which cases of a test are in `make test`; `make test-all` runs all of them."""
+"""Which cases are in `make test`, where any two of a test's (conftest.py) aren't the right ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
 import pytest
@@ -25,8 +25,3 @@ def one_of_each(cases: Iterable[Case], kind: Callable[[Case], object]) -> list[A
 def only(quick: Collection[Case], cases: Iterable[Case]) -> list[Any]:
     """Parameters; those that aren't among the quick ones are slow."""
     return [pytest.param(c, marks=() if c in quick else pytest.mark.slow) for c in cases]
-
-
-def sample(cases: Sequence[Case]) -> list[Any]:
-    """Parameters; all but every fifth are slow."""
-    return only(cases[::5], cases)

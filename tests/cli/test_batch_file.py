@@ -38,6 +38,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.mark.slow
 def test_every_prompt_is_answered_as_by_itself(
     model: Path, program: Program, tmp_path: Path
 ) -> None:

@@ -209,6 +209,7 @@ def test_a_process_that_is_killed_is_started_again(staged: Engine) -> None:
     assert [ids(completion) for completion in staged.generate(texts)] == expected
 
 
+@pytest.mark.slow
 def test_each_process_says_what_it_has(
     plan: Any, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_cut_behind_an_embedding_is_measured_as_it_is_forecast(name: str) -> N
         assert forecast.reserved_bytes == pytest.approx(reserved, rel=0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "last", "too_high"),
     [

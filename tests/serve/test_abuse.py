@@ -187,6 +187,7 @@ def test_nothing_was_told_and_nothing_is_left(served: Served) -> None:
     check_unharmed(served)
 
 
+@pytest.mark.slow
 def test_keys_and_prompts_stay_out_of_the_log(llama: Path, tmp_path: Path) -> None:
     key, prompt = secrets.token_hex(16), secrets.token_hex(8)
     (tmp_path / "key").write_text(key)

@@ -119,6 +119,7 @@ async def drained(served: Served, *signals: signal.Signals) -> tuple[bytes, bool
     return begin + rest, is_refused
 
 
+@pytest.mark.slow
 def test_sigterm_lets_open_answers_end(llama: Path, tmp_path: Path) -> None:
     with serving(llama, tmp_path / "log") as served:
         engine = engine_of(served)
