@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import families
 import torch
 import towers
 import transformers
@@ -124,7 +125,9 @@ def write_family(name: str, directory: Path) -> Path:
     if name == "internvl":
         config.vision_config.image_size = [towers.IMAGE_SIZE] * 2
     torch.manual_seed(7)
-    towers._model_class(name, causal=False)(config).save_pretrained(directory)
+    model = towers._model_class(name, causal=False)(config)
+    families._spread(model)  # or some say the same of every picture
+    model.save_pretrained(directory)
     _tokenizer(family).save_pretrained(directory)
     getattr(transformers, family.image_processor)(**family.pixels).save_pretrained(directory)
     settings = {"processor_class": family.processor, **family.settings}
