@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import families
 import plain_generate
 import pytest
 import torch
@@ -17,7 +19,7 @@ from tiers import only
 import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams, open_executor
 from duoka.engine.cached_model import CachedModel
-from duoka.errors import MachineError, UsageError
+from duoka.errors import MachineError, ModelError, UsageError
 from duoka.models.text.messages import Message
 from duoka.runtime import devices
 from duoka.runtime.encode_images import FEATURES
@@ -197,6 +199,23 @@ def test_a_rule_that_is_not_applied_is_refused_before_a_weight_is_read(
     monkeypatch.setattr(open_executor, "load_proved", read)
     with pytest.raises(UsageError, match=r"guidance_scale 1\.5, which the engine doesn't apply"):
         Engine(plan)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "goes_on"),
+    [("jamba", False), ("bloom", True), ("minimax", False), ("recurrent_gemma", False),
+     ("mamba", False), ("cpmant", False), ("qwen3_next", True), ("falcon_h1", True)],
+)  # fmt: skip
+def test_chunks_are_refused_where_a_model_does_not_go_on(name: str, goes_on: bool) -> None:
+    """Of some transformers' code begins anew with each chunk, and no error says so."""
+    model: Any = families.build(name)
+    work = replace(WORK, prefill_chunk_tokens=20)
+    expected = nullcontext() if goes_on else pytest.raises(ModelError, match="can't read a prompt")
+    with expected:
+        CachedModel(model, work)
+    CachedModel(model, replace(work, prefill_chunk_tokens=None))
+    CachedModel(model, replace(work, prompt_tokens=20))
 
 
 def test_pictures_are_let_go_of(glm4v: Path, monkeypatch: pytest.MonkeyPatch) -> None:

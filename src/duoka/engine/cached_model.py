@@ -12,17 +12,21 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from duoka.errors import ModelError
 from duoka.forecast.workload import Workload
 from duoka.models.kv_cache import cache_name, new_cache
 from duoka.runtime.encode_images import READ_ONCE, image_arguments
 
 from .step import Chunk
+
+_FEW_TOKENS = 8
 
 
 class CachedModel:
@@ -35,6 +39,11 @@ class CachedModel:
     model : PreTrainedModel
     workload : Workload
         Its cache, its chunks, and how many images are encoded at a time.
+
+    Raises
+    ------
+    ModelError
+        If prompts are to be read in chunks, and the model can't.
     """
 
     def __init__(self, model: PreTrainedModel, workload: Workload) -> None:
@@ -50,8 +59,10 @@ class CachedModel:
         if self._start_token is None:
             self._start_token = settings.bos_token_id
         self._settings = copy.copy(settings)
-        is_chunked = not self._is_pair and self._cache_name == "past_key_values"
-        self._settings.prefill_chunk_size = workload.prefill_chunk_tokens if is_chunked else None
+        chunk = workload.prefill_chunk_tokens
+        if chunk is not None and chunk < workload.prompt_tokens:
+            self._refuse_forgetful()
+            self._settings.prefill_chunk_size = chunk
 
     @torch.inference_mode()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
@@ -70,6 +81,38 @@ class CachedModel:
     def close(self) -> None:
         """Let go of all caches."""
         self._arguments.clear()
+
+    @torch.inference_mode()
+    def _refuse_forgetful(self) -> None:
+        """Refuse a model that doesn't go on where a chunk has ended, as Jamba's in transformers 5.
+
+        `generate` reads chunks with `past_key_values` alone.
+        """
+        goes_on = False
+        if self._cache_name == "past_key_values" and not self.keeps_state_in_modules:
+            rounding = max(8 * torch.finfo(self._model.dtype).eps, 1e-3)
+            with suppress(AttributeError, IndexError):  # of outputs without a cache, say
+                whole, chunked = map(self._first_logits, (_FEW_TOKENS, _FEW_TOKENS // 2))
+                goes_on = bool((whole - chunked).norm() <= rounding * whole.norm())
+        if not goes_on:
+            raise ModelError(
+                f"{type(self._model).__name__} can't read a prompt in chunks: what it computes "
+                "then isn't what it computes of the whole prompt",
+                hint="plan with --prefill-chunk none",
+            )
+
+    def _first_logits(self, size: int) -> Tensor:
+        """Those after a few tokens that are read in chunks of a size, [vocabulary]."""
+        tokens = list(range(_FEW_TOKENS))
+        ids = torch.tensor([tokens], device=self._model.device)
+        settings = copy.copy(self._settings)
+        settings.prefill_chunk_size = size
+        arguments = self._begin(Chunk(0, tokens, 0, (), None), ids)
+        arguments[self._cache_name] = new_cache(
+            self._model
+        )  # one of 8 bit rounds what ends a chunk
+        logits: Tensor = self._model._prefill(ids, settings, arguments).logits[0, -1].float()
+        return logits
 
     def _run(self, chunk: Chunk) -> Tensor:
         model = self._model
