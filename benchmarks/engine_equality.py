@@ -140,9 +140,11 @@ def compare(
     name: str, directory: Path, options: argparse.Namespace
 ) -> tuple[str, list[str], float]:
     """How a family is run, what differs, and log-probabilities by how much."""
-    model: Any = families.build(name)
-    model.save_pretrained(directory)
+    built: Any = families.build(name)
+    built.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
+    # Not all that a model has is saved: the positions of some are computed anew.
+    model: Any = type(built).from_pretrained(directory, dtype=torch.float32).eval()
     prompts = prompts_of(name)
     with torch.inference_mode():
         expected = [generate(model, prompt) for prompt in prompts]
