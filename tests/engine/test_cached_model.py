@@ -218,6 +218,26 @@ def test_chunks_are_refused_where_a_model_does_not_go_on(name: str, goes_on: boo
     CachedModel(model, replace(work, prompt_tokens=20))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["recurrent_gemma", "bloom"])
+def test_a_model_that_keeps_a_state_itself_has_one_sequence_at_a_time(
+    name: str, tmp_path: Path
+) -> None:
+    """Nothing of its interface says so; answers in company would be others."""
+    model: Any = families.build(name)
+    model.save_pretrained(tmp_path)
+    tuning.make_tokenizer().save_pretrained(tmp_path)
+    prompts = [[token] * 20 for token in range(3, 9)]
+    plan = duoka.plan(tmp_path, "virtual:2x256MiB", WORK, use_all=True)
+    with Engine(plan) as engine:
+        assert engine.capacity.sequences == (1 if name == "recurrent_gemma" else WORK.batch)
+        found = engine.generate(prompts, SamplingParams(max_new_tokens=6))
+    for prompt, completion in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(ids, max_new_tokens=6, do_sample=False)[0, 20:].tolist()
+        assert [choice.token for choice in completion.tokens] == expected
+
+
 def test_pictures_are_let_go_of(glm4v: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = duoka.plan(glm4v, "virtual:1x256MiB", replace(SEEING, prefill_chunk_tokens=None))
     after: list[set[str]] = []

@@ -59,7 +59,10 @@ class CachedModel:
         if self._start_token is None:
             self._start_token = settings.bos_token_id
         self._settings = copy.copy(settings)
+        self.keeps_state_in_modules = self._new_cache() is None or self._mixes()
+        """Whether the model has room for one sequence alone, in its modules."""
         chunk = workload.prefill_chunk_tokens
+        assert chunk != "auto", "a plan's workload is resolved"
         if chunk is not None and chunk < workload.prompt_tokens:
             self._refuse_forgetful()
             self._settings.prefill_chunk_size = chunk
@@ -73,14 +76,21 @@ class CachedModel:
         """A sequence has ended."""
         self._arguments.pop(sequence, None)
 
-    @property
-    def keeps_state_in_modules(self) -> bool:
-        """Whether the model has room for one sequence alone, in its modules."""
-        return self._new_cache() is None
-
     def close(self) -> None:
         """Let go of all caches."""
         self._arguments.clear()
+
+    @torch.inference_mode()
+    def _mixes(self) -> bool:
+        """Whether a sequence answers otherwise beside another one, as RecurrentGemma's."""
+        prompt, other = (Chunk(number, [number] * _FEW_TOKENS, 0, (), None) for number in (1, 2))
+        answer = Chunk(prompt.sequence, [1], _FEW_TOKENS, (), None)
+        logits = []
+        for company in ([], [other]):
+            *_, last = [self._run(chunk) for chunk in (prompt, *company, answer)]
+            logits.append(last)
+            self._arguments.clear()
+        return not self._alike(*logits)
 
     @torch.inference_mode()
     def _refuse_forgetful(self) -> None:
@@ -90,10 +100,8 @@ class CachedModel:
         """
         goes_on = False
         if self._cache_name == "past_key_values" and not self.keeps_state_in_modules:
-            rounding = max(8 * torch.finfo(self._model.dtype).eps, 1e-3)
             with suppress(AttributeError, IndexError):  # of outputs without a cache, say
-                whole, chunked = map(self._first_logits, (_FEW_TOKENS, _FEW_TOKENS // 2))
-                goes_on = bool((whole - chunked).norm() <= rounding * whole.norm())
+                goes_on = self._alike(*map(self._first_logits, (_FEW_TOKENS, _FEW_TOKENS // 2)))
         if not goes_on:
             raise ModelError(
                 f"{type(self._model).__name__} can't read a prompt in chunks: what it computes "
@@ -102,17 +110,21 @@ class CachedModel:
             )
 
     def _first_logits(self, size: int) -> Tensor:
-        """Those after a few tokens that are read in chunks of a size, [vocabulary]."""
-        tokens = list(range(_FEW_TOKENS))
-        ids = torch.tensor([tokens], device=self._model.device)
+        """Those after a few tokens that are read in chunks of a size, [1, vocabulary]."""
+        chunk = Chunk(0, [1] * _FEW_TOKENS, 0, (), None)
+        ids = torch.tensor([chunk.tokens], device=self._model.device)
         settings = copy.copy(self._settings)
         settings.prefill_chunk_size = size
-        arguments = self._begin(Chunk(0, tokens, 0, (), None), ids)
+        arguments = self._begin(chunk, ids)
         arguments[self._cache_name] = new_cache(
             self._model
         )  # one of 8 bit rounds what ends a chunk
-        logits: Tensor = self._model._prefill(ids, settings, arguments).logits[0, -1].float()
+        logits: Tensor = self._model._prefill(ids, settings, arguments).logits[:, -1].float()
         return logits
+
+    def _alike(self, one: Tensor, other: Tensor) -> bool:
+        rounding = max(8 * torch.finfo(self._model.dtype).eps, 1e-3)
+        return bool((one - other).norm() <= rounding * one.norm())
 
     def _run(self, chunk: Chunk) -> Tensor:
         model = self._model
