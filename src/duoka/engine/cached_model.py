@@ -116,9 +116,8 @@ class CachedModel:
         settings = copy.copy(self._settings)
         settings.prefill_chunk_size = size
         arguments = self._begin(chunk, ids)
-        arguments[self._cache_name] = new_cache(
-            self._model
-        )  # one of 8 bit rounds what ends a chunk
+        # One of 8 bit rounds what a chunk leaves to the next.
+        arguments[self._cache_name] = new_cache(self._model)
         logits: Tensor = self._model._prefill(ids, settings, arguments).logits[:, -1].float()
         return logits
 
