@@ -165,7 +165,7 @@ def test_a_plan_of_a_group_knows_its_own_gpus_alone() -> None:
         assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_copies_with_a_number_of_pages_are_dealt_for_headroom() -> None:
+def test_a_number_of_pages_leaves_headroom_to_be_sought() -> None:
     load = replace(LOAD, cache="paged", pages=8)
     problem = PlanProblem(fleet=tiny.fleet(120, 120), workload=load)
     assert objective_of(problem) == "headroom"

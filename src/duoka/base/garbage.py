@@ -8,8 +8,8 @@ import gc
 def freeze_objects() -> None:
     """Let garbage be looked for only among what is made from now on.
 
-    What torch and transformers have made, a million objects, stays until the end; to look through
-    all of it would stop every answer for some 0.2 s, again and again.
+    What torch and transformers have made, some 400,000 objects, stays until the end; to look
+    through all of it would stop every answer for some 0.2 s, again and again.
     """
     gc.collect()
     gc.freeze()

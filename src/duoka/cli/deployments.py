@@ -121,10 +121,12 @@ def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
     if plot is not None:
         from duoka.tools.bench.deployment_plot import draw_bench
 
-        page = Console(record=True, file=io.StringIO(), width=_PAGE_COLUMNS, highlight=False)
-        show(page)
-        text = page.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
-        save_picture(draw_bench(bench), plot, text)
+        def html() -> str:
+            page = Console(record=True, file=io.StringIO(), width=_PAGE_COLUMNS, highlight=False)
+            show(page)
+            return page.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
+
+        save_picture(draw_bench(bench), plot, html)
         stderr().print(f"drawn: {plot}", markup=False, soft_wrap=True)
 
 

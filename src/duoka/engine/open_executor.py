@@ -104,7 +104,7 @@ def _routes(plan: Plan, checkpoint: Checkpoint) -> Routes:
         )
     if plan.workload.cache == "int8":
         raise UsageError(
-            f"a cache of the kind {plan.workload.cache!r} is filled by one process",
+            "a cache of the kind 'int8' is filled by one process",
             hint="leave processes out, or plan without --cache",
         )
     if plan.offloaded:

@@ -63,9 +63,10 @@ def monomials(batch: int, query: int, keys: int) -> tuple[int, ...]:
     """The values of `MONOMIALS` at one step's sizes."""
     alone = (1, query, keys, query * keys, query * query)
     padded = (_aligned(keys), query * _aligned(keys))
-    return (
-        *(*alone, *(batch * value for value in alone)),
-        *(*padded, *(batch * value for value in padded)),
+    return tuple(
+        value
+        for group in (alone, padded)
+        for value in (*group, *(batch * value for value in group))
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,10 +80,10 @@ def draw_bars(
     axes.set(xlim=(0, 1.1 * largest or 1.0), ylim=(len(labels) - 0.5, -0.5))
 
 
-def save_picture(figure: Figure, file: Path, text: str = "") -> Path:
+def save_picture(figure: Figure, file: Path, html: Callable[[], str] = str) -> Path:
     """Write a figure to a PNG file, and return that; or to a page, if its name ends in .html.
 
-    A page is whole by itself: the text, which is HTML, and below it the figure as SVG.
+    A page is whole by itself: what `html` gives, and below it the figure as SVG.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def save_picture(figure: Figure, file: Path, text: str = "") -> Path:
             svg = io.StringIO()
             figure.savefig(svg, format="svg")
             picture = svg.getvalue()
-            write_whole(file, _PAGE + text + picture[picture.index("<svg") :])
+            write_whole(file, _PAGE + html() + picture[picture.index("<svg") :])
         else:
             figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
     except OSError as error:
