@@ -7,6 +7,9 @@ keyword-only ones: six, or a seventh where what they say belongs together in no 
 function's signature is its documentation, a command of the command line has one parameter per
 option, a test one per fixture, and a model's `forward` those that transformers reads from it by
 name, so there they may be more.
+
+The code lines of `src` (neither blank, nor a comment, nor inside a docstring) have a ceiling, which
+only goes down.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 40
 MAX_PARAMETERS = 7
+MAX_CODE_LINES = 48_828
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -111,6 +115,32 @@ def test_sizes_in_c(path: Path) -> None:
     assert bodies
     assert len(text.splitlines()) <= MAX_FILE_LINES
     assert [name for name, body in bodies if body.count("\n") > MAX_FUNCTION_LINES] == []
+
+
+def code_lines(text: str) -> int:
+    """Count the lines that are neither blank, nor a comment, nor inside a docstring."""
+    docstring_lines = set[int]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
+            statement = node.body[0]
+            docstring_lines.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    return sum(
+        bool(line.strip()) and not line.strip().startswith("#") and number not in docstring_lines
+        for number, line in enumerate(text.split("\n"), 1)
+    )
+
+
+def test_the_code_lines_of_src_stay_under_their_ceiling() -> None:
+    paths = (ROOT / "src").rglob("*.py")
+    assert sum(code_lines(path.read_text(encoding="utf-8")) for path in paths) <= MAX_CODE_LINES
+
+
+def test_how_code_lines_are_counted() -> None:
+    text = (
+        '"""Doc."""\n\nx = 1  # one\n# a comment\n'
+        'def f():\n    """Doc.\n\n    More.\n    """\n    return x\n'
+    )
+    assert code_lines(text) == 3
 
 
 def test_how_lines_and_parameters_are_counted() -> None:
