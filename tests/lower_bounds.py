@@ -1,4 +1,4 @@
-"""Print the lower bounds of pyproject.toml as constraints: `make oldest` installs those versions."""
+"""Print the lower bounds of pyproject.toml as constraints, for `make oldest`."""
 
 from __future__ import annotations
 

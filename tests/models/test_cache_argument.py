@@ -73,7 +73,7 @@ def test_both_names_at_once_are_refused() -> None:
         called(cache=1, past_key_values=2)
 
 
-@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("name", [CACHE, "past_key_values"])
 def test_a_checkpoints_code_is_called_by_either_name(name: str, tmp_path: Path) -> None:
     code = RemoteCode(tmp_path, {"code.py": CODE.encode()}, legacy=False)
     model = code.import_class("code.Model")()

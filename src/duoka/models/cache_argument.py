@@ -18,9 +18,7 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 CACHE: str = ALL_CACHE_NAMES[0]
 """The name that the installed transformers uses."""
 _EITHER = ("cache", "past_key_values")
-CACHE_NAMES = tuple(
-    dict.fromkeys((*ALL_CACHE_NAMES, *_EITHER, "cache_params", "presents", "kv_caches", "kv_cache"))
-)
+CACHE_NAMES = (*ALL_CACHE_NAMES, *_EITHER, "cache_params", "presents", "kv_caches", "kv_cache")
 """What models call a cache that they return, or take: transformers' names, and of older code."""
 _ASKED_FOR = (CACHE, "past_key_values", "cache_params", "state")
 _CHANGES_ATTENTION = re.compile(r"past|cache|attn|attention|mask|bias|alibi|^(state|mems)$")
