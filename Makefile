@@ -12,14 +12,14 @@ JOBS ?= 2
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: demo test test-all fuzz sweep cuda check schema clean
+.PHONY: demo test test-all newest oldest fuzz sweep cuda check schema clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
 
 # One thread per worker: the workers are the parallelism. A worker that has nothing left to do takes
 # over tests of another, so that no large file keeps one busy at the end.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # Every promise, by two cases of each test, in minutes.
 test: $(STAMP)
@@ -30,6 +30,13 @@ test: $(STAMP)
 test-all: JOBS := 3
 test-all: $(RAY_STAMP)
 	$(PYTEST) -m "" --durations 60 --durations-min 2
+
+# `make test` with the newest versions that pyproject.toml allows, and with its lower bounds. torch
+# is that of constraints.txt in both: 2.11, its lower bound, would bring gigabytes of CUDA.
+newest: BIN := .venv-newest/bin
+oldest: BIN := .venv-oldest/bin
+newest oldest: %: .venv-%/.duoka-installed
+	$(PYTEST) -m "not slow and not sweep" --hypothesis-profile quick
 
 # The tests that feed random and damaged input, with many more inputs.
 FUZZ_EXAMPLES ?= 10000
@@ -62,12 +69,17 @@ schema: $(STAMP)
 	$(BIN)/python tests/schemas.py
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV)
+	rm -rf $(VENV) $(CUDA_VENV) .venv-newest .venv-oldest
 
 # Made again when a dependency or what is compiled changes. A candidate counts when it is new enough
 # and can make virtual environments (Debian ships a Python without ensurepip).
 $(CUDA_STAMP): export PIP_FIND_LINKS := $(CURDIR)/tests/cuda_rig/c
-$(STAMP) $(CUDA_STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
+.venv-newest/.duoka-installed: CONSTRAINTS = grep '^torch==' constraints.txt
+.venv-oldest/.duoka-installed: CONSTRAINTS = grep '^torch==' constraints.txt && \
+  $(@D)/bin/python -m pip install --quiet packaging && $(@D)/bin/python tests/lower_bounds.py
+CONSTRAINTS = cat constraints.txt
+VERSION_STAMPS := .venv-newest/.duoka-installed .venv-oldest/.duoka-installed
+$(STAMP) $(CUDA_STAMP) $(VERSION_STAMPS): pyproject.toml constraints.txt hatch_build.py $(wildcard src/duoka/forecast/*.[ch])
 	@for python in $(CANDIDATES); do \
 	  if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
 	      >/dev/null 2>&1; then \
@@ -77,8 +89,9 @@ $(STAMP) $(CUDA_STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard
 	echo "duoka needs Python 3.11 or newer with its venv module; tried: $(CANDIDATES)" >&2; \
 	echo "hint: install one, or name it: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; \
 	exit 1
+	($(CONSTRAINTS)) > $(@D)/constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  -c constraints.txt -e '.[all,dev]'
+	  -c $(@D)/constraints.txt -e '.[all,dev]'
 	@touch $@
 
 $(RAY_STAMP): $(STAMP)

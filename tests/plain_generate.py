@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 import duoka
-from duoka.models.kv_cache import cache_name, new_cache
+from duoka.models.cache_argument import cache_name
+from duoka.models.kv_cache import new_cache
 from duoka.runtime.encode_images import image_arguments
 from duoka.runtime.prompt_reader import PromptReader
 

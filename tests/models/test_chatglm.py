@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from duoka.errors import ModelError
 from duoka.models import build, chatglm
+from duoka.models.cache_argument import CACHE
 
 TOLERANCE = 1e-5
 NAMES = ["chatglm2-6b", "chatglm2-6b-32k", "chatglm3-6b", "chatglm3-6b-128k", "glm-4-9b-chat"]
@@ -74,7 +75,7 @@ def test_decoding_with_a_cache_equals_one_long_prefill(
 ) -> None:
     ids = reference.values["long.input_ids"]
     first = model(ids[:, :-4], logits_to_keep=1)
-    rest = model(ids[:, -4:], past_key_values=first.past_key_values).logits
+    rest = model(ids[:, -4:], **{CACHE: first[CACHE]}).logits
     assert_close(rest, reference.values["long.last_logits"])
 
 

@@ -20,6 +20,7 @@ import duoka
 from duoka import virtual
 from duoka.errors import UsageError
 from duoka.models import build, chatglm
+from duoka.models.cache_argument import CACHE
 from duoka.models.eva_clip import EvaClipConfig
 from duoka.models.glm4v import GLM4VForConditionalGeneration
 
@@ -156,7 +157,7 @@ def test_pieces_of_a_prompt_without_positions(whole: Any, size: int) -> None:
     for piece in ids.split(size, dim=1):
         few, rows = rows.tensor_split([int((piece == BEGIN).sum())])
         encoded = {"image": type(features)(pooler_output=[few])} if len(few) else None
-        cache = None if outputs is None else outputs.past_key_values
+        cache = None if outputs is None else outputs[CACHE]
         outputs = whole(piece, mm_encoder_outputs=encoded, past_key_values=cache, use_cache=True)
     assert outputs is not None
     assert close(outputs.logits[:, -1], whole(**prompt).logits[:, -1])
@@ -171,13 +172,13 @@ def test_a_conversation_goes_on_over_its_cache(whole: Any) -> None:
     more = torch.tensor([[9, 10, 11]])
     grown = torch.cat((prompt["input_ids"], said, more), dim=1)
     expected = whole.generate(grown, pixel_values=prompt["pixel_values"], **GREEDY)[:, -5:]
-    cache = first.past_key_values
+    cache = first[CACHE]
     written = whole.config.image_tokens.write_out(grown)["input_ids"]
     rest = written[:, cache.get_seq_length() :]
     mask = torch.ones_like(written)
     again = copy.deepcopy(cache)
     for ids, past in ((rest, cache), (written, again)):
-        answer = whole.generate(ids, attention_mask=mask, past_key_values=past, **GREEDY)
+        answer = whole.generate(ids, attention_mask=mask, **{CACHE: past}, **GREEDY)
         assert answer[:, -5:].equal(expected)
 
 
@@ -338,7 +339,7 @@ def test_prompts_that_are_written_out(model: Any, expected: dict[str, Tensor]) -
     said = []
     for _ in range(12):
         said.append(int(outputs.logits[0, -1].argmax()))
-        cache = outputs.past_key_values
+        cache = outputs[CACHE]
         outputs = model(
             torch.tensor([said[-1:]], device=model.device), past_key_values=cache, use_cache=True
         )

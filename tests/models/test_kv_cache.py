@@ -13,9 +13,9 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from duoka import virtual
 from duoka.errors import UsageError
 from duoka.forecast.workload import Cache
+from duoka.models.cache_argument import CACHE, cache_name
 from duoka.models.kv_cache import (
     Int8Layer,
-    cache_name,
     lengthen,
     longer,
     new_cache,
@@ -132,7 +132,7 @@ def test_caches_are_lengthened_without_computing(kind: Cache) -> None:
     model = built("llama")
     cache = new_cache(model, kind)
     with torch.no_grad():
-        model(ids(1, 12), past_key_values=cache)
+        model(ids(1, 12), **{CACHE: cache})
     assert lengthen(cache, 20)
     assert int(cache.get_seq_length()) == 32
     assert not lengthen(new_cache(built("window")), 1)
@@ -151,7 +151,8 @@ def test_a_cache_of_its_own_kind_stays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "argument"), [("mamba2", "cache_params"), ("window", "past_key_values")]
+    ("name", "argument"),
+    [("mamba2", "cache" if CACHE == "cache" else "cache_params"), ("window", CACHE)],
 )
 def test_nothing_to_keep_in_8_bit(name: str, argument: str) -> None:
     model = built(name)

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel
 
 from duoka import Placement, Workload, virtual
+from duoka.models.cache_argument import CACHE
 from duoka.runtime.dispatch.place_tensors import place
 from duoka.runtime.steps import Stepper
 
@@ -44,7 +45,7 @@ def shapes_of_calls(model: PreTrainedModel) -> list[dict[str, Any]]:
             {
                 name: tuple(value.shape) if isinstance(value, torch.Tensor) else value
                 for name, value in kwargs.items()
-                if value is not None and name != "past_key_values"
+                if value is not None and name != CACHE
             }
         )
 

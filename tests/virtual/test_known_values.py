@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from duoka import virtual
+from duoka.models.cache_argument import CACHE
 from duoka.virtual import UnknownValueError
 from duoka.virtual.known_values import KNOWN_LIMIT_BYTES, unknown_value
 
@@ -157,11 +158,11 @@ def test_a_model_runs_on_meta_while_another_world_computes() -> None:
     with torch.no_grad():
         out = model(tokens, attention_mask=mask, use_cache=True)
         longer = torch.cat([mask, mask[:, :1]], 1)
-        out = model(tokens[:, :1], attention_mask=longer, past_key_values=out.past_key_values)
+        out = model(tokens[:, :1], attention_mask=longer, **{CACHE: out[CACHE]})
     thread.join()
     assert done == [8.0]
     assert out.logits.shape == (2, 1, 50)
-    assert out.past_key_values.get_seq_length() == 7
+    assert out[CACHE].get_seq_length() == 7
 
 
 def test_the_same_memory_with_and_without_numbers() -> None:

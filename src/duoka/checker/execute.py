@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from duoka.errors import UsageError
-from duoka.models.kv_cache import CACHE_NAMES
+from duoka.models.cache_argument import CACHE_NAMES
 from duoka.runtime.dispatch.arguments import tensors_in, to_device
 from duoka.runtime.steps import Stepper
 from duoka.virtual import UnknownValueError

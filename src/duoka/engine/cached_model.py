@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
 from duoka.forecast.workload import Workload
-from duoka.models.kv_cache import cache_name, new_cache
+from duoka.models.cache_argument import CACHE, cache_name
+from duoka.models.kv_cache import new_cache
 from duoka.runtime.encode_images import READ_ONCE, image_arguments
 
 from .step import Chunk
@@ -96,11 +97,11 @@ class CachedModel:
     def _refuse_forgetful(self) -> None:
         """Refuse a model that doesn't go on where a chunk has ended, as Jamba's in transformers 5.
 
-        `generate` reads chunks with `past_key_values` alone.
+        `generate` reads chunks with transformers' own argument alone.
         """
         goes_on = False
-        if self._cache_name == "past_key_values" and not self.keeps_state_in_modules:
-            with suppress(AttributeError, IndexError):  # of outputs without a cache, say
+        if self._cache_name == CACHE and not self.keeps_state_in_modules:
+            with suppress(AttributeError, IndexError, ValueError):  # of a cache without keys, say
                 goes_on = self._alike(*map(self._first_logits, (_FEW_TOKENS, _FEW_TOKENS // 2)))
         if not goes_on:
             raise ModelError(

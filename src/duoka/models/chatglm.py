@@ -44,6 +44,8 @@ from transformers.models.glm.modeling_glm import (
 
 from duoka.checkpoint.architecture import CHATGLM_NAMES, refuse_other_chatglm
 
+from .cache_argument import takes_cache
+
 _ROPE_THETA = 10_000.0
 # The trained epsilon tells the generations apart: 1e-5 in ChatGLM2 and 3, 1.5625e-7 in GLM-4.
 _GLM4_EPSILON_LIMIT = 1e-6
@@ -157,12 +159,13 @@ def query_length_scale(position_ids: Tensor) -> Tensor:
 class ChatGLMAttention(GlmAttention):
     """`GlmAttention` that scales its queries when the position embeddings carry a scale."""
 
-    def forward(  # type: ignore[override]
+    @takes_cache
+    def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, ...] | None = None,
         attention_mask: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; see `GlmAttention`. Position embeddings: cosine, sine and perhaps a scale."""
@@ -177,8 +180,8 @@ class ChatGLMAttention(GlmAttention):
         query, key = apply_rotary_pos_emb(query, key, cos, sin)
         for scale in scales:
             query = query * scale[:, None, :, None]
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -227,6 +230,8 @@ class ChatGLMModel(ChatGLMPreTrainedModel, GlmModel):
         self.gradient_checkpointing = False
         self.post_init()  # type: ignore[no-untyped-call]
 
+    forward = takes_cache(GlmModel.forward)
+
 
 class ChatGLMForCausalLM(ChatGLMPreTrainedModel, GlmForCausalLM):
     """The decoder with its language-model head."""
@@ -237,6 +242,8 @@ class ChatGLMForCausalLM(ChatGLMPreTrainedModel, GlmForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]
+
+    forward = takes_cache(GlmForCausalLM.forward)
 
 
 class SplitQueryKeyValue(ConversionOps):

@@ -21,6 +21,7 @@ from transformers.models.glm.modeling_glm import GlmPreTrainedModel
 
 from duoka.errors import UsageError
 
+from .cache_argument import CACHE, takes_cache
 from .chatglm import ChatGLMConfig, ChatGLMForCausalLM, ChatGLMModel
 from .eva_clip import EvaClip, EvaClipConfig
 from .image_tokens import ImageTokens
@@ -67,12 +68,13 @@ class GLM4VModel(ChatGLMModel):
         """Pictures as features for the decoder: `pooler_output` [pictures, tokens, width]."""
         return BaseModelOutputWithPooling(pooler_output=self.vision(pixel_values))
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         pixel_values: Tensor | None = None,
         mm_encoder_outputs: dict[str, Any] | None = None,
@@ -89,11 +91,11 @@ class GLM4VModel(ChatGLMModel):
         reached = None
         if input_ids is not None:
             if position_ids is None:
-                position_ids, begun = self.positions(input_ids, attention_mask, past_key_values)
+                position_ids, begun = self.positions(input_ids, attention_mask, cache)
                 reached = torch.cat((position_ids[:, -1:] + 1, begun), dim=1)
             elif encoded is not None:
                 reached = functional.pad(position_ids[:, -1:] + 1, (0, 1))
-            _, before = getattr(past_key_values, "reached", (0, None))
+            _, before = getattr(cache, "reached", (0, None))
             if reached is not None and before is not None and before.shape == reached.shape:
                 reached = before.copy_(reached)  # so that a step frees nothing of an earlier one
             inputs_embeds = self.embed_tokens(input_ids)
@@ -101,17 +103,17 @@ class GLM4VModel(ChatGLMModel):
             if input_ids is None:
                 raise UsageError("pictures come with input_ids, which say where they are")
             inputs_embeds = self._with_pictures(inputs_embeds, input_ids, encoded.pooler_output)
-            if attention_mask is None and past_key_values is None:
+            if attention_mask is None and cache is None:
                 # Without a mask transformers takes repeated positions for another sequence's.
                 attention_mask = torch.ones_like(input_ids)
         outputs = super().forward(
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             **kwargs,
         )
-        cache = getattr(outputs, "past_key_values", None)
+        cache = getattr(outputs, CACHE, None)
         if cache is not None and reached is not None:
             cache.reached = cache.get_seq_length(), reached
         return outputs
@@ -164,12 +166,13 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()  # type: ignore[no-untyped-call]
 
+    @takes_cache
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -193,7 +196,7 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
             rows = self.config.image_tokens.write_out(**rows)
         return super().forward(
             **rows,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
@@ -264,7 +267,7 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         """Positions of all tokens, those in the cache too; `generate` counts on from the last."""
         ids = model_kwargs.get("input_ids")
         ids = inputs_tensor if ids is None or not ids.shape[1] else ids
-        mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
         past = 0 if mask is None else mask.shape[1] - ids.shape[1]
         if ids.is_floating_point() or (past and not hasattr(cache, "reached")):
             inherited: Any = super()  # without types there

@@ -14,7 +14,6 @@ It knows nothing of devices: a layer's cache is made where its first keys come f
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -22,22 +21,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
-from transformers.generation.utils import ALL_CACHE_NAMES
 
 from duoka.errors import UsageError
 from duoka.forecast.workload import Cache
 
-CACHE_NAMES = (*ALL_CACHE_NAMES, "presents", "kv_caches", "kv_cache", "cache")
-"""What models call a cache that they return, or take: transformers' names, and of older code."""
-_ASKED_FOR = ("past_key_values", "cache_params", "state")
 _MOST = 127
 """The largest 8-bit integer."""
-
-
-def cache_name(model: Any) -> str:
-    """The argument of a model's `forward` that takes the cache."""
-    accepted = inspect.signature(model.forward).parameters
-    return next((name for name in _ASKED_FOR if name in accepted), _ASKED_FOR[0])
 
 
 def new_cache(model: Any, kind: Cache = "dynamic") -> Any:

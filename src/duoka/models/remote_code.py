@@ -23,9 +23,11 @@ from duoka.checkpoint.tokenizer_files import missing_package
 from duoka.errors import ModelError
 
 from . import transformers4
+from .cache_argument import takes_cache
 
 # "file.Class"; transformers would fetch "org/name--file.Class" from another repository and run it.
 _REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)
+_CALLED = {"forward", "prepare_inputs_for_generation"}
 OTHER_VERSIONS = "the code was written for other versions of its libraries: look at that call"
 
 
@@ -99,3 +101,7 @@ class _Loader(SourceLoader):
     def exec_module(self, module: ModuleType) -> None:
         run = partial(super().exec_module, module)
         transformers4.execute(run, vars(module)) if self._legacy else run()
+        for part in list(vars(module).values()):
+            if isinstance(part, type) and part.__module__ == module.__name__:
+                for name in _CALLED & vars(part).keys():
+                    setattr(part, name, takes_cache(vars(part)[name], strict=False))

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from duoka.forecast.stage_bytes import StageBytes
+from duoka.models.cache_argument import CACHE_NAMES
 from duoka.planner.plan import Plan
 from duoka.report import live
 
@@ -139,7 +140,7 @@ class Publisher:
         )
 
     def _note_caches(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for name in ("past_key_values", "cache_params", "step"):
+        for name in (*CACHE_NAMES, "step"):
             cache = kwargs.get(name)
             with suppress(TypeError):  # None, or a tuple of code from before there were caches
                 self._caches.add(getattr(cache, "cache", cache))

@@ -26,7 +26,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from duoka.errors import ModelError
 from duoka.forecast.profile import Phase
 from duoka.forecast.workload import Conditions, Training, Workload, refuse_short
-from duoka.models.kv_cache import CACHE_NAMES, cache_name, lengthen, longer, new_cache
+from duoka.models.cache_argument import CACHE_NAMES, cache_in, cache_name
+from duoka.models.kv_cache import lengthen, longer, new_cache
 
 from .dispatch.copies import carry
 from .encode_images import ImageReader, encodes_apart, refuse_parts
@@ -171,7 +172,7 @@ class Stepper:
     def _step(self, keys: int, arguments: dict[str, Any]) -> None:
         outputs = self.model(**arguments)
         logits = carry(outputs.logits[:, -1], self.device, copy=True, dtype=torch.float32)
-        cache = next((outputs[name] for name in CACHE_NAMES if outputs.get(name) is not None), None)
+        cache = cache_in(outputs)
         self.cache = self.cache if cache is None else cache
         if self.model.config.is_encoder_decoder:
             self.encoded = BaseModelOutput(last_hidden_state=outputs.encoder_last_hidden_state)
@@ -255,7 +256,7 @@ class Stepper:
             **read,
             "attention_mask": mask[:, :num_encoded],
             "decoder_input_ids": ids[:, :num_decoded].clone(),
-            "past_key_values": self.cache,
+            self._cache_name: self.cache,
             "use_cache": True,
             "return_dict": True,
         }

@@ -24,6 +24,7 @@ from transformers import (
 
 from duoka import virtual
 from duoka.errors import ModelError, PlacementError
+from duoka.models.cache_argument import CACHE
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch, undispatch
 from duoka.runtime.dispatch.place_tensors import tensor_names
@@ -291,7 +292,7 @@ def test_what_the_caller_gave_comes_back_as_it_is() -> None:
 
 def test_the_cache_lives_where_its_layer_lives() -> None:
     model = dispatch(glm(), GLM)
-    cache = model(tokens(), use_cache=True).past_key_values
+    cache = model(tokens(), use_cache=True)[CACHE]
     devices = [str(layer.keys.device) for layer in cache.layers]
     assert devices == [GLM.device_of(f"model.layers.{i}") for i in range(NUM_LAYERS)]
 

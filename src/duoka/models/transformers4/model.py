@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, LogitsProcessorList, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
+from ..cache_argument import cache_in
+
 _PREPARE = "prepare_inputs_for_generation"
 _TAKEN_APART = re.compile(r"\w+\s*,\s*\w+\s*=\s*self\._extract_past_from_model_output")
 
@@ -61,7 +63,7 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
 
         From 4.42 on it came with its name: whoever expects two takes them apart at once.
         """
-        cache = outputs.get("past_key_values")
+        cache = cache_in(outputs)
         caller = inspect.getsource(type(self)._update_model_kwargs_for_generation)
         return ("past_key_values", cache) if _TAKEN_APART.search(caller) else cache
 

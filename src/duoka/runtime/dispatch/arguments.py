@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from duoka.models.kv_cache import CACHE_NAMES
+from duoka.models.cache_argument import CACHE_NAMES
 
 from .copies import carry
 
@@ -118,7 +118,7 @@ def caches_of(module: nn.Module) -> frozenset[int | str]:
 def caches_in(outputs: Any) -> list[Any]:
     """Of what a model returns the caches, which stay: by name, or tuples of tuples, as of old."""
     if isinstance(outputs, dict):
-        return [outputs[name] for name in CACHE_NAMES if name in outputs]
+        return [cache for name, cache in outputs.items() if name in CACHE_NAMES]
     parts = outputs if isinstance(outputs, tuple) else ()
     return [p for p in parts if isinstance(p, tuple) and all(isinstance(x, tuple) for x in p)]
 

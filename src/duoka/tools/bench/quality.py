@@ -29,8 +29,9 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import MachineError, UsageError
 from duoka.forecast.workload import QUANTIZED, Cache, Dtype, Quantization, Workload
 from duoka.hardware.fleet import Fleet
+from duoka.models.cache_argument import cache_name
 from duoka.models.from_checkpoint import tokenizer_of
-from duoka.models.kv_cache import cache_name, new_cache
+from duoka.models.kv_cache import new_cache
 
 CONTEXT_TOKENS = 512
 MOST_TOKENS = 8192

@@ -1,0 +1,77 @@
+"""The name of the cache in calls and outputs: 5.24 of transformers renames it.
+
+`generate`, the models of transformers and their outputs say `past_key_values` up to 5.23, and
+`cache` from 5.24 on. Classes of duoka's own, and code that comes with a checkpoint, have one name,
+whichever it is: `takes_cache` lets them be called by either.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers.generation.utils import ALL_CACHE_NAMES
+
+CACHE: str = ALL_CACHE_NAMES[0]
+"""The name that the installed transformers uses."""
+_EITHER = ("cache", "past_key_values")
+CACHE_NAMES = (*ALL_CACHE_NAMES, *_EITHER, "cache_params", "presents", "kv_caches", "kv_cache")
+"""What models call a cache that they return, or take: transformers' names, and of older code."""
+_ASKED_FOR = (CACHE, "past_key_values", "cache_params", "state")
+_CHANGES_ATTENTION = re.compile(r"past|cache|attn|attention|mask|bias|alibi|^(state|mems)$")
+_CHANGES_NOTHING = {"use_cache", "cache_position", "output_attentions", "return_legacy_cache"}
+
+
+def cache_name(model: Any) -> str:
+    """The argument of a model's `forward` that takes the cache."""
+    accepted = inspect.signature(model.forward).parameters
+    return next((name for name in _ASKED_FOR if name in accepted), CACHE)
+
+
+def cache_in(outputs: Mapping[str, Any]) -> Any:
+    """The cache that a model returned by any name, or None."""
+    caches = (value for name, value in outputs.items() if name in CACHE_NAMES)
+    return next((cache for cache in caches if cache is not None), None)
+
+
+def takes_cache(function: Callable[..., Any], *, strict: bool = True) -> Any:
+    """Let a function take its cache by either name; its signature has transformers' name.
+
+    A strict one refuses caches, masks and biases that it has no parameter for, which its `**kwargs`
+    would swallow.
+    """
+    signature = inspect.signature(function)
+    own = next((name for name in _EITHER if name in signature.parameters), None)
+    if own is None or (own == CACHE and not strict):
+        return function
+    other = _EITHER[own == _EITHER[0]]
+
+    @functools.wraps(function)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        if other in kwargs:
+            cache = kwargs.pop(other)
+            if kwargs.get(own) is None:
+                kwargs[own] = cache
+            elif cache is not None:
+                raise TypeError(f"{function.__qualname__} got both {own!r} and {other!r}")
+        if strict:
+            _refuse_unknown(function, kwargs.keys() - signature.parameters.keys(), kwargs)
+        return function(*args, **kwargs)
+
+    parameters = [
+        part.replace(name=CACHE) if part.name == own else part
+        for part in signature.parameters.values()
+    ]
+    vars(renamed)["__signature__"] = signature.replace(parameters=parameters)
+    return renamed
+
+
+def _refuse_unknown(
+    function: Callable[..., Any], names: set[str], arguments: Mapping[str, Any]
+) -> None:
+    for name in names - _CHANGES_NOTHING:
+        if arguments[name] is not None and _CHANGES_ATTENTION.search(name):
+            raise TypeError(f"{function.__qualname__} got an unknown argument {name!r}")
