@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from duoka.errors import UsageError
-from duoka.models.kv_cache import CACHE_NAMES
+from duoka.models.kv_cache import CACHE_NAMES, layer_tensors
 from duoka.runtime.dispatch.arguments import tensors_in, to_device
 from duoka.runtime.steps import Stepper
 from duoka.virtual import UnknownValueError
@@ -187,6 +187,9 @@ def _generate(subject: Subject, device: torch.device, steps: StepListener) -> An
                 step("prefill", query)
         for phase, tokens in decode_phases(work.new_tokens - 1):
             step(phase, tokens)
+        if any(len({t.device for t in tensors_in(it)}) > 1 for it in layer_tensors(stepper.cache)):
+            steps.begin("beam search")
+            stepper.cache.reorder_cache(torch.arange(work.batch, device=device))
     return None
 
 

@@ -4,8 +4,9 @@ Every module that owns parameters or buffers gets a tag, and so does every modul
 some: a tensor computed from a parameter carries its owner's tag, and an argument takes the tag of
 the module that it enters, because there dispatch would move it. Where one operation mixes two
 tags, no cut may pass between their owners. Nor may one where code around the modules computes on
-the device of an earlier one: it would do so in the turn of a later one. A block is the closure of
-such a group in the order of execution; nothing is assumed about names, class lists or registration
+the device of an earlier one: it would do so in the turn of a later one. Nor may one between what
+fills one layer of a cache, which has one device. A block is the closure of such a group in the
+order of execution; nothing is assumed about names, class lists or registration
 order.
 """
 
@@ -15,15 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+from transformers import Cache
 
 from duoka import virtual
 from duoka.base.text import containing, prefixes
+from duoka.models.kv_cache import layer_tensors
 from duoka.models.quantization import parts
 from duoka.runtime.dispatch.arguments import bring, caches_of, mapped_call, tensors_in
 
@@ -111,6 +115,7 @@ class _Experiment:
         self.stack: list[str] = []
         self.count = 0
         self.tensors, self.holders = _holders(model)
+        self.caches: dict[int, Cache] = {}
         # Moves by model code: of whose tensor, to whose device, and who began last before.
         self.moves: list[tuple[str, str, str]] = []
         # For each owner the modules that were running whenever a tensor of its was used.
@@ -212,6 +217,8 @@ class _Experiment:
     ) -> tuple[Any, Any]:
         self.stack.append(name)
         self.count += 1
+        given = (value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
+        self.caches |= {id(cache): cache for cache in given}
 
         def retag(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, nn.Parameter):
@@ -258,6 +265,11 @@ class _Experiment:
             # What enters a module is moved to where it begins. Where it meets something that
             # was made later, all between the two stays whole.
             self._union(owner, container + _ENTERED)
+        for layer in (layer for cache in self.caches.values() for layer in layer_tensors(cache)):
+            # A hybrid layer keeps keys and a state, which one module may not make alone.
+            tags = [getattr(tensor, _TAG, None) for tensor in tensors_in(layer)]
+            for one, other in pairwise(tag for tag in tags if tag is not None):
+                self._union(one, other)
         for owner in self.first:
             self.members.setdefault(self._find(owner), set()).add(owner)
         return [

@@ -6,7 +6,7 @@ import json
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsIndex
@@ -153,6 +153,33 @@ class Devices:
             raise NoDevice(_NO_OFFLOAD)
         kind, index = match.groups()
         return self._known(text if kind == "cpu" or index is not None else self._alone(kind))
+
+    def guess(self, values: Iterable[object]) -> dict[str, str]:
+        """Return the likely device of each value of a map, by the value's text.
+
+        A map with a device that isn't here was written for another numbering: the one before
+        CUDA_VISIBLE_DEVICES, or another machine's, whose GPUs stand for those of the fleet in
+        order. A single strange device among known ones is a slip, and has no likely device.
+        """
+        texts = {text for text in map(str, values) if text.rpartition(":")[2].isdecimal()}
+        ordered = sorted(texts, key=lambda text: (len(text), text))
+        gpus = [name for name in self.names if name != "cpu"]
+        numbers = [f"cuda:{number}" for number in cuda_driver.renumbered()]
+        full = [text if ":" in text else f"cuda:{text}" for text in ordered]
+        if numbers and {*full} <= {*numbers}:
+            found = [f"{self._kinds[0]}:{numbers.index(text)}" for text in full]
+            return dict(zip(ordered, found, strict=True)) if {*found} <= {*gpus} else {}
+        known = {text: name for text in ordered if (name := self._find_or_none(text))}
+        strange = [text for text in ordered if text not in known]
+        if len(strange) > 1 and len(ordered) > len(gpus) > 0:
+            return {text: gpus[at * len(gpus) // len(ordered)] for at, text in enumerate(ordered)}
+        return dict(zip(strange, (gpu for gpu in gpus if gpu not in known.values()), strict=False))
+
+    def _find_or_none(self, value: object) -> str | None:
+        try:
+            return self.find(value)
+        except NoDevice:
+            return None
 
     def describe(self) -> str:
         """What they are, and what CUDA_VISIBLE_DEVICES makes of their numbers."""

@@ -24,6 +24,25 @@ def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def empty_modules(model: nn.Module) -> Iterator[str]:
+    """Yield the name of every module that holds no parameter or buffer, each under all its names.
+
+    Maps that transformers and accelerate write give devices to dropout and activations, too.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and next(tensor_names(module), None) is None:
+            yield name
+
+
+def unsaved_buffers(model: nn.Module) -> set[str]:
+    """Return the names of buffers that no checkpoint holds; maps of other tools lack them."""
+    return {
+        f"{prefix}.{key}" if prefix else key
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for key in getattr(module, "_non_persistent_buffers_set", ())
+    }
+
+
 def parameter_bytes(model: nn.Module) -> int:
     """The bytes of a model's parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -54,7 +73,7 @@ def place(model: nn.Module, placement: Placement) -> None:
 def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.device]:
     """The device of every parameter and buffer under each of its names."""
     tensors = {name: table[key] for name, (table, key) in _slots(model).items()}
-    placement.check(tensors)
+    placement.check(tensors, empty_modules(model))
     ranks = {entry: rank for rank, (entry, _) in enumerate(placement.entries)}
     by_rank = [torch.device(text) for _, text in placement.entries]
     # One object for each device, so that it can be compared by identity.
