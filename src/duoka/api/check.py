@@ -351,7 +351,11 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
         return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
 
     workload = request.workload
-    if request.training and workload.training is None and workload.quantize == "none":
+    if request.training and workload.images:
+        request.notes.append(
+            "training with images isn't forecast: the placement is one for answering about them"
+        )
+    elif request.training and workload.training is None:
         try:
             training_plan = planned(learning(workload, request.training), suggest=False)
             several = len(request.to_plan.devices) > 1

@@ -13,7 +13,7 @@ from torch import nn
 from duoka.errors import UsageError
 from duoka.models.kv_cache import CACHE_NAMES, layer_tensors
 from duoka.runtime.dispatch.arguments import tensors_in, to_device
-from duoka.runtime.steps import Stepper
+from duoka.runtime.steps import Stepper, refuse_without_generation
 from duoka.virtual import UnknownValueError
 
 from .subject import Subject
@@ -56,11 +56,7 @@ def _run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
         steps.mark("inputs", tensors_in((args, kwargs)))
         call = partial(model, *args, **kwargs)
         return _train(call, steps) if subject.train else _infer(model, call, kwargs, steps)
-    if not hasattr(model, "prepare_inputs_for_generation"):
-        raise UsageError(
-            f"{type(model).__name__} is no generating model of transformers",
-            hint="give example inputs as well: check(model, placement, inputs=(x,))",
-        )
+    refuse_without_generation(model)
     if subject.train:
         inputs = _training_inputs(subject, device)
         steps.mark("inputs", inputs.values())
@@ -208,12 +204,5 @@ def decode_phases(tokens: int) -> Iterator[tuple[str, int]]:
 
 def _cache_contents(cache: Any) -> Any:
     """The tensors of a cache: of its layers, or its own."""
-    layers = getattr(cache, "layers", None)
-    if layers is not None:
-        return [vars(layer) for layer in layers]
-    if not hasattr(cache, "__dict__"):
-        return cache
-    return [
-        _cache_contents(value) if hasattr(value, "layers") else value
-        for value in vars(cache).values()
-    ]
+    own = [*vars(cache).values()] if hasattr(cache, "__dict__") else cache
+    return layer_tensors(cache) or own

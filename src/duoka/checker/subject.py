@@ -25,7 +25,7 @@ from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.models.remote_code import OTHER_VERSIONS
 from duoka.report.check_report import OriginKind, Stop
 from duoka.runtime.dispatch.install_movers import is_callable
-from duoka.runtime.dispatch.place_tensors import tensor_names, unsaved_buffers
+from duoka.runtime.dispatch.place_tensors import tensor_names
 
 from .source_map import place_of
 
@@ -128,8 +128,8 @@ def complete(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
     unknown = tuple(entry for entry, _ in entries if entry not in known)
     devices = {entry: device for entry, device in entries if entry in known}
     unplaced = [name for name in names if device_of(name, devices) is None]
-    unsaved = unsaved_buffers(model)
-    missing = tuple(name for name in unplaced if name not in unsaved)
+    saved = model.state_dict()
+    missing = tuple(name for name in unplaced if name in saved)
     doubled = tuple(_contradicted(model, devices))
     completed = dict(devices)
     last = next(iter(devices.values()), "cuda:0")

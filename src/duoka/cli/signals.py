@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -41,18 +40,14 @@ class _Handler:
             self.stopped_by, self._raised_at = signum, time.monotonic()
             raise KeyboardInterrupt if signum == signal.SIGINT else Terminated(signum)
 
-    def hook(self, previous: Callable[[Any], Any]) -> Callable[[Any], None]:
-        """Return a `sys.unraisablehook` that sends a signal again whose exception was dropped."""
-
-        def hear(unraisable: Any) -> None:
-            error = unraisable.exc_value
-            if not isinstance(error, (KeyboardInterrupt, Terminated)):
-                previous(unraisable)
-                return
+    def hear(self, unraisable: Any) -> None:
+        """Send a signal again whose exception Python drops; see `sys.unraisablehook`."""
+        error = unraisable.exc_value
+        if isinstance(error, (KeyboardInterrupt, Terminated)):
             self.stopped_by = None
             _send_later(getattr(error, "signum", signal.SIGINT))
-
-        return hear
+        else:
+            sys.__unraisablehook__(unraisable)
 
 
 def _would_be_lost(frame: FrameType | None) -> bool:
@@ -88,7 +83,7 @@ def install() -> None:
     for signum in _SIGNALS:
         if signal.getsignal(signum) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(signum, handler)
-    sys.unraisablehook = handler.hook(sys.unraisablehook)
+    sys.unraisablehook = handler.hear
 
 
 def taken() -> None:

@@ -58,7 +58,10 @@ def new_cache(model: Any, kind: Cache = "dynamic") -> Any:
 
 def layer_tensors(cache: Any) -> list[dict[str, Any]]:
     """Return what each layer of a cache holds; that of an encoder with a decoder has two parts."""
-    parts = [cache, *(getattr(cache, f"{part}_attention_cache", None) for part in ("self", "cross"))]
+    parts = [
+        cache,
+        *(getattr(cache, f"{part}_attention_cache", None) for part in ("self", "cross")),
+    ]
     return [vars(layer) for part in parts for layer in getattr(part, "layers", None) or ()]
 
 

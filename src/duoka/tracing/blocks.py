@@ -52,10 +52,14 @@ class Group:
 
 
 def find_groups(
-    model: nn.Module, run: Callable[[], object], *, hears_moves: bool = False
+    model: nn.Module, run: Callable[[], Any], *, hears_moves: bool = False, joins_work: bool = True
 ) -> list[Group]:
-    """Run a model once and derive its blocks, in execution order."""
-    experiment = _Experiment(model, hears_moves=hears_moves)
+    """Run a model once and derive its blocks, in execution order.
+
+    With `hears_moves` a tensor that model code moves may lie apart from its source. Without
+    `joins_work` code around the modules may compute on the device of an earlier block.
+    """
+    experiment = _Experiment(model, joins_work=joins_work)
     moved = experiment.moved if hears_moves else lambda result, source, place: result
     moves = Moves(experiment.place_of, moved, experiment.created)
     with experiment.hooks(), virtual.observe(experiment), moves:
@@ -102,9 +106,9 @@ def find_containers(model: nn.Module, groups: Sequence[Group]) -> list[tuple[int
 class _Experiment:
     """A run with tags: who executes when, and which owners an operation mixes."""
 
-    def __init__(self, model: nn.Module, *, hears_moves: bool) -> None:
+    def __init__(self, model: nn.Module, *, joins_work: bool) -> None:
         self.model = model
-        self.hears_moves = hears_moves
+        self.joins_work = joins_work
         self.owners = [name for name, module in model.named_modules() if _owns(module)]
         self.containers = {container for owner in self.owners for container in prefixes(owner)}
         self.first: dict[str, int] = {}
@@ -157,7 +161,7 @@ class _Experiment:
         representative = min(tags)
         # A tower's features are put together when all of it has run, before they are moved. What
         # its layers worked with is free by then, and this is less.
-        if has_made and not self.hears_moves:
+        if has_made and self.joins_work:
             self.work.add((representative, self.running))
         for tag in tags:
             self._union(representative, tag)
@@ -198,6 +202,7 @@ class _Experiment:
         alias = result.view_as(result)
         setattr(alias, _TAG, place)
         if origin is not None and self.last:
+            self.work.discard((origin, self.running))  # as labels, which are shifted before
             running = max(self.first, key=self.first.__getitem__)
             self.moves.append((origin, place, running))
         return alias

@@ -11,13 +11,13 @@ from duoka.base.text import longest_prefix
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.models.conversion import Recipe, plan_tensors, published_tensors
 from duoka.models.quantization import num_bytes
-from duoka.runtime.dispatch.place_tensors import tensor_names, unsaved_buffers
+from duoka.runtime.dispatch.place_tensors import tensor_names
 
 
 def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[NamedTensor]:
     """Name every parameter and buffer, under each of its names."""
     sources = _sources(model, published)
-    unsaved = unsaved_buffers(model)
+    saved = {*model.state_dict(), *sources}
     first: dict[int, str] = {}
     named = []
     for name, tensor in tensor_names(model):
@@ -30,7 +30,7 @@ def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[Na
                 published=tuple(n for n in dict.fromkeys(sources.get(name, ())) if n != name),
                 tied_to=canonical if repeated else "",
                 is_buffer=not isinstance(tensor, nn.Parameter),
-                is_saved=name not in unsaved,
+                is_saved=name in saved,
             )
         )
     return named

@@ -214,9 +214,7 @@ class Entries:
             read._look_up(name, device, finder)
         read.is_numbered = bool(numbered) and all(numbered)
         if read.misplaced:
-            guessed = devices.guess(value for _, value in device_map.entries)
-            real = [entry for entry in device_map.entries if entry[0] in read.known]
-            read.likely = {name: guessed[str(v)] for name, v in real if str(v) in guessed}
+            read.likely = devices.guess(dict(device_map.entries))
         return read
 
     def _look_up(self, name: str, device: str | None, finder: Finder) -> None:

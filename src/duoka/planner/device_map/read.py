@@ -6,7 +6,8 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsIndex
@@ -154,32 +155,33 @@ class Devices:
         kind, index = match.groups()
         return self._known(text if kind == "cpu" or index is not None else self._alone(kind))
 
-    def guess(self, values: Iterable[object]) -> dict[str, str]:
-        """Return the likely device of each value of a map, by the value's text.
+    def guess(self, values: Mapping[str, object]) -> dict[str, str]:
+        """Return the likely device of each name in a map of which some devices aren't here.
 
-        A map with a device that isn't here was written for another numbering: the one before
-        CUDA_VISIBLE_DEVICES, or another machine's, whose GPUs stand for those of the fleet in
-        order. A single strange device among known ones is a slip, and has no likely device.
+        The map was written for another numbering: the one before CUDA_VISIBLE_DEVICES, or another
+        machine's, whose GPUs stand for those of the fleet in order. A single strange device among
+        as many known ones as there are is a slip, and nothing is likely.
         """
-        texts = {text for text in map(str, values) if text.rpartition(":")[2].isdecimal()}
-        ordered = sorted(texts, key=lambda text: (len(text), text))
+        texts = {name: str(value) for name, value in values.items()}
+        given = {text for text in texts.values() if text.rpartition(":")[2].isdecimal()}
+        ordered = sorted(given, key=lambda text: (len(text), text))
         gpus = [name for name in self.names if name != "cpu"]
-        numbers = [f"cuda:{number}" for number in cuda_driver.renumbered()]
-        full = [text if ":" in text else f"cuda:{text}" for text in ordered]
-        if numbers and {*full} <= {*numbers}:
-            found = [f"{self._kinds[0]}:{numbers.index(text)}" for text in full]
-            return dict(zip(ordered, found, strict=True)) if {*found} <= {*gpus} else {}
-        known = {text: name for text in ordered if (name := self._find_or_none(text))}
+        known: dict[str, str] = {}
+        for text in ordered:
+            with suppress(NoDevice):
+                known[text] = self.find(text)
         strange = [text for text in ordered if text not in known]
-        if len(strange) > 1 and len(ordered) > len(gpus) > 0:
-            return {text: gpus[at * len(gpus) // len(ordered)] for at, text in enumerate(ordered)}
-        return dict(zip(strange, (gpu for gpu in gpus if gpu not in known.values()), strict=False))
-
-    def _find_or_none(self, value: object) -> str | None:
-        try:
-            return self.find(value)
-        except NoDevice:
-            return None
+        numbers = [str(number) for number in cuda_driver.renumbered()]
+        plain = [text.removeprefix("cuda:") for text in ordered]
+        if numbers and {*plain} <= {*numbers}:
+            meant = [f"{self._kinds[0]}:{numbers.index(text)}" for text in plain]
+            likely = dict(zip(ordered, meant, strict=True)) if {*meant} <= {*gpus} else {}
+        elif len(strange) > 1 and len(ordered) > len(gpus) > 0:
+            likely = {text: gpus[at * len(gpus) // len(ordered)] for at, text in enumerate(ordered)}
+        else:
+            spare = (gpu for gpu in gpus if gpu not in known.values())
+            likely = dict(zip(strange, spare, strict=False))
+        return {name: likely[text] for name, text in texts.items() if text in likely}
 
     def describe(self) -> str:
         """What they are, and what CUDA_VISIBLE_DEVICES makes of their numbers."""

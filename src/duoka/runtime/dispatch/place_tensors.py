@@ -34,15 +34,6 @@ def empty_modules(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def unsaved_buffers(model: nn.Module) -> set[str]:
-    """Return the names of buffers that no checkpoint holds; maps of other tools lack them."""
-    return {
-        f"{prefix}.{key}" if prefix else key
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for key in getattr(module, "_non_persistent_buffers_set", ())
-    }
-
-
 def parameter_bytes(model: nn.Module) -> int:
     """The bytes of a model's parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
