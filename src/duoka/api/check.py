@@ -352,9 +352,7 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
 
     workload = request.workload
     if request.training and workload.images:
-        request.notes.append(
-            "training with images isn't forecast: the placement is one for answering about them"
-        )
+        request.notes.append("training with images isn't forecast: it is placed for answering")
     elif request.training and workload.training is None:
         try:
             training_plan = planned(learning(workload, request.training), suggest=False)

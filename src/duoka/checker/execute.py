@@ -171,7 +171,7 @@ def _generate(subject: Subject, device: torch.device, steps: StepListener) -> An
             steps.begin(phase)
             advance = stepper.lengthen if phase == BETWEEN else stepper.step
             advance(tokens)
-            steps.mark("cache", tensors_in(_cache_contents(stepper.cache)))
+            steps.mark("cache", tensors_in(_contents(stepper.cache)))
 
         if subject.prompt:
             inputs = {name: tensor.to(device) for name, tensor in subject.prompt.items()}
@@ -202,7 +202,6 @@ def decode_phases(tokens: int) -> Iterator[tuple[str, int]]:
     yield from [("decode", 1)] * last
 
 
-def _cache_contents(cache: Any) -> Any:
+def _contents(cache: Any) -> Any:
     """The tensors of a cache: of its layers, or its own."""
-    own = [*vars(cache).values()] if hasattr(cache, "__dict__") else cache
-    return layer_tensors(cache) or own
+    return layer_tensors(cache) or (vars(cache) if hasattr(cache, "__dict__") else cache)

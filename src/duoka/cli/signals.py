@@ -58,9 +58,8 @@ def _would_be_lost(frame: FrameType | None) -> bool:
     """
     while frame is not None:
         module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
-        if name == "__del__" or (module, name) == ("asyncio.events", "_run"):
-            return True
-        if name == "<module>" and module.partition(".")[0] == "torch":
+        is_import = name == "<module>" and module.partition(".")[0] == "torch"
+        if is_import or name == "__del__" or (module, name) == ("asyncio.events", "_run"):
             return True
         frame = frame.f_back
     return False

@@ -65,15 +65,13 @@ class Placement:
         entry = longest_prefix(name, device_map)
         return None if entry is None else device_map[entry]
 
-    def check(self, names: Iterable[str], empty_modules: Iterable[str] = ()) -> None:
+    def check(self, names: Iterable[str]) -> None:
         """Refuse names without a device and entries that name nothing, with all of them."""
-        names, empty = tuple(names), frozenset(empty_modules)
+        names = tuple(names)
         device_map = self.device_map
         missing = [name for name in names if longest_prefix(name, device_map) is None]
         unknown = [
-            entry
-            for entry in device_map
-            if entry not in empty and not any(is_within(name, entry) for name in names)
+            entry for entry in device_map if not any(is_within(name, entry) for name in names)
         ]
         faults = [
             f"{len(wrong)} {text}: {', '.join(wrong)}"

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -272,9 +271,9 @@ class _Experiment:
             self._union(owner, container + _ENTERED)
         for layer in (layer for cache in self.caches.values() for layer in layer_tensors(cache)):
             # A hybrid layer keeps keys and a state, which one module may not make alone.
-            tags = [getattr(tensor, _TAG, None) for tensor in tensors_in(layer)]
-            for one, other in pairwise(tag for tag in tags if tag is not None):
-                self._union(one, other)
+            tags = [tag for it in tensors_in(layer) if (tag := getattr(it, _TAG, None))]
+            for tag in tags:
+                self._union(tags[0], tag)
         for owner in self.first:
             self.members.setdefault(self._find(owner), set()).add(owner)
         return [

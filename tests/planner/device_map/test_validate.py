@@ -374,8 +374,8 @@ def test_a_map_for_more_gpus_is_balanced_over_fewer(monkeypatch: pytest.MonkeyPa
     with pytest.raises(PlacementError) as caught:
         judge(device_map, SMALL, Fleet.parse("2x1GiB"))
     assert caught.value.completed == {
-        **{"m.emb": 0, "m.rot": 0, "m.layers.0": 0},
-        **{"m.layers.1": 1, "m.norm": 1, "out": 1, "head": 0},
+        **dict.fromkeys(("m.emb", "m.rot", "m.layers.0", "head"), 0),
+        **dict.fromkeys(("m.layers.1", "m.norm", "out"), 1),
     }
 
 

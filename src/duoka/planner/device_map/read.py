@@ -174,14 +174,14 @@ class Devices:
         numbers = [str(number) for number in cuda_driver.renumbered()]
         plain = [text.removeprefix("cuda:") for text in ordered]
         if numbers and {*plain} <= {*numbers}:
-            meant = [f"{self._kinds[0]}:{numbers.index(text)}" for text in plain]
-            likely = dict(zip(ordered, meant, strict=True)) if {*meant} <= {*gpus} else {}
+            meant = (f"{self._kinds[0]}:{numbers.index(text)}" for text in plain)
+            likely = dict(zip(ordered, meant, strict=True))
         elif len(strange) > 1 and len(ordered) > len(gpus) > 0:
             likely = {text: gpus[at * len(gpus) // len(ordered)] for at, text in enumerate(ordered)}
         else:
             spare = (gpu for gpu in gpus if gpu not in known.values())
             likely = dict(zip(strange, spare, strict=False))
-        return {name: likely[text] for name, text in texts.items() if text in likely}
+        return {name: likely[text] for name, text in texts.items() if likely.get(text) in gpus}
 
     def describe(self) -> str:
         """What they are, and what CUDA_VISIBLE_DEVICES makes of their numbers."""

@@ -144,8 +144,8 @@ class _Judge:
     def _missing(self, part: _Part, tensors: Iterable[NamedTensor]) -> Iterator[str]:
         for tensor in tensors:
             missing = part.matches[tensor.name].missing
-            is_needed = tensor.is_saved or not part.devices()  # else it follows its block
-            if missing and not tensor.tied_to and is_needed:
+            # A buffer that no checkpoint holds follows its block.
+            if missing and not tensor.tied_to and (tensor.is_saved or not part.devices()):
                 yield from missing if self.published else (tensor.name,)
 
     def _split(self, part: _Part) -> list[str]:

@@ -64,7 +64,7 @@ def place(model: nn.Module, placement: Placement) -> None:
 def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.device]:
     """The device of every parameter and buffer under each of its names."""
     tensors = {name: table[key] for name, (table, key) in _slots(model).items()}
-    placement.check(tensors, empty_modules(model))
+    placement.check(tensors)
     ranks = {entry: rank for rank, (entry, _) in enumerate(placement.entries)}
     by_rank = [torch.device(text) for _, text in placement.entries]
     # One object for each device, so that it can be compared by identity.
