@@ -221,8 +221,8 @@ class _Experiment:
     ) -> tuple[Any, Any]:
         self.stack.append(name)
         self.count += 1
-        given = (value for value in (*args, *kwargs.values()) if isinstance(value, Cache))
-        self.caches |= {id(cache): cache for cache in given}
+        caches_given = (it for it in (*args, *kwargs.values()) if isinstance(it, Cache))
+        self.caches |= {id(cache): cache for cache in caches_given}
 
         def retag(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, nn.Parameter):

@@ -163,23 +163,23 @@ class Devices:
         as many known ones as there are is a slip, and nothing is likely.
         """
         texts = {name: str(value) for name, value in values.items()}
-        given = {text for text in texts.values() if text.rpartition(":")[2].isdecimal()}
-        ordered = sorted(given, key=lambda text: (len(text), text))
+        numbered = {text for text in texts.values() if text.rpartition(":")[2].isdecimal()}
+        ordered = sorted(numbered, key=lambda text: (len(text), text))
         gpus = [name for name in self.names if name != "cpu"]
-        known: dict[str, str] = {}
+        device_of: dict[str, str] = {}
         for text in ordered:
             with suppress(NoDevice):
-                known[text] = self.find(text)
-        strange = [text for text in ordered if text not in known]
+                device_of[text] = self.find(text)
+        strange = [text for text in ordered if text not in device_of]
         numbers = [str(number) for number in cuda_driver.renumbered()]
         plain = [text.removeprefix("cuda:") for text in ordered]
         if numbers and {*plain} <= {*numbers}:
-            meant = (f"{self._kinds[0]}:{numbers.index(text)}" for text in plain)
-            likely = dict(zip(ordered, meant, strict=True))
+            translated = (f"{self._kinds[0]}:{numbers.index(text)}" for text in plain)
+            likely = dict(zip(ordered, translated, strict=True))
         elif len(strange) > 1 and len(ordered) > len(gpus) > 0:
             likely = {text: gpus[at * len(gpus) // len(ordered)] for at, text in enumerate(ordered)}
         else:
-            spare = (gpu for gpu in gpus if gpu not in known.values())
+            spare = (gpu for gpu in gpus if gpu not in device_of.values())
             likely = dict(zip(strange, spare, strict=False))
         return {name: likely[text] for name, text in texts.items() if likely.get(text) in gpus}
 
