@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 import duoka
 from duoka import virtual
+from duoka.errors import UsageError
 
 IDS = torch.tensor([[300, 290, 285, 7, 8, 9]])
 SIZES: dict[str, Any] = {
@@ -50,3 +52,9 @@ def test_labels_and_classifiers_are_spread(head: str, extra: dict[str, torch.Ten
     if extra:
         torch.testing.assert_close(found.loss.cpu(), expected.loss)
     assert [device.allocated_bytes for device in plan.forecast.devices] == peaks
+
+
+def test_a_checkpoint_that_generates_no_text_is_refused_in_words(tmp_path: Path) -> None:
+    transformers.LlamaForSequenceClassification(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="LlamaForSequenceClassification generates no text"):
+        duoka.plan(tmp_path, "virtual:2x64MiB", duoka.Workload(prompt_tokens=32, new_tokens=8))
