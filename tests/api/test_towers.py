@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from closeness import close
 from torch import nn
 
 import duoka
-from duoka import Constraints, Workload, models
+from duoka import Constraints, Training, Workload, models
 from duoka.runtime.image_inputs import image_inputs
 from duoka.tools.demo.checkpoint import CONFIG
 
@@ -104,3 +106,32 @@ def test_a_tower_that_is_larger_than_a_card_is_cut_between_its_blocks() -> None:
     assert at.keys() == {f"{BLOCKS}{number}" for number in range(6)}, "no block is cut inside"
     assert set(at.values()) == set(plan.devices)
     holds(model, inputs, plan)
+
+
+def test_training_on_a_picture_is_checked_where_the_picture_fits(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LARGE_TOWER), encoding="utf-8")
+    report = duoka.check(
+        config,
+        fleet="virtual:2x192MiB",
+        workload=Workload(prompt_tokens=40, new_tokens=1, dtype="float32"),
+        train=Training(method="lora"),
+        images=[(56, 56)],
+    )
+    assert report.ok
+    assert report.subject is not None
+    tower = [device for name, device in report.subject.entries if name.startswith(BLOCKS)]
+    assert set(tower) == {"vgpu:0", "vgpu:1"}
+    assert any("training with images isn't forecast" in note for note in report.notes)
+
+
+def test_training_beside_quantized_weights_is_checked_as_it_is_planned(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(CONFIG), encoding="utf-8")
+    work = Workload(prompt_tokens=31, new_tokens=1, quantize="nf4")
+    training = Training(method="lora")
+    report = duoka.check(config, fleet="virtual:2x64MiB", workload=work, train=training)
+    learnt = Workload(prompt_tokens=32, new_tokens=0, quantize="nf4", training=training)
+    plan = duoka.plan(config, "virtual:2x64MiB", learnt, use_all=True)
+    assert report.subject is not None
+    assert dict(report.subject.entries) == plan.device_map

@@ -88,6 +88,74 @@ def test_torch_is_imported_to_its_end_first(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("whole\nstopped True\n", "", 0)
 
 
+# Each lets `press` run where Python, torch or asyncio drop an exception, and says what was done.
+DROPPED = {
+    "destructor": "class A:\n    def __del__(self): press(); time.sleep(0.2); say('done')\nA()\n",
+    "called by a destructor": (
+        "def release(): press(); time.sleep(0.2); say('done')\n"
+        "class A:\n    def __del__(self): release()\nA()\n"
+    ),
+    "weak reference": (
+        "import weakref\nclass A: pass\na = A()\n"
+        "def told(_): say('done'); press(); time.sleep(5)\n"
+        "r = weakref.ref(a, told); del a\n"
+    ),
+    "finalizer": (
+        "import weakref\nclass A: pass\na = A()\n"
+        "def told(): say('done'); press(); time.sleep(5)\n"
+        "weakref.finalize(a, told); del a\n"
+    ),
+    "generator": (
+        "def g():\n    try: yield\n    finally: say('done'); press(); time.sleep(5)\n"
+        "a = g(); next(a); del a\n"
+    ),
+    "C": (
+        "import ctypes\n"
+        "def told(): say('done'); press(); time.sleep(5)\n"
+        "ctypes.CFUNCTYPE(None)(told)()\n"
+    ),
+    "asyncio": (
+        "import asyncio\n"
+        "async def told(): press(); time.sleep(0.2); say('done'); await asyncio.sleep(30)\n"
+        "asyncio.run(told())\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("signum", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("where", DROPPED)
+def test_one_where_exceptions_are_dropped_is_raised_afterwards(where: str, signum: str) -> None:
+    inside = "".join(f"    {line}\n" for line in DROPPED[where].splitlines())
+    done = run(
+        f"def press(): os.kill(os.getpid(), signal.{signum})\n"
+        f"try:\n{inside}    time.sleep(20); say('went on')\n"
+        "except (KeyboardInterrupt, signals.Terminated): say(signals.stopped_by())\n"
+    )
+    told = f"done\n{int(getattr(signal, signum))}\n"
+    assert (done.stdout, done.stderr, done.returncode) == (told, "", 0)
+
+
+def test_other_exceptions_of_destructors_are_told() -> None:
+    done = run("class A:\n    def __del__(self): raise ValueError('odd')\nA(); say('on')\n")
+    assert (done.stdout, done.returncode) == ("on\n", 0)
+    assert "ValueError: odd" in done.stderr
+
+
+def test_a_free_that_a_signal_interrupts_is_counted() -> None:
+    done = run(
+        "import torch, duoka.virtual as virtual\n"
+        "from duoka.virtual import world\n"
+        "virtual.set_gpus([1 << 30])\n"
+        "a = torch.empty(1 << 20, device='vgpu:0')\n"
+        "free = world.Gpu.free\n"
+        "def slow(self, allocation): press(); time.sleep(0.2); free(self, allocation)\n"
+        "world.Gpu.free = slow\n"
+        "try: del a; time.sleep(30)\n"
+        "except KeyboardInterrupt: say(world.active_world().memory_allocated(0))\n"
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("0\n", "", 0)
+
+
 def test_signals_that_the_parent_ignored_stay_ignored() -> None:
     code = FRAME.replace("default_int_handler", "SIG_IGN") + "press(); time.sleep(0.2); say('on')"
     ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{code}\n"

@@ -33,7 +33,7 @@ from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.planner.resolve import learning, native_training, whole_prompt_note, workload_for
 from duoka.report.check_report import Report, Stop
-from duoka.runtime.dispatch.place_tensors import tensor_names
+from duoka.runtime.dispatch.place_tensors import empty_modules, tensor_names
 from duoka.runtime.image_inputs import image_inputs
 from duoka.virtual import UnknownValueError
 
@@ -327,9 +327,7 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
         entries = placement.entries
     else:
         outline = _outline(checkpoint, workload, model, request)
-        entries, faults, is_whole = _judged(
-            outline, model, _of_tensors(DeviceMap.of(placement), model), request
-        )
+        entries, faults, is_whole = _judged(outline, model, DeviceMap.of(placement), request)
     subject = _placed(model, entries, faults, request, workload=workload, fleet=fleet)
     return replace(subject, is_dispatched=is_whole, name=checkpoint.source)
 
@@ -343,7 +341,7 @@ def _outline(
     except (ModelError, UnknownValueError) as error:
         request.notes.append(f"{_UNTRACED}: {error}")
         request.refusals.append(error)
-        return Outline.of_names(name for name, _ in tensor_names(model))
+        return Outline.of_names((n for n, _ in tensor_names(model)), [*empty_modules(model)])
 
 
 def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
@@ -353,7 +351,9 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
         return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
 
     workload = request.workload
-    if request.training and workload.training is None and workload.quantize == "none":
+    if request.training and workload.images:
+        request.notes.append("training with images isn't forecast: it is placed for answering")
+    elif request.training and workload.training is None:
         try:
             training_plan = planned(learning(workload, request.training), suggest=False)
             several = len(request.to_plan.devices) > 1
@@ -424,16 +424,6 @@ def _whole(workload: Workload) -> Workload:
     """The workload with its prompt in one step, unless a plan or a person said otherwise."""
     is_open = workload.prefill_chunk_tokens == "auto"
     return replace(workload, prefill_chunk_tokens=None) if is_open else workload
-
-
-def _of_tensors(device_map: DeviceMap, model: nn.Module) -> DeviceMap:
-    """A map without modules that hold nothing: accelerate's name some where they cut a layer."""
-    empty = {
-        name
-        for name, module in model.named_modules()
-        if name and next(tensor_names(module), None) is None
-    }
-    return DeviceMap(tuple(entry for entry in device_map.entries if entry[0] not in empty))
 
 
 def _judged(

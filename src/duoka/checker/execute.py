@@ -12,8 +12,9 @@ from torch import nn
 
 from duoka.errors import UsageError
 from duoka.models.cache_argument import CACHE_NAMES
+from duoka.models.kv_cache import layer_tensors
 from duoka.runtime.dispatch.arguments import tensors_in, to_device
-from duoka.runtime.steps import Stepper
+from duoka.runtime.steps import Stepper, refuse_without_generation
 from duoka.virtual import UnknownValueError
 
 from .subject import Subject
@@ -56,11 +57,7 @@ def _run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
         steps.mark("inputs", tensors_in((args, kwargs)))
         call = partial(model, *args, **kwargs)
         return _train(call, steps) if subject.train else _infer(model, call, kwargs, steps)
-    if not hasattr(model, "prepare_inputs_for_generation"):
-        raise UsageError(
-            f"{type(model).__name__} is no generating model of transformers",
-            hint="give example inputs as well: check(model, placement, inputs=(x,))",
-        )
+    refuse_without_generation(model)
     if subject.train:
         inputs = _training_inputs(subject, device)
         steps.mark("inputs", inputs.values())
@@ -175,7 +172,7 @@ def _generate(subject: Subject, device: torch.device, steps: StepListener) -> An
             steps.begin(phase)
             advance = stepper.lengthen if phase == BETWEEN else stepper.step
             advance(tokens)
-            steps.mark("cache", tensors_in(_cache_contents(stepper.cache)))
+            steps.mark("cache", tensors_in(_contents(stepper.cache)))
 
         if subject.prompt:
             inputs = {name: tensor.to(device) for name, tensor in subject.prompt.items()}
@@ -187,6 +184,9 @@ def _generate(subject: Subject, device: torch.device, steps: StepListener) -> An
                 step("prefill", query)
         for phase, tokens in decode_phases(work.new_tokens - 1):
             step(phase, tokens)
+        if any(len({t.device for t in tensors_in(it)}) > 1 for it in layer_tensors(stepper.cache)):
+            steps.begin("beam search")
+            stepper.cache.reorder_cache(torch.arange(work.batch, device=device))
     return None
 
 
@@ -203,14 +203,6 @@ def decode_phases(tokens: int) -> Iterator[tuple[str, int]]:
     yield from [("decode", 1)] * last
 
 
-def _cache_contents(cache: Any) -> Any:
+def _contents(cache: Any) -> Any:
     """The tensors of a cache: of its layers, or its own."""
-    layers = getattr(cache, "layers", None)
-    if layers is not None:
-        return [vars(layer) for layer in layers]
-    if not hasattr(cache, "__dict__"):
-        return cache
-    return [
-        _cache_contents(value) if hasattr(value, "layers") else value
-        for value in vars(cache).values()
-    ]
+    return layer_tensors(cache) or (vars(cache) if hasattr(cache, "__dict__") else cache)

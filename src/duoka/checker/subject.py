@@ -127,7 +127,9 @@ def complete(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
     known = {*names, *modules}
     unknown = tuple(entry for entry, _ in entries if entry not in known)
     devices = {entry: device for entry, device in entries if entry in known}
-    missing = tuple(name for name in names if device_of(name, devices) is None)
+    unplaced = [name for name in names if device_of(name, devices) is None]
+    saved = model.state_dict()
+    missing = tuple(name for name in unplaced if name in saved)
     doubled = tuple(_contradicted(model, devices))
     completed = dict(devices)
     last = next(iter(devices.values()), "cuda:0")
@@ -138,7 +140,7 @@ def complete(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
         else:
             last = device
     if not (missing or unknown or doubled):
-        return entries, Faults()
+        return tuple(completed.items()) if unplaced else entries, Faults()
     near = {name: tuple(get_close_matches(name, modules, n=_NEAREST)) for name in unknown}
     faults = Faults(
         missing=missing,

@@ -210,11 +210,8 @@ def _arguments(
         plan = planning.make_plan(model, options)
         checkpoint = planning.open_checkpoint(replace(model, model=model.model or plan.source))
         return {"model": checkpoint, "placement": plan, "workload": plan.workload}
-    if training is not None and options.new_tokens is not None:
-        raise UsageError(
-            "--new-tokens is for answers, and --train makes none",
-            hint="--context says how long a sequence is",
-        )
+    if training is not None:
+        planning.read_workload(None, options, training)  # refuses what a plan refuses
     device_map, gpus = planning.read_device_map(options), options.gpus or planning.ALL_GPUS
     planning.look_at_cards(gpus)
     checkpoint = planning.open_checkpoint(model)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
-import threading
+import sys
 import time
 from types import FrameType
+from typing import Any
 
 # For so long after a signal another one is taken for the same wish, and can't stop the clean-up.
 _PATIENCE_SECONDS = 2.0
@@ -23,30 +25,55 @@ class Terminated(BaseException):
 
 
 class _Handler:
-    """What Python calls for a signal."""
+    """The handler that Python calls for a signal."""
 
     def __init__(self) -> None:
         self.stopped_by: int | None = None
         self._raised_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
-        if _imports_torch(frame):
-            threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), signum)).start()
+        if _would_be_lost(frame):
+            _send_later(signum)
             return
         is_late = time.monotonic() - self._raised_at > _PATIENCE_SECONDS
         if self.stopped_by is None or is_late:
             self.stopped_by, self._raised_at = signum, time.monotonic()
             raise KeyboardInterrupt if signum == signal.SIGINT else Terminated(signum)
 
+    def hear(self, unraisable: Any) -> None:
+        """Send a signal again whose exception Python drops; see `sys.unraisablehook`."""
+        error = unraisable.exc_value
+        if isinstance(error, (KeyboardInterrupt, Terminated)):
+            self.stopped_by = None
+            _send_later(getattr(error, "signum", signal.SIGINT))
+        else:
+            sys.__unraisablehook__(unraisable)
 
-def _imports_torch(frame: FrameType | None) -> bool:
-    """Whether torch is being imported: its C++ code there ends the process if Python raises."""
+
+def _would_be_lost(frame: FrameType | None) -> bool:
+    """Return True where what a handler raises wouldn't reach the program, or would break it.
+
+    Python drops what a destructor raises and leaves its work half done; asyncio does the same to
+    what a callback raises; and the C++ code of torch ends the process if its import fails.
+    """
     while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if frame.f_code.co_name == "<module>" and name.partition(".")[0] == "torch":
+        module, name = str(frame.f_globals.get("__name__")), frame.f_code.co_name
+        is_import = name == "<module>" and module.partition(".")[0] == "torch"
+        if is_import or name == "__del__" or (module, name) == ("asyncio.events", "_run"):
             return True
         frame = frame.f_back
     return False
+
+
+def _send_later(signum: int) -> None:
+    """Send a signal to this process a moment later."""
+
+    def send() -> None:
+        time.sleep(_AGAIN_SECONDS)
+        os.kill(os.getpid(), signum)
+
+    # Not a `threading.Thread`: the handler may have interrupted code that holds threading's locks.
+    _thread.start_new_thread(send, ())
 
 
 def install() -> None:
@@ -55,6 +82,7 @@ def install() -> None:
     for signum in _SIGNALS:
         if signal.getsignal(signum) in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(signum, handler)
+    sys.unraisablehook = handler.hear
 
 
 def taken() -> None:

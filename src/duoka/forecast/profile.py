@@ -244,6 +244,7 @@ class Profile:
     have a coefficient for each of the `flash_shapes` as well, behind those of all monomials.
     `needs_movers` says that model code gives blocks what it made on the host, and
     `reads_images_in_chunks` that it can read some of a prompt with images at a time.
+    `empty_modules` are the names of modules without tensors.
     """
 
     fingerprint: str
@@ -260,6 +261,7 @@ class Profile:
     flash_shapes: tuple[FlashShape, ...] = ()
     needs_movers: bool = False
     reads_images_in_chunks: bool = False
+    empty_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.blocks:
@@ -300,6 +302,7 @@ class Profile:
             ),
             model=self.model,
             fingerprint=self.fingerprint,
+            empty_modules=self.empty_modules,
         )
 
     @property

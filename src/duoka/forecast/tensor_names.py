@@ -21,7 +21,8 @@ class NamedTensor:
 
     `name` is native. `num_bytes` is the tensor's, and 0 under every name but its first, which is
     `tied_to` there. `published` are the checkpoint's names of what it is made of, where they
-    differ from the native one.
+    differ from the native one. A buffer that no checkpoint holds is not `is_saved`: maps that
+    other tools write leave it out.
     """
 
     name: str
@@ -29,6 +30,7 @@ class NamedTensor:
     published: tuple[str, ...] = ()
     tied_to: str = ""
     is_buffer: bool = False
+    is_saved: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +47,13 @@ class Outline:
     """All tensors of one model by name, in its blocks, in execution order.
 
     `model` is the class's name, for people; the `fingerprint` is empty when it is unknown.
+    `empty_modules` are the names of modules that hold no tensor, such as dropout and activations.
     """
 
     blocks: tuple[OutlineBlock, ...]
     model: str = "the model"
     fingerprint: str = ""
+    empty_modules: tuple[str, ...] = ()
 
     @property
     def joined_layers(self) -> str | None:
@@ -66,7 +70,7 @@ class Outline:
         return layers if len(blocks) == 1 else None
 
     @classmethod
-    def of_names(cls, names: Iterable[str]) -> Outline:
+    def of_names(cls, names: Iterable[str], empty_modules: Sequence[str] = ()) -> Outline:
         """The outline of tensors of which only the names are known.
 
         Every module that holds some is taken for a block; what must stay whole beyond that, and
@@ -81,7 +85,7 @@ class Outline:
             inner = not owner or any(other.startswith(owner + ".") for other in owners)
             modules = [tensor.name for tensor in tensors] if inner else [owner]
             blocks.append(OutlineBlock(modules=tuple(modules), tensors=tuple(tensors)))
-        return cls(blocks=tuple(blocks))
+        return cls(blocks=tuple(blocks), empty_modules=tuple(empty_modules))
 
 
 def layer_of(module: str) -> tuple[str, int] | None:

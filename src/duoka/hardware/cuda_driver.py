@@ -116,15 +116,22 @@ def restriction() -> str | None:
     return None if value is None else "".join(sign for sign in value if sign.isprintable())[:200]
 
 
-def tell_renumbered() -> str:
-    """What CUDA_VISIBLE_DEVICES makes of the numbers that it lists; empty where that is nothing."""
+def renumbered() -> list[int]:
+    """Return the numbers that CUDA_VISIBLE_DEVICES lists, the n-th for ``cuda:n``.
+
+    The list is empty where every GPU keeps its number.
+    """
     texts = [text.strip() for text in os.environ.get(VARIABLE, "").split(",")]
     if not all(text.isascii() and text.isdecimal() and len(text) < 5 for text in texts):
-        return ""
-    pairs = [f"{int(text)} is cuda:{place}" for place, text in enumerate(texts)]
-    if all(int(text) == place for place, text in enumerate(texts)):
-        return ""
-    return f"{VARIABLE}={restriction()}: {', '.join(pairs)} in this process"
+        return []
+    numbers = [int(text) for text in texts]
+    return [] if numbers == [*range(len(numbers))] else numbers
+
+
+def tell_renumbered() -> str:
+    """Describe what CUDA_VISIBLE_DEVICES makes of its numbers; empty where that is nothing."""
+    pairs = [f"{number} is cuda:{place}" for place, number in enumerate(renumbered())]
+    return f"{VARIABLE}={restriction()}: {', '.join(pairs)} in this process" if pairs else ""
 
 
 def _load() -> Any:

@@ -45,6 +45,15 @@ def new_cache(model: Any, kind: Cache = "dynamic") -> Any:
     return EncoderDecoderCache(cache, DynamicCache(config=decoder))
 
 
+def layer_tensors(cache: Any) -> list[dict[str, Any]]:
+    """Return what each layer of a cache holds; that of an encoder with a decoder has two parts."""
+    parts = [
+        cache,
+        *(getattr(cache, f"{part}_attention_cache", None) for part in ("self", "cross")),
+    ]
+    return [vars(layer) for part in parts for layer in getattr(part, "layers", None) or ()]
+
+
 def lengthen(cache: Any, tokens: int) -> bool:
     """Let a cache hold that many more tokens of any content; False where it has another layout."""
     layers = getattr(cache, "layers", [])

@@ -184,12 +184,11 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
 
 def learning(workload: Workload, training: Training) -> Workload:
     """Training on sequences as long as the workload's context."""
-    return Workload(
-        batch=workload.batch,
+    return replace(
+        workload,
         prompt_tokens=workload.context_tokens,
         new_tokens=0,
-        dtype=workload.dtype,
-        gpu_generation=workload.gpu_generation,
+        prefill_chunk_tokens="auto",
         training=training,
     )
 

@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from duoka.errors import ModelError
+from duoka.errors import ModelError, UsageError
 from duoka.forecast.profile import Phase
 from duoka.forecast.workload import Conditions, Training, Workload, refuse_short
 from duoka.models.cache_argument import CACHE_NAMES, cache_in, cache_name
@@ -36,6 +36,15 @@ from .optimizers import make_optimizer, update
 
 _PLAIN = Conditions()
 _ENCODED = "encoder_"
+
+
+def refuse_without_generation(model: nn.Module) -> None:
+    """Refuse a model of which only its caller knows how it is called: a classifier, an encoder."""
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        raise UsageError(
+            f"{type(model).__name__} generates no text, so nothing says how it is called",
+            hint="give a model object with example inputs: duoka.plan(model, fleet, inputs=…)",
+        )
 
 
 class Stepper:
@@ -60,6 +69,7 @@ class Stepper:
         prompts: ImagePrompts | None = None,
         prompt_tokens: int = 0,
     ) -> None:
+        refuse_without_generation(model)
         self.model: Any = model
         self.batch = batch
         self.device = device

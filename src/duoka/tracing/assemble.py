@@ -11,6 +11,7 @@ from duoka.forecast.profile import Block, Kind, Profile, Regime, Tape
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
 from duoka.models.quantization import is_composed, parts
+from duoka.runtime.dispatch.place_tensors import empty_modules
 
 from .blocks import Group, find_containers
 from .published_names import by_block
@@ -93,6 +94,7 @@ def as_profile(
         tensor_names=by_block(named, [block.modules for block in blocks]),
         conditions=spec.conditions,
         notes=_NOTES[spec.data],
+        empty_modules=tuple(empty_modules(model)),
     )
 
 

@@ -4,8 +4,9 @@ Every module that owns parameters or buffers gets a tag, and so does every modul
 some: a tensor computed from a parameter carries its owner's tag, and an argument takes the tag of
 the module that it enters, because there dispatch would move it. Where one operation mixes two
 tags, no cut may pass between their owners. Nor may one where code around the modules computes on
-the device of an earlier one: it would do so in the turn of a later one. A block is the closure of
-such a group in the order of execution; nothing is assumed about names, class lists or registration
+the device of an earlier one: it would do so in the turn of a later one. Nor may one between what
+fills one layer of a cache, which has one device. A block is the closure of such a group in the
+order of execution; nothing is assumed about names, class lists or registration
 order.
 """
 
@@ -21,9 +22,11 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+from transformers import Cache
 
 from duoka import virtual
 from duoka.base.text import containing, prefixes
+from duoka.models.kv_cache import layer_tensors
 from duoka.models.quantization import parts
 from duoka.runtime.dispatch.arguments import bring, caches_of, mapped_call, tensors_in
 
@@ -48,10 +51,14 @@ class Group:
 
 
 def find_groups(
-    model: nn.Module, run: Callable[[], object], *, hears_moves: bool = False
+    model: nn.Module, run: Callable[[], Any], *, hears_moves: bool = False, joins_work: bool = True
 ) -> list[Group]:
-    """Run a model once and derive its blocks, in execution order."""
-    experiment = _Experiment(model, hears_moves=hears_moves)
+    """Run a model once and derive its blocks, in execution order.
+
+    With `hears_moves` a tensor that model code moves may lie apart from its source. Without
+    `joins_work` code around the modules may compute on the device of an earlier block.
+    """
+    experiment = _Experiment(model, joins_work=joins_work)
     moved = experiment.moved if hears_moves else lambda result, source, place: result
     moves = Moves(experiment.place_of, moved, experiment.created)
     with experiment.hooks(), virtual.observe(experiment), moves:
@@ -98,9 +105,9 @@ def find_containers(model: nn.Module, groups: Sequence[Group]) -> list[tuple[int
 class _Experiment:
     """A run with tags: who executes when, and which owners an operation mixes."""
 
-    def __init__(self, model: nn.Module, *, hears_moves: bool) -> None:
+    def __init__(self, model: nn.Module, *, joins_work: bool) -> None:
         self.model = model
-        self.hears_moves = hears_moves
+        self.joins_work = joins_work
         self.owners = [name for name, module in model.named_modules() if _owns(module)]
         self.containers = {container for owner in self.owners for container in prefixes(owner)}
         self.first: dict[str, int] = {}
@@ -111,6 +118,7 @@ class _Experiment:
         self.stack: list[str] = []
         self.count = 0
         self.tensors, self.holders = _holders(model)
+        self.caches: dict[int, Cache] = {}
         # Moves by model code: of whose tensor, to whose device, and who began last before.
         self.moves: list[tuple[str, str, str]] = []
         # For each owner the modules that were running whenever a tensor of its was used.
@@ -152,7 +160,7 @@ class _Experiment:
         representative = min(tags)
         # A tower's features are put together when all of it has run, before they are moved. What
         # its layers worked with is free by then, and this is less.
-        if has_made and not self.hears_moves:
+        if has_made and self.joins_work:
             self.work.add((representative, self.running))
         for tag in tags:
             self._union(representative, tag)
@@ -193,6 +201,7 @@ class _Experiment:
         alias = result.view_as(result)
         setattr(alias, _TAG, place)
         if origin is not None and self.last:
+            self.work.discard((origin, self.running))  # as labels, which are shifted before
             running = max(self.first, key=self.first.__getitem__)
             self.moves.append((origin, place, running))
         return alias
@@ -212,6 +221,8 @@ class _Experiment:
     ) -> tuple[Any, Any]:
         self.stack.append(name)
         self.count += 1
+        caches_given = (it for it in (*args, *kwargs.values()) if isinstance(it, Cache))
+        self.caches |= {id(cache): cache for cache in caches_given}
 
         def retag(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, nn.Parameter):
@@ -258,6 +269,11 @@ class _Experiment:
             # What enters a module is moved to where it begins. Where it meets something that
             # was made later, all between the two stays whole.
             self._union(owner, container + _ENTERED)
+        for layer in (layer for cache in self.caches.values() for layer in layer_tensors(cache)):
+            # A hybrid layer keeps keys and a state, which one module may not make alone.
+            tags = [tag for it in tensors_in(layer) if (tag := getattr(it, _TAG, None))]
+            for tag in tags:
+                self._union(tags[0], tag)
         for owner in self.first:
             self.members.setdefault(self._find(owner), set()).add(owner)
         return [

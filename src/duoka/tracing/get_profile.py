@@ -14,7 +14,6 @@ from torch import nn
 from duoka import virtual
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
-from duoka.errors import UsageError
 from duoka.forecast import profile_cache
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
@@ -24,6 +23,7 @@ from duoka.planner.resolve import joined_note, workload_for
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
+from duoka.runtime.steps import refuse_without_generation
 from duoka.tracing import (
     Irregular,
     TraceSpec,
@@ -71,11 +71,7 @@ def profile_module(
             lambda data: trace_call(without_data(model), replace(spec, data=data), inputs),
             partial(parameter_bytes, model),
         )
-    if not hasattr(model, "prepare_inputs_for_generation"):
-        raise UsageError(
-            f"{type(model).__name__} is no generating model of transformers",
-            hint="give example inputs as well: plan(model, fleet, inputs=(x,))",
-        )
+    refuse_without_generation(model)
     return _trace(lambda: without_data(model), spec, workload)[0]
 
 

@@ -17,6 +17,7 @@ from duoka.runtime.dispatch.place_tensors import tensor_names
 def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[NamedTensor]:
     """Name every parameter and buffer, under each of its names."""
     sources = _sources(model, published)
+    saved = {*model.state_dict(), *sources}
     first: dict[int, str] = {}
     named = []
     for name, tensor in tensor_names(model):
@@ -29,6 +30,7 @@ def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[Na
                 published=tuple(n for n in dict.fromkeys(sources.get(name, ())) if n != name),
                 tied_to=canonical if repeated else "",
                 is_buffer=not isinstance(tensor, nn.Parameter),
+                is_saved=name in saved,
             )
         )
     return named

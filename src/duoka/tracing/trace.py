@@ -94,8 +94,9 @@ def trace_call(
         def call() -> None:
             model(*to_device(args, device), **to_device(kwargs, device))
 
-        groups = [*find_groups(model, call), CALLER]
-        with Recorder(model, groups, skip=False) as recorder:
+        # Labels are moved to the logits, as a classifier's code moves what it knows of its inputs.
+        groups = [*find_groups(model, call, hears_moves=True), CALLER]
+        with ReturningRecorder(model, groups, skip=False) as recorder:
             sample = Sample("prefill", 1, 0, 0, recorder.record(call))
         regime = Regime(
             phase="prefill", many=False, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE
@@ -222,7 +223,8 @@ class _Tracer:
         first = max(_LOOKED_AT_TOKENS, self.least_tokens)
         look = partial(find_groups, model, lambda: self.stepper(1).step(first))
         # What a tower makes is moved to the text's embeddings, and is spliced into them there.
-        groups = look(hears_moves=True) if prompts is not None else look()
+        unjoined = partial(look, hears_moves=True, joins_work=False)
+        groups = unjoined() if prompts is not None else look()
         recorder: type[Recorder] = ReturningRecorder
         if self.stepper(1).passes:
             # A step of its own made it: that move is no way back.

@@ -118,7 +118,7 @@ class _Tracer:
         learner = self._learner(1, 8)
         with whole_logits(self.model):
             self.groups = find_groups(self.model, learner.look)
-            joined = find_groups(self.model, learner.forward, hears_moves=True)
+            joined = find_groups(self.model, learner.forward, hears_moves=True, joins_work=False)
         _, ties = weights_and_ties(self.model, self.groups)
         if len(joined) == 1 and len(self.groups) - 1 not in ties:
             self.groups = joined  # the loss meets labels that nobody brings to the logits

@@ -10,6 +10,7 @@ import pytest
 from duoka import Fleet
 from duoka.errors import PlacementError
 from duoka.forecast.tensor_names import Outline
+from duoka.hardware.device import Device
 from duoka.planner.device_map import DeviceMap, judge
 
 from .outlines import SMALL, block, tensor
@@ -338,3 +339,58 @@ def test_numbers_of_cuda_visible_devices_are_told(monkeypatch: pytest.MonkeyPatc
         judge({"m": 2, "m.layers.1": 1, "m.norm": 1, "out": 1}, SMALL, Fleet.parse("2x1GiB"))
     assert "CUDA_VISIBLE_DEVICES=2,1: 2 is cuda:0, 1 is cuda:1" in str(caught.value)
     assert caught.value.completed is not None
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "expected"),
+    [
+        ("2,3", (2, 3), (0, 1)),
+        ("1,2", (1, 2), (0, 1)),
+        ("3,2", (2, 3), (1, 0)),
+        ("2,3", ("cuda:2", "cuda:3"), ("cuda:0", "cuda:1")),
+        (None, (2, 3), (0, 1)),
+        (None, (0, 7), (0, 1)),
+    ],
+)
+def test_devices_of_another_numbering_are_translated(
+    visible: str | None, given: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    one, other = given
+    device_map = {"m.emb": one, "m.rot": one, "m.layers.0": one, "head": one}
+    device_map |= {"m.layers.1": other, "m.norm": other, "out": other}
+    fleet = Fleet(devices=tuple(Device(name=f"cuda:{n}", budget_bytes=2**30) for n in range(2)))
+    with pytest.raises(PlacementError) as caught:
+        judge(device_map, SMALL, fleet)
+    translated = dict(zip(given, expected, strict=True))
+    assert caught.value.completed == {name: translated[at] for name, at in device_map.items()}
+
+
+def test_a_map_for_more_gpus_is_balanced_over_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    device_map = {"m.emb": 0, "m.rot": 0, "m.layers.0": 1, "m.layers.1": 2, "m.norm": 3, "out": 3}
+    with pytest.raises(PlacementError) as caught:
+        judge(device_map, SMALL, Fleet.parse("2x1GiB"))
+    assert caught.value.completed == {
+        **dict.fromkeys(("m.emb", "m.rot", "m.layers.0", "head"), 0),
+        **dict.fromkeys(("m.layers.1", "m.norm", "out"), 1),
+    }
+
+
+def test_modules_without_tensors_may_be_named() -> None:
+    outline = replace(SMALL, empty_modules=("m.drop", "m.layers.0.act"))
+    complete = {"m": 0, "out": 1, "m.layers.0.act": 1, "m.drop": 0}
+    assert placed(complete, outline) == placed({"m": 0, "out": 1})
+    assert refused({**complete, "m.dropp": 0}, outline).unknown == ("m.dropp",)
+    assert refused({**complete, "m.drop": "disk"}, outline).misplaced == ("m.drop",)
+
+
+def test_a_buffer_that_no_checkpoint_holds_may_be_left_out() -> None:
+    step = replace(SMALL.blocks[3].tensors[1], is_buffer=True, is_saved=False)
+    norm = replace(SMALL.blocks[3], tensors=(SMALL.blocks[3].tensors[0], step))
+    outline = replace(SMALL, blocks=(*SMALL.blocks[:3], norm, *SMALL.blocks[4:]))
+    named = {"m.emb": 0, "m.rot": 0, "m.layers": 0, "out": 0}
+    assert dict(placed({**named, "m.norm.weight": 1}, outline))["m.norm"] == "vgpu:1"
+    assert refused(named, outline).missing == ("m.norm.weight", "m.norm.step")

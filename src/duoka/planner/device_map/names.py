@@ -35,6 +35,7 @@ class Spelling:
     def __init__(self, outline: Outline) -> None:
         self.outline = outline
         self.tensors = [tensor for block in outline.blocks for tensor in block.tensors]
+        self.empty_modules = frozenset(outline.empty_modules)
         self.native = {""}
         for tensor in self.tensors:
             self.native.update(prefixes(tensor.name))
@@ -177,13 +178,15 @@ class Entries:
 
     Real names with their devices are `known`, with None for a device that isn't one; names of
     nothing `unknown`; `meant` are real names that unknown ones surely mean. What was given as a
-    device and isn't one is `misplaced`, with why not; names that stand twice are `doubled`.
+    device and isn't one is `misplaced`, with why not; names that stand twice are `doubled`. If
+    any is misplaced, `likely` has the devices that such entries, or all, probably mean.
     """
 
     known: dict[str, str | None] = field(default_factory=dict)
     unknown: dict[str, Nearest] = field(default_factory=dict)
     meant: dict[str, str] = field(default_factory=dict)
     misplaced: dict[str, str] = field(default_factory=dict)
+    likely: dict[str, str] = field(default_factory=dict)
     doubled: tuple[str, ...] = ()
     is_numbered: bool = False
 
@@ -201,12 +204,17 @@ class Entries:
                 numbered += [str(value).isdecimal()] if device != "cpu" else []
             except NoDevice as problem:
                 read.misplaced[name] = f"{shown(str(value))} ({problem})"
+                numbered += [True] if str(value).isdecimal() else []
+            if name in spelling.empty_modules:  # nothing of it can be placed
+                continue
             if spelling.is_known(name):
                 read.known[name] = device
                 continue
             finder = finder or Finder([*spelling.native, *spelling.published])
             read._look_up(name, device, finder)
         read.is_numbered = bool(numbered) and all(numbered)
+        if read.misplaced:
+            read.likely = devices.guess(dict(device_map.entries))
         return read
 
     def _look_up(self, name: str, device: str | None, finder: Finder) -> None:

@@ -7,6 +7,7 @@ import operator
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import SupportsIndex
@@ -153,6 +154,34 @@ class Devices:
             raise NoDevice(_NO_OFFLOAD)
         kind, index = match.groups()
         return self._known(text if kind == "cpu" or index is not None else self._alone(kind))
+
+    def guess(self, values: Mapping[str, object]) -> dict[str, str]:
+        """Return the likely device of each name in a map of which some devices aren't here.
+
+        The map was written for another numbering: the one before CUDA_VISIBLE_DEVICES, or another
+        machine's, whose GPUs stand for those of the fleet in order. A single strange device among
+        as many known ones as there are is a slip, and nothing is likely.
+        """
+        texts = {name: str(value) for name, value in values.items()}
+        numbered = {text for text in texts.values() if text.rpartition(":")[2].isdecimal()}
+        ordered = sorted(numbered, key=lambda text: (len(text), text))
+        gpus = [name for name in self.names if name != "cpu"]
+        device_of: dict[str, str] = {}
+        for text in ordered:
+            with suppress(NoDevice):
+                device_of[text] = self.find(text)
+        strange = [text for text in ordered if text not in device_of]
+        numbers = [str(number) for number in cuda_driver.renumbered()]
+        plain = [text.removeprefix("cuda:") for text in ordered]
+        if numbers and {*plain} <= {*numbers}:
+            translated = (f"{self._kinds[0]}:{numbers.index(text)}" for text in plain)
+            likely = dict(zip(ordered, translated, strict=True))
+        elif len(strange) > 1 and len(ordered) > len(gpus) > 0:
+            likely = {text: gpus[at * len(gpus) // len(ordered)] for at, text in enumerate(ordered)}
+        else:
+            spare = (gpu for gpu in gpus if gpu not in device_of.values())
+            likely = dict(zip(strange, spare, strict=False))
+        return {name: likely[text] for name, text in texts.items() if likely.get(text) in gpus}
 
     def describe(self) -> str:
         """What they are, and what CUDA_VISIBLE_DEVICES makes of their numbers."""

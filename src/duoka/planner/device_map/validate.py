@@ -144,7 +144,8 @@ class _Judge:
     def _missing(self, part: _Part, tensors: Iterable[NamedTensor]) -> Iterator[str]:
         for tensor in tensors:
             missing = part.matches[tensor.name].missing
-            if missing and not tensor.tied_to:
+            # A buffer that no checkpoint holds follows its block.
+            if missing and not tensor.tied_to and (tensor.is_saved or not part.devices()):
                 yield from missing if self.published else (tensor.name,)
 
     def _split(self, part: _Part) -> list[str]:
@@ -182,7 +183,7 @@ class _Judge:
     def _completed(self) -> dict[str, int | str]:
         """What could be kept, what was meant, and for the rest the device of its neighbours."""
         usable = {name: device for name, device in self.entries.known.items() if device}
-        parts = self._parts({**self.entries.meant, **usable})
+        parts = self._parts({**self.entries.meant, **usable, **self.entries.likely})
         chosen = {part: part.heaviest() for part in parts}
         part_of = {id(block): part for part in parts for block in part.blocks}
         blocks = [block for block in self.outline.blocks if block.modules]

@@ -90,7 +90,7 @@ class Problem:
         if use_all and num_devices > costs.num_blocks:
             raise UnsearchableError(
                 f"{num_devices} devices are to be used, and the model has only "
-                f"{costs.num_blocks} blocks to place",
+                f"{costs.num_blocks} block{'s' if costs.num_blocks > 1 else ''} to place",
                 hint="name fewer devices, or let duoka use as few as it needs",
             )
         most = min(num_devices, costs.num_blocks)

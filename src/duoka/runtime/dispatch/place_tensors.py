@@ -24,6 +24,16 @@ def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
+def empty_modules(model: nn.Module) -> Iterator[str]:
+    """Yield the name of every module that holds no parameter or buffer, each under all its names.
+
+    Maps that transformers and accelerate write give devices to dropout and activations, too.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and next(tensor_names(module), None) is None:
+            yield name
+
+
 def parameter_bytes(model: nn.Module) -> int:
     """The bytes of a model's parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
