@@ -185,7 +185,6 @@ class StageRun:
         for size in buffer_bytes(self.profile.streamed_bytes(self.blocks)):
             memory.hold(size)
         weights = memory.allocated
-        self.refuse_excess()
         caches, gradients = self.run_steps()
         optimizer = memory.aside_at_peak
         return StageBytes(

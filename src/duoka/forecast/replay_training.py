@@ -167,7 +167,6 @@ class _TrainingRun(StageRun):
         number = sum(program.num_kept)
         sizes = program.sizes(self.replay, step)
         out = self.memory.run(program.moves, sizes, [*self.gradients, *saved], program.out)
-        self.refuse_excess()
         self.gradients, self.num_gradients = out[:number], program.num_kept
         return out[number:]
 

@@ -11,7 +11,7 @@ from duoka.forecast.allocator import rounded_bytes, segment_bytes
 from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_serving import ServingReplay
-from duoka.forecast.serving import least_pages
+from duoka.forecast.serving import SERVING_MONOMIALS, least_pages
 from duoka.forecast.serving_speed import serving_speeds, step_seconds
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
@@ -88,10 +88,6 @@ def with_pages(
 
     least = least_pages(workload)
     tensors = [_page_tensors(profile, workload, blocks) for blocks, _ in stages]
-    free = [
-        usable_bytes(budget) - stage.requested_bytes
-        for (_, budget), stage in zip(stages, peaks_at(least), strict=True)
-    ]
     sizes = sorted({size for stage in tensors for size in stage})
 
     def segments(pages: int) -> list[tuple[int, int]]:
@@ -100,9 +96,9 @@ def with_pages(
 
     most = min(
         (
-            least + max(0, left) // sum(more for _, more in stage)
-            for left, stage in zip(free, tensors, strict=True)
-            if stage
+            least + max(0, usable_bytes(budget) - peak.requested_bytes) // sum(growth) + 1
+            for (_, budget), peak, stage in zip(stages, peaks_at(least), tensors, strict=True)
+            if (growth := [more for _, more in stage])
         ),
         default=least,
     )
@@ -119,13 +115,12 @@ def _page_tensors(
     profile: Profile, workload: Workload, blocks: Sequence[int]
 ) -> list[tuple[int, int]]:
     """Of each tensor of pages: its bytes with the least pages, and those of one page more."""
-    least = least_pages(workload)
-    one, other = (
-        ServingReplay(profile, replace(workload, pages=pages), brief=True)
-        for pages in (least, least + 1)
-    )
+    replay = ServingReplay(profile, replace(workload, pages=least_pages(workload)), brief=True)
+    place = SERVING_MONOMIALS.index("g")
     return [
-        (one.sizes(block, 0)[number], other.sizes(block, 0)[number] - one.sizes(block, 0)[number])
+        (replay.sizes(block, 0)[number], round(rule[place]))
         for block in blocks
-        for number in one.tape(block, 0).retained
+        for tape in [replay.tape(block, 0)]
+        for number in tape.retained
+        if len(rule := tape.sizes[number]) > place and round(rule[place])
     ]
