@@ -10,6 +10,7 @@ import tiny
 from tiny import MIB
 
 from duoka.forecast.profile import Profile
+from duoka.forecast.replay import stage_signature
 from duoka.forecast.stages import Chain
 
 PROFILES = [
@@ -24,7 +25,7 @@ PROFILES = [
 def test_stages_are_alike_where_their_signatures_are(profile: Profile) -> None:
     chain = Chain(profile)
     stages = list(itertools.combinations(range(len(chain) + 1), 2))
-    signatures = [chain.signature(chain.stage(*stage)) for stage in stages]
+    signatures = [stage_signature(profile, chain.stage(*stage)) for stage in stages]
     numbers = [chain.alike[stage] for stage in stages]
     for (one, number), (other, again) in itertools.combinations(
         zip(signatures, numbers, strict=True), 2

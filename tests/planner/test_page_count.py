@@ -173,3 +173,21 @@ def test_pages_are_an_objective_of_paged_caches_alone(model: Path) -> None:
         duoka.plan(model, "virtual:64MiB", replace(WORK, cache="dynamic"), objective="pages")
     with pytest.raises(UsageError, match="pages is 7"):
         replace(WORK, cache="dynamic", pages=7)
+
+
+@pytest.mark.parametrize("budget", [26 * MIB, 41 * MIB, 92 * MIB])
+def test_as_many_pages_as_fit_though_more_of_them_may_reserve_less(
+    profile: Profile, budget: int
+) -> None:
+    blocks = range(len(profile.blocks))
+
+    def fits(pages: int) -> bool:
+        peaks = ServingReplay(profile, replace(WORK, pages=pages)).run(blocks)
+        assert peaks is not None
+        return peaks.reserved_bytes <= usable(budget)
+
+    workload, _ = with_pages(profile, WORK, [(blocks, budget)], usable)
+    assert workload.pages is not None
+    assert fits(workload.pages)
+    assert not any(map(fits, range(workload.pages + 1, workload.pages + 60)))
+    assert not any(map(fits, range(workload.pages + 60, 2 * workload.pages, 97)))

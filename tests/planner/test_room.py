@@ -59,7 +59,7 @@ def test_large_chunks_with_room_are_tried_first_and_whatever_fits_last() -> None
     ]
     assert tried == [
         [(chunk, True) for chunk in (None, 4096, 2048)],
-        [(chunk, True) for chunk in chunks],
+        [(chunk, True) for chunk in (1024, 512)],
         [(chunk, False) for chunk in chunks],
     ]
     assert len([*preferences(every[-1:])]) == 2  # a small chunk that was asked for
@@ -115,3 +115,25 @@ def test_the_cache_grows_into_what_is_free_beside_the_room() -> None:
     assert cache_tokens(tight, plan.workload) == WHOLE.context_tokens
     without = replace(plan.forecast, devices=(replace(stage, kv_cache_bytes=0),))
     assert cache_tokens(without, plan.workload) == 0
+
+
+@pytest.mark.parametrize("chunk", [None, 1024])
+def test_a_stage_reserves_at_least_eight_ninths_of_what_a_run_of_its_blocks_does(
+    chunk: int | None,
+) -> None:
+    costs = costs_of(MODEL, replace(LOAD, prefill_chunk_tokens=chunk))
+    num = costs.num_blocks
+    reserved = {}
+    for start in range(num):
+        for stop in range(start + 1, num + 1):
+            stage = costs.stage_bytes(start, stop, 2**40)
+            assert stage is not None
+            reserved[start, stop] = stage.reserved_bytes
+            assert costs.exceeds(start, stop, stage.reserved_bytes * 8 // 9 - 1)
+            assert not costs.exceeds(start, stop, stage.reserved_bytes)
+    for (start, stop), size in reserved.items():
+        assert all(
+            size >= reserved[inner] * 8 / 9
+            for inner in reserved
+            if start <= inner[0] and inner[1] <= stop
+        )

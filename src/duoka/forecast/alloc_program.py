@@ -95,10 +95,12 @@ class StageCompiler:
 
     def release(self, key: Key) -> None:
         """Free something, and its copies, if it is there."""
-        if key in self.alive:
-            self._moves += (self.alive.pop(key), BACK, False)
-        for copy in self._detoured.pop(key, {}).values():
-            self._moves += (copy, BACK, False)
+        slot = self.alive.pop(key, None)
+        if slot is not None:
+            self._moves += (slot, BACK, False)
+        if self._detoured:
+            for copy in self._detoured.pop(key, {}).values():
+                self._moves += (copy, BACK, False)
 
     def release_all(self) -> None:
         """Free whatever there is but caches."""

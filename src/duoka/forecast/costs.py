@@ -21,7 +21,7 @@ from .allocator import rounded_bytes
 from .latency import LatencyModel
 from .optimizer_memory import MOST_TEMPORARIES, state_bytes
 from .profile import Kind, Profile, Ref, evaluate
-from .replay import Replay
+from .replay import Replay, RoomExceeded, stage_signature
 from .replay_serving import ServingReplay
 from .replay_training import ACCUMULATE, BACKWARD, FORWARD, TrainingReplay, in_flight
 from .serving import SERVING_MONOMIALS
@@ -162,8 +162,28 @@ class Costs:
         if key in self._narrow:
             return None
         if key not in self._peaks:
-            self._peaks[key] = self._full_at(place).run(blocks, budget_bytes)
+            usable = self.usable_bytes(budget_bytes)
+            try:
+                self._peaks[key] = self._full_at(place).run(
+                    blocks, budget_bytes, usable_bytes=usable
+                )
+            except RoomExceeded:
+                self._narrow.add(key)
+                return None
         return self._with_room(self._peaks[key], budget_bytes)
+
+    def exceeds(self, start: int, stop: int, budget_bytes: int, *, place: int = 1) -> bool:
+        """Return True if no stage that contains this one leaves room on a device of this budget.
+
+        Without a limit, the allocator reserves for a stage at least eight ninths of what it does
+        for a run of its blocks. So it is to be more than nine eighths of the budget for the run.
+        """
+        usable = budget_bytes * 9 // 8
+        try:
+            self._full_at(place).run(self.blocks_of(start, stop), usable_bytes=usable)
+        except RoomExceeded:
+            return True
+        return False
 
     def _with_room(self, peaks: StageBytes | None, budget_bytes: int) -> StageBytes | None:
         if peaks is None or peaks.reserved_bytes > self.usable_bytes(budget_bytes):
@@ -199,6 +219,7 @@ class Costs:
         place = min(place, self.num_places)
         if place not in self._fulls:
             self._fulls[place] = self.replay(brief=False, place=place)
+            self._fulls[place].programs = self._chain.programs
         return self._fulls[place]
 
     @property
@@ -246,7 +267,7 @@ class Costs:
         """Equal for stages that cost the same."""
         place = min(place, self.num_places)
         workspace_bytes = self.workload.gpu_generation.workspace_bytes
-        return (*self._chain.signature(blocks), place, workspace_bytes)
+        return (*stage_signature(self.profile, blocks), place, workspace_bytes)
 
     def _lower_bounds(self) -> NDArray[np.int64]:
         return lower_bounds(self._chain, self._brief)

@@ -44,6 +44,7 @@ class Replay(AllocEvents):
     def __init__(self, profile: Profile, workload: Workload, *, brief: bool = False) -> None:
         self.brief = brief
         self.workspace_bytes = workload.gpu_generation.workspace_bytes
+        self.programs: dict[tuple[object, ...], StageProgram] = {}
         super().__init__(profile, workload)
 
     def run(
@@ -52,9 +53,15 @@ class Replay(AllocEvents):
         capacity_bytes: int | None = None,
         *,
         device_of: Sequence[str] | None = None,
+        usable_bytes: int | None = None,
     ) -> StageBytes | None:
-        """The peaks of a stage; None where it doesn't fit its capacity."""
+        """The peaks of a stage; None where it doesn't fit its capacity.
+
+        The replay stops at the first step that reserves more than `usable_bytes`, and raises
+        `RoomExceeded`.
+        """
         run = self._stage_run(blocks, capacity_bytes, device_of)
+        run.usable_bytes = usable_bytes
         try:
             return run.run()
         except OutOfCapacity:
@@ -143,6 +150,22 @@ class Replay(AllocEvents):
         )
 
 
+def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
+    """Equal for stages that cost the same.
+
+    That is by the kinds in order, how far each is behind the one before, and whether the model's
+    input and its end are here.
+    """
+    kinds = [profile.blocks[block].kind for block in blocks]
+    gaps = [after - before for before, after in pairwise(blocks)]
+    ends_model = blocks[-1] == len(profile.blocks) - 1
+    return (*kinds, *gaps, int(blocks[0] == 0), int(ends_model))
+
+
+class RoomExceeded(Exception):
+    """A stage reserves more than it may use of its budget, which it may fit all the same."""
+
+
 class StageRun:
     """One replay of a stage on a device of its own; a subclass knows its steps."""
 
@@ -151,6 +174,7 @@ class StageRun:
         self.blocks = sorted(blocks)
         self.kinds = [self.profile.kinds[self.profile.blocks[block].kind] for block in self.blocks]
         self.memory = new_memory(capacity)
+        self.usable_bytes: int | None = None
 
     def run(self) -> StageBytes:
         """Replay it; `OutOfCapacity` where it doesn't fit."""
@@ -174,6 +198,11 @@ class StageRun:
             optimizer_bytes=optimizer,
         )
 
+    def refuse_excess(self) -> None:
+        """Raise `RoomExceeded` where more is reserved than is usable: it never becomes less."""
+        if self.usable_bytes is not None and self.memory.max_reserved > self.usable_bytes:
+            raise RoomExceeded
+
     def run_steps(self) -> tuple[int, int]:
         """Replay the steps; bytes of caches and of gradients at the peak."""
         raise NotImplementedError
@@ -196,7 +225,9 @@ class InferenceRun(StageRun):
         self.caches: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
         self._has_workspace = False
-        self._programs: dict[tuple[bool, int, tuple[int, ...]], StageProgram] = {}
+        # A program that follows the copies by way of other devices holds there alone.
+        self._programs = replay.programs if device_of is None else {}
+        self._signature = stage_signature(self.profile, self.blocks)
 
     def run_steps(self) -> tuple[int, int]:
         """Replay all steps; bytes of caches at the peak, and none of gradients."""
@@ -205,14 +236,15 @@ class InferenceRun(StageRun):
         return self.memory.cached_at_peak, 0
 
     def _run_step(self, step: int) -> None:
-        key = (self._has_workspace, self.replay.steps[step].regime, self.num_kept)
+        workspace = 0 if self._has_workspace else self.replay.workspace_bytes
+        key = (self._signature, workspace, self.replay.steps[step].regime, self.num_kept)
         if key not in self._programs:
             compiler = StageCompiler(
                 self.replay,
                 step,
                 dict(zip(self.blocks, self.num_kept, strict=True)),
                 device_of=self.device_of,
-                workspace_bytes=0 if self._has_workspace else self.replay.workspace_bytes,
+                workspace_bytes=workspace,
             )
             compiler.run(range(self.blocks[0], self.blocks[-1] + 1))
             # Blocks behind the last one free what is theirs; nothing is allocated in between.
@@ -223,6 +255,7 @@ class InferenceRun(StageRun):
         self.caches = self.memory.run(program.moves, sizes, self.caches, program.out)
         self.num_kept = program.num_kept
         self._has_workspace |= program.takes_workspace
+        self.refuse_excess()
 
 
 def sample(items: Sequence[T]) -> list[tuple[T, float]]:

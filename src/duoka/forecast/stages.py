@@ -6,7 +6,6 @@ search goes by it until it has to know better. It knows nothing of devices.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .alloc_program import StageProgram
 from .allocator import rounded_bytes
 from .profile import Profile, Ref, Tape, buffer_bytes, evaluate
 from .replay import Replay
@@ -35,6 +35,8 @@ class Chain:
             if block.tied_to is not None:
                 self.attached[profile.root_of(index)].append(index)
         self._likes: dict[tuple[int, int], list[int]] = {}
+        # What stages allocate in a step is the same at every workload but for its sizes.
+        self.programs: dict[tuple[object, ...], StageProgram] = {}
 
     def __len__(self) -> int:
         """How many blocks can be cut apart."""
@@ -46,17 +48,6 @@ class Chain:
         return tuple(
             sorted([*blocks, *(tied for index in blocks for tied in self.attached[index])])
         )
-
-    def signature(self, blocks: Sequence[int]) -> tuple[int, ...]:
-        """Equal for stages that cost the same.
-
-        That is by the kinds in order, how far each is behind the one before, and whether the
-        model's input and its end are here.
-        """
-        kinds = [self.profile.blocks[block].kind for block in blocks]
-        gaps = [after - before for before, after in itertools.pairwise(blocks)]
-        ends_model = blocks[-1] == len(self.profile.blocks) - 1
-        return (*kinds, *gaps, int(blocks[0] == 0), int(ends_model))
 
     @cached_property
     def alike(self) -> NDArray[np.int64]:

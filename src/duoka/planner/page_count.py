@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
+from duoka.forecast.allocator import rounded_bytes, segment_bytes
 from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_serving import ServingReplay
-from duoka.forecast.serving import least_pages
+from duoka.forecast.serving import SERVING_MONOMIALS, least_pages
 from duoka.forecast.serving_speed import serving_speeds, step_seconds
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
@@ -64,40 +67,60 @@ def with_pages(
 ) -> tuple[Workload, list[StageBytes]]:
     """The workload with as many pages as all stages have room for, and what the stages take then.
 
-    Sizes in segments make it a few less at times than the last one that would fit.
+    What the allocator reserves may fall as pages are added: tensors of 5 to 10 MiB leave a part of
+    their segments of 20 MiB unused, those beyond have segments of their own size. It is constant
+    but for activations while as many tensors fit a segment of the same size; so runs of such counts
+    are looked at from above, beginning with the most that tensors alone leave room for, and the
+    first run with a count that fits is searched by halves.
     """
 
-    def peaks_of(pages: int) -> list[StageBytes]:
+    @cache
+    def peaks_at(pages: int) -> list[StageBytes]:
         replay = ServingReplay(profile, replace(workload, pages=pages))
         peaks = [replay.run(blocks, device_of=device_of) for blocks, _ in stages]
         return [stage for stage in peaks if stage is not None]  # nothing limits them
 
-    def most(pages: int, peaks: Sequence[StageBytes]) -> int:
-        """The pages that there would be, if each took what it takes in the caches of these."""
-        return min(
-            (
-                pages + (usable_bytes(budget) - stage.reserved_bytes) // size
-                for (_, budget), stage in zip(stages, peaks, strict=True)
-                if (size := stage.kv_cache_bytes // (pages + 1))
-            ),
-            default=pages,
+    def exceeds(pages: int) -> bool:
+        return any(
+            stage.reserved_bytes > usable_bytes(budget)
+            for (_, budget), stage in zip(stages, peaks_at(pages), strict=True)
         )
 
-    pages = least_pages(workload)
-    best = peaks_of(pages)
-    for _ in range(_MOST_ROUNDS):
-        more = most(pages, best)
-        if more <= pages:
+    least = least_pages(workload)
+    tensors = [_page_tensors(profile, workload, blocks) for blocks, _ in stages]
+    sizes = sorted({size for stage in tensors for size in stage})
+
+    def segments(pages: int) -> list[tuple[int, int]]:
+        rounded = [rounded_bytes(size + more * (pages - least)) for size, more in sizes]
+        return [(segment_bytes(size), -(segment_bytes(size) // size)) for size in rounded]
+
+    most = min(
+        (
+            least + max(0, usable_bytes(budget) - peak.requested_bytes) // sum(growth) + 1
+            for (_, budget), peak, stage in zip(stages, peaks_at(least), tensors, strict=True)
+            if (growth := [more for _, more in stage])
+        ),
+        default=least,
+    )
+    while most > least:
+        start = bisect_left(range(most), segments(most), lo=least + 1, key=segments)
+        if not exceeds(start):
+            most = bisect_left(range(most + 1), True, lo=start + 1, key=exceeds) - 1
             break
-        # Sizes in segments make the next ones dearer than that, or cheaper.
-        peaks = peaks_of(more)
-        while (fewer := most(more, peaks)) < more:
-            more = max(fewer, pages)
-            peaks = peaks_of(more)
-        if more == pages:
-            break
-        pages, best = more, peaks
-    return replace(workload, pages=pages), best
+        most = start - 1
+    return replace(workload, pages=most), peaks_at(most)
 
 
-_MOST_ROUNDS = 4
+def _page_tensors(
+    profile: Profile, workload: Workload, blocks: Sequence[int]
+) -> list[tuple[int, int]]:
+    """Of each tensor of pages: its bytes with the least pages, and those of one page more."""
+    replay = ServingReplay(profile, replace(workload, pages=least_pages(workload)), brief=True)
+    place = SERVING_MONOMIALS.index("g")
+    return [
+        (replay.sizes(block, 0)[number], round(rule[place]))
+        for block in blocks
+        for tape in [replay.tape(block, 0)]
+        for number in tape.retained
+        if len(rule := tape.sizes[number]) > place and round(rule[place])
+    ]

@@ -54,14 +54,12 @@ def _left(stage: StageBytes) -> int:
 def preferences(chunked: Sequence[Costs]) -> Iterator[list[Costs]]:
     """The costs of all chunks, in the order in which they are to be tried until something fits.
 
-    With room and large chunks; with room; whatever fits.
+    Large chunks with room; small chunks with room; whatever fits.
     """
     roomy = [costs.leaving(room_bytes) for costs in chunked]
     large = [costs for costs in roomy if is_large_chunk(costs.workload)]
-    if large and len(large) < len(roomy):
-        yield large
-    yield roomy
-    yield list(chunked)
+    small = [costs for costs in roomy if not is_large_chunk(costs.workload)]
+    yield from filter(None, (large, small, list(chunked)))
 
 
 def is_large_chunk(workload: Workload) -> bool:

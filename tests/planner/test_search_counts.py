@@ -1,0 +1,111 @@
+"""Counts that stand for the time of planning: they are the same on every machine."""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from duoka.forecast import replay
+from duoka.forecast.workload import Workload
+from duoka.planner.planner import attempt
+from duoka.planner.request import PlanProblem
+from duoka.planner.search.dynamic_programme import Programme
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+GLM_4_9B = {
+    "model_type": "chatglm", "architectures": ["ChatGLMModel"], "hidden_size": 4096,
+    "ffn_hidden_size": 13696, "kv_channels": 128, "num_attention_heads": 32,
+    "multi_query_attention": True, "multi_query_group_num": 2, "add_qkv_bias": True,
+    "padded_vocab_size": 151552, "rope_ratio": 500, "original_rope": True, "seq_length": 131072,
+    "post_layer_norm": True, "rmsnorm": True, "layernorm_epsilon": 1.5625e-07,
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False,
+}  # fmt: skip
+# Layers, GPUs, context, room: replays, steps of them, and layers of states of the programme, at
+# most. Cells that aren't here take none.
+MOST = {
+    (40, 2, 8192, "roomy"): (3, 16, 0),
+    (40, 2, 8192, "tight"): (12, 48, 12),
+    (40, 2, 131072, "roomy"): (68, 3066, 20),
+    (40, 2, 131072, "tight"): (24, 1459, 27),
+    (40, 4, 8192, "roomy"): (9, 45, 18),
+    (40, 4, 8192, "tight"): (47, 411, 120),
+    (40, 4, 8192, "short"): (0, 0, 3),
+    (40, 4, 131072, "roomy"): (52, 2006, 95),
+    (40, 8, 8192, "roomy"): (42, 243, 150),
+    (40, 8, 8192, "tight"): (27, 468, 178),
+    (40, 8, 131072, "roomy"): (0, 0, 25),
+    (80, 2, 8192, "roomy"): (3, 12, 0),
+    (80, 2, 8192, "tight"): (4, 20, 6),
+    (80, 2, 131072, "roomy"): (28, 781, 11),
+    (80, 2, 131072, "tight"): (31, 1482, 27),
+    (80, 4, 8192, "roomy"): (9, 45, 18),
+    (80, 4, 8192, "tight"): (16, 78, 46),
+    (80, 4, 131072, "roomy"): (78, 2566, 137),
+    (80, 4, 131072, "tight"): (19, 3301, 81),
+    (80, 8, 8192, "roomy"): (25, 114, 78),
+    (80, 8, 8192, "tight"): (81, 856, 389),
+    (80, 8, 131072, "roomy"): (83, 6416, 387),
+    (160, 2, 8192, "roomy"): (1, 5, 0),
+    (160, 2, 8192, "tight"): (4, 20, 6),
+    (160, 2, 131072, "roomy"): (39, 281, 19),
+    (160, 2, 131072, "tight"): (91, 2934, 75),
+    (160, 4, 8192, "roomy"): (16, 84, 24),
+    (160, 4, 8192, "tight"): (11, 55, 31),
+    (160, 4, 131072, "roomy"): (99, 1819, 133),
+    (160, 4, 131072, "tight"): (58, 2249, 155),
+    (160, 8, 8192, "roomy"): (12, 60, 46),
+    (160, 8, 8192, "tight"): (29, 179, 130),
+    (160, 8, 131072, "roomy"): (115, 4422, 379),
+    (160, 8, 131072, "tight"): (1, 194, 55),
+}
+MARGIN = 1.1  # traces of other versions of PyTorch differ by a tensor here and there
+
+
+def counted(patch: pytest.MonkeyPatch, owner: type, name: str, counts: Counter[str]) -> None:
+    method = getattr(owner, name)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        counts[name] += 1
+        return method(*args, **kwargs)
+
+    patch.setattr(owner, name, count)
+
+
+@pytest.fixture
+def plan_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The benchmark, which isn't part of the package."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("plan_time")
+
+
+@pytest.mark.parametrize(
+    "layers", [40, *(pytest.param(number, marks=pytest.mark.slow) for number in (80, 160))]
+)
+def test_plans_take_no_more_replays_steps_and_states(
+    plan_time: ModuleType, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(plan_time.json.dumps(GLM_4_9B), encoding="utf-8")
+    profile, _ = plan_time.profile_of(config, layers, tmp_path)
+    counts: Counter[str] = Counter()
+    counted(monkeypatch, replay.StageRun, "run", counts)
+    counted(monkeypatch, replay.InferenceRun, "_run_step", counts)
+    counted(monkeypatch, Programme, "_extend", counts)
+    excess = {}
+    for gpus in plan_time.SHARES:
+        for context in plan_time.CONTEXTS:
+            workload = Workload(prompt_tokens=context - 256, dtype="bfloat16")
+            for room, factor in plan_time.ROOM.items():
+                counts.clear()
+                fleet = plan_time.fleet_of(profile, workload, gpus, factor)
+                attempt(profile, PlanProblem(fleet=fleet, workload=workload))
+                now = tuple(counts[name] for name in ("run", "_run_step", "_extend"))
+                most = MOST.get((layers, gpus, context, room), (0, 0, 0))
+                if any(count > MARGIN * limit for count, limit in zip(now, most, strict=True)):
+                    excess[layers, gpus, context, room] = now, most
+    assert not excess
