@@ -210,6 +210,29 @@ def test_what_can_never_fit_is_refused() -> None:
         scheduler.refuse_unfit(60, 5)
 
 
+def test_the_youngest_gives_way_and_is_recomputed() -> None:
+    capacity = Capacity(sequences=3, context_tokens=16, pages=4, page_tokens=4, step_tokens=16)
+    scheduler = Scheduler(capacity)
+    params = SamplingParams(seed=0, max_new_tokens=12)
+    old, young = (
+        Sequence([number] * 4, params, stop_ids=(), detokenizer=NoText())  # type: ignore[arg-type]
+        for number in (1, 2)
+    )
+    for sequence in (old, young):
+        scheduler.add(sequence)
+    sizes = []
+    while scheduler.has_work:
+        sizes.append(step(scheduler))
+        assert 0 <= scheduler.pool.num_free <= capacity.pages
+    assert (scheduler.num_preempted, old.is_preempted, young.is_preempted) == (1, False, True)
+    # The old one is in each step until it ends; then the young one is read again, but for its
+    # pages that are still there, which are not said to have been those of another.
+    assert [old.number in size for size in sizes] == [True] * 12 + [False] * (len(sizes) - 12)
+    assert (len(old.tokens), len(young.tokens)) == (16, 16)
+    assert (old.shared_tokens, young.shared_tokens) == (0, 0)
+    assert scheduler.pool.num_free == capacity.pages
+
+
 # ── several answers to one prompt ──
 
 ROOMY = Capacity(sequences=4, context_tokens=48, pages=48, page_tokens=4, step_tokens=16)
