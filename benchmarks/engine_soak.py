@@ -169,7 +169,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--pages", type=int, default=72)
     parser.add_argument("--chunk", type=int, default=80, help="tokens of a prompt read at once")
-    parser.add_argument("--admission", default="reserve", choices=("reserve", "optimistic"))
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -190,8 +189,7 @@ def main() -> int:
         model = tuning.write_model(choice.model, Path(directory) / choice.model)
         plan = duoka.plan(model, f"virtual:{choice.gpus}x128MiB", work, use_all=True)
         plan = squeezed(plan)
-        options: Any = {"processes": choice.processes, "admission": choice.admission}
-        with CountingEngine(plan, **options) as engine:
+        with CountingEngine(plan, processes=choice.processes) as engine:
             faults = list(soak(engine, plan, choice.requests, choice.seed))
             if not choice.processes:
                 faults += memory_faults(engine, plan, processes=False)

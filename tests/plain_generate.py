@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 import duoka
+from duoka.engine.detokenizer import Detokenizer
 from duoka.models.cache_argument import cache_name
 from duoka.models.kv_cache import new_cache
 from duoka.runtime.encode_images import image_arguments
@@ -47,9 +48,9 @@ def answer(
     )
     row = output[0, 1 if is_pair else len(prompt) :].tolist()
     end = next((place for place, token in enumerate(row) if token in stops), None)
-    text = reader.tokenizer.decode(row[:end], skip_special_tokens=True)
-    finish = "length" if end is None else "stop"
-    return Answer(str(text).strip(), len(row[:end]), finish)
+    text = Detokenizer(reader.tokenizer, (), prompt)
+    pieces = [*map(text.add, row[:end]), text.finish()]
+    return Answer("".join(pieces), len(row[:end]), "length" if end is None else "stop")
 
 
 def answers(plan: duoka.Plan, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:

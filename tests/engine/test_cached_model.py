@@ -53,7 +53,7 @@ def one_by_one(plan: duoka.Plan, chats: list[list[Message]]) -> list[tuple[str, 
     reader = PromptReader.open(duoka.Checkpoint.open(plan.source), plan.workload)
     prompts = [reader.chat.prompt(chat) for chat in chats]
     answers = plain_generate.answers(plan, prompts, max_new_tokens=NEW_TOKENS)
-    return [(answer.text, answer.new_tokens) for answer in answers]
+    return [(answer.text.strip(), answer.new_tokens) for answer in answers]
 
 
 def at_once(engine: Engine, chats: list[list[Message]]) -> list[tuple[str, int]]:

@@ -57,7 +57,7 @@ def test_each_answer_is_that_to_the_whole_history(
     ]  # fmt: skip
     assert conversation.messages[-1].content == said[-1]
     expected = plain_generate.answers(plan, prompts, max_new_tokens=4)
-    assert said == [answer.text for answer in expected]
+    assert said == [answer.text.strip() for answer in expected]
     first, second, third = conversation.answers
     assert first.shared_tokens == 0
     assert second.shared_tokens > first.prompt_tokens - 16

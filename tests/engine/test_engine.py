@@ -23,6 +23,7 @@ from duoka.engine.detokenizer import Detokenizer
 from duoka.errors import DuokaError, UsageError
 from duoka.models.text.messages import Message
 
+grammars = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 WORK = duoka.Workload(batch=4, prompt_tokens=64, new_tokens=16, dtype="float32")
 
 
@@ -57,7 +58,7 @@ def ids(completion: Completion) -> list[int]:
 def test_many_are_answered_as_one_by_one(plan: Any, engine: Engine) -> None:
     texts = prompts(12)
     expected = answers(plan, texts)
-    found = engine.generate(texts)
+    found = engine.generate(texts, SamplingParams(max_new_tokens=WORK.new_tokens))
     assert [completion.text for completion in found] == [answer.text for answer in expected]
     assert [completion.finish for completion in found] == [answer.finish for answer in expected]
 
@@ -151,18 +152,83 @@ def test_weights_in_the_hosts_memory_answer_alike(tmp_path: Path) -> None:
     assert answers[0] == answers[1]
 
 
-def test_optimistic_admission_answers_alike(plan: Any, engine: Engine) -> None:
-    texts = prompts(12)
-    expected = [ids(completion) for completion in engine.generate(texts)]
-    with Engine(plan, processes=False, admission="optimistic") as optimistic:
-        assert [ids(completion) for completion in optimistic.generate(texts)] == expected
-    with pytest.raises(UsageError, match="admission 'hope' is unknown"):
-        Engine(plan, admission="hope")  # type: ignore[arg-type]
+# ── answers as long as the context ──
+
+
+def test_an_answer_may_take_the_rest_of_the_context(plan: Any, engine: Engine) -> None:
+    text, free = prompts(1)[0], {"logit_bias": {256: -100.0}}  # the token that ends answers
+    whole = engine.submit(text, SamplingParams(**free)).result()
+    assert (len(text) + len(whole.tokens), whole.finish) == (80, "length")
+    assert len(engine.submit(text, SamplingParams(max_new_tokens=5)).result().tokens) == 5
+    assert len(engine.submit([1] * 79, SamplingParams(**free)).result().tokens) == 1
+    with Engine(plan, processes=False, max_new_tokens=7, warm_up="largest") as short:
+        assert len(short.submit(text, SamplingParams(**free)).result().tokens) == 7
+        longer = SamplingParams(max_new_tokens=9, **free)
+        assert len(short.submit(text, longer).result().tokens) == 9
+        assert len(short.submit([1] * 78, SamplingParams(**free)).result().tokens) == 2
+
+
+FORMS_OF_PARAMS = [
+    {},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "logprobs": 2},
+    {"temperature": 1.0, "stop": ("zz",), "min_new_tokens": 70},
+]
+
+
+@pytest.mark.parametrize(
+    ("cache", "processes"),
+    [
+        ("paged", False),
+        pytest.param("paged-int8", False, marks=pytest.mark.slow),
+        pytest.param("paged", True, marks=pytest.mark.slow),
+    ],
+)
+def test_preempted_answers_are_those_of_an_engine_with_room(
+    model: Path, cache: Any, processes: bool
+) -> None:
+    work = replace(WORK, cache=cache, prefill_chunk_tokens=24)
+    roomy, tight = (
+        duoka.plan(model, "virtual:2x256MiB", replace(work, pages=pages), use_all=True)
+        for pages in (40, 7)
+    )
+    params = [
+        SamplingParams(seed=number, **{"min_new_tokens": 50, **FORMS_OF_PARAMS[number % 4]})
+        for number in range(10)
+    ]
+    texts = [text[:20] for text in prompts(10)]
+    found = []
+    for plan in (roomy, tight):
+        with Engine(plan, processes=processes, warm_up="largest") as engine:
+            streams = [engine.submit(*asked) for asked in zip(texts, params, strict=True)]
+            found.append([stream.result() for stream in streams])
+            assert (engine.load().num_preempted > 0) == (plan is tight)
+            assert engine.num_free_pages == engine.capacity.pages
+    for one, other in zip(*found, strict=True):
+        assert (one.text, ids(one), one.finish) == (other.text, ids(other), other.finish)
+        assert other.shared_tokens < other.prompt_tokens
+
+
+@grammars
+def test_a_preempted_answer_fits_its_grammar(model: Path) -> None:
+    work = replace(WORK, cache="paged", prefill_chunk_tokens=24, pages=7)
+    pattern = "([a-d]{3}-){12}"
+    with Engine(duoka.plan(model, "virtual:256MiB", work), warm_up="largest") as engine:
+        params = SamplingParams(temperature=1.0, grammar=Grammar.regex(pattern))
+        answers = engine.generate([text[:20] for text in prompts(8)], params)
+        assert engine.load().num_preempted > 0
+    assert all(re.fullmatch(pattern, answer.text) for answer in answers)
+
+
+def test_white_space_at_the_ends_of_a_continuation_stays(engine: Engine) -> None:
+    (space,) = tuning.make_tokenizer().encode(" ", add_special_tokens=False)
+    params = SamplingParams(max_new_tokens=4, logit_bias={space: 100.0})
+    assert engine.submit([1, 2, 3], params).result().text == "    "
+    stream = engine.submit("What?", params)
+    assert ("".join(stream), stream.result().text) == ("    ", "")
 
 
 # ── grammars ──
-
-grammars = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 
 
 @grammars

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from duoka.engine.grammar import BytesDetokenizer, Grammar, GrammarCompiler, Matcher
 from duoka.errors import UsageError
+from duoka.models.text.call_grammars import forced_call
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.text.tokenizer import load_tokenizer
 
@@ -119,8 +120,7 @@ def walk(matcher: Matcher, detokenizer: BytesDetokenizer, stop: int, rng: random
 
 def test_answers_fit_a_schema(compiler: GrammarCompiler, stop: int) -> None:
     rng = random.Random(0)
-    # Without it white space has no end.
-    grammar = Grammar.json_schema({**SCHEMA, "x-guidance": {"whitespace_flexible": False}})
+    grammar = Grammar.json_schema(SCHEMA)
     answers = [walk(*compiler.start(grammar), stop, rng) for _ in range(30)]
     for answer in answers:
         jsonschema.validate(json.loads(answer), SCHEMA)
@@ -146,6 +146,50 @@ def test_any_object(compiler: GrammarCompiler, tokenizer: Any) -> None:
         matcher.advance(token)
         written += detokenizer.add(token)
     assert written + detokenizer.finish() == text
+    assert matcher.is_complete
+
+
+ANY_KEYS = {"type": "object", "x-guidance": {"lenient": True}}
+TOOLS = [{"name": "a", "parameters": {"type": "object"}, "strict": strict} for strict in (0, 1)]
+OF_TOOLS = [forced_call(None, [tool], byte_level(), before="", parallel=False) for tool in TOOLS]
+
+
+@pytest.mark.parametrize(
+    ("grammar", "start"),
+    [
+        (Grammar.json_object(), ""),
+        (Grammar.json_schema(ANY_KEYS), ""),
+        *((Grammar.lark(call.grammar), '{"name": "a", "arguments": ') for call in OF_TOOLS),
+    ],
+)
+def test_white_space_in_json_has_an_end(grammar: Grammar, start: str) -> None:
+    tokenizer: Any = byte_level()
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id], None)
+    spaces = {tokenizer.encode(space)[0] for space in " \n\t\r"}
+    content = '{"a": [1, {"b": true}, []], "c": "d"}'
+    for end in range(1, len(content)):
+        matcher, _ = compiler.start(grammar)
+        for letter in start + content[:end]:
+            for token in single(tokenizer, letter):
+                matcher.advance(token)
+        number, is_text = 0, content[:end].count('"') % 2
+        while not is_text and number < 30 and (blank := spaces & {*tokens_of(matcher)}):
+            matcher.advance(min(blank))
+            number += 1
+        assert number <= 21
+        assert tokens_of(matcher)
+
+
+@pytest.mark.parametrize("indent", [None, 1, 2, 4, "\t"])
+def test_json_that_is_written_as_usual_is_allowed(indent: int | str | None) -> None:
+    tokenizer: Any = byte_level()
+    compiler = GrammarCompiler(tokenizer, [tokenizer.eos_token_id], None)
+    content = {"a": [1, {"b": True, "c": [{"d": None}]}], "e": {}}
+    matcher, _ = compiler.start(Grammar.json_object())
+    for letter in json.dumps(content, indent=indent):
+        for token in single(tokenizer, letter):
+            assert token in tokens_of(matcher)
+            matcher.advance(token)
     assert matcher.is_complete
 
 

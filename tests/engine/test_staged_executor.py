@@ -152,7 +152,8 @@ def test_a_generation_config_holds_in_every_process(tmp_path: Path) -> None:
     expected = plain_generate.answers(plan, texts)
     for processes in (False, True):
         with Engine(plan, processes=processes) as engine:
-            answers = engine.generate(texts)
+            params = SamplingParams(max_new_tokens=WORK.new_tokens)
+            answers = engine.generate(texts, params)
         assert [answer.text for answer in answers] == [answer.text for answer in expected]
         assert [answer.finish for answer in answers] == [answer.finish for answer in expected]
     assert {answer.finish for answer in expected} == {"stop"}
@@ -195,10 +196,10 @@ def test_who_cancels_frees_pages(staged: Engine) -> None:
 
 
 def test_a_process_that_is_killed_is_started_again(staged: Engine) -> None:
-    texts = prompts(12)
-    expected = [ids(completion) for completion in staged.generate(texts)]
+    texts, params = prompts(12), SamplingParams(max_new_tokens=16)
+    expected = [ids(completion) for completion in staged.generate(texts, params)]
     executor: Any = staged._executor
-    streams = [staged.submit(text, SamplingParams(max_new_tokens=16)) for text in texts]
+    streams = [staged.submit(text, params) for text in texts]
     next(iter(streams[0]))
     os.kill(executor._workers.process_ids[1], signal.SIGKILL)
     outcomes = [outcome_of(stream) for stream in streams]
@@ -206,7 +207,7 @@ def test_a_process_that_is_killed_is_started_again(staged: Engine) -> None:
     assert None in outcomes
     assert outcomes[-1] == expected[-1]
     assert all(found in (None, ids) for found, ids in zip(outcomes, expected, strict=True))
-    assert [ids(completion) for completion in staged.generate(texts)] == expected
+    assert [ids(completion) for completion in staged.generate(texts, params)] == expected
 
 
 @pytest.mark.slow

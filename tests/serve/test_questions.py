@@ -39,7 +39,7 @@ def test_a_text_and_tokens_are_taken_as_they_are(
     assert questions.read(Prompt(text="a b")).tokens == reader.plain("a b")
     question = questions.read(Prompt(tokens=[1, 2]))
     assert question.tokens == [1, 2]
-    assert question.reader(is_streamed=True).feed(" <x> ") == [("content", 0, " <x> ")]
+    assert question.reader().feed(" <x> ") == [("content", 0, " <x> ")]
 
 
 def test_a_chat_is_the_familys_own_prompt(reader: PromptReader, questions: QuestionReader) -> None:
@@ -50,7 +50,7 @@ def test_a_required_call_is_forced_and_read(questions: QuestionReader) -> None:
     prompt = Prompt(messages=CHAT, tools=[TOOL], tool_choice="required")
     question = questions.read(prompt)
     assert question.grammar is not None
-    answer = question.reader(is_streamed=True)
+    answer = question.reader()
     text = '{"name": "weather", "arguments": {"city": "Bonn"}}'
     assert question.forced is not None
     parts = answer.feed(text.removeprefix(question.forced.text)) + answer.finish()

@@ -73,6 +73,39 @@ def message_call(client: Anthropic, *, stream: bool) -> tuple[str, str, str | No
     return block.name, json.dumps(block.input), answer.stop_reason
 
 
+def told(client: OpenAI, most_tokens: int, *, stream: bool) -> tuple[str, list[str], str | None]:
+    """The content of an answer, the names and arguments of its calls, and why it has ended."""
+    function: Any = {"name": NAME, "parameters": PARAMETERS}
+    request: Any = {"model": "llama", "messages": HI, "temperature": 0, "tool_choice": "required"}
+    request |= {"tools": [{"type": "function", "function": function}], "max_tokens": most_tokens}
+    if not stream:
+        (choice,) = client.chat.completions.create(**request).choices
+        calls: Any = choice.message.tool_calls or ()
+        said = [text for c in calls for text in (c.function.name, c.function.arguments)]
+        return choice.message.content or "", said, choice.finish_reason
+    content, said, end = "", [], None
+    for chunk in client.chat.completions.create(stream=True, **request):
+        (piece,) = chunk.choices
+        content, end = content + (piece.delta.content or ""), piece.finish_reason
+        for call in piece.delta.tool_calls or ():
+            assert call.function is not None
+            if call.function.name:
+                said += [call.function.name, ""]
+            said[-1] += call.function.arguments or ""
+    return content, said, end
+
+
+def test_a_forced_call_that_a_limit_cuts_is_told_alike_in_a_stream(client: OpenAI) -> None:
+    start = len('{"name": "rain", "arguments": {')
+    for most in (1, 2, start - 1, start, start + 1, start + 6, start + 9):
+        whole = told(client, most, stream=False)
+        assert told(client, most, stream=True) == whole
+        assert whole[0] == ""
+        assert whole[1] in ([], [NAME, whole[1][-1]] if whole[1] else [])
+        assert bool(whole[1]) == (most >= start)
+        assert whole[2] == "length"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_is_told_in_every_form(served: Served, stream: bool) -> None:
     with OpenAI(

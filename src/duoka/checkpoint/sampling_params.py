@@ -20,8 +20,8 @@ class Sampling:
 
     A temperature of 0, or anything up to 0.0001, takes the most likely token each time. Chosen is
     among the likeliest tokens that have the probability `top_p` together, and among `top_k`, where
-    0 is no limit. None of `max_new_tokens` is as many as were planned. The same seed gives the same
-    answer.
+    0 is no limit. None of `max_new_tokens` is as many as the context has room for. The same seed
+    gives the same answer.
 
     Examples
     --------

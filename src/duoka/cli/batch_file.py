@@ -46,7 +46,7 @@ def answer_file(
     for prompt in prompts:  # before anything is loaded; a token has a byte at least
         text = prompt.messages[-1].content
         if len(text.encode()) > plan.workload.prompt_tokens:
-            reader.check([reader.plain(text)], None)
+            reader.check([reader.plain(text)])
     params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
@@ -57,6 +57,7 @@ def answer_file(
             with heard_by(_say):
                 engine = Engine(
                     plan,
+                    max_new_tokens=options.most_new_tokens,
                     warm_up="largest",
                     trust_remote_code=model.trust_remote_code,
                     adapter=answering.adapter,

@@ -72,8 +72,8 @@ def chat(
     system = planning.usable_system(reader, answering.system)
     reader.check_images(images)
     if system is not None:
-        reader.check([reader.prompt("", system=system)], params.max_new_tokens)
-    with planning.load_engine(plan, model, answering.adapter) as engine:
+        reader.check([reader.prompt("", system=system)])
+    with planning.load_engine(plan, model, options, answering.adapter) as engine:
         conversation = Conversation(engine, reader, params, system=system)
         conversation.show(*images)
         _talk(conversation)

@@ -128,13 +128,15 @@ def generate(
     reader.check_images(images)
     tokens = _tokens(reader, questions, None if prompts.raw else answering, images)
     for ids in tokens:
-        reader.check([ids], params.max_new_tokens)
-    with planning.load_engine(plan, model, answering.adapter) as engine:
+        reader.check([ids])
+    with planning.load_engine(plan, model, options, answering.adapter) as engine:
         if len(tokens) == 1 and not prompts.json:
-            answers = [_stream(engine, tokens[0], params)]
+            answers = [_stream(engine, tokens[0], params, is_raw=prompts.raw)]
         else:
             with working("answering"):
                 answers = engine.generate(tokens, params)
+    if not prompts.raw:
+        answers = [replace(reply, text=reply.text.strip()) for reply in answers]
     if prompts.json:
         typer.echo(_json(plan, questions, answers, measured(answers, engine.peaks())))
         return
@@ -168,10 +170,12 @@ def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
     return prompts.file, prompts.out
 
 
-def _stream(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Completion:
-    """Show an answer as it comes."""
+def _stream(
+    engine: Engine, prompt: Sequence[int], params: SamplingParams, *, is_raw: bool
+) -> Completion:
+    """Show an answer as it comes; one that continues a text with the white space it begins with."""
     pieces = engine.submit(prompt, params)
-    text, said = iter(pieces), False
+    text, said = iter(pieces), is_raw
     with working("reading the prompt"):
         first = next(text, "")
     for piece in chain([first], text):

@@ -69,7 +69,9 @@ class PlanOptions:
         "model's limit if that is lower; of duoka bench --quality 512.",
     )
     new_tokens: str | None = _plan(
-        "TOKENS", "How many of them are for an answer. By default 512, at most a quarter."
+        "TOKENS",
+        "How many of them are kept for an answer, and the most that one has. By default 512, at "
+        "most a quarter, are kept, and an answer may take the rest of the context.",
     )
     batch: int | None = _plan(
         "N", "Prompts that run together. By default 1, or as many as are given."
@@ -169,6 +171,11 @@ class PlanOptions:
         "Make the plan of --plan again, for the checkpoint and the GPUs as they are now, and save "
         "it there.",
     )
+
+    @property
+    def most_new_tokens(self) -> int | None:
+        """The tokens of an answer, where that was said."""
+        return None if self.new_tokens is None else parse_tokens(self.new_tokens)
 
 
 RunnablePlan = Annotated[

@@ -393,8 +393,8 @@ def _tokens(limit: int | None, options: PlanOptions, training: Training | None) 
                 hint="--context is the length of a sequence",
             )
         new = 0
-    if options.new_tokens is not None:
-        new = parse_tokens(options.new_tokens)
+    if options.most_new_tokens is not None:
+        new = options.most_new_tokens
     if options.max_context:
         context = max(context, new + 1)  # which is looked for
     return context, new
@@ -439,15 +439,18 @@ def usable_system(reader: PromptReader, system: str | None) -> str | None:
     return None if reason else system
 
 
-def load_engine(plan: duoka.Plan, model: ModelOptions, adapter: str | None = None) -> Engine:
+def load_engine(
+    plan: duoka.Plan, model: ModelOptions, options: PlanOptions, adapter: str | None = None
+) -> Engine:
     """Prove and load a plan in one process, with a progress bar."""
-    with _loading(plan) as options:
+    with _loading(plan) as progress:
         return duoka.Engine(
             plan,
             processes=False,
+            max_new_tokens=options.most_new_tokens,
             trust_remote_code=model.trust_remote_code,
             adapter=adapter,
-            **options,
+            **progress,
         )
 
 

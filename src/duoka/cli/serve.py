@@ -155,16 +155,19 @@ def _on_this_machine(
     plans = _plans(options, model)
     for plan in plans:
         stderr().print(f"loading {plan.model} on {', '.join(plan.devices)}", markup=False)
-    pool = Pool([_begin(plan, server, model) for plan in plans], queue)
+    pool = Pool([_begin(plan, server, options, model) for plan in plans], queue)
     return pool, server.name or Path(plans[0].source).name
 
 
-def _begin(plan: duoka.Plan, server: ServeOptions, model: ModelOptions) -> Begin:
+def _begin(
+    plan: duoka.Plan, server: ServeOptions, options: PlanOptions, model: ModelOptions
+) -> Begin:
     """How an engine is opened."""
     from duoka.serve.messages import Begin
 
     return Begin(
         plan=plan,
+        max_new_tokens=options.most_new_tokens,
         trust_remote_code=model.trust_remote_code,
         adapter=None if server.adapter is None else str(server.adapter.absolute()),
     )
@@ -194,7 +197,7 @@ def _on_ray(
 
     kinds, left_out = find_kinds(options.gpus, checkpoint.source, plan_for)
     parts = [
-        Part(kind=kind, begin=_begin(kind.plan, server, model), low=low, high=high)
+        Part(kind=kind, begin=_begin(kind.plan, server, options, model), low=low, high=high)
         for kind, (low, high) in zip(kinds, deal(bounds, [k.room for k in kinds]), strict=True)
         if high
     ]

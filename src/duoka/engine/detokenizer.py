@@ -2,31 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import product
 
 from transformers import PreTrainedTokenizerBase
 
 # What a tokenizer writes for bytes that are no whole character yet.
 _INCOMPLETE = "\ufffd"
+_CHARACTER_BYTES = 4
+_CONTEXT_TOKENS = 8
 
 
 class Detokenizer:
     """Text from token ids that come one by one; a character only with all of its bytes.
 
     Special tokens are left out, but for those of `kept_ids`: an answer's parts may be told by them.
+    The text continues that of `context`, the tokens of a prompt: a tokenizer of sentencepiece's
+    takes the blank of the first token that it decodes for one that encoding has added.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, kept_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kept_ids: Collection[int] = (),
+        context: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._left_out: set[int] | None = None
         if kept_ids:
             added = tokenizer.added_tokens_decoder.items()
             self._left_out = {number for number, token in added if token.special} - {*kept_ids}
-        self._ids: list[int] = []
         # Only from `_start` on is decoded again, so that a long answer costs no more per token.
         # The tokens up to `_said` were written; they stay as the context of those that follow.
-        self._start = 0
-        self._said = 0
+        self._ids = list(context[-_CONTEXT_TOKENS:])
+        self._start, self._said = self._whole_characters()
 
     def add(self, token: int) -> str:
         """Take one token; return the text that is complete now, often none."""
@@ -44,6 +53,15 @@ class Detokenizer:
             return ""
         self._start, self._said = self._said, len(self._ids)
         return text[len(before) :]
+
+    def _whole_characters(self) -> tuple[int, int]:
+        """Where the context has no part of a character: that makes its neighbours none, too."""
+        end = len(self._ids)
+        for start, stop in product(range(_CHARACTER_BYTES), range(end, end - _CHARACTER_BYTES, -1)):
+            text = self._decode(self._ids[start:stop])
+            if text == text.strip(_INCOMPLETE):
+                return start, stop
+        return end, end
 
     def _decode(self, ids: list[int]) -> str:
         if self._left_out is None:

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import count, islice
 from operator import index
 from queue import SimpleQueue
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ from .executor import Lost, Result
 from .grammar import GrammarCompiler
 from .open_executor import open_executor
 from .request import Completion, SamplingParams, TextPiece
-from .scheduler import Admission, Piece, Scheduler
+from .scheduler import Piece, Scheduler
 from .sequence import Event
 from .sequence import Sequence as EngineSequence
 from .step import Outcome, Step
@@ -113,10 +113,10 @@ class Engine:
     processes : bool, optional
         Whether each GPU has a process of its own, so that all work at the same time, each on other
         requests; by default wherever the plan has several GPUs and can be run so.
-    admission : {"reserve", "optimistic"}
-        Whether a request begins when there is memory for the longest answer that it may have, or
-        already for its prompt: then more begin, and where memory runs out the youngest one is put
-        back, and computed again later.
+    max_new_tokens : int, optional
+        The most tokens of an answer where its parameters don't say; by default the rest of the
+        context. None is reserved for them: a request begins when there is memory for its prompt,
+        and where memory runs out the youngest one is preempted and recomputed later.
     warm_up : {"every", "largest"}
         Of a plan for pages: whether steps of every size that there can be are tried before the
         first request, some hundreds, after which no further one needs more memory; or only those
@@ -138,14 +138,13 @@ class Engine:
         plan: Plan,
         *,
         processes: bool | None = None,
-        admission: Admission = "reserve",
+        max_new_tokens: int | None = None,
         warm_up: Literal["every", "largest"] = "every",
         trust_remote_code: bool = False,
         adapter: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
         download_progress: Progress | None = None,
     ) -> None:
-        admission = choose("admission", admission, get_args(Admission))
         warm_up = choose("warm_up", warm_up, ("every", "largest"))
         opened = open_executor(
             plan,
@@ -165,10 +164,10 @@ class Engine:
         self._scheduler = Scheduler(
             self.capacity,
             self._executor.num_steps,
-            admission,
             self._executor.forget,
             plan.forecast,
         )
+        self._max_new_tokens = max_new_tokens or self._scheduler.most_tokens
         self._numbers = count()
         # Steps on their way, and pieces that are to be computed again before anything else.
         self._steps: dict[int, list[Piece]] = {}
@@ -230,26 +229,29 @@ class Engine:
         if not tokens:
             raise UsageError("there is nothing to answer: the prompt is empty")
         refuse_beyond(tokens, self._num_embeddings)
-        limit = self.capacity.context_tokens - len(tokens)
-        most = self._reader.workload.new_tokens
-        number = params.max_new_tokens or max(1, min(most, limit))
+        rest = max(1, self._scheduler.most_tokens - len(tokens))
+        number = params.max_new_tokens or min(self._max_new_tokens, rest)
         self._scheduler.refuse_unfit(len(tokens), number)
         is_whole = self._reader.workload.prefill_chunk_tokens is None
         if isinstance(tokens, ImagePrompt) or (is_whole and not self._executor.is_paged):
-            self._reader.check([tokens], None)
+            self._reader.check([tokens])
         matcher, detokenizer = None, None
         if params.grammar is not None:
             matcher, detokenizer = self._grammars.start(params.grammar)
         events = SimpleQueue[Event]()
+        tell = on_event or events.put
+        if is_chat and matcher is None:
+            tell = partial(_tell_stripped, tell)
         seed = random.getrandbits(63) if params.seed is None else params.seed
         sequence = EngineSequence(
             tokens,
             replace(params, seed=seed, max_new_tokens=number),
             stop_ids=tuple(self._reader.chat.stop_ids),
             rules=self._rules,
-            detokenizer=detokenizer or Detokenizer(self._reader.tokenizer, kept_ids),
+            detokenizer=detokenizer
+            or Detokenizer(self._reader.tokenizer, kept_ids, () if is_chat else tokens),
             matcher=matcher,
-            on_event=on_event or events.put,
+            on_event=tell,
         )
         with self._changed:
             if self._failure is not None:
@@ -436,6 +438,12 @@ class Engine:
         with self._changed:
             self._failure = error
             self._scheduler.fail_all(error)
+
+
+def _tell_stripped(tell: Callable[[Event], None], event: Event) -> None:
+    if isinstance(event, Completion):
+        event = replace(event, text=event.text.strip())
+    tell(event)
 
 
 def _put(queue: SimpleQueue[tuple[K, Completion | Exception]], key: K, event: Event) -> None:

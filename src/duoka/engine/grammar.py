@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.base.serialization import parse_json_object
 from duoka.errors import DuokaError, UsageError
+from duoka.models.text.call_grammars import JSON_OPTIONS
 
 Kind = Literal["json_schema", "regex", "lark"]
 # The worst that is known of so many characters takes a second and 200 MB. What refers to one
@@ -119,7 +120,9 @@ class Grammar:
     @property
     def source(self) -> str:
         """The same in llguidance's form."""
-        return str(getattr(_llguidance().LLMatcher, f"grammar_from_{self.kind}")(self.text))
+        options = (JSON_OPTIONS,) if self.kind == "json_schema" else ()
+        convert = getattr(_llguidance().LLMatcher, f"grammar_from_{self.kind}")
+        return str(convert(self.text, *options))
 
     def refusal(self, problem: str) -> UsageError:
         """What to raise where llguidance has a problem with it."""

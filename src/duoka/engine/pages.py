@@ -51,16 +51,18 @@ class PagePool:
         """How many pages so many tokens take."""
         return -(-num_tokens // self.page_tokens)
 
-    def take(self, tokens: Sequence[int], num_tokens: int) -> tuple[list[int], int] | None:
+    def take(
+        self, tokens: Sequence[int], num_tokens: int, spare: int = 0
+    ) -> tuple[list[int], int] | None:
         """Pages for a sequence that begins with `tokens` and will have `num_tokens`.
 
         Returns them with the number of tokens that they hold already; of these there is always one
         less than of the first ones, since the last one's output is what comes next. None, and
-        nothing is taken, where there aren't enough.
+        nothing is taken, where there aren't enough, with `spare` others that stay free.
         """
         shared = list(self._shared(tokens[:-1]))
         needed = self.pages_for(num_tokens) - len(shared)
-        if needed > self.num_free - sum(page in self._unused for page in shared):
+        if needed + spare > self.num_free - sum(page in self._unused for page in shared):
             return None
         for page in shared:
             self._num_users[page] += 1

@@ -134,7 +134,8 @@ class Completion:
     Parameters
     ----------
     text : str
-        As it is shown to people.
+        All that was streamed; of a chat or question without the white space at both ends, unless a
+        grammar has matched it.
     tokens : tuple of TokenChoice
         All of it; the token that ended it isn't there.
     prompt_tokens, shared_tokens : int

@@ -6,9 +6,11 @@ forecast says that so they are faster. What a step can hold beside goes to promp
 the order in which they came; pieces of one prompt follow one another through the stages, and last
 equally long where the forecast knows seconds. It knows nothing of tensors.
 
-A sequence is admitted when there are pages for all that it may come to have, so that none is ever
-stopped to make room (`reserve`); or when there are some for what it has now (`optimistic`): where
-pages run out, the youngest one is computed again later.
+A sequence is admitted when there are pages for the tokens that it has, and one more for each that
+is running: how long an answer becomes is not known. Where pages run out, the youngest sequence is
+preempted: it gives its pages up, returns to the head of the queue, and is recomputed later, prompt
+and answer so far. A sequence only ever gives way to an older one, and one alone always fits, so the
+oldest one goes on and all of them end.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from duoka.errors import UsageError
 from duoka.forecast.forecast import Forecast
@@ -26,7 +27,6 @@ from .pages import PagePool
 from .sequence import Sequence
 from .step import Chunk, Outcome
 
-Admission = Literal["reserve", "optimistic"]
 # Prompts are read in so many pieces for each stage, of at least so many tokens.
 _PIECES_PER_STAGE = 2
 _LEAST_PROMPT_TOKENS = 32
@@ -73,7 +73,6 @@ class Scheduler:
     capacity : Capacity
     num_steps : int
         Steps that are on their way at the same time.
-    admission : {"reserve", "optimistic"}
     forget : callable, optional
         Told the number of each sequence that has ended: for who has more of it.
     forecast : Forecast, optional
@@ -84,13 +83,11 @@ class Scheduler:
         self,
         capacity: Capacity,
         num_steps: int = 1,
-        admission: Admission = "reserve",
         forget: Callable[[int], None] | None = None,
         forecast: Forecast | None = None,
     ) -> None:
         self.capacity = capacity
         self._num_steps = num_steps
-        self._is_optimistic = admission == "optimistic"
         self.num_preempted = 0
         self._forget = forget
         self._speeds = () if forecast is None else forecast.serving_speeds
@@ -101,14 +98,18 @@ class Scheduler:
 
     def refuse_unfit(self, prompt_tokens: int, new_tokens: int) -> None:
         """Raise UsageError for a request that no memory is there for, however long it waits."""
-        tokens = prompt_tokens + new_tokens
-        limit = min(self.capacity.context_tokens, self.capacity.pages * self.capacity.page_tokens)
+        tokens, limit = prompt_tokens + new_tokens, self.most_tokens
         if tokens > limit:
             raise UsageError(
                 f"{prompt_tokens} tokens of prompt and {new_tokens} new ones are {tokens}; there "
                 f"is memory for {limit}",
                 hint="ask for fewer new tokens, or plan with a larger --context",
             )
+
+    @property
+    def most_tokens(self) -> int:
+        """The tokens of a sequence that there is memory for."""
+        return min(self.capacity.context_tokens, self.capacity.pages * self.capacity.page_tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
@@ -124,9 +125,8 @@ class Scheduler:
         share = -(-len(answering) // self._num_steps)
         if not self._is_grouped(len(answering)):
             share = 0 if len(ready) < len(answering) else len(ready)
-        if self._is_optimistic:  # the oldest first; the youngest may have to make room for it
-            ready = [sequence for sequence in ready[:share] if self._has_room(sequence)]
-        ready = [sequence for sequence in ready[:share] if sequence.is_running]
+        # The oldest first; the youngest may have to make room for it.
+        ready = [sequence for sequence in ready[:share] if self._has_room(sequence)]
         pieces = [Piece(sequence, sequence.scheduled, 1) for sequence in ready]
         left = self._prompt_tokens(len(pieces))
         for sequence in [sequence for sequence in wanted if sequence.is_running]:
@@ -222,40 +222,36 @@ class Scheduler:
             sequence = self.waiting[0]
             if self._is_worth_waiting(sequence):
                 return
-            tokens = sequence.most_tokens
-            if self._is_optimistic:
-                # Each of those on their way may soon need one more.
-                if self.running and self.pool.num_free < self._pages_now(sequence):
-                    return
-                tokens = sequence.num_tokens
-            taken = self.pool.take(sequence.tokens, tokens)
+            taken = self.pool.take(sequence.tokens, sequence.num_tokens, spare=len(self.running))
             if taken is None:
                 return
             self.waiting.popleft()
             sequence.pages, sequence.computed = taken
             sequence.scheduled = sequence.computed
-            sequence.shared_tokens = max(sequence.shared_tokens, sequence.computed)
+            if not sequence.is_preempted:  # what it finds now may be its own
+                sequence.shared_tokens = sequence.computed
             sequence.is_running = True
             self.running.append(sequence)
 
-    def _pages_now(self, sequence: Sequence) -> int:
-        """The pages that should be free for a sequence to begin."""
-        return self.pool.pages_for(sequence.num_tokens) + len(self.running)
-
     def _has_room(self, sequence: Sequence) -> bool:
-        """Whether a sequence has pages for its next token; the youngest ones give up theirs."""
+        """Give a sequence pages for its next token; younger ones are preempted for it.
+
+        False where it has to wait: for older ones, or for what is being computed.
+        """
+        if not sequence.is_running:  # preempted a moment ago
+            return False
         missing = self.pool.pages_for(sequence.num_tokens) - len(sequence.pages)
-        while sequence.is_running and self.pool.num_free < missing:
-            youngest = next((s for s in reversed(self.running) if not s.is_in_step), None)
-            if youngest is None:
-                return False  # what is being computed can't be given up
+        while self.pool.num_free < missing:
+            youngest = next(s for s in reversed(self.running) if s is sequence or not s.is_in_step)
+            if youngest is sequence:
+                return False
             self._end(youngest)
             youngest.computed = youngest.scheduled = 0
+            youngest.is_preempted = True
             self.waiting.appendleft(youngest)
             self.num_preempted += 1
-        if sequence.is_running:
-            sequence.pages += self.pool.more(missing)
-        return sequence.is_running
+        sequence.pages += self.pool.more(missing)
+        return True
 
     def _is_worth_waiting(self, sequence: Sequence) -> bool:
         """Whether pages are on their way that hold half of a sequence's tokens, or more of them.

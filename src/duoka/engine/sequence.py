@@ -53,6 +53,7 @@ class Sequence:
         self.computed = 0
         self.scheduled = 0
         self.is_running = False
+        self.is_preempted = False
         self.shared_tokens = 0
         self.is_cancelled = False
         self._seed = params.seed
@@ -73,11 +74,6 @@ class Sequence:
         self._has_ended = False
         self._num_sent = 0  # characters of the text
         self._num_told = 0  # tokens
-
-    @property
-    def most_tokens(self) -> int:
-        """The tokens that it may come to have, whose keys and values are kept."""
-        return len(self.prompt) + self.max_new_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -150,7 +146,7 @@ class Sequence:
         self._tell(len(self._text))
         self._end(
             Completion(
-                text=self._text.strip() if self._matcher is None else self._text,
+                text=self._text,
                 tokens=tuple(self._choices),
                 prompt_tokens=len(self.prompt),
                 shared_tokens=self.shared_tokens,

@@ -74,7 +74,7 @@ class PromptReader:
                     hint="make it smaller, or plan with a larger --image-size",
                 )
 
-    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int | None) -> None:
+    def check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse what no memory was planned for."""
         planned = self.workload
         if not prompts or not all(map(len, prompts)):
@@ -85,7 +85,6 @@ class PromptReader:
             ("prompts", len(prompts), planned.batch, "--batch"),
             ("images in a prompt", max(images, default=0), planned.images, "--images"),
             ("tokens of prompt", longest, planned.prompt_tokens, "--context"),
-            ("new tokens", max_new_tokens or 0, planned.new_tokens, "--new-tokens"),
         ):
             if got > limit:
                 raise UsageError(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
+from codecs import IncrementalDecoder, getincrementaldecoder
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from .messages import Begun, Delta, Ended, Event, Token
@@ -174,7 +177,11 @@ class CompletionAnswer:
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets: dict[int, int] = {}
+        # Of each answer how many characters there are, and the bytes of the next one.
+        self._offsets: defaultdict[int, int] = defaultdict(int)
+        self._decoders: defaultdict[int, IncrementalDecoder] = defaultdict(
+            partial(getincrementaldecoder("utf-8"), "replace")
+        )
 
     def whole(
         self, choices: Sequence[tuple[str, Choice]], usage: Usage, *, logprobs: bool
@@ -209,8 +216,8 @@ class CompletionAnswer:
     def _logprobs(self, number: int, tokens: Sequence[Token]) -> dict[str, Any]:
         offsets = []
         for token in tokens:
-            offsets.append(self._offsets.get(number, 0))
-            self._offsets[number] = offsets[-1] + len(token.text)
+            offsets.append(self._offsets[number])
+            self._offsets[number] += len(self._decoders[number].decode(token.data))
         return {
             "tokens": [_spelled(token.text, token.data) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],

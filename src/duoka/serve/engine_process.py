@@ -76,6 +76,7 @@ class EngineProcess:
         self._engine = Engine(
             begin.plan,
             processes=begin.processes,
+            max_new_tokens=begin.max_new_tokens,
             trust_remote_code=begin.trust_remote_code,
             adapter=begin.adapter,
         )
@@ -147,7 +148,7 @@ class EngineProcess:
             return
         answers = _Answers(ask, self)
         for choice, chosen in enumerate(params.split(ask.n)):
-            reader = question.reader(is_streamed=ask.is_streamed)
+            reader = question.reader()
             answer = _Answer(choice, chosen, answers, reader)
             stream = self._engine.submit(
                 tokens, chosen, kept_ids=question.kept_ids, on_event=answer.take
@@ -317,7 +318,8 @@ class _Answer:
             return
         # Those that brought no text, or one that was cut off, are told with the rest, or alone.
         self._untold_tokens += event.tokens[self._num_tokens :]
-        self._tell(self._reader.finish())
+        is_cut = event.finish != "stop" or event.stop_text is not None
+        self._tell(self._reader.finish(is_cut=is_cut))
         if self._untold_tokens and self._tells_tokens:
             self._tell([("content", 0, "")])
         calls = event.finish == "stop" and self._reader.num_calls

@@ -21,6 +21,7 @@ class Begin:
     """The plan that an engine is opened with, and how."""
 
     plan: Plan
+    max_new_tokens: int | None = None
     trust_remote_code: bool = False
     adapter: str | None = None
     processes: bool | None = None

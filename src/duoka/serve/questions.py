@@ -30,16 +30,16 @@ class PartReader:
 
     @property
     def num_calls(self) -> int:
-        """How many tools have been called."""
+        """How many calls are whole."""
         return 0 if self._reader is None else self._reader.num_calls
 
     def feed(self, text: str) -> list[tuple[Kind, int, str]]:
         """What more of an answer's text comes to."""
         return [("content", 0, text)] if self._reader is None else self._of(self._reader.feed(text))
 
-    def finish(self) -> list[tuple[Kind, int, str]]:
-        """What was held back until the end."""
-        return [] if self._reader is None else self._of(self._reader.finish())
+    def finish(self, *, is_cut: bool = False) -> list[tuple[Kind, int, str]]:
+        """What was held back until the end, which may be a limit's."""
+        return [] if self._reader is None else self._of(self._reader.finish(is_cut=is_cut))
 
     def _of(self, parts: Sequence[Part]) -> list[tuple[Kind, int, str]]:
         return [
@@ -71,13 +71,11 @@ class Question:
     is_parallel: bool = True
     kept_ids: Sequence[int] = ()
 
-    def reader(self, *, is_streamed: bool) -> PartReader:
+    def reader(self) -> PartReader:
         """What reads one answer."""
         if self.answers is None:
             return PartReader(None)
-        reader = self.answers.reader(
-            self.tools, self.tokens, forced=self.forced, holds_calls=not is_streamed
-        )
+        reader = self.answers.reader(self.tools, self.tokens, forced=self.forced)
         return PartReader(reader, is_parallel=self.is_parallel)
 
 

@@ -91,7 +91,7 @@ def reader(
     form: CallForm | None,
     *,
     is_reasoning: bool = False,
-    holds_calls: bool = False,
+    is_forced: bool = False,
     schemas: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> AnswerReader:
     return AnswerReader(
@@ -99,14 +99,14 @@ def reader(
         SCHEMAS if schemas is None else schemas,
         THINK,
         is_reasoning=is_reasoning,
-        holds_calls=holds_calls,
+        is_forced=is_forced,
     )
 
 
-def read(answer: AnswerReader, pieces: Sequence[str]) -> list[Part]:
+def read(answer: AnswerReader, pieces: Sequence[str], *, is_cut: bool = False) -> list[Part]:
     """All parts of an answer."""
     parts = [part for piece in pieces for part in answer.feed(piece)]
-    return joined(parts + answer.finish())
+    return joined(parts + answer.finish(is_cut=is_cut))
 
 
 def content(parts: Sequence[Part]) -> str:

@@ -10,7 +10,7 @@ from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka.models.text.answer_parts import CallEnd, CallStart, Content
+from duoka.models.text.answer_parts import CallArguments, CallEnd, CallStart, Content, Part
 from duoka.models.text.messages import ToolCall
 
 from . import answers
@@ -55,12 +55,11 @@ def test_what_a_family_writes_is_read_however_it_is_cut(name: str, data: st.Data
     said = data.draw(st.lists(WEATHER_CALLS if is_tagged else ANY_CALLS, min_size=1, max_size=3))
     text = write(name, said)
     pieces = data.draw(st.composite(cut)(text))
-    for holds_calls in (False, True):
-        whole = read(reader(FORMS[name], holds_calls=holds_calls), [text])
-        assert read(reader(FORMS[name], holds_calls=holds_calls), pieces) == whole
-        assert calls(whole) == said
-        assert content(whole) == ""
-        assert all(part.is_whole for part in whole if isinstance(part, CallEnd))
+    whole = read(reader(FORMS[name]), [text])
+    assert read(reader(FORMS[name]), pieces) == whole
+    assert calls(whole) == said
+    assert content(whole) == ""
+    assert all(part.is_whole for part in whole if isinstance(part, CallEnd))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,22 +111,57 @@ BROKEN = {
 @pytest.mark.parametrize("name", NAMES)
 def test_what_only_looks_like_a_call_is_content(name: str) -> None:
     text = BROKEN[name]
-    for holds_calls in (False, True):
-        parts = read(reader(FORMS[name], holds_calls=holds_calls), list(text))
-        assert parts == [Content(text)]
+    assert read(reader(FORMS[name]), list(text)) == [Content(text)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_that_break_off(name: str) -> None:
     text = write(name, [BEIJING])
     cut_off = text[: text.index("days") + 3].strip()
-    held = read(reader(FORMS[name], holds_calls=True), [cut_off])
-    assert held == [Content(cut_off)]
     parts = read(reader(FORMS[name]), [cut_off])
     assert calls(parts) == []
     if name != "chatglm3":
         assert parts[0] == CallStart(0, "get_weather")
         assert CallEnd(0, is_whole=False) in parts
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_that_a_limit_cuts_leave_no_mark_of_theirs(name: str, is_forced: bool) -> None:
+    text = write(name, [BEIJING, SEARCH]).strip()
+    whole = told(read(reader(FORMS[name]), [text]))
+    marker = FORMS[name].markers[0] if name != "llama" and FORMS[name].markers else ""
+    for end in range(len(text)):
+        streamed, at_once = (
+            read(reader(FORMS[name], is_forced=is_forced), pieces, is_cut=True)
+            for pieces in (text[:end], [text[:end]])
+        )
+        assert streamed == at_once
+        for (called, arguments), (name_of_it, all_of_them) in zip(
+            told(streamed), whole, strict=False
+        ):
+            assert called == name_of_it
+            assert all_of_them.startswith(arguments)
+        said = content(streamed)
+        if is_forced:
+            assert said == ""
+        elif marker:  # of which a part alone may be a text
+            assert said == "" or (said != marker and marker.startswith(said))
+        else:  # a message may begin so
+            assert text[:end].rstrip().endswith(said)
+            ends = [part.is_whole for part in streamed if isinstance(part, CallEnd)]
+            assert all(ends) or not said
+
+
+def told(parts: list[Part]) -> list[tuple[str, str]]:
+    """The name and arguments of each call."""
+    found: list[tuple[str, str]] = []
+    for part in parts:
+        if isinstance(part, CallStart):
+            found.append((part.name, ""))
+        elif isinstance(part, CallArguments):
+            found[-1] = found[-1][0], found[-1][1] + part.text
+    return found
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
@@ -168,7 +202,6 @@ def test_a_tag_that_should_have_ended_a_call_begins_the_next(name: str) -> None:
 def test_arguments_that_hold_a_key_twice_are_not_whole() -> None:
     text = 'get\n{"a": 1, "a": 2}'
     assert read(reader(FORMS["glm4"]), [text])[-1] == CallEnd(0, is_whole=False)
-    assert read(reader(FORMS["glm4"], holds_calls=True), [text]) == [Content(text)]
 
 
 def test_values_between_tags_by_their_schema() -> None:
@@ -213,9 +246,9 @@ MARKS = [
 def test_hostile_texts_are_read_however_they_are_cut(name: str, data: st.DataObject) -> None:
     marks = data.draw(st.lists(st.sampled_from(MARKS) | st.text(max_size=3), max_size=30))
     text = "".join(marks)
-    holds_calls, is_reasoning = data.draw(st.booleans()), data.draw(st.booleans())
+    is_reasoning = data.draw(st.booleans())
     whole, parts = (
-        read(reader(FORMS[name], holds_calls=holds_calls, is_reasoning=is_reasoning), pieces)
+        read(reader(FORMS[name], is_reasoning=is_reasoning), pieces)
         for pieces in ([text], data.draw(st.composite(cut)(text)))
     )
     assert parts == whole
@@ -270,5 +303,5 @@ def test_work_grows_with_the_text(name: str, hostile: str) -> None:
 @pytest.mark.parametrize("hostile", sorted(HOSTILE))
 @pytest.mark.parametrize("name", NAMES)
 def test_large_hostile_texts(name: str, hostile: str) -> None:
-    parts = read(reader(FORMS[name], holds_calls=True), [HOSTILE[hostile]])
+    parts = read(reader(FORMS[name]), [HOSTILE[hostile]])
     assert sum(isinstance(part, CallStart) for part in parts) <= 128

@@ -77,7 +77,6 @@ class AnswerFormat:
         prompt: Sequence[int] = (),
         *,
         forced: ForcedCall | None = None,
-        holds_calls: bool = False,
     ) -> AnswerReader:
         """Read an answer to a prompt.
 
@@ -88,10 +87,7 @@ class AnswerFormat:
         prompt : sequence of int
             Its last tokens say whether the answer begins within reasoning.
         forced : ForcedCall, optional
-            What the prompt was given, so that the answer is a call.
-        holds_calls : bool
-            Tell of a call when it is whole, and not as it comes: then what breaks off in the middle
-            is content, and otherwise a call that isn't whole.
+            What the prompt was given, so that the answer is a call; no content then.
         """
         form = self.form
         if forced is not None and form is None:
@@ -101,7 +97,7 @@ class AnswerFormat:
             tool_schemas(tools or ()),
             self.reasoning,
             is_reasoning=forced is None and self.begins_within_reasoning(prompt),
-            holds_calls=holds_calls,
+            is_forced=forced is not None,
         )
         parts = reader.feed(forced.text) if forced is not None else []
         assert not parts, "what begins a call is no part"

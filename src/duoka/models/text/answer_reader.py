@@ -67,13 +67,12 @@ class CallForm(Protocol):
 class CallReader:
     """The characters of calls, and what is told of them."""
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]], *, holds_calls: bool) -> None:
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self.schemas = schemas
         self.parts: list[Part] = []
         self.num_calls = 0
+        self.num_whole_calls = 0
         self.has_ended = False
-        self._holds_calls = holds_calls
-        self._waiting: list[Part] = []
         self.is_open = False
         self._arguments: list[str] = []
         # Characters that have been taken and told of by no part, and those that are to be taken
@@ -179,16 +178,12 @@ class CallReader:
         except FormatError:
             self.stop()
         self._tell(CallEnd(self.num_calls - 1, is_whole=True))
-        self.parts += self._waiting
-        self._waiting, self.is_open, self._size = [], False, 0
-        self._taken.clear()
+        self.is_open, self._size = False, 0
+        self.num_whole_calls += 1
 
     def _tell(self, part: Part) -> None:
-        if self._holds_calls:
-            self._waiting.append(part)
-        else:
-            self.parts.append(part)
-            self._taken.clear()
+        self.parts.append(part)
+        self._taken.clear()
 
     # ── for the answer's reader ──
 
@@ -201,10 +196,7 @@ class CallReader:
             text = "".join(self._taken)
         else:
             return ""
-        if self.is_open and self._holds_calls:
-            self.num_calls -= 1
-            self._waiting = []
-        elif self.is_open:
+        if self.is_open:
             self.parts.append(CallEnd(self.num_calls - 1, is_whole=False))
         self.is_open = False
         return text
@@ -213,6 +205,10 @@ class CallReader:
     def has_again(self) -> bool:
         """Whether there are characters that are to be taken again."""
         return bool(self._again)
+
+    def drop(self) -> None:
+        """Let nothing be taken again."""
+        self._again.clear()
 
     def forget(self) -> None:
         """Let what has been taken be told of."""
@@ -230,13 +226,14 @@ class AnswerReader:
         reasoning: Tags | None,
         *,
         is_reasoning: bool,
-        holds_calls: bool,
+        is_forced: bool = False,
     ) -> None:
         self._form = form if schemas else None
         self._turn = form.turn if form else ""
         self._reasoning = reasoning
         self._is_reasoning = is_reasoning
-        self._calls = CallReader(schemas, holds_calls=holds_calls)
+        self._is_forced, self._is_cut = is_forced, False
+        self._calls = CallReader(schemas)
         self._parts = self._calls.parts
         self._space: list[str] = []
         self._has_said = False
@@ -247,8 +244,8 @@ class AnswerReader:
 
     @property
     def num_calls(self) -> int:
-        """How many calls have begun."""
-        return self._calls.num_calls
+        """How many calls are whole."""
+        return self._calls.num_whole_calls
 
     def feed(self, text: str) -> list[Part]:
         """Take more of the answer's text; return what it certainly says."""
@@ -265,8 +262,9 @@ class AnswerReader:
                 at += 1
         return self._new_parts()
 
-    def finish(self) -> list[Part]:
-        """Return what had to wait."""
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Return what had to wait; of a call that a limit has cut nothing is content."""
+        self._is_cut = is_cut
         if not self._calls.has_ended:
             self._calls.has_ended = True
             try:
@@ -314,8 +312,12 @@ class AnswerReader:
 
     def _attempt(self, marker: str) -> Script:
         assert self._form is not None, "markers are a form's"
-        script = self._form.read(self._calls, marker)
-        self._say((yield from self._calls.attempt(script, marker)))
+        script, num_calls = self._form.read(self._calls, marker), self._calls.num_calls
+        text = yield from self._calls.attempt(script, marker)
+        if self._is_cut and (marker or self._calls.num_calls > num_calls):
+            self._calls.drop()
+        else:
+            self._say(text)
 
     def _scan(self, markers: tuple[str, ...], say: Callable[[str], None]) -> Characters:
         """Say what comes before the next marker, which is returned; "" at the end."""
@@ -346,6 +348,8 @@ class AnswerReader:
     def _say(self, text: str, kind: type[Content | Reasoning] = Content) -> None:
         """Tell of a text, of which the white space at both ends is left out."""
         solid = text.rstrip() if self._has_said else text.strip()
+        if self._is_forced and kind is Content:
+            return  # a forced answer is calls and the marks around them
         if solid:
             self._parts.append(kind("".join(self._space) + solid))
             self._space, self._has_said = [], True

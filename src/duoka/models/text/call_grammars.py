@@ -18,6 +18,9 @@ from .answer_reader import CallForm
 from .call_forms import LineForm, MistralForm, ObjectForm, TaggedForm
 from .messages import Tool, tool_function
 
+JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
+"""How llguidance matches JSON: between two tokens of it a space, or a new line and an indent. By
+its own default a model can write white space without end."""
 _HINT = "let the model choose (tool_choice auto)"
 
 
@@ -118,9 +121,8 @@ def _text(text: str) -> str:
 
 def _schema(function: Mapping[str, Any]) -> str:
     """The schema of a tool's arguments; of a tool that isn't strict, as far as it is understood."""
-    schema = {**(function.get("parameters") or {}), "type": "object"}
-    if not function.get("strict"):
-        schema["x-guidance"] = {"lenient": True}
+    options = {**JSON_OPTIONS, "lenient": not function.get("strict")}
+    schema = {**(function.get("parameters") or {}), "type": "object", "x-guidance": options}
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

@@ -37,7 +37,9 @@ class TokenBytes:
         """The bytes of a token; a special one's are those of its name."""
         text = None if self._backend is None else self._backend.id_to_token(token)
         if text is None:
-            return str(self._tokenizer.decode([token])).encode(errors="replace")
+            # At the start of a text some leave a blank out.
+            alone, twice = (str(self._tokenizer.decode([token] * n)) for n in (1, 2))
+            return twice[len(alone) :].encode(errors="replace")
         if token in self._added:
             return str(text).encode(errors="replace")
         if "ByteLevel" in self._decoders and all(character in _BYTES for character in text):
