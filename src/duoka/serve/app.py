@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from .answers import ChatAnswer, CompletionAnswer, Usage, collected, finish_reason
 from .anthropic import add_messages
 from .errors import HttpError, invalid
-from .limits import Gate, Limits
+from .limits import Gate, JsonRoute, Limits
 from .messages import Delta, Ended, Prompt, Spell
 from .requests import (
     ChatRequest,
@@ -57,6 +57,7 @@ def make_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.router.route_class = JsonRoute
     app.add_middleware(
         Gate, memory=service.memory, limits=limits or Limits(), key=key, is_local=is_local
     )

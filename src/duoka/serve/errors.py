@@ -23,6 +23,7 @@ _ANTHROPIC_TYPES = {
 _ANTHROPIC_PATH = "/v1/messages"
 
 
+_INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
 # Of what a client sent, which an error repeats.
 _MOST_CHARACTERS, _MOST_PARAM_CHARACTERS = 1500, 200
 
@@ -95,11 +96,13 @@ def invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
     places = [_place(error, body) for error in errors]
     deepest = max(places, key=len)
     all_of_it = [error for error, place in zip(errors, places, strict=True) if place == deepest]
-    param = ".".join(deepest) or None
+    param = ".".join(deepest) or "body"
     if all_of_it[0]["type"] == "extra_forbidden":
-        return HttpError(400, f"{param} is unknown here", code="unknown_parameter", param=param)
+        name = _INSTEAD.get(param)
+        text = f"{param} is unknown here; {f'send {name} instead' if name else 'leave it out'}"
+        return HttpError(400, text, code="unknown_parameter", param=param)
     texts = dict.fromkeys(_text(error) for error in all_of_it)
-    return HttpError(400, f"{param or 'the body'}: {'; or: '.join(texts)}", param=param)
+    return HttpError(400, f"{param}: {'; or: '.join(texts)}", param=param)
 
 
 def _text(error: Mapping[str, Any]) -> str:

@@ -5,10 +5,10 @@ Source: https://platform.openai.com/docs/api-reference, and its official Python 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .errors import HttpError
 from .messages import Prompt
@@ -18,7 +18,10 @@ _MOST_CHOICES = 16
 _MOST_BIASES = 1024
 MOST_TOP_LOGPROBS = 20
 
-Stop = str | list[str]
+StopText = Annotated[str, Field(min_length=1)]
+Stop = StopText | list[StopText]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -39,17 +42,93 @@ def few_stops(stop: Stop | None) -> Stop | None:
     return stop
 
 
-class StreamOptions(BaseModel):
-    """What a stream has beside its pieces."""
+class Form(BaseModel):
+    """An object of a request: a field that is null is absent, and one that is unknown refused."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, values: Any) -> Any:
+        return without_none(values) if isinstance(values, Mapping) else values
+
+
+class StreamOptions(Form):
+    """What a stream has beside its pieces; they are never padded."""
+
     include_usage: bool = False
+    include_obfuscation: bool = False
 
 
-class Sampled(BaseModel):
+class Unheeded(Form):
+    """Fields of OpenAI's that change no answer here."""
+
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    user: str | None = None
+
+
+class Function(Form):
+    """A function that may be called."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChatTool(Form):
+    """A tool of a chat; functions alone are known."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(Form):
+    """The name of a function."""
+
+    name: str
+
+
+class ChatToolName(Form):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def refuse_missing_tool(
+    choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse to have a tool called that isn't there."""
+    if choice in ("none", "auto"):
+        return
+    names = [tool["function"]["name"] for tool in tools]
+    name = None if isinstance(choice, str) else choice["function"]["name"]
+    if not names:
+        raise HttpError(400, "tool_choice needs tools", param="tool_choice")
+    if name is not None and name not in names:
+        text = f"tool_choice names {name[:80]!r}, which is none of the tools: {', '.join(names)}"
+        raise HttpError(400, text, param="tool_choice")
+
+
+class ResponseFormat(Form):
+    """What an answer has to fit; the types "regex" and "lark" are ours."""
+
+    type: Literal["text", "json_object", "json_schema", "regex", "lark"]
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    lark: str | None = None
+
+
+class Sampled(Form):
     """What all kinds of requests say of how tokens are chosen."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -63,12 +142,12 @@ class Sampled(BaseModel):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    logit_bias: Annotated[dict[int, float], Field(max_length=_MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=_MOST_BIASES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool = False  # load generators want answers of a length
-    response_format: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     user: str | None = None
 
     _few_stops = field_validator("stop")(few_stops)
@@ -108,24 +187,25 @@ class Sampled(BaseModel):
             "max_new_tokens": self.most_new_tokens,
             "min_new_tokens": self.least_new_tokens,
             "logprobs": self.top,
-            "response_format": self.response_format,
+            "response_format": self.response_format
+            and self.response_format.model_dump(exclude_none=True),
         }
         return without_none(values)
 
 
-class ChatRequest(Sampled):
+class ChatRequest(Sampled, Unheeded):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tools: list[ChatTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatToolName | None = None
     parallel_tool_calls: bool | None = None
-    store: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
     modalities: list[Literal["text"]] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    prediction: dict[str, Any] | None = None  # what an answer might be, for more speed
+    reasoning_effort: str | None = None  # how much there is, the model alone decides
+    verbosity: Literal["medium"] | None = None
 
     @property
     def top(self) -> int | None:
@@ -137,14 +217,13 @@ class ChatRequest(Sampled):
     @property
     def prompt(self) -> Prompt:
         """What is asked."""
-        choice = self.tool_choice or "auto"
-        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-            raise HttpError(400, f"tool_choice {choice!r} is unknown", param="tool_choice")
-        if choice not in ("none", "auto") and not self.tools:
-            raise HttpError(400, "tool_choice needs tools", param="tool_choice")
+        chosen = self.tool_choice or "auto"
+        choice = chosen if isinstance(chosen, str) else chosen.model_dump()
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        refuse_missing_tool(choice, tools)
         return Prompt(
             messages=self.messages,
-            tools=self.tools or (),
+            tools=tools,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
         )
@@ -153,7 +232,7 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     """``POST /v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None
@@ -189,26 +268,25 @@ class CompletionRequest(Sampled):
         ]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Form):
     """``POST /tokenize``: a text, or a chat as it is asked."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str = ""
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[ChatTool] | None = None
 
     @property
     def question(self) -> Prompt:
         """What is to be made tokens of."""
         if (self.prompt is None) == (self.messages is None):
             raise HttpError(400, "either prompt or messages is needed", param="prompt")
-        return Prompt(text=self.prompt, messages=self.messages, tools=self.tools or ())
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        return Prompt(text=self.prompt, messages=self.messages, tools=tools)
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Form):
     """``POST /detokenize``."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str = ""
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: list[TokenId]
