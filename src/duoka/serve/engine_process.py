@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -25,7 +26,7 @@ with quiet_libraries():
     from duoka.engine import Engine, SamplingParams
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
-    from duoka.runtime.prompt_reader import PromptReader
+    from duoka.runtime.prompt_reader import PromptReader, refuse_beyond
 from duoka.base.garbage import freeze_objects
 from duoka.engine.grammar import Grammar
 from duoka.errors import DuokaError, MachineError, UsageError
@@ -82,7 +83,9 @@ class EngineProcess:
         self._reader = PromptReader.open(checkpoint, begin.plan.workload)
         self._questions = QuestionReader(self._reader)
         self._token_bytes = TokenBytes(self._reader.tokenizer)
-        self._longest_token = max(map(len, self._reader.tokenizer.get_vocab()))
+        vocabulary = self._reader.tokenizer.get_vocab()
+        self._longest_token = max(map(len, vocabulary))
+        self._num_tokens = 1 + max(vocabulary.values())
         self._tell = tell
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.
@@ -119,23 +122,32 @@ class EngineProcess:
                 threads.submit(self._do, message)
 
     def _do(self, message: Ask | Count | Spell) -> None:
+        field = message.field if isinstance(message, Spell) else message.prompt.field
         try:
-            if isinstance(message, Ask):
-                if message.number in self._streams:  # not cancelled while it waited
-                    self._ask(message)
-            elif isinstance(message, Count):
-                tokens = self._question(message.prompt).tokens
-                self._tell(Counted(number=message.number, tokens=list(tokens)))
-            else:
-                text = self._reader.tokenizer.decode(list(message.tokens))
-                self._tell(Counted(number=message.number, text=str(text)))
+            with _blaming(field):
+                self._answer(message)
         except Exception as error:  # of a template's or tokenizer's code, say: one request's alone
             self._fail(message.number, error)
+
+    def _answer(self, message: Ask | Count | Spell) -> None:
+        if isinstance(message, Ask):
+            if message.number in self._streams:  # not cancelled while it waited
+                self._ask(message)
+        elif isinstance(message, Count):
+            tokens = self._question(message.prompt).tokens
+            self._tell(Counted(number=message.number, tokens=list(tokens)))
+        else:
+            refuse_beyond(message.tokens, self._num_tokens)
+            text = self._reader.tokenizer.decode(list(message.tokens))
+            self._tell(Counted(number=message.number, text=str(text)))
 
     def _ask(self, ask: Ask) -> None:
         values = dict(ask.params)
         form = values.pop("response_format", None)
-        grammar = None if form is None else Grammar.from_response_format(form)
+        with _blaming("logit_bias"):
+            refuse_beyond(values.get("logit_bias", ()), self._num_tokens)
+        with _blaming("text.format" if ask.prompt.field == "input" else "response_format"):
+            grammar = None if form is None else Grammar.from_response_format(form)
         question = self._question(ask.prompt, grammar)
         tokens = question.tokens
         values["grammar"] = question.grammar
@@ -221,6 +233,16 @@ class EngineProcess:
                 busy_seconds=self._engine.busy_seconds(),
             )
         )
+
+
+@contextmanager
+def _blaming(field: str) -> Iterator[None]:
+    """Say in which field of a request an error is, unless that is known already."""
+    try:
+        yield
+    except DuokaError as error:
+        error.param = error.param or field
+        raise
 
 
 class _EndlessPrompt(UsageError):
@@ -365,6 +387,7 @@ def failed(number: int, error: Exception) -> Failed:
         status=400 if is_theirs else 500,
         text=f"{text}; {hint}" if hint else text,
         code="context_length_exceeded" if isinstance(error, _EndlessPrompt) else None,
+        param=getattr(error, "param", None),
     )
 
 

@@ -58,6 +58,12 @@ class HttpError(Exception):
         self.param = param and param[:_MOST_PARAM_CHARACTERS]
         self.retry_after = retry_after
 
+    @classmethod
+    def of(cls, error: Exception) -> HttpError:
+        """The same; what else was raised is a defect."""
+        text = f"a defect of duoka's: {type(error).__name__}"
+        return error if isinstance(error, cls) else cls(500, text, code="internal_error")
+
     @property
     def kind(self) -> str:
         """OpenAI's type of the error."""

@@ -141,7 +141,7 @@ class Sampled(Form):
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=_MOST_BIASES)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -282,7 +282,8 @@ class TokenizeRequest(Form):
         if (self.prompt is None) == (self.messages is None):
             raise HttpError(400, "either prompt or messages is needed", param="prompt")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return Prompt(text=self.prompt, messages=self.messages, tools=tools)
+        field = "messages" if self.prompt is None else "prompt"
+        return Prompt(text=self.prompt, messages=self.messages, tools=tools, field=field)
 
 
 class DetokenizeRequest(Form):

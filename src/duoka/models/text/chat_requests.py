@@ -120,6 +120,7 @@ class ChatRequest:
         return "".join(texts), tuple(images)
 
     def _openai_image(self, image: object) -> Image:
+        self._refuse_images()
         if not isinstance(image, Mapping) or not isinstance(image.get("url"), str):
             raise UsageError("an image has no url", hint='{"url": "data:image/png;base64,…"}')
         _refuse_unknown(image, {"url", "detail"}, "an image")
@@ -167,7 +168,6 @@ class ChatRequest:
         return Message(role="observation", content=content, call_id=number)
 
     def _image(self, content: str) -> Image:
-        self._refuse_images()
         if len(content) > (MOST_BYTES * 4) // 3 + 4:
             raise UsageError(f"an image is larger than {MOST_BYTES} bytes", hint="make it smaller")
         try:

@@ -24,7 +24,7 @@ from duoka.errors import CheckpointError, UsageError
 from ..glm4v import GLM4VConfig
 from .messages import Message
 
-_PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -174,7 +174,7 @@ def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, model_t
     """The processor that a checkpoint names, or else that of its family."""
     _look_at_files(directory)
     try:
-        known: Any = getattr(transformers, _PROCESSORS[model_type])
+        known: Any = getattr(transformers, PROCESSORS[model_type])
         settings, _ = known.get_processor_dict(directory, local_files_only=True)
         parts = {"tokenizer": tokenizer, "image_processor": _image_processor(directory)}
         names = known.get_attributes()
