@@ -242,7 +242,8 @@ def test_wrong_types_are_refused_or_answered_and_never_a_fault(served: Served, n
             if answer.status_code == 400 and not path.startswith("/v1/messages"):
                 assert answer.json()["error"]["param"], value
             if answer.headers["content-type"].startswith("text/event-stream"):
-                assert answer.text.endswith("[DONE]\n\n")
+                assert answer.text.endswith(("[DONE]\n\n", "}}\n\n", '"message_stop"}\n\n'))
+                assert "error" not in answer.text
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {

@@ -97,10 +97,12 @@ class HttpError(Exception):
 def invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
     """The error where a body doesn't have its form, by what pydantic says of it.
 
-    What may be of several kinds is wrong in several ways; what lies deepest is told.
+    What may be of several kinds is wrong in several ways; what lies deepest is told, and what is
+    wrong before what is missing.
     """
     places = [_place(error, body) for error in errors]
-    deepest = max(places, key=len)
+    kinds = [error["type"] != "missing" for error in errors]
+    deepest, _ = max(zip(places, kinds, strict=True), key=lambda pair: (len(pair[0]), pair[1]))
     all_of_it = [error for error, place in zip(errors, places, strict=True) if place == deepest]
     param = ".".join(deepest) or "body"
     if all_of_it[0]["type"] == "extra_forbidden":

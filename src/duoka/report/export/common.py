@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from duoka.forecast.profile import Profile, evaluate, monomials
 from duoka.forecast.serving import Capacity
@@ -16,6 +17,7 @@ from .stages import Pipeline
 from .text import refusal
 
 _PLACEHOLDER = "MODEL"
+_CHATGLM = ("ChatGLM", "GLM4V")
 # Plans keep a model of the Hub with its commit; a path looks otherwise.
 _OF_THE_HUB = re.compile(r"([^/@\s]+/[^/@\s]+)@([0-9a-f]{40})", re.ASCII)
 
@@ -50,6 +52,36 @@ def common_notes(plan: Plan, pipeline: Pipeline | None = None) -> Iterator[str]:
             f"tool keeps a copy of the weights on {pipeline.stages[-1].device.name} instead, which "
             "the plan doesn't count there."
         )
+
+
+def is_glm4v(plan: Plan) -> bool:
+    """Return True for GLM-4V, whose published class and architecture are those of GLM-4."""
+    has_tower = any(".vision" in name for name, _ in plan.placement.entries)
+    return has_tower and plan.model.startswith(_CHATGLM)
+
+
+def architecture(plan: Plan) -> str:
+    """Return the architecture that the checkpoint's config names."""
+    return "ChatGLMModel" if plan.model.startswith(_CHATGLM) else plan.model
+
+
+def code_option(plan: Plan) -> list[str]:
+    """Return the option that lets a checkpoint's code run: a ChatGLM tokenizer always is code."""
+    is_needed = plan.request.trust_remote_code or plan.model.startswith(_CHATGLM)
+    return ["--trust-remote-code"] if is_needed else []
+
+
+def refuse_single(plan: Plan, pipeline: Pipeline, tool: str) -> bool:
+    """Refuse several stages for a class that a tool runs on one; return True for a class it has."""
+    text = (Path(__file__).parent / "pipelines.json").read_text(encoding="utf-8")
+    known, name = json.loads(text)[tool.lower()], architecture(plan)
+    if len(pipeline.stages) > 1 and name in known["single"]:
+        raise refusal(
+            tool,
+            f"its class for {name} can't run in a pipeline (as of {known['version']})",
+            "plan for one GPU, let the tool split layers over equal ones, or serve it with duoka",
+        )
+    return name in (*known["single"], *known["pipeline"])
 
 
 def total_bytes(device: Device) -> int:
