@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass, replace
+from io import StringIO
 from pathlib import Path
 
 import typer
@@ -11,10 +13,11 @@ import typer
 import duoka
 from duoka.base.serialization import to_dict
 from duoka.errors import InfeasibleError, PlacementError, UsageError
+from duoka.forecast.workload import Training
 from duoka.hardware.detect import tell_numbers
 from duoka.planner.plan_profile import map_of
 from duoka.planner.replicas import Replicas
-from duoka.report.export import TOOLS, refuse_names, refuse_unknown
+from duoka.report.export import TOOLS, Pins, plan_for_tool, refuse_names, refuse_unknown
 
 from . import planning, replicas
 from .groups import flag, option, with_groups
@@ -144,7 +147,10 @@ def plan(
     output.check(options)
     try:
         if options.replicas is None:
-            output.give(planning.make_plan(model, options, how_to_train))
+            made = planning.make_plan(model, options, how_to_train)
+            if options.plan_file is None and not planning.given_map(options):
+                made = _for_tool(made, output.export, model, options, how_to_train)
+            output.give(made)
         else:
             number = replicas.read_number(options.replicas)
             output.give_replicas(planning.make_replicas(model, options, how_to_train, number))
@@ -155,6 +161,28 @@ def plan(
         if output.json:
             typer.echo(as_json(error))
         raise
+
+
+def _for_tool(
+    made: duoka.Plan,
+    tool: str | None,
+    model: ModelOptions,
+    options: PlanOptions,
+    training: Training | None,
+) -> duoka.Plan:
+    """Return the plan, or one with the stages that a tool takes; say how to ask for it."""
+
+    def plan_again(pins: Pins) -> duoka.Plan:
+        said = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
+        with redirect_stderr(StringIO()):  # what is done was said the first time
+            return planning.make_plan(model, replace(options, pin=said), training)
+
+    plan = made if tool is None else plan_for_tool(made, tool, plan_again)
+    if plan is not made:
+        pins = " ".join(f"--pin {name}={at}" for name, at in plan.request.constraints.pins)
+        text = f"planned again, in stages that {tool} takes: {pins}"
+        stderr().print(text, markup=False, soft_wrap=True)
+    return plan
 
 
 def _save_page(plan: duoka.Plan, file: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby, permutations, takewhile
 
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.tensor_names import layer_of, main_list
@@ -13,6 +13,7 @@ from duoka.planner.plan import Plan
 
 from .text import refusal
 
+Pins = tuple[tuple[str, str], ...]
 _OTHER = "plan with another objective or other GPUs, or load the plan with duoka"
 
 
@@ -85,6 +86,35 @@ def read_pipeline(plan: Plan, tool: str) -> Pipeline:
         after=tuple(name for name, _ in after),
         returning=tuple(returning),
     )
+
+
+def pipeline_pins(plan: Plan) -> list[Pins]:
+    """Return pins that make a plan one of whole layers: what runs beside them is at their ends.
+
+    There are pins for each pair of GPUs for the first and the last layer, of equal pairs for one;
+    with all that runs after the layers, and without the head, which may be tied to the embedding.
+    """
+    entries = [name for name, _ in plan.placement.entries]
+    main = main_list(entries)
+    places = [
+        number
+        for number, name in enumerate(entries)
+        if (layer := layer_of(name)) is not None and layer[0] == main
+    ]
+    if not places:
+        return []
+    begin, end = entries[: places[0] + 1], entries[places[-1] :]
+    pairs: dict[tuple[str | int, ...], tuple[str, str]] = {}
+    for pair in permutations(plan.devices, 2):
+        devices = [plan.fleet.device(name) for name in pair]
+        kinds = [kind for device in devices for kind in (device.product, device.budget_bytes)]
+        pairs.setdefault(tuple(kinds), pair)
+    return [
+        (*((name, first) for name in begin), *((name, last) for name in after))
+        for first, last in pairs.values()
+        for after in (end, end[:-1])
+        if after
+    ]
 
 
 def _returning(after: Sequence[tuple[str, str]], first: str, last: str) -> list[str]:
