@@ -65,7 +65,7 @@ def test_a_plan_is_exported(tiny: Path, program: Program) -> None:
     pins = ("--pin", "model.embed_tokens=0", "--pin", "model.layers.0=1")
     cut = program("plan", tiny, *GPUS, *SIZES, *pins, "--export", "vllm")
     assert cut.returncode == 2  # the embedding is alone on a GPU
-    assert "vLLM can't be told this plan: model.embed_tokens" in cut.stderr
+    assert "vllm can't be told this plan: model.embed_tokens" in cut.stderr
     refused = program("plan", "nowhere", "--export", "tensorrt")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "there is no export for 'tensorrt'" in refused.stderr
@@ -95,14 +95,15 @@ def test_an_export_plans_in_stages_that_the_tool_takes(program: Program, tmp_pat
     gpus = ("--gpus", "1xRTX5090+2xRTX3090", "--use-all", "--context", "32K")
     done = program("plan", config, *gpus, "--export", "llama.cpp", "--save", saved)
     assert done.returncode == 0, done.stderr
-    assert "planned again, in stages that llama.cpp takes: --pin model.embed_tokens=" in done.stderr
-    split = done.stdout.partition("--tensor-split ")[2].split()[0]
+    told = " ".join(done.stdout.replace("\n#  ", " ").split())
+    pins = told.partition("The stages are as pinned: ")[2].partition(". # ")[0].split()
+    assert pins[:2] == ["--pin", "model.embed_tokens=cuda:0"]
+    split = done.stdout.rpartition("--tensor-split ")[2].split()[0]
     counts = [int(count) for count in split.split(",")]
     assert (len(counts), sum(counts)) == (3, 36 + 1)
     assert "lm_head is tied and runs on" in done.stdout
     # The plan that is saved is the one that was exported, and asked for by its pins the same.
     assert program("plan", "--plan", saved, "--export", "llama.cpp").stdout == done.stdout
-    pins = done.stderr.rpartition("takes: ")[2].split()
     assert program("plan", config, *gpus, *pins, "--export", "llama.cpp").stdout == done.stdout
 
 

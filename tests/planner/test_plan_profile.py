@@ -33,7 +33,7 @@ def test_maps_in_both_conventions() -> None:
     assert map_of(plan, "checkpoint", profile) == {
         f"old.{name}": device for name, device in plan.device_map.items()
     }
-    with pytest.raises(UsageError, match="names of code that the checkpoint doesn't bring"):
+    with pytest.raises(UsageError, match="those of code that the checkpoint doesn't bring"):
         export(plan, "accelerate", profile, names="checkpoint")
     coded = replace(plan, model="ChatGLMForCausalLM")
     text = export(coded, "accelerate", profile, names="checkpoint").text

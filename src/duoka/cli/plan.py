@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -147,10 +148,11 @@ def plan(
     output.check(options)
     try:
         if options.replicas is None:
-            made = planning.make_plan(model, options, how_to_train)
-            if options.plan_file is None and not planning.given_map(options):
-                made = _for_tool(made, output.export, model, options, how_to_train)
-            output.give(made)
+            new_plan = planning.make_plan(model, options, how_to_train)
+            if output.export and options.plan_file is None and not planning.given_map(options):
+                again = partial(_plan_again, model, options, how_to_train)
+                new_plan = plan_for_tool(new_plan, output.export, again)
+            output.give(new_plan)
         else:
             number = replicas.read_number(options.replicas)
             output.give_replicas(planning.make_replicas(model, options, how_to_train, number))
@@ -163,26 +165,13 @@ def plan(
         raise
 
 
-def _for_tool(
-    made: duoka.Plan,
-    tool: str | None,
-    model: ModelOptions,
-    options: PlanOptions,
-    training: Training | None,
+def _plan_again(
+    model: ModelOptions, options: PlanOptions, training: Training | None, pins: Pins
 ) -> duoka.Plan:
-    """Return the plan, or one with the stages that a tool takes; say how to ask for it."""
-
-    def plan_again(pins: Pins) -> duoka.Plan:
-        said = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
-        with redirect_stderr(StringIO()):  # what is done was said the first time
-            return planning.make_plan(model, replace(options, pin=said), training)
-
-    plan = made if tool is None else plan_for_tool(made, tool, plan_again)
-    if plan is not made:
-        pins = " ".join(f"--pin {name}={at}" for name, at in plan.request.constraints.pins)
-        text = f"planned again, in stages that {tool} takes: {pins}"
-        stderr().print(text, markup=False, soft_wrap=True)
-    return plan
+    """Plan with more pins, without telling again what is done."""
+    said = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
+    with redirect_stderr(StringIO()):
+        return planning.make_plan(model, replace(options, pin=said), training)
 
 
 def _save_page(plan: duoka.Plan, file: Path) -> None:

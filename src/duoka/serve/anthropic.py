@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from .errors import HttpError
 from .message_answer import MessageAnswer
 from .messages import Prompt
 from .parts import respond
-from .requests import Form, Share, StopText, few_stops, refuse_missing_tool, without_none
+from .requests import Form, Share, StopTexts, refuse_missing_tool, without_none
 from .service import Service
 
 
@@ -203,14 +203,12 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
-    stop_sequences: list[StopText] | None = None
+    stop_sequences: StopTexts | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-
-    _few_stops = field_validator("stop_sequences")(few_stops)
 
     def params(self) -> dict[str, Any]:
         """Sampling parameters in duoka's names; those that aren't said are left out."""

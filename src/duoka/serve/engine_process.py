@@ -14,7 +14,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -124,30 +123,31 @@ class EngineProcess:
     def _do(self, message: Ask | Count | Spell) -> None:
         field = message.field if isinstance(message, Spell) else message.prompt.field
         try:
-            with _blaming(field):
-                self._answer(message)
+            if isinstance(message, Ask):
+                if message.number in self._streams:  # not cancelled while it waited
+                    self._ask(message)
+            elif isinstance(message, Count):
+                tokens = self._question(message.prompt).tokens
+                self._tell(Counted(number=message.number, tokens=list(tokens)))
+            else:
+                refuse_beyond(message.tokens, self._num_tokens)
+                text = self._reader.tokenizer.decode(list(message.tokens))
+                self._tell(Counted(number=message.number, text=str(text)))
         except Exception as error:  # of a template's or tokenizer's code, say: one request's alone
-            self._fail(message.number, error)
-
-    def _answer(self, message: Ask | Count | Spell) -> None:
-        if isinstance(message, Ask):
-            if message.number in self._streams:  # not cancelled while it waited
-                self._ask(message)
-        elif isinstance(message, Count):
-            tokens = self._question(message.prompt).tokens
-            self._tell(Counted(number=message.number, tokens=list(tokens)))
-        else:
-            refuse_beyond(message.tokens, self._num_tokens)
-            text = self._reader.tokenizer.decode(list(message.tokens))
-            self._tell(Counted(number=message.number, text=str(text)))
+            self._cancel(message.number)
+            self._tell(failed(message.number, error, field))
 
     def _ask(self, ask: Ask) -> None:
         values = dict(ask.params)
         form = values.pop("response_format", None)
-        with _blaming("logit_bias"):
-            refuse_beyond(values.get("logit_bias", ()), self._num_tokens)
-        with _blaming("text.format" if ask.prompt.field == "input" else "response_format"):
+        field = "text.format" if ask.prompt.field == "input" else "response_format"
+        try:
             grammar = None if form is None else Grammar.from_response_format(form)
+            field = "logit_bias"
+            refuse_beyond(values.get(field, ()), self._num_tokens)
+        except UsageError as error:
+            error.param = field
+            raise
         question = self._question(ask.prompt, grammar)
         tokens = question.tokens
         values["grammar"] = question.grammar
@@ -200,10 +200,6 @@ class EngineProcess:
         """Send a message to the server."""
         self._tell(message)
 
-    def _fail(self, number: int, error: Exception) -> None:
-        self._cancel(number)
-        self._tell(failed(number, error))
-
     def token(self, choice: TokenChoice) -> Token:
         """A token as it is told, with its text."""
         best = tuple((*self._spelled(token), logprob) for token, logprob in choice.top_logprobs)
@@ -233,16 +229,6 @@ class EngineProcess:
                 busy_seconds=self._engine.busy_seconds(),
             )
         )
-
-
-@contextmanager
-def _blaming(field: str) -> Iterator[None]:
-    """Say in which field of a request an error is, unless that is known already."""
-    try:
-        yield
-    except DuokaError as error:
-        error.param = error.param or field
-        raise
 
 
 class _EndlessPrompt(UsageError):
@@ -373,8 +359,8 @@ class _Answer:
             )
 
 
-def failed(number: int, error: Exception) -> Failed:
-    """Why a request isn't answered, as HTTP has it."""
+def failed(number: int, error: Exception, field: str | None = None) -> Failed:
+    """Why a request isn't answered, as HTTP has it; by a field of it, unless the error knows."""
     is_theirs = isinstance(error, DuokaError) and not isinstance(error, MachineError)
     hint = getattr(error, "hint", None)
     text = (
@@ -387,7 +373,7 @@ def failed(number: int, error: Exception) -> Failed:
         status=400 if is_theirs else 500,
         text=f"{text}; {hint}" if hint else text,
         code="context_length_exceeded" if isinstance(error, _EndlessPrompt) else None,
-        param=getattr(error, "param", None),
+        param=getattr(error, "param", None) or field,
     )
 
 

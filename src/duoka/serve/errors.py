@@ -23,7 +23,6 @@ _ANTHROPIC_TYPES = {
 _ANTHROPIC_PATH = "/v1/messages"
 
 
-_INSTEAD = {"functions": "tools", "function_call": "tool_choice"}
 # Of what a client sent, which an error repeats.
 _MOST_CHARACTERS, _MOST_PARAM_CHARACTERS = 1500, 200
 
@@ -106,8 +105,7 @@ def invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
     all_of_it = [error for error, place in zip(errors, places, strict=True) if place == deepest]
     param = ".".join(deepest) or "body"
     if all_of_it[0]["type"] == "extra_forbidden":
-        name = _INSTEAD.get(param)
-        text = f"{param} is unknown here; {f'send {name} instead' if name else 'leave it out'}"
+        text = f"{param} is unknown here; leave it out"
         return HttpError(400, text, code="unknown_parameter", param=param)
     texts = dict.fromkeys(_text(error) for error in all_of_it)
     return HttpError(400, f"{param}: {'; or: '.join(texts)}", param=param)

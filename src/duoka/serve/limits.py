@@ -28,7 +28,6 @@ _LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
 _NEXT_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{}])', re.DOTALL)
-_SLOW_PARSE_BYTES = 2**18
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\n"
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%s"
@@ -187,11 +186,7 @@ class JsonRoute(APIRoute):
             parsed = _JsonRequest(request.scope, request.receive)
             if self.body_field is not None:
                 _check_type(request.headers.get("content-type", ""))
-                body = await parsed.body()
-                if len(body) < _SLOW_PARSE_BYTES:
-                    parsed.value = parse_json(body)
-                else:
-                    parsed.value = await asyncio.to_thread(parse_json, body)
+                parsed.value = await asyncio.to_thread(parse_json, await parsed.body())
             return await handle(parsed)
 
         return handle_json

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .errors import HttpError
 from .messages import Prompt
@@ -17,9 +17,12 @@ _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 256
 _MOST_CHOICES = 16
 _MOST_BIASES = 1024
 MOST_TOP_LOGPROBS = 20
+# What is called the same here and by the engine.
+_SAMPLING = {"temperature", "top_p", "min_p", "logit_bias"}
+_SAMPLING |= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
 
-StopText = Annotated[str, Field(min_length=1)]
-Stop = StopText | list[StopText]
+StopText = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
+StopTexts = Annotated[list[StopText], Field(max_length=_MOST_STOPS)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -30,16 +33,6 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """What is said."""
     return {name: value for name, value in values.items() if value is not None}
-
-
-def few_stops(stop: Stop | None) -> Stop | None:
-    """Refuse more, or longer, texts that end an answer than are looked for at each token."""
-    texts = [stop] if isinstance(stop, str) else stop or []
-    if len(texts) > _MOST_STOPS or any(len(text) > _MOST_STOP_CHARACTERS for text in texts):
-        raise ValueError(
-            f"at most {_MOST_STOPS} texts of {_MOST_STOP_CHARACTERS} characters can end it"
-        )
-    return stop
 
 
 class Form(BaseModel):
@@ -89,31 +82,17 @@ class ChatTool(Form):
     function: Function
 
 
-class FunctionName(Form):
-    """The name of a function."""
-
-    name: str
-
-
-class ChatToolName(Form):
-    """The function that has to be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 def refuse_missing_tool(
     choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
 ) -> None:
     """Refuse to have a tool called that isn't there."""
-    if choice in ("none", "auto"):
-        return
     names = [tool["function"]["name"] for tool in tools]
-    name = None if isinstance(choice, str) else choice["function"]["name"]
-    if not names:
-        raise HttpError(400, "tool_choice needs tools", param="tool_choice")
-    if name is not None and name not in names:
-        text = f"tool_choice names {name[:80]!r}, which is none of the tools: {', '.join(names)}"
+    if isinstance(choice, str):
+        is_there = bool(names) or choice in ("none", "auto")
+    else:
+        is_there = choice["function"]["name"] in names
+    if not is_there:
+        text = f"tool_choice needs tools that have it; there are {', '.join(names) or 'none'}"
         raise HttpError(400, text, param="tool_choice")
 
 
@@ -133,7 +112,7 @@ class Sampled(Form):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
-    stop: Stop | None = None
+    stop: StopText | StopTexts | None = None
     seed: Seed | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
@@ -149,8 +128,6 @@ class Sampled(Form):
     ignore_eos: bool = False  # load generators want answers of a length
     response_format: ResponseFormat | None = None
     user: str | None = None
-
-    _few_stops = field_validator("stop")(few_stops)
 
     @property
     def most_new_tokens(self) -> int | None:
@@ -171,24 +148,17 @@ class Sampled(Form):
 
     def params(self) -> dict[str, Any]:
         """Sampling parameters in duoka's names; those that aren't said are left out."""
-        values = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
+        values = self.model_dump(include=_SAMPLING)
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        form = self.response_format
+        values |= {
             "top_k": 0 if self.top_k == -1 else self.top_k,
-            "min_p": self.min_p,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "repetition_penalty": self.repetition_penalty,
-            "logit_bias": self.logit_bias,
             "seed": None if self.seed is None else self.seed % 2**63,
-            "stop": None
-            if self.stop is None
-            else tuple([self.stop] if isinstance(self.stop, str) else self.stop),
+            "stop": None if stop is None else tuple(stop),
             "max_new_tokens": self.most_new_tokens,
             "min_new_tokens": self.least_new_tokens,
             "logprobs": self.top,
-            "response_format": self.response_format
-            and self.response_format.model_dump(exclude_none=True),
+            "response_format": form and form.model_dump(exclude_none=True),
         }
         return without_none(values)
 
@@ -200,7 +170,7 @@ class ChatRequest(Sampled, Unheeded):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     tools: list[ChatTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChatToolName | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChatTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None  # what an answer might be, for more speed
@@ -218,7 +188,7 @@ class ChatRequest(Sampled, Unheeded):
     def prompt(self) -> Prompt:
         """What is asked."""
         chosen = self.tool_choice or "auto"
-        choice = chosen if isinstance(chosen, str) else chosen.model_dump()
+        choice = chosen if isinstance(chosen, str) else chosen.model_dump(exclude_none=True)
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         refuse_missing_tool(choice, tools)
         return Prompt(
@@ -253,10 +223,9 @@ class CompletionRequest(Sampled):
     def prompts(self) -> list[Prompt]:
         """What is asked."""
         value: Any = self.prompt
-        several = value if value and not isinstance(value, str | int) else [value]
-        if isinstance(value, list) and value and isinstance(value[0], int):
-            several = [value]
-        if not all(several) or len(several) > _MOST_CHOICES:
+        is_one = isinstance(value, str) or (value and isinstance(value[0], int))
+        several = [value] if is_one else value
+        if not all(several) or not 0 < len(several) <= _MOST_CHOICES:
             raise HttpError(
                 400, f"1 to {_MOST_CHOICES} prompts can be given, none empty", param="prompt"
             )

@@ -19,7 +19,6 @@ from .requests import (
     MOST_TOP_LOGPROBS,
     Form,
     Function,
-    FunctionName,
     Share,
     Unheeded,
     refuse_missing_tool,
@@ -29,6 +28,8 @@ from .response_answer import ResponseAnswer
 from .service import Service
 
 _LOGPROBS = "message.output_text.logprobs"
+_REPEATED = {"instructions", "max_output_tokens", "temperature", "top_logprobs", "top_p"}
+_REPEATED |= {"user", "safety_identifier", "prompt_cache_key"}
 _STORED = ("previous_response_id", "conversation", "prompt")
 
 
@@ -148,12 +149,6 @@ class FunctionTool(Function):
         return {"type": "function", "function": function}
 
 
-class NamedTool(FunctionName):
-    """The function that has to be called."""
-
-    type: Literal["function"]
-
-
 class TextFormat(Form):
     """Any text, or any JSON object."""
 
@@ -205,7 +200,7 @@ class ResponsesRequest(Unheeded):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
@@ -266,22 +261,14 @@ class ResponsesRequest(Unheeded):
     def settings(self) -> dict[str, Any]:
         """What an answer repeats of it."""
         text = {"format": {"type": "text"}} if self.text is None else _dumped(self.text)
-        return {
-            "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
+        return self.model_dump(include=_REPEATED) | {
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "temperature": self.temperature,
             "text": text,
             "tool_choice": _dumped(self.tool_choice or "auto"),
             "tools": [
                 {"parameters": None, "strict": None, **_dumped(tool)} for tool in self.tools or ()
             ],
-            "top_logprobs": self.top_logprobs,
-            "top_p": self.top_p,
-            "user": self.user,
-            "safety_identifier": self.safety_identifier,
-            "prompt_cache_key": self.prompt_cache_key,
         }
 
 

@@ -24,7 +24,7 @@ from duoka.errors import CheckpointError, UsageError
 from ..glm4v import GLM4VConfig
 from .messages import Message
 
-PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+_PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 
 
@@ -139,6 +139,14 @@ class PromptImages(ImageFormat):
     ) -> None:
         super().__init__(partial(_load_processor, directory, tokenizer, model_type))
 
+    @classmethod
+    def find(
+        cls, directory: Path | None, tokenizer: PreTrainedTokenizerBase, model_type: str
+    ) -> PromptImages | None:
+        """Return the format of a model type that has a processor."""
+        is_known = directory is not None and model_type in _PROCESSORS
+        return cls(directory, tokenizer, model_type) if directory and is_known else None
+
     def prompt(self, text: str, images: Sequence[Image.Image]) -> ImagePrompt:
         """The prompt of a text that has a placeholder for each image."""
         batch = self._process(
@@ -174,7 +182,7 @@ def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, model_t
     """The processor that a checkpoint names, or else that of its family."""
     _look_at_files(directory)
     try:
-        known: Any = getattr(transformers, PROCESSORS[model_type])
+        known: Any = getattr(transformers, _PROCESSORS[model_type])
         settings, _ = known.get_processor_dict(directory, local_files_only=True)
         parts = {"tokenizer": tokenizer, "image_processor": _image_processor(directory)}
         names = known.get_attributes()

@@ -22,14 +22,7 @@ from duoka.errors import CheckpointError, UsageError
 from .answer_format import AnswerFormat
 from .call_forms import LineForm
 from .chat_template import encode_answer, encode_template
-from .image_prompts import (
-    PROCESSORS,
-    ImageFormat,
-    ImagePrompt,
-    PromptImages,
-    SquareImages,
-    images_of,
-)
+from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
     Message,
     Role,
@@ -116,9 +109,7 @@ def chat_format(
     if isinstance(tokenizer.eos_token_id, int):
         stop_ids.append(tokenizer.eos_token_id)
     model_type = str(config.get("model_type"))
-    images = None
-    if directory is not None and model_type in PROCESSORS:
-        images = PromptImages(directory, tokenizer, model_type)
+    images = PromptImages.find(directory, tokenizer, model_type)
     return TemplateFormat(tokenizer, stop_ids=tuple(dict.fromkeys(stop_ids)), images=images)
 
 

@@ -29,12 +29,8 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
     }
     is_code = plan.request.trust_remote_code or names == "checkpoint"
     if is_code and not common.code_option(plan):
-        raise refusal(
-            NAME,
-            f"transformers builds {plan.model}, and the map would be in the names of code that the "
-            "checkpoint doesn't bring",
-            "leave --names out",
-        )
+        why = "the names would be those of code that the checkpoint doesn't bring"
+        raise refusal(NAME, why, "leave --names out")
     # Code for transformers 4 knows the older name alone, which transformers 5 takes as well.
     dtype = "torch_dtype" if is_code else "dtype"
     arguments = [f"{dtype}=torch.{plan.workload.dtype}", "device_map=device_map"]

@@ -45,6 +45,9 @@ def common_notes(plan: Plan, pipeline: Pipeline | None = None) -> Iterator[str]:
             "NOTE: the GPUs were declared, not detected: their numbers are taken for those that "
             "nvidia-smi shows."
         )
+    if plan.request.constraints.pins:
+        pins = " ".join(f"--pin {name}={at}" for name, at in plan.request.constraints.pins)
+        yield f"The stages are as pinned: {pins}."
     if pipeline is not None and pipeline.returning:
         names = ", ".join(pipeline.returning)
         yield (
@@ -60,28 +63,26 @@ def is_glm4v(plan: Plan) -> bool:
     return has_tower and plan.model.startswith(_CHATGLM)
 
 
-def architecture(plan: Plan) -> str:
-    """Return the architecture that the checkpoint's config names."""
-    return "ChatGLMModel" if plan.model.startswith(_CHATGLM) else plan.model
-
-
 def code_option(plan: Plan) -> list[str]:
     """Return the option that lets a checkpoint's code run: a ChatGLM tokenizer always is code."""
     is_needed = plan.request.trust_remote_code or plan.model.startswith(_CHATGLM)
     return ["--trust-remote-code"] if is_needed else []
 
 
-def refuse_single(plan: Plan, pipeline: Pipeline, tool: str) -> bool:
-    """Refuse several stages for a class that a tool runs on one; return True for a class it has."""
+def class_notes(plan: Plan, pipeline: Pipeline, tool: str) -> tuple[str, ...]:
+    """Refuse several stages for a class that a tool runs on one; note one that it doesn't have."""
     text = (Path(__file__).parent / "pipelines.json").read_text(encoding="utf-8")
-    known, name = json.loads(text)[tool.lower()], architecture(plan)
-    if len(pipeline.stages) > 1 and name in known["single"]:
-        raise refusal(
-            tool,
-            f"its class for {name} can't run in a pipeline (as of {known['version']})",
-            "plan for one GPU, let the tool split layers over equal ones, or serve it with duoka",
-        )
-    return name in (*known["single"], *known["pipeline"])
+    known = json.loads(text)[tool.lower()]
+    name = "ChatGLMModel" if plan.model.startswith(_CHATGLM) else plan.model
+    if name in known["single"] and len(pipeline.stages) > 1:
+        why = f"its class for {name} can't run in a pipeline (as of {known['version']})"
+        raise refusal(tool, why, "plan for one GPU, or serve it with duoka")
+    note = (
+        f"NOTE: {tool} has no class of its own for {name}: it runs transformers', in a pipeline "
+        "where that class has a plan for one (base_model_pp_plan)."
+    )
+    is_foreign = known["pipeline"] and name not in (*known["single"], *known["pipeline"])
+    return (note,) if is_foreign else ()
 
 
 def total_bytes(device: Device) -> int:

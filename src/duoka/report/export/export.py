@@ -81,9 +81,7 @@ def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> 
                 other = plan_again(pins)
                 read_pipeline(other, tool)
                 plans.append(other)
-        if not plans:
-            raise
-        return max(plans, key=lambda other: sign * other.value)
+        return max(plans, key=lambda other: sign * other.value, default=plan)
     return plan
 
 

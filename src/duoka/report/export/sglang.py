@@ -21,10 +21,6 @@ from .stages import Pipeline, read_pipeline
 from .text import Export, command_line, refusal
 
 NAME = "SGLang"
-_FOREIGN = (
-    "NOTE: SGLang has no class of its own for {}: it runs transformers', in a pipeline where that "
-    "class has a plan for one (base_model_pp_plan)."
-)
 
 
 def export(plan: Plan, profile: Profile | None) -> Export:
@@ -32,7 +28,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     pipeline = read_pipeline(plan, NAME)
     if common.is_glm4v(plan):
         raise refusal(NAME, "it has no class for GLM-4V", "export to vllm, or use duoka serve")
-    is_own = common.refuse_single(plan, pipeline, NAME)
+    foreign = common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
     environment = common.visible(NAME, [stage.device for stage in pipeline.stages])
     options = [("--dtype", workload.dtype), ("--context-length", str(workload.context_tokens))]
@@ -57,10 +53,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     return Export(
         tool=NAME,
         text=command_line(environment, words, options),
-        notes=(
-            *_notes(plan, pipeline, sizes, tokens),
-            *(() if is_own else (_FOREIGN.format(plan.model),)),
-        ),
+        notes=(*foreign, *_notes(plan, pipeline, sizes, tokens)),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, permutations, takewhile
+from itertools import groupby, permutations, repeat, takewhile
 
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.tensor_names import layer_of, main_list
@@ -91,29 +91,24 @@ def read_pipeline(plan: Plan, tool: str) -> Pipeline:
 def pipeline_pins(plan: Plan) -> list[Pins]:
     """Return pins that make a plan one of whole layers: what runs beside them is at their ends.
 
-    There are pins for each pair of GPUs for the first and the last layer, of equal pairs for one;
-    with all that runs after the layers, and without the head, which may be tied to the embedding.
+    There are pins for each pair of GPUs for the first and the last layer, of equal pairs for one. A
+    tied head goes with the embedding.
     """
-    entries = [name for name, _ in plan.placement.entries]
-    main = main_list(entries)
-    places = [
-        number
-        for number, name in enumerate(entries)
-        if (layer := layer_of(name)) is not None and layer[0] == main
-    ]
-    if not places:
+    names = [name for name, _ in plan.placement.entries]
+    main = main_list(names)
+    at = [place for place, name in enumerate(names) if (layer_of(name) or ("",))[0] == main]
+    if not at:
         return []
-    begin, end = entries[: places[0] + 1], entries[places[-1] :]
-    pairs: dict[tuple[str | int, ...], tuple[str, str]] = {}
-    for pair in permutations(plan.devices, 2):
-        devices = [plan.fleet.device(name) for name in pair]
-        kinds = [kind for device in devices for kind in (device.product, device.budget_bytes)]
-        pairs.setdefault(tuple(kinds), pair)
+    is_tied = any(reason.kind == "tied" for reason in plan.why)
+    begin, end = names[: at[0] + 1], names[at[-1] : len(names) - is_tied]
+    gpus = [plan.fleet.device(name) for name in plan.devices]
+    pairs = {
+        (one.product, one.budget_bytes, other.product, other.budget_bytes): (one.name, other.name)
+        for one, other in permutations(gpus, 2)
+    }
     return [
-        (*((name, first) for name in begin), *((name, last) for name in after))
+        (*zip(begin, repeat(first), strict=False), *zip(end, repeat(last), strict=False))
         for first, last in pairs.values()
-        for after in (end, end[:-1])
-        if after
     ]
 
 

@@ -65,7 +65,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
 def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
     """The plan as environment and options; UsageError for one that vLLM can't be told."""
     pipeline = read_pipeline(plan, NAME)
-    common.refuse_single(plan, pipeline, NAME)
+    common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
     environment = common.visible(NAME, [stage.device for stage in pipeline.stages])
     options = [("--dtype", workload.dtype), ("--max-model-len", str(workload.context_tokens))]
