@@ -39,6 +39,8 @@ class DuokaError(Exception):
     """
 
     exit_code = 1
+    param: str | None = None
+    """The field of a server's request that is wrong, where that is known."""
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)

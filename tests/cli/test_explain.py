@@ -65,10 +65,46 @@ def test_a_plan_is_exported(tiny: Path, program: Program) -> None:
     pins = ("--pin", "model.embed_tokens=0", "--pin", "model.layers.0=1")
     cut = program("plan", tiny, *GPUS, *SIZES, *pins, "--export", "vllm")
     assert cut.returncode == 2  # the embedding is alone on a GPU
-    assert "vLLM can't be told this plan: model.embed_tokens" in cut.stderr
+    assert "vllm can't be told this plan: model.embed_tokens" in cut.stderr
     refused = program("plan", "nowhere", "--export", "tensorrt")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "there is no export for 'tensorrt'" in refused.stderr
+
+
+# Qwen3-4B's, whose head is tied to its embedding.
+TIED = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+    "max_position_embeddings": 40960,
+}
+
+
+def test_an_export_plans_in_stages_that_the_tool_takes(program: Program, tmp_path: Path) -> None:
+    """The fastest plan on three unequal GPUs has the embedding on one of its own."""
+    config, saved = tmp_path / "config.json", tmp_path / "plan"
+    config.write_text(json.dumps(TIED))
+    gpus = ("--gpus", "1xRTX5090+2xRTX3090", "--use-all", "--context", "32K")
+    done = program("plan", config, *gpus, "--export", "llama.cpp", "--save", saved)
+    assert done.returncode == 0, done.stderr
+    told = " ".join(done.stdout.replace("\n#  ", " ").split())
+    pins = told.partition("The stages are as pinned: ")[2].partition(". # ")[0].split()
+    assert pins[:2] == ["--pin", "model.embed_tokens=cuda:0"]
+    split = done.stdout.rpartition("--tensor-split ")[2].split()[0]
+    counts = [int(count) for count in split.split(",")]
+    assert (len(counts), sum(counts)) == (3, 36 + 1)
+    assert "lm_head is tied and runs on" in done.stdout
+    # The plan that is saved is the one that was exported, and asked for by its pins the same.
+    assert program("plan", "--plan", saved, "--export", "llama.cpp").stdout == done.stdout
+    assert program("plan", config, *gpus, *pins, "--export", "llama.cpp").stdout == done.stdout
 
 
 def test_two_plans_are_compared(tiny: Path, program: Program, tmp_path: Path) -> None:

@@ -33,9 +33,15 @@ def test_maps_in_both_conventions() -> None:
     assert map_of(plan, "checkpoint", profile) == {
         f"old.{name}": device for name, device in plan.device_map.items()
     }
-    text = export(plan, "accelerate", profile, names="checkpoint").text
+    with pytest.raises(UsageError, match="those of code that the checkpoint doesn't bring"):
+        export(plan, "accelerate", profile, names="checkpoint")
+    coded = replace(plan, model="ChatGLMForCausalLM")
+    text = export(coded, "accelerate", profile, names="checkpoint").text
     assert f"'old.{modules[0][0]}': " in text
     assert "trust_remote_code=True" in text
+    # transformers 4, for which such code was written, hands `dtype` on to the model's class.
+    assert " torch_dtype=torch." in text
+    assert " dtype=torch." in export(coded, "accelerate", profile).text
     with pytest.raises(UsageError, match="vllm is told no names"):
         export(plan, "vllm", profile, names="checkpoint")
     with pytest.raises(UsageError, match="in the cache to tell names by"):

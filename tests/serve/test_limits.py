@@ -88,6 +88,29 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
     return content
 
 
+def test_an_answer_does_not_wait_for_the_one_before_to_be_confirmed() -> None:
+    """Nagle's algorithm is off: it held each answer with a body back for 40 ms."""
+
+    async def run() -> list[int]:
+        service = Service(cast(Pool, Writing(0)), scripted.MODEL)
+        with Address(port=0).bind() as bound:
+            server = uvicorn.Server(config(service, Address(port=0), Limits()))
+            task = asyncio.create_task(server.serve(sockets=[bound]))
+            while not server.started:
+                await asyncio.sleep(0.01)
+            _, writer = await opened(f"http://127.0.0.1:{bound.getsockname()[1]}")
+            while not (connections := list(server.server_state.connections)):
+                await asyncio.sleep(0.01)
+            sockets = [cast(Any, one).transport.get_extra_info("socket") for one in connections]
+            options = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets]
+            writer.close()
+            server.should_exit = server.force_exit = True
+            await task
+        return options
+
+    assert asyncio.run(run()) == [1]
+
+
 VERSION = message("/version", b"", method="GET")
 BEGINNINGS = {
     "nothing": (),

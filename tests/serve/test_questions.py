@@ -65,7 +65,7 @@ def test_what_cant_be_asked_is_refused(questions: QuestionReader) -> None:
     forced = Prompt(messages=CHAT, tools=[TOOL], tool_choice="required")
     with pytest.raises(UsageError, match="can't be a call and have a response_format"):
         questions.read(forced, Grammar.json_object())
-    with pytest.raises(UsageError, match="no tools"):
+    with pytest.raises(UsageError, match="no tool is offered"):
         questions.read(Prompt(messages=CHAT, tool_choice="required"))
     with pytest.raises(UsageError, match=r"messages\[0\]"):
         questions.read(Prompt(messages=[{"role": "nobody", "content": "hi"}]))

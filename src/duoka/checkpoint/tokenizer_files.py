@@ -84,15 +84,6 @@ def missing_package(name: str) -> str:
     return f"the code needs a package that isn't there: pip install {name}"
 
 
-def beyond_embedding(token_id: int, rows: int) -> CheckpointError:
-    """The error that a token is which the model has no embedding of."""
-    return CheckpointError(
-        f"the tokenizer has a token {token_id}, and the model's embedding has {rows} rows, 0 to "
-        f"{rows - 1}",
-        hint="the tokenizer and config.json must be of the same model",
-    )
-
-
 def look_at_files(directory: Path) -> None:
     """Refuse a directory without a tokenizer, and files that are far larger than any published."""
     files = directory.iterdir() if directory.is_dir() else ()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from io import StringIO
 from pathlib import Path
 
 import typer
@@ -11,10 +14,11 @@ import typer
 import duoka
 from duoka.base.serialization import to_dict
 from duoka.errors import InfeasibleError, PlacementError, UsageError
+from duoka.forecast.workload import Training
 from duoka.hardware.detect import tell_numbers
 from duoka.planner.plan_profile import map_of
 from duoka.planner.replicas import Replicas
-from duoka.report.export import TOOLS, refuse_names, refuse_unknown
+from duoka.report.export import TOOLS, Pins, plan_for_tool, refuse_names, refuse_unknown
 
 from . import planning, replicas
 from .groups import flag, option, with_groups
@@ -144,7 +148,11 @@ def plan(
     output.check(options)
     try:
         if options.replicas is None:
-            output.give(planning.make_plan(model, options, how_to_train))
+            new_plan = planning.make_plan(model, options, how_to_train)
+            if output.export and options.plan_file is None and not planning.given_map(options):
+                again = partial(_plan_again, model, options, how_to_train)
+                new_plan = plan_for_tool(new_plan, output.export, again)
+            output.give(new_plan)
         else:
             number = replicas.read_number(options.replicas)
             output.give_replicas(planning.make_replicas(model, options, how_to_train, number))
@@ -155,6 +163,15 @@ def plan(
         if output.json:
             typer.echo(as_json(error))
         raise
+
+
+def _plan_again(
+    model: ModelOptions, options: PlanOptions, training: Training | None, pins: Pins
+) -> duoka.Plan:
+    """Plan with more pins, without telling again what is done."""
+    said = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
+    with redirect_stderr(StringIO()):
+        return planning.make_plan(model, replace(options, pin=said), training)
 
 
 def _save_page(plan: duoka.Plan, file: Path) -> None:

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from duoka.base.units import format_count
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.checkpoint.tokenizer_files import beyond_embedding
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
 from duoka.models.from_checkpoint import tokenizer_of
@@ -101,9 +100,10 @@ def num_embeddings(model: PreTrainedModel) -> int | None:
 
 def refuse_beyond(tokens: Iterable[int], rows: int | None) -> None:
     """Refuse tokens that an embedding has no rows for."""
-    tokens = list(tokens)
-    if min(tokens) < 0:
-        raise UsageError(f"token {min(tokens)} is none: tokens are numbers from 0")
-    largest = max(tokens)
-    if rows is not None and largest >= rows:
-        raise beyond_embedding(largest, rows)
+    for token in tokens:
+        if token < 0 or (rows is not None and token >= rows):
+            known = "from 0 on" if rows is None else f"0 to {rows - 1}"
+            raise UsageError(
+                f"token {token} is unknown: this model's are {known}",
+                hint="take them from the tokenizer of this very model",
+            )

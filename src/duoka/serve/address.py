@@ -40,7 +40,8 @@ class Address:
             If it can't be had.
         """
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        bound = socket.socket(family)
+        # asyncio turns Nagle's algorithm off where the protocol is named.
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             bound.bind((self.host, self.port))

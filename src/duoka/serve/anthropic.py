@@ -12,28 +12,24 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field
 
 from .errors import HttpError
 from .message_answer import MessageAnswer
 from .messages import Prompt
 from .parts import respond
-from .requests import Share, few_stops, without_none
+from .requests import Form, Share, StopTexts, refuse_missing_tool, without_none
 from .service import Service
 
 
-class _Form(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class CacheControl(_Form):
+class CacheControl(Form):
     """Where a beginning is worth being kept; all are, as long as there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class _Block(_Form):
+class _Block(Form):
     cache_control: CacheControl | None = None
 
 
@@ -45,7 +41,7 @@ class TextBlock(_Block):
     citations: None = None
 
 
-class ImageBase64(_Form):
+class ImageBase64(Form):
     """An image within the request."""
 
     type: Literal["base64"]
@@ -53,7 +49,7 @@ class ImageBase64(_Form):
     data: str
 
 
-class ImageUrl(_Form):
+class ImageUrl(Form):
     """An image somewhere else."""
 
     type: Literal["url"]
@@ -67,7 +63,7 @@ class ImageBlock(_Block):
     source: Annotated[ImageBase64 | ImageUrl, Field(discriminator="type")]
 
 
-class ThinkingBlock(_Form):
+class ThinkingBlock(Form):
     """What was thought before an answer."""
 
     type: Literal["thinking"]
@@ -99,7 +95,7 @@ Block = Annotated[
 ]
 
 
-class Said(_Form):
+class Said(Form):
     """One message."""
 
     role: Literal["user", "assistant", "system"]
@@ -126,7 +122,7 @@ class Tool(_Block):
         return {"type": "function", "function": without_none(values)}
 
 
-class ToolChoice(_Form):
+class ToolChoice(Form):
     """Whether tools may be called, or must be; or the one that must be."""
 
     type: Literal["auto", "any", "none", "tool"]
@@ -144,7 +140,7 @@ class ToolChoice(_Form):
         return "required" if self.type == "any" else self.type
 
 
-class Thinking(_Form):
+class Thinking(Form):
     """What is asked of reasoning; how much there is, the model alone decides."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -152,21 +148,21 @@ class Thinking(_Form):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class SchemaFormat(_Form):
+class SchemaFormat(Form):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(_Form):
+class OutputConfig(Form):
     """How the text of an answer is."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: SchemaFormat | None = None
 
 
-class Metadata(_Form):
+class Metadata(Form):
     """Who asks; it isn't kept."""
 
     user_id: str | None = None
@@ -187,9 +183,8 @@ class CountTokensRequest(_Block):
     def question(self) -> Prompt:
         """What is asked."""
         chosen = self.tool_choice or ToolChoice(type="auto")
-        choice = chosen.choice
-        if choice not in ("none", "auto") and not self.tools:
-            raise HttpError(400, "tool_choice needs tools", param="tool_choice")
+        choice, tools = chosen.choice, [tool.tool() for tool in self.tools or ()]
+        refuse_missing_tool(choice, tools)
         chat: list[dict[str, Any]] = []
         if self.system:
             chat.append({"role": "system", "content": _text(self.system)})
@@ -197,7 +192,7 @@ class CountTokensRequest(_Block):
             chat += chat_of(said)
         return Prompt(
             messages=chat,
-            tools=[tool.tool() for tool in self.tools or ()],
+            tools=tools,
             tool_choice=choice,
             parallel_tool_calls=not chosen.disable_parallel_tool_use,
         )
@@ -208,14 +203,12 @@ class MessagesRequest(CountTokensRequest):
 
     max_tokens: Annotated[int, Field(ge=1)]
     stream: bool | None = None
-    stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_sequences: StopTexts | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-
-    _few_stops = field_validator("stop_sequences")(few_stops)
 
     def params(self) -> dict[str, Any]:
         """Sampling parameters in duoka's names; those that aren't said are left out."""

@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from .answers import ChatAnswer, CompletionAnswer, Usage, collected, finish_reason
 from .anthropic import add_messages
 from .errors import HttpError, invalid
-from .limits import Gate, Limits
+from .limits import Gate, JsonRoute, Limits
 from .messages import Delta, Ended, Prompt, Spell
 from .requests import (
     ChatRequest,
@@ -57,13 +57,14 @@ def make_app(
         docs_url=None,
         redoc_url=None,
     )
+    app.router.route_class = JsonRoute
     app.add_middleware(
         Gate, memory=service.memory, limits=limits or Limits(), key=key, is_local=is_local
     )
     app.add_exception_handler(HttpError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
     app.add_exception_handler(HTTPException, _tell_http)
-    app.add_exception_handler(Exception, _tell_defect)
+    app.add_exception_handler(Exception, _tell)
     _add_health(app, service)
     _add_models(app, service)
     _add_chat(app, service)
@@ -231,7 +232,8 @@ async def _text_of(service: Service, prompt: Prompt) -> str:
     """The text of a prompt."""
     if prompt.text is not None:
         return prompt.text
-    spelled = await service.pool.choose().count(Spell(number=-1, tokens=prompt.tokens or ()))
+    spell = Spell(number=-1, tokens=prompt.tokens or (), field=prompt.field)
+    spelled = await service.pool.choose().count(spell)
     return spelled.text
 
 
@@ -241,8 +243,8 @@ def has_usage(request: Sampled) -> bool:
 
 
 async def _tell(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpError), "it is asked for these"
-    return JSONResponse(error.body_for(request.url.path), error.status, error.headers)
+    known = HttpError.of(error)
+    return JSONResponse(known.body_for(request.url.path), known.status, known.headers)
 
 
 async def _tell_invalid(request: Request, error: Exception) -> Response:
@@ -255,8 +257,3 @@ async def _tell_http(request: Request, error: Exception) -> Response:
     refused = HttpError(error.status_code, str(error.detail))
     body = refused.body_for(request.url.path)
     return JSONResponse(body, error.status_code, dict(error.headers or {}))
-
-
-async def _tell_defect(request: Request, error: Exception) -> Response:
-    text = f"a defect of duoka's: {type(error).__name__}"
-    return await _tell(request, HttpError(500, text, code="internal_error"))

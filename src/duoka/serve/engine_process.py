@@ -25,7 +25,7 @@ with quiet_libraries():
     from duoka.engine import Engine, SamplingParams
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
-    from duoka.runtime.prompt_reader import PromptReader
+    from duoka.runtime.prompt_reader import PromptReader, refuse_beyond
 from duoka.base.garbage import freeze_objects
 from duoka.engine.grammar import Grammar
 from duoka.errors import DuokaError, MachineError, UsageError
@@ -83,7 +83,9 @@ class EngineProcess:
         self._reader = PromptReader.open(checkpoint, begin.plan.workload)
         self._questions = QuestionReader(self._reader)
         self._token_bytes = TokenBytes(self._reader.tokenizer)
-        self._longest_token = max(map(len, self._reader.tokenizer.get_vocab()))
+        vocabulary = self._reader.tokenizer.get_vocab()
+        self._longest_token = max(map(len, vocabulary))
+        self._num_tokens = 1 + max(vocabulary.values())
         self._tell = tell
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.
@@ -120,6 +122,7 @@ class EngineProcess:
                 threads.submit(self._do, message)
 
     def _do(self, message: Ask | Count | Spell) -> None:
+        field = message.field if isinstance(message, Spell) else message.prompt.field
         try:
             if isinstance(message, Ask):
                 if message.number in self._streams:  # not cancelled while it waited
@@ -128,15 +131,24 @@ class EngineProcess:
                 tokens = self._question(message.prompt).tokens
                 self._tell(Counted(number=message.number, tokens=list(tokens)))
             else:
+                refuse_beyond(message.tokens, self._num_tokens)
                 text = self._reader.tokenizer.decode(list(message.tokens))
                 self._tell(Counted(number=message.number, text=str(text)))
         except Exception as error:  # of a template's or tokenizer's code, say: one request's alone
-            self._fail(message.number, error)
+            self._cancel(message.number)
+            self._tell(failed(message.number, error, field))
 
     def _ask(self, ask: Ask) -> None:
         values = dict(ask.params)
         form = values.pop("response_format", None)
-        grammar = None if form is None else Grammar.from_response_format(form)
+        field = "text.format" if ask.prompt.field == "input" else "response_format"
+        try:
+            grammar = None if form is None else Grammar.from_response_format(form)
+            field = "logit_bias"
+            refuse_beyond(values.get(field, ()), self._num_tokens)
+        except UsageError as error:
+            error.param = field
+            raise
         question = self._question(ask.prompt, grammar)
         tokens = question.tokens
         values["grammar"] = question.grammar
@@ -188,10 +200,6 @@ class EngineProcess:
     def tell(self, message: object) -> None:
         """Send a message to the server."""
         self._tell(message)
-
-    def _fail(self, number: int, error: Exception) -> None:
-        self._cancel(number)
-        self._tell(failed(number, error))
 
     def token(self, choice: TokenChoice) -> Token:
         """A token as it is told, with its text."""
@@ -353,8 +361,8 @@ class _Answer:
             )
 
 
-def failed(number: int, error: Exception) -> Failed:
-    """Why a request isn't answered, as HTTP has it."""
+def failed(number: int, error: Exception, field: str | None = None) -> Failed:
+    """Why a request isn't answered, as HTTP has it; by a field of it, unless the error knows."""
     is_theirs = isinstance(error, DuokaError) and not isinstance(error, MachineError)
     hint = getattr(error, "hint", None)
     text = (
@@ -367,6 +375,7 @@ def failed(number: int, error: Exception) -> Failed:
         status=400 if is_theirs else 500,
         text=f"{text}; {hint}" if hint else text,
         code="context_length_exceeded" if isinstance(error, _EndlessPrompt) else None,
+        param=getattr(error, "param", None) or field,
     )
 
 

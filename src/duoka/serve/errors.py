@@ -57,6 +57,12 @@ class HttpError(Exception):
         self.param = param and param[:_MOST_PARAM_CHARACTERS]
         self.retry_after = retry_after
 
+    @classmethod
+    def of(cls, error: Exception) -> HttpError:
+        """The same; what else was raised is a defect."""
+        text = f"a defect of duoka's: {type(error).__name__}"
+        return error if isinstance(error, cls) else cls(500, text, code="internal_error")
+
     @property
     def kind(self) -> str:
         """OpenAI's type of the error."""
@@ -90,16 +96,19 @@ class HttpError(Exception):
 def invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
     """The error where a body doesn't have its form, by what pydantic says of it.
 
-    What may be of several kinds is wrong in several ways; what lies deepest is told.
+    What may be of several kinds is wrong in several ways; what lies deepest is told, and what is
+    wrong before what is missing.
     """
     places = [_place(error, body) for error in errors]
-    deepest = max(places, key=len)
+    kinds = [error["type"] != "missing" for error in errors]
+    deepest, _ = max(zip(places, kinds, strict=True), key=lambda pair: (len(pair[0]), pair[1]))
     all_of_it = [error for error, place in zip(errors, places, strict=True) if place == deepest]
-    param = ".".join(deepest) or None
+    param = ".".join(deepest) or "body"
     if all_of_it[0]["type"] == "extra_forbidden":
-        return HttpError(400, f"{param} is unknown here", code="unknown_parameter", param=param)
+        text = f"{param} is unknown here; leave it out"
+        return HttpError(400, text, code="unknown_parameter", param=param)
     texts = dict.fromkeys(_text(error) for error in all_of_it)
-    return HttpError(400, f"{param or 'the body'}: {'; or: '.join(texts)}", param=param)
+    return HttpError(400, f"{param}: {'; or: '.join(texts)}", param=param)
 
 
 def _text(error: Mapping[str, Any]) -> str:

@@ -7,12 +7,18 @@ import hashlib
 import hmac
 import json
 import re
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from duoka.base.serialization import parse_json_object
+from duoka.errors import FormatError
 
 from .errors import HttpError
 
@@ -22,8 +28,6 @@ _LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
 _NEXT_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{}])', re.DOTALL)
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_SLOW_CHECK_BYTES = 2**18
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\n"
     b"Connection: close\r\nContent-Length: %d\r\n\r\n%s"
@@ -70,7 +74,7 @@ class RequestMemory:
 class Gate:
     """Lets a request in that has the key, and a body that comes in time and isn't too large.
 
-    A body is read before anything else sees it, and none whose JSON would be costly is parsed.
+    A body is read before anything else sees it; `JsonRoute` parses it.
 
     Parameters
     ----------
@@ -162,12 +166,7 @@ class _Body:
             self.num_bytes += len(parts[-1])
             if not message.get("more_body", False):
                 break
-        body = b"".join(parts)
-        if len(body) < _SLOW_CHECK_BYTES:
-            check_json(body)
-        else:
-            await asyncio.to_thread(check_json, body)
-        self._whole = {"type": "http.request", "body": body, "more_body": False}
+        self._whole = {"type": "http.request", "body": b"".join(parts), "more_body": False}
         return True
 
     async def receive(self) -> Message:
@@ -176,16 +175,43 @@ class _Body:
         return await self._receive() if message is None else message
 
 
-def check_json(body: bytes) -> None:
-    """Refuse what costs too much to parse or to hand on, should it be JSON.
+class JsonRoute(APIRoute):
+    """A route that parses the body of a request once, by `parse_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """See FastAPI."""
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            parsed = _JsonRequest(request.scope, request.receive)
+            if self.body_field is not None:
+                _check_type(request.headers.get("content-type", ""))
+                parsed.value = await asyncio.to_thread(parse_json, await parsed.body())
+            return await handle(parsed)
+
+        return handle_json
+
+
+class _JsonRequest(Request):
+    value: Any = None
+
+    async def json(self) -> Any:
+        """See Starlette."""
+        return self.value
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8, strictly: no key stands twice, and no number is NaN.
 
     Raises
     ------
     HttpError
-        If it is nested too deeply, has too many values, or half of a surrogate pair.
+        If it is something else, is nested too deeply, has too many values, or half of a surrogate
+        pair.
     """
     if body.count(b",") > _MOST_COMMAS:
-        raise HttpError(400, f"the body has more than {_MOST_COMMAS:,} commas", code="too_large")
+        text = f"the body has more than {_MOST_COMMAS:,} commas"
+        raise HttpError(400, text, code="too_large", param="body")
     place = depth = number = 0
     while bracket := _NEXT_BRACKET.match(body, place):
         place, opens = bracket.end(), bracket[1] in b"[{"
@@ -193,15 +219,15 @@ def check_json(body: bytes) -> None:
         number += opens
         if depth > _MOST_DEPTH or number > _MOST_NESTS:
             text = f"{_MOST_DEPTH} objects and lists in one another, or {_MOST_NESTS:,} in all"
-            raise HttpError(400, f"the body has more than {text}", code="too_large")
-    if _SURROGATE.search(body):
-        try:
-            json.dumps(json.loads(body), ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            text = "a text of the body has half of a surrogate pair: send UTF-8"
-            raise HttpError(400, text) from None
-        except ValueError:  # who parses it says why
-            return
+            raise HttpError(400, f"the body has more than {text}", code="too_large", param="body")
+    try:
+        value = parse_json_object(body.decode("utf-8-sig"), "the body")
+        if b"\\u" in body:  # half of a surrogate pair can't be encoded
+            json.dumps(value, ensure_ascii=False).encode()
+    except (FormatError, UnicodeError) as error:
+        text = str(error) if isinstance(error, FormatError) else f"the body is no UTF-8: {error}"
+        raise HttpError(400, text, param="body") from None
+    return value
 
 
 async def respond(send: Send, error: HttpError, path: str) -> None:
@@ -284,6 +310,14 @@ class TimedProtocol(H11Protocol):
         if timer is not None:
             timer.cancel()
             setattr(self, name, None)
+
+
+def _check_type(said: str) -> None:
+    """Refuse a body of another type than JSON, which a page of the web may send unasked."""
+    kind = said.partition(";")[0].strip().lower()
+    if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
+        text = f"Content-Type is {said[:80]}" if said else "Content-Type is missing"
+        raise HttpError(415, f"{text}; send JSON, and say application/json")
 
 
 def _digest(key: str) -> bytes:

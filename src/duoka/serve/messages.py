@@ -71,10 +71,11 @@ class Count:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spell:
-    """The text of tokens is wanted."""
+    """The text of tokens is wanted; `field` is where the request has them."""
 
     number: int
     tokens: Sequence[int]
+    field: str = "tokens"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from duoka.models.text.call_grammars import ForcedCall
 from duoka.models.text.chat_requests import MOST_IMAGES, ChatRequest
 from duoka.models.text.image_prompts import images_of
 from duoka.models.text.messages import Tool
-from duoka.models.text.tool_choice import ToolChoice, openai_tools
+from duoka.models.text.tool_choice import ToolChoice
 from duoka.runtime.prompt_reader import PromptReader
 
 from .messages import Kind, Prompt
@@ -101,7 +101,7 @@ class QuestionReader:
             return Question(tokens=self._reader.plain(prompt.text), grammar=grammar)
         chat = self._reader.chat
         choice = ToolChoice.openai(prompt.tool_choice, prompt.parallel_tool_calls)
-        tools = choice.offered(openai_tools(list(prompt.tools)))
+        tools = choice.offered(prompt.tools)
         request = ChatRequest(
             reasoning=self._answers.reasoning,
             takes_images=chat.images is not None,

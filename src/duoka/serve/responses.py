@@ -11,24 +11,29 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, field_validator
 
-from .errors import HttpError
 from .messages import Prompt
 from .parts import respond
-from .requests import MOST_TOP_LOGPROBS, Share, without_none
+from .requests import (
+    MOST_TOP_LOGPROBS,
+    Form,
+    Function,
+    Share,
+    Unheeded,
+    refuse_missing_tool,
+    without_none,
+)
 from .response_answer import ResponseAnswer
 from .service import Service
 
 _LOGPROBS = "message.output_text.logprobs"
+_REPEATED = {"instructions", "max_output_tokens", "temperature", "top_logprobs", "top_p"}
+_REPEATED |= {"user", "safety_identifier", "prompt_cache_key"}
 _STORED = ("previous_response_id", "conversation", "prompt")
 
 
-class _Form(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class InputText(_Form):
+class InputText(Form):
     """A text of a message."""
 
     type: Literal["input_text", "output_text"]
@@ -41,7 +46,7 @@ class InputText(_Form):
         return {"type": "text", "text": self.text}
 
 
-class InputRefusal(_Form):
+class InputRefusal(Form):
     """What an assistant has refused to say."""
 
     type: Literal["refusal"]
@@ -52,7 +57,7 @@ class InputRefusal(_Form):
         return {"type": "text", "text": self.refusal}
 
 
-class InputImage(_Form):
+class InputImage(Form):
     """An image of a message."""
 
     type: Literal["input_image"]
@@ -68,7 +73,7 @@ class InputImage(_Form):
 Part = Annotated[InputText | InputRefusal | InputImage, Field(discriminator="type")]
 
 
-class InputMessage(_Form):
+class InputMessage(Form):
     """A message, as it is asked or was answered."""
 
     type: Literal["message"] = "message"
@@ -79,7 +84,7 @@ class InputMessage(_Form):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class FunctionCall(_Form):
+class FunctionCall(Form):
     """A call of a tool, as it was answered."""
 
     type: Literal["function_call"]
@@ -90,7 +95,7 @@ class FunctionCall(_Form):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class FunctionCallOutput(_Form):
+class FunctionCallOutput(Form):
     """What a tool has returned."""
 
     type: Literal["function_call_output"]
@@ -100,14 +105,14 @@ class FunctionCallOutput(_Form):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class ReasoningText(_Form):
+class ReasoningText(Form):
     """A text of what was thought."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class InputReasoning(_Form):
+class InputReasoning(Form):
     """What was thought before an answer."""
 
     type: Literal["reasoning"]
@@ -133,14 +138,10 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(_Form):
+class FunctionTool(Function):
     """A function that may be called."""
 
     type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
     def tool(self) -> dict[str, Any]:
         """In the form of a chat."""
@@ -148,20 +149,13 @@ class FunctionTool(_Form):
         return {"type": "function", "function": function}
 
 
-class NamedTool(_Form):
-    """The function that has to be called."""
-
-    type: Literal["function"]
-    name: str
-
-
-class TextFormat(_Form):
+class TextFormat(Form):
     """Any text, or any JSON object."""
 
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(_Form):
+class SchemaFormat(Form):
     """JSON that fits a schema; it always does, whether `strict` or not."""
 
     type: Literal["json_schema"]
@@ -171,14 +165,14 @@ class SchemaFormat(_Form):
     strict: bool | None = None
 
 
-class TextConfig(_Form):
+class TextConfig(Form):
     """How the text of an answer is."""
 
     format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(_Form):
+class Reasoning(Form):
     """What is asked of reasoning; how much there is, the model alone decides."""
 
     effort: str | None = None
@@ -186,13 +180,13 @@ class Reasoning(_Form):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponseStreamOptions(_Form):
+class ResponseStreamOptions(Form):
     """What a stream has beside its events; they are never padded."""
 
     include_obfuscation: bool | None = None
 
 
-class ResponsesRequest(_Form):
+class ResponsesRequest(Unheeded):
     """``POST /v1/responses``."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -206,20 +200,14 @@ class ResponsesRequest(_Form):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
-    metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    service_tier: Literal["auto", "default"] | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
@@ -239,14 +227,15 @@ class ResponsesRequest(_Form):
     @property
     def question(self) -> Prompt:
         """What is asked."""
-        choice = self.tool_choice or "auto"
-        if choice not in ("none", "auto") and not self.tools:
-            raise HttpError(400, "tool_choice needs tools", param="tool_choice")
-        named = {"type": "function", "function": {"name": getattr(choice, "name", None)}}
+        chosen = self.tool_choice or "auto"
+        named = {"type": "function", "function": {"name": getattr(chosen, "name", None)}}
+        choice = chosen if isinstance(chosen, str) else named
+        tools = [tool.tool() for tool in self.tools or ()]
+        refuse_missing_tool(choice, tools)
         return Prompt(
             messages=[*_instructions(self.instructions), *chat_of(self.input)],
-            tools=[tool.tool() for tool in self.tools or ()],
-            tool_choice=choice if isinstance(choice, str) else named,
+            tools=tools,
+            tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls is not False,
             field="input",
         )
@@ -272,22 +261,14 @@ class ResponsesRequest(_Form):
     def settings(self) -> dict[str, Any]:
         """What an answer repeats of it."""
         text = {"format": {"type": "text"}} if self.text is None else _dumped(self.text)
-        return {
-            "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
+        return self.model_dump(include=_REPEATED) | {
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "temperature": self.temperature,
             "text": text,
             "tool_choice": _dumped(self.tool_choice or "auto"),
             "tools": [
                 {"parameters": None, "strict": None, **_dumped(tool)} for tool in self.tools or ()
             ],
-            "top_logprobs": self.top_logprobs,
-            "top_p": self.top_p,
-            "user": self.user,
-            "safety_identifier": self.safety_identifier,
-            "prompt_cache_key": self.prompt_cache_key,
         }
 
 

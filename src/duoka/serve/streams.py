@@ -42,10 +42,12 @@ async def streamed(
                 for events in begun:
                     async for piece in pieces(events, usage):
                         yield _line(piece)
-            except HttpError as error:
-                for piece in tell(error):
+            except Exception as error:  # the status is told already
+                for piece in tell(HttpError.of(error)):
                     yield _line(piece)
-                return
+                if isinstance(error, HttpError):
+                    return
+                raise
         if failed is None:
             yield "data: [DONE]\n\n"
 

@@ -18,6 +18,7 @@ from staged import GIB, WORKLOAD, staged
 from tiny import Costs, fleet, made_up
 
 from duoka import export
+from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.planner import solve
@@ -38,6 +39,8 @@ def parsed(text: str) -> tuple[dict[str, str], list[str], dict[str, str]]:
     command, rest = words[:start], words[start:]
     if command[0] == "python":
         command, rest = words[: start + 2], words[start + 2 :]
+    if rest and rest[0] == "--trust-remote-code":
+        command.append(rest.pop(0))
     return environment, command, dict(zip(rest[::2], rest[1::2], strict=True))
 
 
@@ -262,3 +265,79 @@ def test_unequal_gpus_are_told_in_numbers() -> None:
     plan = solve(profile, problem)
     told = " ".join(str(export(plan, "vllm", profile)).split())
     assert "equally many cache blocks" in told
+
+
+# Of SGLang 0.5.23, srt/models: whether `forward` takes pp_proxy_tensors, without which
+# model_executor/model_runner.py refuses --pp-size. Mistral's inherits it from Llama's. Of vLLM
+# 0.33.0: whether the class is `SupportsPP`, without which config/model.py refuses.
+FAMILIES = {
+    "ChatGLMForCausalLM": (False, True),
+    "ChatGLMForConditionalGeneration": (False, True),
+    "LlamaForCausalLM": (True, True),
+    "Llama4ForConditionalGeneration": (False, True),
+    "MistralForCausalLM": (True, True),
+    "Mistral3ForConditionalGeneration": (True, True),
+    "MixtralForCausalLM": (True, True),
+    "Qwen2ForCausalLM": (True, True),
+    "Qwen2VLForConditionalGeneration": (False, True),
+    "Qwen3ForCausalLM": (True, True),
+    "Qwen3MoeForCausalLM": (True, True),
+    "Qwen3NextForCausalLM": (False, True),
+    "Glm4ForCausalLM": (True, True),
+    "Glm4MoeForCausalLM": (True, True),
+    "Glm4vForConditionalGeneration": (True, True),
+    "GemmaForCausalLM": (False, True),
+    "Gemma2ForCausalLM": (False, True),
+    "Gemma3ForCausalLM": (False, True),
+    "Gemma3ForConditionalGeneration": (False, True),
+    "Gemma3nForConditionalGeneration": (False, False),
+    "Gemma4ForConditionalGeneration": (True, True),
+    "DeepseekV3ForCausalLM": (True, True),
+    "GptOssForCausalLM": (True, True),
+    "Phi3ForCausalLM": (True, True),
+    "Zamba2ForCausalLM": (True, False),  # transformers' class there: its config has a plan
+}
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_stages_are_refused_where_a_class_takes_none(model: str) -> None:
+    whole, split = (replace(staged(counts), model=model) for counts in ([5], [3, 2]))
+    for tool, option, runs in zip(
+        ("sglang", "vllm"), ("--pp-size", "--pipeline-parallel-size"), FAMILIES[model], strict=True
+    ):
+        assert option not in export(whole, tool).text
+        if runs:
+            assert f"{option} 2" in export(split, tool).text
+        else:
+            with pytest.raises(UsageError, match="can't run in a pipeline") as refused:
+                export(split, tool)
+            assert "plan for one GPU" in (refused.value.hint or "")
+
+
+def test_classes_that_sglang_has_not_are_run_as_transformers_has_them() -> None:
+    plan = replace(staged([3, 2]), model="GlmForCausalLM")
+    assert "NOTE: SGLang has no class of its own for GlmForCausalLM" in str(export(plan, "sglang"))
+    assert "no class of its own" not in str(export(staged([3, 2]), "sglang"))
+
+
+@pytest.mark.parametrize("tool", ["vllm", "sglang"])
+def test_code_of_a_checkpoint_runs_where_it_is_needed_or_was_allowed(tool: str) -> None:
+    plan = staged([5])
+    allowed = replace(plan, request=replace(plan.request, trust_remote_code=True))
+    for needing in (replace(plan, model="ChatGLMForCausalLM"), allowed):
+        assert parsed(export(needing, tool).text)[1][-1] == "--trust-remote-code"
+    assert "--trust-remote-code" not in export(plan, tool).text
+
+
+def test_glm_4v_is_called_what_vllm_calls_it_and_sglang_has_none() -> None:
+    plan = replace(staged([3, 2]), model="GLM4VForConditionalGeneration")
+    tower = ("model.vision.transformer", "cuda:0")
+    with_tower = replace(plan.placement, entries=(tower, *plan.placement.entries))
+    plan = replace(plan, placement=with_tower)
+    _, words, options = parsed(export(plan, "vllm").text)
+    assert options["--hf-overrides"] == '{"architectures": ["GLM4VForCausalLM"]}'
+    assert words[-1] == "--trust-remote-code"
+    with pytest.raises(UsageError, match="no class for GLM-4V"):
+        export(plan, "sglang")
+    text = replace(staged([3, 2]), model="ChatGLMForCausalLM")
+    assert "--hf-overrides" not in export(text, "vllm").text

@@ -120,6 +120,7 @@ class ChatRequest:
         return "".join(texts), tuple(images)
 
     def _openai_image(self, image: object) -> Image:
+        self._refuse_images()
         if not isinstance(image, Mapping) or not isinstance(image.get("url"), str):
             raise UsageError("an image has no url", hint='{"url": "data:image/png;base64,…"}')
         _refuse_unknown(image, {"url", "detail"}, "an image")
@@ -167,7 +168,6 @@ class ChatRequest:
         return Message(role="observation", content=content, call_id=number)
 
     def _image(self, content: str) -> Image:
-        self._refuse_images()
         if len(content) > (MOST_BYTES * 4) // 3 + 4:
             raise UsageError(f"an image is larger than {MOST_BYTES} bytes", hint="make it smaller")
         try:
@@ -196,19 +196,8 @@ def _remote(url: str) -> UsageError:
     )
 
 
-def _kind(block: object) -> object:
-    return block.get("type") if isinstance(block, Mapping) else None
-
-
-def _block_text(block: Mapping[str, Any]) -> str:
-    _refuse_unknown(block, {"type", "text", "cache_control", "citations"}, "a block")
-    return _text_of(block.get("text"), "a block's text")
-
-
 def _text_of(content: object, what: str) -> str:
-    """A text, or the texts of a list of parts."""
-    if isinstance(content, list) and all(_kind(part) == "text" for part in content):
-        return "".join(_block_text(part) for part in content)
+    """A text."""
     if not isinstance(content, str):
         raise UsageError(f"{what} is {_shown(content)}, which is no text")
     refuse_half_pairs(content, what)
@@ -232,7 +221,4 @@ def _refuse_unknown(said: Mapping[str, Any], known: set[str], what: str) -> None
 
 
 def _shown(value: object) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=True)[:80]
-    except (TypeError, ValueError, RecursionError):
-        return type(value).__name__
+    return json.dumps(value, ensure_ascii=True, default=str)[:80]

@@ -139,6 +139,14 @@ class PromptImages(ImageFormat):
     ) -> None:
         super().__init__(partial(_load_processor, directory, tokenizer, model_type))
 
+    @classmethod
+    def find(
+        cls, directory: Path | None, tokenizer: PreTrainedTokenizerBase, model_type: str
+    ) -> PromptImages | None:
+        """Return the format of a model type that has a processor."""
+        is_known = directory is not None and model_type in _PROCESSORS
+        return cls(directory, tokenizer, model_type) if directory and is_known else None
+
     def prompt(self, text: str, images: Sequence[Image.Image]) -> ImagePrompt:
         """The prompt of a text that has a placeholder for each image."""
         batch = self._process(

@@ -109,7 +109,7 @@ def chat_format(
     if isinstance(tokenizer.eos_token_id, int):
         stop_ids.append(tokenizer.eos_token_id)
     model_type = str(config.get("model_type"))
-    images = None if directory is None else PromptImages(directory, tokenizer, model_type)
+    images = PromptImages.find(directory, tokenizer, model_type)
     return TemplateFormat(tokenizer, stop_ids=tuple(dict.fromkeys(stop_ids)), images=images)
 
 

@@ -13,7 +13,7 @@ from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import Convention, map_of
 
 from . import common
-from .text import Export
+from .text import Export, refusal
 
 NAME = "accelerate"
 
@@ -27,11 +27,17 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
         for device in plan.fleet.devices
         if device.name in plan.devices
     }
-    arguments = [f"dtype=torch.{plan.workload.dtype}", "device_map=device_map"]
+    is_code = plan.request.trust_remote_code or names == "checkpoint"
+    if is_code and not common.code_option(plan):
+        why = "the names would be those of code that the checkpoint doesn't bring"
+        raise refusal(NAME, why, "leave --names out")
+    # Code for transformers 4 knows the older name alone, which transformers 5 takes as well.
+    dtype = "torch_dtype" if is_code else "dtype"
+    arguments = [f"{dtype}=torch.{plan.workload.dtype}", "device_map=device_map"]
     revision = common.revision_of(plan)
     if revision is not None:
         arguments.append(f"revision={revision!r}")
-    if names == "checkpoint":
+    if is_code:
         arguments.append("trust_remote_code=True")
     imports, quantizing = _quantizing(plan)
     if quantizing:
@@ -88,7 +94,8 @@ def _notes(plan: Plan, names: Convention) -> Iterator[str]:
     if names == "checkpoint":
         yield (
             "NOTE: the names are those of the code that comes with the checkpoint, which runs; the "
-            "memory was forecast for duoka's or transformers' own."
+            "memory was forecast for duoka's or transformers' own. Code needs the transformers "
+            "that it was written for, which config.json tells (transformers_version)."
         )
     elif plan.model.startswith("ChatGLM"):
         yield (

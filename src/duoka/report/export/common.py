@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from duoka.forecast.profile import Profile, evaluate, monomials
 from duoka.forecast.serving import Capacity
@@ -16,6 +17,7 @@ from .stages import Pipeline
 from .text import refusal
 
 _PLACEHOLDER = "MODEL"
+_CHATGLM = ("ChatGLM", "GLM4V")
 # Plans keep a model of the Hub with its commit; a path looks otherwise.
 _OF_THE_HUB = re.compile(r"([^/@\s]+/[^/@\s]+)@([0-9a-f]{40})", re.ASCII)
 
@@ -43,6 +45,9 @@ def common_notes(plan: Plan, pipeline: Pipeline | None = None) -> Iterator[str]:
             "NOTE: the GPUs were declared, not detected: their numbers are taken for those that "
             "nvidia-smi shows."
         )
+    if plan.request.constraints.pins:
+        pins = " ".join(f"--pin {name}={at}" for name, at in plan.request.constraints.pins)
+        yield f"The stages are as pinned: {pins}."
     if pipeline is not None and pipeline.returning:
         names = ", ".join(pipeline.returning)
         yield (
@@ -50,6 +55,34 @@ def common_notes(plan: Plan, pipeline: Pipeline | None = None) -> Iterator[str]:
             f"tool keeps a copy of the weights on {pipeline.stages[-1].device.name} instead, which "
             "the plan doesn't count there."
         )
+
+
+def is_glm4v(plan: Plan) -> bool:
+    """Return True for GLM-4V, whose published class and architecture are those of GLM-4."""
+    has_tower = any(".vision" in name for name, _ in plan.placement.entries)
+    return has_tower and plan.model.startswith(_CHATGLM)
+
+
+def code_option(plan: Plan) -> list[str]:
+    """Return the option that lets a checkpoint's code run: a ChatGLM tokenizer always is code."""
+    is_needed = plan.request.trust_remote_code or plan.model.startswith(_CHATGLM)
+    return ["--trust-remote-code"] if is_needed else []
+
+
+def class_notes(plan: Plan, pipeline: Pipeline, tool: str) -> tuple[str, ...]:
+    """Refuse several stages for a class that a tool runs on one; note one that it doesn't have."""
+    text = (Path(__file__).parent / "pipelines.json").read_text(encoding="utf-8")
+    known = json.loads(text)[tool.lower()]
+    name = "ChatGLMModel" if plan.model.startswith(_CHATGLM) else plan.model
+    if name in known["single"] and len(pipeline.stages) > 1:
+        why = f"its class for {name} can't run in a pipeline (as of {known['version']})"
+        raise refusal(tool, why, "plan for one GPU, or serve it with duoka")
+    note = (
+        f"NOTE: {tool} has no class of its own for {name}: it runs transformers', in a pipeline "
+        "where that class has a plan for one (base_model_pp_plan)."
+    )
+    is_foreign = known["pipeline"] and name not in (*known["single"], *known["pipeline"])
+    return (note,) if is_foreign else ()
 
 
 def total_bytes(device: Device) -> int:

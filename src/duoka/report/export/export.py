@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 from duoka.base.text import choose
-from duoka.errors import UsageError
+from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import CONVENTIONS, Convention, cached_profile
 
 from . import accelerate, deepspeed, llamacpp, sglang, torch_pipelining, vllm
+from .stages import Pins, pipeline_pins, read_pipeline
 from .text import Export
 
 _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
@@ -63,6 +65,24 @@ def export(
     if tool == accelerate.NAME:
         return accelerate.export(plan, profile, names)
     return _EXPORTERS[tool](plan, profile or cached_profile(plan))
+
+
+def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> Plan:
+    """Return the plan where the tool can be told its stages, or else the best one with such."""
+    if tool in (accelerate.NAME, "torch-pipelining") or plan.offloaded:
+        return plan
+    try:
+        read_pipeline(plan, tool)
+    except UsageError:
+        sign = -1 if plan.objective in ("latency", "throughput") else 1  # those count seconds
+        plans = []
+        for pins in pipeline_pins(plan):
+            with suppress(InfeasibleError, UsageError):
+                other = plan_again(pins)
+                read_pipeline(other, tool)
+                plans.append(other)
+        return max(plans, key=lambda other: sign * other.value, default=plan)
+    return plan
 
 
 def refuse_names(tool: str, names: Convention) -> None:

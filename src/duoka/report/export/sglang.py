@@ -4,7 +4,8 @@ Sources, of SGLang 0.5.23: the layers of each rank from ``SGLANG_PP_LAYER_PARTIT
 (``sglang/srt/distributed/utils.py``, `get_pp_indices`); options (docs.sglang.io, "Server
 Arguments"; ``sglang/srt/arg_groups/fields``); that ``--mem-fraction-static`` is weights and cache
 together as a share of a GPU (``sglang/srt/arg_groups/memory_hook.py``); that all
-requests of a step share a chunk (``sglang/srt/managers/schedule_policy.py``, `PrefillAdder`).
+requests of a step share a chunk (``sglang/srt/managers/schedule_policy.py``, `PrefillAdder`); which
+classes run in a pipeline: `pipelines.json`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from duoka.planner.plan import Plan
 
 from . import common
 from .stages import Pipeline, read_pipeline
-from .text import Export, command_line
+from .text import Export, command_line, refusal
 
 NAME = "SGLang"
 
@@ -25,6 +26,9 @@ NAME = "SGLang"
 def export(plan: Plan, profile: Profile | None) -> Export:
     """The plan as a shell command."""
     pipeline = read_pipeline(plan, NAME)
+    if common.is_glm4v(plan):
+        raise refusal(NAME, "it has no class for GLM-4V", "export to vllm, or use duoka serve")
+    foreign = common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
     environment = common.visible(NAME, [stage.device for stage in pipeline.stages])
     options = [("--dtype", workload.dtype), ("--context-length", str(workload.context_tokens))]
@@ -45,10 +49,11 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     if sizes is not None:
         options.append(("--mem-fraction-static", f"{max(_fractions(pipeline, sizes, tokens)):.2f}"))
     words = ["python", "-m", "sglang.launch_server", "--model-path", common.name_of(plan)]
+    words += common.code_option(plan)
     return Export(
         tool=NAME,
         text=command_line(environment, words, options),
-        notes=tuple(_notes(plan, pipeline, sizes, tokens)),
+        notes=(*foreign, *_notes(plan, pipeline, sizes, tokens)),
     )
 
 

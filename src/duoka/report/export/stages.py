@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby, permutations, repeat, takewhile
 
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.tensor_names import layer_of, main_list
@@ -13,6 +13,7 @@ from duoka.planner.plan import Plan
 
 from .text import refusal
 
+Pins = tuple[tuple[str, str], ...]
 _OTHER = "plan with another objective or other GPUs, or load the plan with duoka"
 
 
@@ -85,6 +86,30 @@ def read_pipeline(plan: Plan, tool: str) -> Pipeline:
         after=tuple(name for name, _ in after),
         returning=tuple(returning),
     )
+
+
+def pipeline_pins(plan: Plan) -> list[Pins]:
+    """Return pins that make a plan one of whole layers: what runs beside them is at their ends.
+
+    There are pins for each pair of GPUs for the first and the last layer, of equal pairs for one. A
+    tied head goes with the embedding.
+    """
+    names = [name for name, _ in plan.placement.entries]
+    main = main_list(names)
+    at = [place for place, name in enumerate(names) if (layer_of(name) or ("",))[0] == main]
+    if not at:
+        return []
+    is_tied = any(reason.kind == "tied" for reason in plan.why)
+    begin, end = names[: at[0] + 1], names[at[-1] : len(names) - is_tied]
+    gpus = [plan.fleet.device(name) for name in plan.devices]
+    pairs = {
+        (one.product, one.budget_bytes, other.product, other.budget_bytes): (one.name, other.name)
+        for one, other in permutations(gpus, 2)
+    }
+    return [
+        (*zip(begin, repeat(first), strict=False), *zip(end, repeat(last), strict=False))
+        for first, last in pairs.values()
+    ]
 
 
 def _returning(after: Sequence[tuple[str, str]], first: str, last: str) -> list[str]:

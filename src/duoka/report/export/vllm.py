@@ -8,7 +8,8 @@ Arguments"); that all ranks get as many cache blocks as the poorest one
 counts the tokens of all sequences in a step (``vllm/config/scheduler.py``), and what it is without
 (``vllm/engine/arg_utils.py``, `get_batch_defaults`); that a start is refused where a GPU has less
 free than ``--gpu-memory-utilization`` of it, also where the cache's bytes are given
-(``vllm/v1/worker/utils.py``, `request_memory`).
+(``vllm/v1/worker/utils.py``, `request_memory`); that GLM-4V's config names the class of text alone
+(``vllm/model_executor/models/chatglm.py``); which classes run in a pipeline: `pipelines.json`.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ class VllmCommand:
 def export(plan: Plan, profile: Profile | None) -> Export:
     """The plan as a shell command."""
     command = read_command(plan, profile)
+    words = ["vllm", "serve", command.model, *common.code_option(plan)]
     return Export(
         tool=NAME,
-        text=command_line(command.environment, ["vllm", "serve", command.model], command.options),
+        text=command_line(command.environment, words, command.options),
         notes=tuple(_notes(plan, command, profile)),
     )
 
@@ -63,10 +65,13 @@ def export(plan: Plan, profile: Profile | None) -> Export:
 def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
     """The plan as environment and options; UsageError for one that vLLM can't be told."""
     pipeline = read_pipeline(plan, NAME)
+    common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
     environment = common.visible(NAME, [stage.device for stage in pipeline.stages])
     options = [("--dtype", workload.dtype), ("--max-model-len", str(workload.context_tokens))]
     options.append(("--max-num-seqs", str(workload.batch)))
+    if common.is_glm4v(plan):
+        options.insert(0, ("--hf-overrides", '{"architectures": ["GLM4VForCausalLM"]}'))
     if num > 1:
         counts = ",".join(map(str, pipeline.counts))
         environment.append(("VLLM_PP_LAYER_PARTITION", counts))

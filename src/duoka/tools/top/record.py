@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -81,6 +82,8 @@ class Exporter:
             self._server, self._thread = start_http_server(
                 int(port), host.strip("[]") or "127.0.0.1", registry
             )
+            # Its connections inherit it: an answer doesn't wait for the one before to be confirmed.
+            self._server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, OverflowError, ValueError) as error:
             raise UsageError(
                 f"--prometheus {address} can't be had: {getattr(error, 'strerror', None) or error}",
