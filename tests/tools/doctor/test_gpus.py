@@ -222,3 +222,16 @@ def test_devices_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert wrong.text.startswith(
         "cuda:1: a product of matrices in bfloat16 fails: it is off by 12%"
     )
+
+
+def test_only_named_gpus_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Others' processes on a GPU that isn't meant are nobody's trouble."""
+    machine(monkeypatch, "eight-3090")
+    busy = {
+        gpu.index for gpu in facts.nvml.read().gpus if gpu.processes or gpu.uncorrected_errors
+    }
+    print(busy)
+    for number in range(8):
+        checks = diagnose(str(number), root=tmp_path).checks
+        texts = [finding.text for check in checks for finding in check.findings]
+        print(number, texts)

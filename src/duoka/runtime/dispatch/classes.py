@@ -12,7 +12,6 @@ call the model). All of them refuse to be moved.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, SupportsIndex
 
@@ -114,8 +113,8 @@ def _generate_of(base: type[Any]) -> Callable[..., Any]:
     @wraps(base.generate)
     def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         root = self.__dict__.get(ROOT)
-        with nullcontext() if root is None else root.called_from(args, kwargs):
-            return base.generate(self, *args, **kwargs)
+        plain = partial(base.generate, self)
+        return plain(*args, **kwargs) if root is None else root.generate(plain, args, kwargs)
 
     return generate
 

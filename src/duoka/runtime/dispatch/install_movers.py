@@ -33,11 +33,10 @@ def install(
     """
     first = next(iter(devices.values()), None)
     if on_blocks or first is None:
-        blocks, mover = moving_modules(model, placement, devices), None
-    else:
-        encoder = encoder_of(model)
-        blocks, mover = {} if encoder is None else {encoder: first}, first
-    return install_on(model, blocks, outputs_stay=outputs_stay, first=first, inputs_to=mover)
+        blocks = moving_modules(model, placement, devices)
+        return install_on(model, blocks, outputs_stay=outputs_stay, first=first)
+    encoder = {module: first for module in [encoder_of(model)] if module is not None}
+    return install_on(model, encoder, outputs_stay=outputs_stay, first=first, inputs_to=first)
 
 
 def moving_modules(

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -236,17 +235,17 @@ class Root:
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the inputs in `called_from`; else the first block's, where it is known."""
+        """The device of the inputs in `generate`; else the first block's, where it is known."""
         return self._frames.caller or self._first
 
-    @contextmanager
-    def called_from(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-        """A scope in which the model says that it is where these arguments are."""
+    def generate(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call `generate` with a model that says that it is where the arguments are."""
         before = self._frames.caller
-        if not self._outputs_stay:
-            self._frames.caller = _device_of(args, kwargs)
+        self._frames.caller = None if self._outputs_stay else _device_of(args, kwargs)
         try:
-            yield
+            return call(*args, **kwargs)
         finally:
             self._frames.caller = before
 
