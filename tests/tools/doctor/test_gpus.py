@@ -225,13 +225,17 @@ def test_devices_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
 
 def test_only_named_gpus_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Others' processes on a GPU that isn't meant are nobody's trouble."""
-    machine(monkeypatch, "eight-3090")
-    busy = {
-        gpu.index for gpu in facts.nvml.read().gpus if gpu.processes or gpu.uncorrected_errors
-    }
-    print(busy)
-    for number in range(8):
-        checks = diagnose(str(number), root=tmp_path).checks
-        texts = [finding.text for check in checks for finding in check.findings]
-        print(number, texts)
+    """A GPU that isn't meant may be busy, slow or lost."""
+    recording = machine(monkeypatch, "eight-3090")
+    for index, device in enumerate(recording.data["devices"]):
+        device["nvmlDeviceGetCurrPcieLinkWidth"] = 4 if index == 5 else 16
+
+    def told(gpus: str | None) -> str:
+        checks = diagnose(gpus, root=tmp_path).checks
+        return " ".join(finding.text for check in checks for finding in check.findings)
+
+    for text in ("GPU 3: python3 (pid 4242)", "GPU 5: 4 of 16 lanes"):
+        assert text in told(None)
+        assert text not in told("1,2")
+    assert "GPU 3: python3 (pid 4242)" in told("2,3")
+    assert "GPU 5: 4 of 16 lanes" in told("5")
