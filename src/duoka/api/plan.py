@@ -118,7 +118,7 @@ def plan(
         )
     if _is_module(model):
         return _plan_module(model, problem, inputs, suggest=suggest)
-    checkpoint = _opened(model, trust_remote_code=trust_remote_code)
+    checkpoint = _opened(model, trust=trust_remote_code)
     find = partial(find_or_trace, checkpoint)
     return answer_checkpoint(checkpoint, problem, find, suggest=suggest)
 
@@ -198,12 +198,10 @@ def format_table(plan: Plan) -> str:
 Plan.format_table = format_table
 
 
-def _opened(
-    model: str | os.PathLike[str] | Checkpoint, *, trust_remote_code: bool = False
-) -> Checkpoint:
-    if isinstance(model, Checkpoint):
-        return model
-    return Checkpoint.open(model, trust_remote_code=trust_remote_code)
+def _opened(model: str | os.PathLike[str] | Checkpoint, *, trust: bool = False) -> Checkpoint:
+    return (
+        model if isinstance(model, Checkpoint) else Checkpoint.open(model, trust_remote_code=trust)
+    )
 
 
 def _is_module(model: object) -> TypeIs[nn.Module]:

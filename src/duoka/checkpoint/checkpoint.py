@@ -15,7 +15,6 @@ import os
 import re
 import stat
 from collections.abc import Container, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -333,13 +332,9 @@ def _remote(text: str, revision: str | None) -> Folder:
 
 def _did_you_mean(path: Path) -> str:
     """Ask for the directory whose name comes nearest to a path that isn't there."""
-    with suppress(OSError):
-        names = [item.name for item in path.parent.iterdir() if item.is_dir()]
-        return "".join(
-            f"did you mean {str(path.with_name(near))!r}?"
-            for near in get_close_matches(path.name, names, n=1)
-        )
-    return ""
+    names = [item.name for item in path.parent.glob("*") if item.is_dir()]
+    near = get_close_matches(path.name, names, n=1)
+    return f"did you mean {str(path.with_name(near[0]))!r}?" if near else ""
 
 
 def _read_config(folder: Folder, name: str) -> dict[str, Any]:

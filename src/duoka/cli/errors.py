@@ -183,9 +183,9 @@ def _tell_usage(error: Any) -> int:
     command = "duoka" if error.ctx is None else error.ctx.command_path
     hint = f"`{command} --help` shows what it takes"
     said = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
-    own = set() if error.ctx is None else {o for p in error.ctx.command.params for o in p.opts}
+    options = set() if error.ctx is None else {o for p in error.ctx.command.params for o in p.opts}
     for option, peers in _PEERS.items():
-        if said in peers.split() and option.split()[0] in own:
+        if said in peers.split() and option.split()[0] in options:
             hint = f"here that is {option}; {hint}"
             break
     _tell(error.format_message(), hint)

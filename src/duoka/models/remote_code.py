@@ -69,10 +69,10 @@ class RemoteCode(MetaPathFinder):
         except Exception as error:
             hint = OTHER_VERSIONS
             if isinstance(error, ModuleNotFoundError) and error.name is not None:
-                own = error.name.removeprefix(f"{self._package}.")
-                hint = f"{own}.py is missing beside the code: fetch it"
-                if own == error.name:
-                    hint = missing_module(own, self._files)
+                module = error.name.removeprefix(f"{self._package}.")
+                hint = f"{module}.py is missing beside the code: fetch it"
+                if module == error.name:
+                    hint = missing_module(module, self._files)
             raise ModelError(
                 f"the checkpoint's own code could not be loaded: {error}", hint=hint
             ) from error

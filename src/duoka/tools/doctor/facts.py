@@ -74,9 +74,8 @@ class Facts:
 
     @cached_property
     def _named(self) -> set[int]:
-        devices = self.fleet.devices if self.gpus and self.fleet is not None else ()
-        uuids = {device.uuid for device in devices if device.uuid}
-        return {gpu.gpu.index for gpu in self.present if gpu.part.uuid in uuids} if uuids else set()
+        uuids = {gpu.uuid for gpu in self.fleet.devices} if self.gpus and self.fleet else ()
+        return {gpu.gpu.index for gpu in self.present if gpu.part.uuid in uuids}
 
     @cached_property
     def present(self) -> list[PresentGpu]:
