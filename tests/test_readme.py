@@ -209,7 +209,7 @@ def at_its_place(command: Command, root: Path, patch: pytest.MonkeyPatch) -> Com
     if not virtual:
         return command
     program, option, line = command.arguments
-    changed = re.sub(r"(?<=--gpus )\S+", place, line)
+    changed = re.sub(r'(?<=--gpus )\S+|(?<=")\d(?:,\d)+(?=")', place, line)
     assert changed != line, "it says nothing of GPUs"
     return replace(command, arguments=[program, option, changed])
 

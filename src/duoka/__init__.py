@@ -16,7 +16,7 @@ from .base.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from .api.check import check
-    from .api.load import dispatch, load, tokenizer
+    from .api.load import dispatch, load, lora_targets, tokenizer
     from .api.plan import plan, plan_replicas
     from .checker.fix.fix import repair
     from .checkpoint.checkpoint import Checkpoint
@@ -57,6 +57,7 @@ __all__ = [
     "explain",
     "export",
     "load",
+    "lora_targets",
     "plan",
     "plan_replicas",
     "repair",
@@ -86,6 +87,7 @@ _MODULES = {
     "explain": "planner.explain",
     "export": "report.export",
     "load": "api.load",
+    "lora_targets": "api.load",
     "plan": "api.plan",
     "plan_replicas": "api.plan",
     "repair": "checker.fix.fix",

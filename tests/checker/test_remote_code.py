@@ -171,7 +171,17 @@ def test_a_hint_never_leads_to_other_code(directory: Path) -> None:
 
 
 def test_a_package_that_is_missing(directory: Path) -> None:
-    edited(directory, "helpers_pebble.py", "import torch\n", "import torch\nimport nosuchpackage\n")
-    report = checked(directory)
-    assert report.stop is not None
-    assert "pip install nosuchpackage" in report.stop.hint
+    for line, hint in (
+        (
+            "import nosuchpackage",
+            "the code needs nosuchpackage, which isn't installed",
+        ),
+        ("import sklearn.nothing", "pip install scikit-learn"),
+        ("import configuration_pebble", "it has to say `from .configuration_pebble import …`"),
+        ("from .missing_pebble import x", "missing_pebble.py is missing beside the code: fetch it"),
+    ):
+        edited(directory, "helpers_pebble.py", "import torch\n", f"import torch\n{line}\n")
+        report = checked(directory)
+        assert report.stop is not None
+        assert hint in report.stop.hint, "a name that a stranger may have taken is not proposed"
+        edited(directory, "helpers_pebble.py", f"import torch\n{line}\n", "import torch\n")

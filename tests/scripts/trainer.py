@@ -29,7 +29,6 @@ def run(model: Any, tokenizer: Any) -> list[float]:
                 learning_rate=1e-3,
                 logging_steps=1,
                 optim="adamw_torch",
-                dataloader_pin_memory=False,
                 save_strategy="no",
                 report_to="none",
                 disable_tqdm=True,

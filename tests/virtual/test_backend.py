@@ -120,3 +120,15 @@ def test_compile_is_refused(world: virtual.World) -> None:
     compiled = torch.compile(lambda x: x.sin() + 1)
     with pytest.raises(Exception, match=r"(?i)vgpu|virtual"):
         compiled(torch.ones(2, device="vgpu:0"))
+
+
+def test_pinned_is_ordinary_memory(world: virtual.World) -> None:
+    """Trainer's loaders pin what they load; a virtual GPU takes it from ordinary memory."""
+    pinned = torch.arange(3.0).pin_memory()
+    assert pinned.to("vgpu:1", non_blocking=True).tolist() == [0.0, 1.0, 2.0]
+    for workers in (0, 1):
+        loader = torch.utils.data.DataLoader(
+            [{"ids": torch.ones(2)}] * 2, batch_size=2, pin_memory=True, num_workers=workers
+        )
+        (batch,) = loader
+        assert batch["ids"].tolist() == [[1.0, 1.0]] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -26,7 +27,7 @@ from duoka.forecast.workload import Training, Workload
 from duoka.hardware.fleet import Fleet
 from duoka.models import make_trainable
 from duoka.models.from_checkpoint import build_model
-from duoka.models.remote_code import OTHER_VERSIONS
+from duoka.models.remote_code import OTHER_VERSIONS, stop_hint
 from duoka.planner.constraints import Constraints, strategy_of
 from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
@@ -41,6 +42,9 @@ from .plan import find_or_trace, plan
 
 _INPUTS = (Mapping, tuple, list, torch.Tensor)
 _DEALT = "the model can't be planned, so its modules were dealt to the devices by their bytes"
+_NO_PICTURE = (
+    "the model reads pictures, and none was given: --image 1120x1120 (images=[(1120, 1120)])"
+)
 _UNTRACED = "what must stay whole on one device isn't known"
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any]
@@ -143,7 +147,7 @@ def check(
         return subject
     subject = _with_images(_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
-    report = check_subject(subject)
+    report = replace(check_subject(subject), workload=_ran(subject, request))
     if subject.if_too_large and not report.fits:
         report = replace(report, notes=(*report.notes, subject.if_too_large))
     if report.ok and request.refusals:
@@ -151,7 +155,18 @@ def check(
         report = replace(report, stop=_unplanned(request.refusals[0]))
     if report.stop is None or report.stop.hint or not subject.hint:
         return report
-    return replace(report, stop=replace(report.stop, hint=subject.hint))
+    hint = stop_hint(report.stop.message, subject.hint)
+    return replace(report, stop=replace(report.stop, hint=hint))
+
+
+def _ran(subject: Subject, request: _CheckRequest) -> Workload | None:
+    """What was run, where no example inputs said it."""
+    if subject.inputs is not None:
+        return None
+    work, training = subject.workload, request.training
+    if training is None:
+        return work
+    return replace(work, prompt_tokens=work.context_tokens, new_tokens=0, training=training)
 
 
 def _unplanned(error: DuokaError) -> Stop:
@@ -191,7 +206,9 @@ def _subject(
     subject = _trainable(subject, request.training)
     if checkpoint.builds_own_model:
         note = "" if subject.train else whole_prompt_note(checkpoint, subject.workload)
-        return replace(subject, hint=OTHER_VERSIONS, if_too_large=note)
+        sees = any(re.search("vision|visual", key) for key in checkpoint.config)
+        hint = _NO_PICTURE if sees and not subject.workload.images else OTHER_VERSIONS
+        return replace(subject, hint=hint, if_too_large=note)
     return replace(subject, not_run=checkpoint.untrusted_code)
 
 

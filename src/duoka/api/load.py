@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -14,14 +14,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from duoka.base.progress import say
 from duoka.base.text import choose
 from duoka.checker.prove import prove
+from duoka.checkpoint.adapters import chatglm_targets
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import CheckpointError, ModelError, UsageError
 from duoka.hardware.host import refuse_more
+from duoka.models.chatglm import ChatGLMPreTrainedModel
 from duoka.models.chunked_loss import chunk_loss
 from duoka.models.from_checkpoint import build_model, tokenizer_of
 from duoka.models.lora import Adapter, merge_adapter, native_form
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
+from duoka.models.trainable import known_targets, make_trainable
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
@@ -67,7 +70,10 @@ def load(
     Returns
     -------
     transformers.PreTrainedModel
-        In evaluation mode, spread as the plan says; `generate` works as ever.
+        Spread as the plan says, in evaluation mode; `generate` works as ever. For a plan for
+        training in training mode, ready for transformers' `Trainer` or a loop of your own: with
+        `method="full"` all of it learns, with `method="lora"` nothing does before peft has put
+        adapters into it (see `lora_targets`).
 
     Raises
     ------
@@ -75,8 +81,6 @@ def load(
         If the plan fails on virtual GPUs; nothing has been read then.
     FormatError
         If the plan was made for another checkpoint.
-    UsageError
-        If the plan is for training.
     FleetError
         If a GPU of the plan is gone, or has less free memory now than the plan needs.
     CheckpointError
@@ -107,6 +111,7 @@ def load_proved(
     model = _filled(plan, checkpoint, progress)
     if lora is not None:
         merge_adapter(model, native_form(lora, checkpoint.config))
+    model.train(plan.workload.training is not None)
     return _spread(model, plan, outputs_stay)
 
 
@@ -143,8 +148,10 @@ def prove_here(
 def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> PreTrainedModel:
     """The model with its weights where the plan says."""
     model = build_model(checkpoint, plan.workload)
+    dtype = getattr(torch, plan.workload.dtype)
+    if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
+        make_trainable(model, plan.workload.training, dtype, has_adapters=False)
     if method_of(checkpoint.config) is not None:
-        dtype = getattr(torch, plan.workload.dtype)
         return loader.load_published(
             checkpoint, model, plan.placement, dtype=dtype, progress=progress
         )
@@ -170,12 +177,6 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> Adapter:
 
 def _refuse_unloadable(plan: Plan) -> None:
     """Refuse a plan that nothing is loaded for."""
-    if plan.workload.training is not None:
-        raise UsageError(
-            "the plan is for training, and a model is loaded to generate",
-            hint="duoka.dispatch(model, plan) spreads a model that you train; to generate, plan "
-            "without training",
-        )
     if not plan.source:
         raise CheckpointError(
             "the plan was made for a model that was given as an object; there is nothing to load",
@@ -256,6 +257,32 @@ def dispatch(
     if isinstance(placement, Mapping):
         placement = Placement(entries=tuple(placement.items()))
     return spread(model, placement, outputs_stay=outputs_stay)
+
+
+def lora_targets(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Translate the names of modules that get adapters, for peft's `target_modules`.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    names : sequence of str
+        Ends of names, as the model's published code or its class has them: "query_key_value" of
+        a ChatGLM is "q_proj", "k_proj" and "v_proj" in the class that `load` returns.
+
+    Returns
+    -------
+    list of str
+        In the names of the model's class.
+
+    Raises
+    ------
+    UsageError
+        If the model has no module of such a name that can have an adapter.
+    """
+    if isinstance(model, ChatGLMPreTrainedModel):
+        has_tower = bool(getattr(model.config, "vision_config", None))
+        names = chatglm_targets(names, has_tower=has_tower)
+    return known_targets(model, names)
 
 
 def _stay(outputs: str) -> bool:

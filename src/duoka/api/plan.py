@@ -51,6 +51,7 @@ def plan(
     largest: Largest | None = None,
     inputs: Inputs | None = None,
     suggest: bool = True,
+    trust_remote_code: bool = False,
 ) -> Plan:
     """Find where every module goes.
 
@@ -58,9 +59,7 @@ def plan(
     ----------
     model : path, str, Checkpoint or torch.nn.Module
         A directory with a published checkpoint, a model's name on the Hub ("org/name"), a model
-        of transformers, or any module together with example `inputs`. Model code that comes
-        with a checkpoint runs only when this is
-        ``Checkpoint.open(path, trust_remote_code=True)``.
+        of transformers, or any module together with example `inputs`.
     fleet : Fleet or str
         The devices that may be used; a text is read by `Fleet.parse`.
     workload : Workload, optional
@@ -82,6 +81,8 @@ def plan(
         be given as well.
     suggest : bool
         Where nothing fits, look for what would fit instead, which can take a minute.
+    trust_remote_code : bool
+        Run model code that comes with the checkpoint; a `Checkpoint` says so itself.
 
     Raises
     ------
@@ -117,7 +118,7 @@ def plan(
         )
     if _is_module(model):
         return _plan_module(model, problem, inputs, suggest=suggest)
-    checkpoint = _opened(model)
+    checkpoint = _opened(model, trust=trust_remote_code)
     find = partial(find_or_trace, checkpoint)
     return answer_checkpoint(checkpoint, problem, find, suggest=suggest)
 
@@ -197,8 +198,10 @@ def format_table(plan: Plan) -> str:
 Plan.format_table = format_table
 
 
-def _opened(model: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
-    return model if isinstance(model, Checkpoint) else Checkpoint.open(model)
+def _opened(model: str | os.PathLike[str] | Checkpoint, *, trust: bool = False) -> Checkpoint:
+    return (
+        model if isinstance(model, Checkpoint) else Checkpoint.open(model, trust_remote_code=trust)
+    )
 
 
 def _is_module(model: object) -> TypeIs[nn.Module]:

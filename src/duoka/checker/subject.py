@@ -22,7 +22,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
 from duoka.forecast.workload import Workload
 from duoka.hardware.gpu_generation import GpuGeneration
-from duoka.models.remote_code import OTHER_VERSIONS
+from duoka.models.remote_code import stop_hint
 from duoka.report.check_report import OriginKind, Stop
 from duoka.runtime.dispatch.install_movers import is_callable
 from duoka.runtime.dispatch.place_tensors import tensor_names
@@ -244,9 +244,10 @@ def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | Non
         return None
     own_files = {(checkpoint.path / file.name).absolute() for file in checkpoint.code}
     spot = raised_in(cause, lambda code: Path(code.co_filename).absolute() in own_files)
+    message = f"{type(cause).__name__}: {cause}"
     return Stop(
-        message=f"{type(cause).__name__}: {cause}",
+        message=message,
         place=None if spot is None else place_of(spot),
         phase=phase,
-        hint=(isinstance(cause, ModuleNotFoundError) and error.hint) or OTHER_VERSIONS,
+        hint=(isinstance(cause, ModuleNotFoundError) and error.hint) or stop_hint(message),
     )

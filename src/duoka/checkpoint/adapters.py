@@ -30,7 +30,11 @@ def native_targets(checkpoint: Checkpoint, targets: Sequence[str]) -> tuple[str,
     """LoRA targets in the names of the class that is built."""
     if checkpoint.config.get("model_type") != CHATGLM or checkpoint.builds_own_model:
         return tuple(targets)
-    has_tower = bool(checkpoint.config.get("vision_config"))
+    return chatglm_targets(targets, has_tower=bool(checkpoint.config.get("vision_config")))
+
+
+def chatglm_targets(targets: Sequence[str], *, has_tower: bool) -> tuple[str, ...]:
+    """LoRA targets of a ChatGLM, published or not, in the names of duoka's class."""
     return tuple(dict.fromkeys(name for target in targets for name in _native(target, has_tower)))
 
 

@@ -16,6 +16,7 @@ import re
 import stat
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -323,9 +324,17 @@ def _remote(text: str, revision: str | None) -> Folder:
     if name is None:
         raise CheckpointError(
             f"no such directory: {text[:300]!r}, and no name of a model on the Hub either",
-            hint='give the directory that holds config.json, or a name such as "org/model"',
+            hint=_did_you_mean(Path(text))
+            or 'give the directory that holds config.json, or a name such as "org/model"',
         )
     return open_snapshot(name)
+
+
+def _did_you_mean(path: Path) -> str:
+    """Ask for the directory whose name comes nearest to a path that isn't there."""
+    names = [item.name for item in path.parent.glob("*") if item.is_dir()]
+    near = get_close_matches(path.name, names, n=1)
+    return f"did you mean {str(path.with_name(near[0]))!r}?" if near else ""
 
 
 def _read_config(folder: Folder, name: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,6 +48,15 @@ def refuse_unreadable(checkpoint: Checkpoint) -> None:
     own_class(checkpoint)
 
 
+# What pip calls the packages that models' code imports; any other name may be a stranger's package.
+_NAMED_ALIKE = (
+    *("bitsandbytes", "causal-conv1d", "einops", "flash-attn", "librosa", "mamba-ssm", "peft"),
+    *("scipy", "sentencepiece", "tiktoken", "timm", "torchaudio", "torchvision", "xformers"),
+)
+_PUBLISHED = {"PIL": "pillow", "cv2": "opencv-python", "sklearn": "scikit-learn"}
+_PUBLISHED |= {name.replace("-", "_"): name for name in _NAMED_ALIKE}
+
+
 def own_class(checkpoint: Checkpoint) -> str | None:
     """The class of the checkpoint's own code that reads its tokenizer; an error if it can't."""
     name = checkpoint.tokenizer_class
@@ -61,10 +70,11 @@ def own_class(checkpoint: Checkpoint) -> str | None:
             hint="it runs only with --trust-remote-code (trust_remote_code=True)",
         )
     [content] = (code.content for code in checkpoint.code if code.name == file)
+    files = [code.name for code in checkpoint.code]
     for package in _packages(content):
         if package not in sys.modules and find_spec(package) is None:
             raise CheckpointError(
-                f"{file} of {checkpoint.source} can't run", hint=missing_package(package)
+                f"{file} of {checkpoint.source} can't run", hint=missing_module(package, files)
             )
     return name
 
@@ -79,9 +89,17 @@ def _packages(content: bytes) -> Iterator[str]:
                 yield from (alias.name.partition(".")[0] for alias in node.names)
 
 
-def missing_package(name: str) -> str:
-    """What to do about code that needs a package which isn't there."""
-    return f"the code needs a package that isn't there: pip install {name}"
+def missing_module(name: str, files: Collection[str] = ()) -> str:
+    """Return what to do about code that imports a module which isn't there, beside its files.
+
+    Anybody may publish a package under the name of a module that belongs to a model.
+    """
+    package = name.partition(".")[0]
+    if f"{package}.py" in files:
+        return f"{package}.py lies beside the code: it has to say `from .{package} import …`"
+    if package in _PUBLISHED:
+        return f"the code needs a package that isn't there: pip install {_PUBLISHED[package]}"
+    return f"the code needs {package}, which isn't installed; the model's page says what that is"
 
 
 def look_at_files(directory: Path) -> None:

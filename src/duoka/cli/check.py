@@ -150,7 +150,7 @@ class FixOptions:
         """Find changes and prove them; nothing is written yet."""
         from duoka.checker.fix import repair
 
-        with working("repairing, and proving it"):
+        with working("repairing, and proving it" if report.faults else ""):
             return Repaired(repair(report), None if self.in_place else self._directory)
 
 
@@ -284,6 +284,8 @@ class Repaired:
 
     def print(self, console: Console) -> None:
         """Show the changes, whether each is proved, and what was not cured."""
+        if not self._repairs and not self._repairs.uncured:
+            console.print("nothing to repair: the check found no fault in the model's code")
         for patch in self._repairs:
             console.print()
             if console.is_terminal:

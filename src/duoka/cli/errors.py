@@ -35,6 +35,21 @@ _SIGNALLED = 128  # and the signal's number, as shells have it
 _WRONG_OPTIONS: Any = typer.BadParameter.__bases__[0]
 
 
+# What transformers, vLLM, SGLang, llama.cpp and peft call what duoka has.
+_PEERS = {
+    "--quantize nf4": "load-in-4bit use-4bit",
+    "--quantize int8": "load-in-8bit use-8bit",
+    "--quantize": "quantization quantization-bit",
+    "--dtype": "torch-dtype precision fp16 bf16",
+    "--context": "max-model-len max-seq-len max-seq-length max-length ctx-size context-length",
+    "--seq-length": "max-model-len max-seq-len max-seq-length max-length cutoff-len context",
+    "--gpus 0,1": "tensor-parallel-size tp tp-size pipeline-parallel-size pp-size num-gpus devices",
+    "--replicas": "data-parallel-size dp-size",
+    "--reserve": "gpu-memory-utilization mem-fraction-static",
+    "--new-tokens": "max-new-tokens max-tokens n-predict",
+    "--sequences": "max-num-seqs max-running-requests",
+}
+
 # Tokens and passwords must not be shown, wherever they got into a text: whoever reports an error
 # copies it into a public place.
 _SHOWN = "***"
@@ -166,7 +181,14 @@ def _tell(message: str, hint: str | None) -> None:
 
 def _tell_usage(error: Any) -> int:
     command = "duoka" if error.ctx is None else error.ctx.command_path
-    _tell(error.format_message(), f"`{command} --help` shows what it takes")
+    hint = f"`{command} --help` shows what it takes"
+    said = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
+    options = set() if error.ctx is None else {o for p in error.ctx.command.params for o in p.opts}
+    for option, peers in _PEERS.items():
+        if said in peers.split() and option.split()[0] in options:
+            hint = f"here that is {option}; {hint}"
+            break
+    _tell(error.format_message(), hint)
     return int(error.exit_code)
 
 

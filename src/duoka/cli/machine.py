@@ -7,6 +7,7 @@ import platform
 import sys
 
 from duoka.base.requirements import installed_version, unmet_requirements
+from duoka.checkpoint.tokenizer_files import missing_module
 from duoka.errors import MachineError
 from duoka.forecast.device_memory import CompiledMemory
 
@@ -71,7 +72,7 @@ def _missing_library(error: ImportError) -> MachineError | None:
     problem = "; ".join(wrong) or _one_line(error)
     hint = "install what duoka needs: pip install --upgrade duoka"
     if isinstance(error, ModuleNotFoundError) and not wrong:
-        hint = f"install it: pip install {library}"
+        hint = missing_module(library)
     return MachineError(f"a library can't be imported: {problem}", hint=hint)
 
 

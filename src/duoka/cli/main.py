@@ -8,12 +8,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
 import duoka
 from duoka.base.quiet import quiet_libraries
+from duoka.errors import UsageError
 
 from . import errors, signals
 from .bench import bench
@@ -34,6 +36,7 @@ from .top import top
 from .training_options import with_method
 from .tune import tune
 
+_TEXTS = ("--prompt", "--system")
 _EPILOG = "\n\n".join(
     [
         "Examples:",
@@ -136,6 +139,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     words = with_method(sys.argv[1:] if arguments is None else arguments)
     state = State()
     try:
+        _refuse_empty(words)
         # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
         with quiet_libraries():
             program = typer.main.get_command(app)
@@ -148,6 +152,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         known = options_of(typer.main.get_command(app), words)
         return errors.report(error, debug=state.debug, arguments=words, known=known)
     return code
+
+
+def _refuse_empty(words: Sequence[str]) -> None:
+    """Refuse options with nothing for a value, as of a variable that isn't set, but for texts."""
+    for word, value in pairwise([*words, "-"]):
+        name = word.removesuffix("=")
+        if name.startswith("--") and name not in _TEXTS and (name != word or not value):
+            raise UsageError(f"{name} is empty", hint="give it a value, or leave it out")
 
 
 def _invoke(program: Any, arguments: list[str], state: State) -> int:

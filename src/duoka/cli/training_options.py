@@ -99,6 +99,9 @@ class TrainingOptions:
             )
         if self.train is None:
             return None
+        if self.train == "qlora":
+            hint = "it is LoRA beside weights in 4 bit: --train lora --quantize nf4"
+            raise UsageError("method 'qlora' is unknown", hint=hint)
         if self.train == "full":
             hint = "leave it out, or say --train lora"
             adapters = given_options(self, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")

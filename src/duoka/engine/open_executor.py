@@ -38,6 +38,10 @@ def open_executor(
     Besides what computes, the rows of its embedding, its reader, and its generation config's rules.
     See `Engine` for what is given and raised.
     """
+    if plan.workload.training is not None:
+        raise UsageError(
+            "the plan is for training, and the engine generates", hint="plan without training"
+        )
     checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
     warm_up = warm_up if plan.workload.is_paged else "first"
     capacity = capacity_of(plan)

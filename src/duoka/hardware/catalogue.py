@@ -127,7 +127,8 @@ def find(text: str) -> Card:
     near = difflib.get_close_matches(key[:60], _by_name(), n=_MOST_SHOWN, cutoff=_CUTOFF)
     names = list(dict.fromkeys(_by_name()[match].name for match in near))[:3]
     nearest = f"; the nearest are {', '.join(names)}" if names else ""
-    raise UsageError(f"no GPU {wanted[:60]!r} is in the catalogue{nearest}", hint=DECLARING)
+    hint = f'memory has a unit: "{wanted}GiB"' if wanted.isdecimal() else DECLARING
+    raise UsageError(f"no GPU {wanted[:60]!r} is in the catalogue{nearest}", hint=hint)
 
 
 def _named(text: str) -> Card | None:

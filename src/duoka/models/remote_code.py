@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from duoka.checkpoint.tokenizer_files import missing_package
+from duoka.checkpoint.tokenizer_files import missing_module
 from duoka.errors import ModelError
 
 from . import transformers4
@@ -29,6 +29,15 @@ from .cache_argument import takes_cache
 _REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)
 _CALLED = {"forward", "prepare_inputs_for_generation"}
 OTHER_VERSIONS = "the code was written for other versions of its libraries: look at that call"
+
+_FLASH_ATTENTION = re.compile("flash[-_ ]?att", re.IGNORECASE)
+
+
+def stop_hint(message: str, hint: str = OTHER_VERSIONS) -> str:
+    """Return what to do where such code stops with a message: the hint where it tells nothing."""
+    if _FLASH_ATTENTION.search(message):
+        return f'{missing_module("flash_attn")}, or "_attn_implementation": "eager" in config.json'
+    return hint
 
 
 class RemoteCode(MetaPathFinder):
@@ -62,7 +71,10 @@ class RemoteCode(MetaPathFinder):
         except Exception as error:
             hint = OTHER_VERSIONS
             if isinstance(error, ModuleNotFoundError) and error.name is not None:
-                hint = missing_package(error.name.partition(".")[0])
+                module = error.name.removeprefix(f"{self._package}.")
+                hint = f"{module}.py is missing beside the code: fetch it"
+                if module == error.name:
+                    hint = missing_module(module, self._files)
             raise ModelError(
                 f"the checkpoint's own code could not be loaded: {error}", hint=hint
             ) from error

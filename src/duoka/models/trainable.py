@@ -32,11 +32,18 @@ _ALL_LINEAR = "all-linear"
 WITHOUT_CHECKPOINTING = "train it without gradient_checkpointing (--gradient-checkpointing)"
 
 
-def make_trainable(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
-    """Change a model in place so that a step of training can be run."""
+def make_trainable(
+    model: nn.Module, training: Training, dtype: torch.dtype, *, has_adapters: bool = True
+) -> None:
+    """Change a model in place so that a step of training can be run.
+
+    Without adapters a model for LoRA is only frozen; somebody else puts adapters into it.
+    """
     freeze_quantized(model)
-    if training.method == "lora":
+    if training.method == "lora" and has_adapters:
         _adapt(model, training, torch.float32 if training.master_weights else dtype)
+    elif training.method == "lora":
+        model.requires_grad_(False)
     else:
         if training.master_weights:
             model.to(torch.float32)
@@ -108,7 +115,7 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
         r=training.lora_rank,
         lora_alpha=2 * training.lora_rank if training.lora_alpha is None else training.lora_alpha,
         lora_dropout=training.lora_dropout,
-        target_modules=_known(model, training.lora_targets) or _ALL_LINEAR,
+        target_modules=known_targets(model, training.lora_targets) or _ALL_LINEAR,
     )
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -116,8 +123,8 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
                 _retype(module, name, dtype)
 
 
-def _known(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """The targets, all of which are ends of names of modules that can have adapters."""
+def known_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
+    """Return the targets, all of which are ends of names of modules that can have adapters."""
     layers = {name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)}
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in layers):

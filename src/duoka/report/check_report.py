@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from duoka.base.serialization import to_dict
 from duoka.errors import Faults
+from duoka.forecast.workload import Workload
 
 from .measured import PeakBytes
 
@@ -248,6 +249,8 @@ class Report:
         Why it could not run to its end.
     train : bool
         The loss and backward were run.
+    workload : Workload, optional
+        What was run; None where example inputs said it, or nothing was.
     seconds : float
         How long the check took.
     subject : object
@@ -267,6 +270,7 @@ class Report:
     notes: tuple[str, ...] = ()
     stop: Stop | None = None
     train: bool = False
+    workload: Workload | None = None
     seconds: float = 0.0
     subject: Any = field(default=None, repr=False, compare=False)
 

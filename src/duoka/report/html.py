@@ -75,7 +75,8 @@ def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[dict[str, Any
     main = main_list([name for name, _ in plan.placement.entries])
     for place, forecast in enumerate(plan.forecast.devices):
         parts = list(_parts(plan, forecast))
-        full = f"{format_bytes(forecast.reserved_bytes)} of {format_bytes(forecast.budget_bytes)}"
+        budget = _amount(plan, forecast.budget_bytes)
+        full = f"{_amount(plan, forecast.reserved_bytes)} of {budget}"
         amounts = ", ".join(f"{part['kind']} {part['amount']}" for part in parts if part["is_told"])
         yield {
             "name": forecast.device,
@@ -104,10 +105,16 @@ def _parts(plan: Plan, forecast: StageBytes) -> Iterator[dict[str, Any]]:
         yield {
             "kind": kind,
             "css": kind.rpartition(" ")[2],
-            "amount": format_bytes(size),
+            "amount": _amount(plan, size),
             "percent": _percent(size, total),
             "is_told": kind == "free" or size != 0,
         }
+
+
+def _amount(plan: Plan, size: int) -> str:
+    """Format bytes in the unit of the page's table."""
+    unit, divisor = unit_for(max(device.budget_bytes for device in plan.forecast.devices))
+    return f"{size / divisor:,.2f} {unit}"
 
 
 def _percent(part: int, whole: int) -> float:

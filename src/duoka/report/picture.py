@@ -25,7 +25,8 @@ _PAGE = """<!doctype html>
 <title>duoka</title>
 <style>
 body { margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #222; background: #fff }
-pre { overflow-x: auto; font: 0.8rem/1.4 ui-monospace, Menlo, Consolas, monospace }
+pre { font: 0.8rem/1.4 ui-monospace, Menlo, Consolas, monospace }
+pre { white-space: pre-wrap; overflow-wrap: anywhere }
 svg { width: 100%; height: auto }
 </style>
 """

@@ -18,6 +18,7 @@ from .naming import NAME, device_type, is_virtual
 from .world import active_world, num_gpus, thread
 
 _lock = threading.Lock()
+_library = torch.library.Library("aten", "IMPL")
 
 
 def give_name() -> None:
@@ -27,6 +28,9 @@ def give_name() -> None:
             backend_registration.rename_privateuse1_backend(NAME)
             backend_registration.generate_methods_for_privateuse1_backend()
             torch._register_device_module(NAME, sys.modules[__name__])
+            # PyTorch asks the accelerator for pinned memory, and virtual GPUs have none: what
+            # pins a tensor, as every DataLoader does, gets a copy in ordinary memory.
+            _library.impl("_pin_memory", lambda tensor, device=None: tensor.clone(), "CPU")
 
 
 def can_do_backward() -> bool:

@@ -126,12 +126,6 @@ def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool
     return False
 
 
-def _pin(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise VirtualDeviceError(
-        "virtual GPUs have no pinned memory", hint="leave pin_memory out; non_blocking=True works"
-    )
-
-
 def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     return None
 
@@ -147,5 +141,4 @@ def install() -> None:
     handlers[_aten.set_.source_Storage_storage_offset] = _set
     handlers[_aten._local_scalar_dense.default] = _read
     handlers[_aten.is_pinned.default] = _is_pinned
-    handlers[_aten._pin_memory.default] = _pin
     handlers[_aten.record_stream.default] = _record_stream

@@ -71,7 +71,7 @@ def test_a_package_that_is_missing_is_named(spoken: Path, what: str) -> None:
     with pytest.raises(CheckpointError) as error:
         duoka.tokenizer(spoken, trust_remote_code=True)
     assert error.value.hint == (
-        "the code needs a package that isn't there: pip install not_a_package"
+        "the code needs not_a_package, which isn't installed; the model's page says what that is"
     )
 
 

@@ -106,9 +106,10 @@ def test_arrows_stand_under_their_expressions(tmp_path: Path) -> None:
 
 def test_a_line_that_is_too_long_shows_what_is_marked(tmp_path: Path) -> None:
     text = plain(render_report(report_of(loss_fault(write_model(tmp_path)))), 80)
-    line = next(line for line in text.splitlines() if "labels.view(-1)" in line)
-    assert "…" in line
-    assert "logits.view(-1, self.config.vocabulary), labels.view(-1)" in line
+    line = next(line for line in text.splitlines() if "cross_entropy(logits" in line)
+    assert line.split(" │ ")[1].strip().startswith('loss = {"损失": torch.nn'), "its beginning"
+    assert line.endswith("…")
+    assert "labels.view(-1) on cuda:0, moved to cuda:1" in text
 
 
 def test_followups_are_told_under_their_fault(tmp_path: Path) -> None:

@@ -222,3 +222,20 @@ def test_devices_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert wrong.text.startswith(
         "cuda:1: a product of matrices in bfloat16 fails: it is off by 12%"
     )
+
+
+def test_only_named_gpus_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A GPU that isn't meant may be busy, slow or lost."""
+    recording = machine(monkeypatch, "eight-3090")
+    for index, device in enumerate(recording.data["devices"]):
+        device["nvmlDeviceGetCurrPcieLinkWidth"] = 4 if index == 5 else 16
+
+    def told(gpus: str | None) -> str:
+        checks = diagnose(gpus, root=tmp_path).checks
+        return " ".join(finding.text for check in checks for finding in check.findings)
+
+    for text in ("GPU 3: python3 (pid 4242)", "GPU 5: 4 of 16 lanes"):
+        assert text in told(None)
+        assert text not in told("1,2")
+    assert "GPU 3: python3 (pid 4242)" in told("2,3")
+    assert "GPU 5: 4 of 16 lanes" in told("5")

@@ -19,6 +19,7 @@ from duoka.errors import Faults
 from ..check_report import Call, Fault, Operand, PeakMemory, Place, Report, Stop
 from . import words
 from .excerpt import Excerpt, Mark
+from .plan import workload_facts
 
 _PLAIN_COLUMNS = 100
 _MOST_NAMES = 12
@@ -59,6 +60,8 @@ class _View:
         report = self._report
         yield from _not_run(report)
         yield _verdict(report, ascii_only=options.ascii_only)
+        if report.workload is not None:
+            yield Text(" · ".join(workload_facts(report.workload)), style="dim")
         sections = (_incomplete(report), _stopped(report), _faults(report), render_costs(report))
         for section in sections:
             for part in section:

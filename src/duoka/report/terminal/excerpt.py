@@ -128,13 +128,13 @@ class Excerpt:
 
 
 def _left(lines: Mapping[int, str], spans: Mapping[int, list[_Span]], room: int) -> int:
-    """The first cell that is shown: that of the code, or further on where marks lie beyond."""
+    """Return the first cell to show: the code's, or a later one where no mark would be seen."""
     written = [expand(line) for line in lines.values() if line.strip()]
     left = min(map(indent, written), default=0)
     every = [span for line_spans in spans.values() for span in line_spans]
     marked = [span for span in every if span.label] or every
-    start, stop = min(span.start for span in marked), max(span.stop for span in marked)
-    return left if stop - left <= room else max(min(start - _MARGIN, stop - room), left)
+    start = min(span.start for span in marked)
+    return left if start + _MARGIN - left <= room else start - _MARGIN
 
 
 def _read(place: Place) -> dict[int, str]:
@@ -193,7 +193,7 @@ def _row(signs: Mapping[int, tuple[str, str]]) -> Text:
 
 def _with_margin(margin: str, text: Text) -> Text:
     joined = Text.assemble((margin, "dim"), text)
-    joined.no_wrap, joined.overflow = True, "crop"
+    joined.no_wrap, joined.overflow = True, "ellipsis"
     return joined
 
 

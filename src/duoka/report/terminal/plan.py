@@ -291,7 +291,14 @@ def title(plan: Plan) -> tuple[str, str]:
 
 def facts(plan: Plan) -> Iterator[str]:
     """What was planned for."""
-    workload = plan.workload
+    yield from workload_facts(plan.workload)
+    yield _CHOSEN.get(plan.objective, f"for {plan.objective}")
+    if any(map(is_tight, plan.forecast.devices)):
+        yield "little room"
+
+
+def workload_facts(workload: Workload) -> Iterator[str]:
+    """Yield what a workload is, in a few words each."""
     yield workload.dtype
     if workload.quantize != "none":
         yield f"weights in {workload.quantize}"
@@ -299,9 +306,6 @@ def facts(plan: Plan) -> Iterator[str]:
         yield from _inference(workload)
     else:
         yield from _training(workload, workload.training)
-    yield _CHOSEN.get(plan.objective, f"for {plan.objective}")
-    if any(map(is_tight, plan.forecast.devices)):
-        yield "little room"
 
 
 def _inference(workload: Workload) -> Iterator[str]:

@@ -51,6 +51,18 @@ class _Dispatched:
         inherited: Any = super()  # the module's own class
         return inherited._apply(fn, recurse)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Give what takes the place of a block the block's mover: peft's layers around one.
+
+        They compute on the block's device, with arguments that they don't bring there.
+        """
+        replaced = self.__dict__["_modules"].get(name)
+        mover = None if replaced is None else replaced.__dict__.get(MOVER)
+        if mover is not None and isinstance(value, nn.Module):
+            value.__dict__.setdefault(MOVER, mover)
+            update_class(value)
+        super().__setattr__(name, value)
+
 
 class _Moving(_Dispatched):
     """Put before the class of a block: brings the arguments of a call to the block's device.
@@ -92,11 +104,26 @@ def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
+def _generate_of(base: type[Any]) -> Callable[..., Any]:
+    """The `generate` of a model that is spread: in it the model is where the inputs are.
+
+    Outputs come there, and assisted decoding brings what it guesses to the model's device.
+    """
+
+    @wraps(base.generate)
+    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        root = self.__dict__.get(ROOT)
+        plain = partial(base.generate, self)
+        return plain(*args, **kwargs) if root is None else root.generate(plain, args, kwargs)
+
+    return generate
+
+
 def _device_of(inherited: Any) -> property:
     """The `device` of a transformers model that is spread: where its first block computes.
 
-    `generate` brings its inputs there. Transformers says the first registered parameter's, which
-    may be that of a tower that runs behind the embeddings.
+    Transformers says the first registered parameter's, which may be that of a tower that runs
+    behind the embeddings.
     """
 
     def device(self: nn.Module) -> Any:
@@ -132,6 +159,8 @@ def _class_of(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> ty
             names["forward"] = _forward_of(base)
             if isinstance(device := getattr(base, "device", None), property):
                 names["device"] = _device_of(device)
+            if hasattr(base, "generate"):
+                names["generate"] = _generate_of(base)
         _classes[base, kinds] = type(base.__name__, (*kinds, base), names)
     return _classes[base, kinds]
 

@@ -23,7 +23,7 @@ from duoka.models.quantization import empty_weight, is_composed
 from duoka.planner.placement import Placement
 
 from .copies import try_copies
-from .install_movers import Installed, install, streamed_modules
+from .install_movers import Installed, encoder_of, install, streamed_modules
 from .offload import Streamer
 from .place_tensors import devices_by_name, move_tensors, on_host, refuse_meta
 
@@ -48,8 +48,9 @@ def dispatch(
     weights of `offloaded` modules, in the order in which they run, stay in the host's memory: each
     is copied to its device, into a buffer that it shares with others, whenever it is called. What
     is refused (PlacementError, ModelError) is so before anything has been moved. On one device
-    there are movers only with `has_movers`, for code that makes arguments of blocks elsewhere, and
-    where weights are offloaded. With `outputs_stay` what the model returns stays where it was made.
+    blocks have movers only with `has_movers`, for code that makes their arguments elsewhere, and
+    where weights are offloaded; else the model's own arguments are moved. With `outputs_stay` what
+    the model returns stays where it was made.
     """
     devices = devices_by_name(model, placement)
     hosts = on_host(model, devices, offloaded)
@@ -61,9 +62,11 @@ def dispatch(
         move_tensors(model, {name: at for name, at in devices.items() if name not in hosts})
     else:
         move_tensors(model, {**devices, **hosts})
-    installed = None
-    if has_movers or offloaded or len(set(devices.values())) > 1:
-        installed = install(model, placement, devices, outputs_stay=outputs_stay)
+    has_movers = has_movers or bool(offloaded) or len(set(devices.values())) > 1
+    installed = install(model, placement, devices, on_blocks=has_movers, outputs_stay=outputs_stay)
+    if has_movers and hasattr(model, _AUTO_COMPILE):
+        # With a static cache `generate` would compile the model, and movers can't be compiled.
+        model.__dict__[_AUTO_COMPILE] = _never
     _adopt(model, placement, installed, stream(model, offloaded, devices))
     return model
 
@@ -84,8 +87,7 @@ def undispatch(model: nn.Module) -> None:
     state = model.__dict__.pop(_STATE, None)
     if state is None:
         return
-    if state.installed is not None:
-        state.installed.remove(model)
+    state.installed.remove(model)
     for streamer in state.streamers:
         streamer.remove()
     for module in state.marked:
@@ -121,7 +123,7 @@ def _bare(parameter: nn.Parameter) -> torch.Tensor:
 class _State(NamedTuple):
     """What `dispatch` left on a model, for `undispatch` to remove."""
 
-    installed: Installed | None
+    installed: Installed
     marked: list[nn.Module]
     streamers: list[Streamer]
 
@@ -135,7 +137,7 @@ class _EncoderMark:
 def _adopt(
     model: nn.Module,
     placement: Placement,
-    installed: Installed | None,
+    installed: Installed,
     streamers: list[Streamer],
 ) -> None:
     """Tell transformers that the model is placed.
@@ -144,13 +146,10 @@ def _adopt(
     Devices are objects and not text: "cpu" as text means "offloaded" there.
     """
     marked = []
-    encoder = _encoder(model)
+    encoder = encoder_of(model)
     if encoder is not None and "_hf_hook" not in encoder.__dict__:
         encoder.__dict__["_hf_hook"] = _EncoderMark()
         marked.append(encoder)
-    if installed is not None and hasattr(model, _AUTO_COMPILE):
-        # With a static cache `generate` would compile the model, and movers can't be compiled.
-        model.__dict__[_AUTO_COMPILE] = _never
     model.__dict__["hf_device_map"] = {
         name: torch.device(device) for name, device in placement.entries
     }
@@ -159,11 +158,3 @@ def _adopt(
 
 def _never(*args: object, **kwargs: object) -> bool:
     return False
-
-
-def _encoder(model: nn.Module) -> nn.Module | None:
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return None
-    get_encoder = getattr(model, "get_encoder", None)
-    encoder = get_encoder() if get_encoder is not None else None
-    return encoder if isinstance(encoder, nn.Module) else None

@@ -23,12 +23,20 @@ def install(
     placement: Placement,
     devices: Mapping[str, torch.device],
     *,
+    on_blocks: bool = True,
     outputs_stay: bool = False,
 ) -> Installed:
-    """Put a mover on every block, and a memory of what was moved around every top-level call."""
-    blocks = moving_modules(model, placement, devices)
+    """Put a mover on every block, and a memory of what was moved around every top-level call.
+
+    Not `on_blocks`, the arguments of the model alone are moved, and those of its encoder, which
+    `generate` calls by itself.
+    """
     first = next(iter(devices.values()), None)
-    return install_on(model, blocks, outputs_stay=outputs_stay, first=first)
+    if on_blocks or first is None:
+        blocks = moving_modules(model, placement, devices)
+        return install_on(model, blocks, outputs_stay=outputs_stay, first=first)
+    encoder = {module: first for module in [encoder_of(model)] if module is not None}
+    return install_on(model, encoder, outputs_stay=outputs_stay, first=first, inputs_to=first)
 
 
 def moving_modules(
@@ -48,10 +56,12 @@ def install_on(
     *,
     outputs_stay: bool = False,
     first: torch.device | None = None,
+    inputs_to: torch.device | None = None,
 ) -> Installed:
     """Put a mover on these modules alone, and a memory of what was moved around them.
 
-    The model says that it is on the `first` device, where that is known.
+    The model says that it is on the `first` device, where that is known. Its own arguments are
+    brought to a device only where one is given.
     """
     frames = Frames()
     parents = _parents(model, blocks)
@@ -59,31 +69,30 @@ def install_on(
         caches = caches_of(block) if block in parents else frozenset[int | str]()
         block.__dict__[MOVER] = Mover(device, frames, caches)
         update_class(block)
-    model.__dict__[ROOT] = Root(frames, outputs_stay=outputs_stay, device=first)
+    mover = None if inputs_to is None else Mover(inputs_to, frames)
+    model.__dict__[ROOT] = Root(frames, outputs_stay=outputs_stay, device=first, mover=mover)
     update_class(model)
     handles = []
     for module in parents:
         handles.append(module.register_forward_pre_hook(frames.enter_part, prepend=True))
         handles.append(module.register_forward_hook(frames.leave, always_call=True))
-    return Installed(list(blocks), handles)
+    return Installed(handles)
 
 
 class Installed:
-    """The blocks with a mover, and the hooks around them."""
+    """The movers on a model's blocks, and the hooks around them."""
 
-    def __init__(self, blocks: list[nn.Module], handles: list[RemovableHandle]) -> None:
-        self._blocks = blocks
+    def __init__(self, handles: list[RemovableHandle]) -> None:
         self._handles = handles
 
     def remove(self, model: nn.Module) -> None:
         """Make the model what it was."""
         for handle in self._handles:
             handle.remove()
-        for block in self._blocks:
-            del block.__dict__[MOVER]
-            update_class(block)
         del model.__dict__[ROOT]
-        update_class(model)
+        for module in model.modules():  # others may have taken the place of blocks
+            module.__dict__.pop(MOVER, None)
+            update_class(module)
 
 
 def _containers(
@@ -171,3 +180,12 @@ def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list
         and is_callable(module)
         and any(part in blocks for part in module.modules() if part is not module)
     ]
+
+
+def encoder_of(model: nn.Module) -> nn.Module | None:
+    """Return the encoder of a transformers model that has one beside its decoder."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    get_encoder = getattr(model, "get_encoder", None)
+    encoder = get_encoder() if get_encoder is not None else None
+    return encoder if isinstance(encoder, nn.Module) else None

@@ -34,6 +34,7 @@ class Frames(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Frame] = []
+        self.caller: torch.device | None = None
 
     def enter(self, *, is_root: bool) -> None:
         """Begin to remember; a call within the model's own shares what that one remembers."""
@@ -213,31 +214,55 @@ class Root:
     """Runs the calls of the model itself, and brings back what they return unless it is to stay.
 
     That is to the device of the first tensor among the arguments, as accelerate does. Caches stay,
-    and what the caller gave comes back as it is. `device` is the first block's, where it is known.
+    and what the caller gave comes back as it is. A `mover` brings the model's own arguments, where
+    its blocks have none.
     """
 
-    __slots__ = ("_frames", "_outputs_stay", "device")
+    __slots__ = ("_first", "_frames", "_mover", "_outputs_stay")
 
     def __init__(
-        self, frames: Frames, *, outputs_stay: bool, device: torch.device | None = None
+        self,
+        frames: Frames,
+        *,
+        outputs_stay: bool,
+        device: torch.device | None = None,
+        mover: Mover | None = None,
     ) -> None:
-        self.device = device
+        self._first = device
         self._frames = frames
+        self._mover = mover
         self._outputs_stay = outputs_stay
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device of the inputs in `generate`; else the first block's, where it is known."""
+        return self._frames.caller or self._first
+
+    def generate(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call `generate` with a model that says that it is where the arguments are."""
+        before = self._frames.caller
+        self._frames.caller = None if self._outputs_stay else _device_of(args, kwargs)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._frames.caller = before
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model."""
+        if self._mover is not None and torch.compiler.is_compiling():
+            return call(*args, **kwargs)  # `generate` compiles for inputs on the device
         self._frames.enter(is_root=True)
         try:
-            outputs = call(*args, **kwargs)
+            moved = (args, kwargs) if self._mover is None else self._mover.bring(args, kwargs)
+            outputs = call(*moved[0], **moved[1])
         finally:
             self._frames.leave()
-        inputs = [] if self._outputs_stay else tensors_in((*args, *kwargs.values()))
-        if not inputs:
+        device = None if self._outputs_stay else _device_of(args, kwargs)
+        if device is None:
             return outputs
-        # An argument that is a tensor comes before those inside of others (an encoder's outputs).
-        direct = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        device = next(direct, inputs[0]).device
+        inputs = tensors_in((*args, *kwargs.values()))
         # Outputs live while they are brought back, so that no other tensor has the identity of one.
         places = {id(tensor): tensor for tensor in (*inputs, *tensors_in(caches_in(outputs)))}
 
@@ -247,3 +272,13 @@ class Root:
             return places[id(tensor)]
 
         return mapped(outputs, bring_back)
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    """Where the inputs of a call are; None where no tensor is among them."""
+    values = (*args, *kwargs.values())
+    # An argument that is a tensor comes before those inside of others (an encoder's outputs).
+    direct = (value for value in values if isinstance(value, Tensor))
+    tensor = next(direct, None)
+    inputs = tensors_in(values) if tensor is None else [tensor]
+    return inputs[0].device if inputs else None

@@ -64,8 +64,18 @@ class Facts:
 
     @property
     def cards(self) -> Sequence[nvml.Gpu]:
-        """The GPUs that answer."""
-        return () if self.machine is None else self.machine.gpus
+        """The GPUs that answer and are meant."""
+        gpus = () if self.machine is None else self.machine.gpus
+        return [gpu for gpu in gpus if self.is_meant(gpu.index)]
+
+    def is_meant(self, index: int) -> bool:
+        """Return True for a GPU that ``--gpus`` names, and for every one where it names none."""
+        return not self._named or index in self._named
+
+    @cached_property
+    def _named(self) -> set[int]:
+        uuids = {gpu.uuid for gpu in self.fleet.devices} if self.gpus and self.fleet else ()
+        return {gpu.gpu.index for gpu in self.present if gpu.part.uuid in uuids}
 
     @cached_property
     def present(self) -> list[PresentGpu]:

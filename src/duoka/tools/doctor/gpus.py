@@ -47,7 +47,7 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
     products = Counter(gpu.name for gpu in machine.gpus)
     texts = [f"{count} × {name}" for name, count in products.items()]
     yield Finding("ok", f"driver {machine.driver_version}{known}: {', '.join(texts) or 'no GPU'}")
-    for lost in machine.lost:
+    for lost in (gpu for gpu in machine.lost if facts.is_meant(gpu.index)):
         text = f"GPU {lost.index} doesn't answer: {lost.reason}"
         yield Finding("error", text, "it can't be used", _FELL_OFF)
 
@@ -66,7 +66,8 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
     """Whether CUDA sees what NVML sees, under which numbers, and it can be used."""
     for gpu in facts.present:
         trouble = gpu.trouble
-        if trouble is not None and trouble.state != "lost":  # `check_driver` has told of that
+        # `check_driver` has told of the lost ones.
+        if trouble is not None and trouble.state != "lost" and facts.is_meant(gpu.gpu.index):
             severity: Severity = "note" if trouble.state in _KNOWN_STATES else "warning"
             text = f"{gpu.label}: {trouble.reason}"
             yield Finding(severity, text, "it isn't used", trouble.advice)
