@@ -38,21 +38,21 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+# Large enough for its own memory to be more than rounding.
+LARGE: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": 512,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "shallow": lambda: LlamaConfig(**{**SIZES, "num_hidden_layers": 2}),
     "tied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
     "biases": lambda: Qwen2Config(**SIZES),
-    # large enough for its own memory to be more than rounding
-    "large": lambda: LlamaConfig(
-        **{
-            **SIZES,
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 8,
-            "max_position_embeddings": 512,
-        }
-    ),
+    "large": lambda: LlamaConfig(**LARGE),
+    "large in bfloat16": lambda: LlamaConfig(**LARGE, dtype="bfloat16"),
     "experts": lambda: MixtralConfig(**SIZES, num_local_experts=4),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from duoka.runtime import devices
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
+from duoka.runtime.steps import autocast_for
 from duoka.stages.interceptor import Interceptor
 from duoka.stages.route import Route, find_route
 
@@ -119,10 +119,5 @@ class ModelPart:
         return self._routes[form]
 
     def _call(self, model: Any, batch: Batch, device: torch.device) -> Any:
-        with self._autocast(device):
+        with autocast_for(self.plan.workload, device):
             return model(**to_device(dict(batch), device), use_cache=False)
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        if not self.training.master_weights or self._dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(device.type, dtype=self._dtype)
