@@ -13,7 +13,7 @@ from duoka.checkpoint.quantized import method_of
 from duoka.errors import ModelError
 from duoka.forecast.workload import Training
 from duoka.hardware.fleet import Fleet
-from duoka.models import initialize_adapters, make_trainable
+from duoka.models import initialize_adapters
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import Adapter, fill_adapter
 from duoka.planner.plan import Plan
@@ -22,6 +22,7 @@ from duoka.runtime import load as loader
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.steps import autocast_for
+from duoka.runtime.text_training import make_text_trainable
 from duoka.stages.interceptor import Interceptor
 from duoka.stages.route import Route, find_route
 
@@ -82,11 +83,11 @@ class ModelPart:
             model = loader.load_published(checkpoint, model, self.plan.placement, dtype=self._dtype)
         # Adapters are in no checkpoint; what else training changes must be so before it is read.
         if self.training.method == "full":
-            make_trainable(model, self.training, self._dtype)
+            make_text_trainable(model, self.training, self._dtype)
         if method_of(checkpoint.config) is None:
             loader.load_weights(model, checkpoint, self.plan.placement, only=self.device)
         if self.training.method == "lora":
-            make_trainable(model, self.training, self._dtype)
+            make_text_trainable(model, self.training, self._dtype)
             initialize_adapters(model, seed)
             if adapter is not None:
                 fill_adapter(model, adapter)

@@ -20,7 +20,6 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError, MachineError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
-from duoka.models import make_trainable
 from duoka.models.from_checkpoint import build_model, tokenizer_of
 from duoka.models.lora import Adapter, fill_adapter, native_form, refuse_other_model
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
@@ -28,6 +27,7 @@ from duoka.models.text.prompts import chat_format
 from duoka.planner.plan import Plan
 from duoka.planner.search import Objective
 from duoka.runtime.load.adapter import read_adapter
+from duoka.runtime.text_training import make_text_trainable
 
 from .data import Dataset, read_dataset, refuse_packing
 from .machines import num_machines, over_machines
@@ -145,7 +145,7 @@ def _refuse_unfit(adapter: Adapter, checkpoint: Checkpoint, workload: Workload) 
     assert workload.training is not None, "the workload is to train"
     model = build_model(checkpoint, Workload(dtype="float32"))
     refuse_other_model(model, adapter)
-    make_trainable(model, workload.training, torch.float32)
+    make_text_trainable(model, workload.training, torch.float32)
     fill_adapter(model, adapter)
 
 

@@ -307,7 +307,8 @@ def _refuse_untrained(names: Sequence[str], numbers: Tensor) -> None:
         raise TrainingError(
             f"{len(names)} parameters were to be trained and got no gradient: "
             f"{', '.join(names[:5])}" + (", …" if len(names) > 5 else ""),
-            hint="the model's code doesn't use them for these data; name other --lora-target",
+            hint="the model's code doesn't use them for these data; train adapters on modules that it "
+            "uses: --method lora --lora-target NAME",
         )
     if numbers.any():
         raise PeerError

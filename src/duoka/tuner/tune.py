@@ -17,10 +17,10 @@ from duoka.base.progress import say
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, TrainingError
 from duoka.hardware.fleet import Fleet
-from duoka.models import make_trainable
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import adapter_of, fill_adapter
 from duoka.planner.plan import Plan
+from duoka.runtime.text_training import make_text_trainable
 from duoka.stages.workers import Workers
 
 from .checkpoints import SavedParameters, TrainingCheckpoints
@@ -218,7 +218,7 @@ def _write_result(directory: RunDirectory, run: Run, steps: int) -> Path:
         write_merged(path, checkpoint, parameters=trained, names=names)
         return path
     model = build_model(checkpoint, workload)
-    make_trainable(model, training, getattr(torch, workload.dtype))
+    make_text_trainable(model, training, getattr(torch, workload.dtype))
     first = directory.read_first_adapter()
     if first is not None:
         fill_adapter(model, first)  # for its scales, which needn't be a whole number over the rank
