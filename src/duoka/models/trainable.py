@@ -44,14 +44,13 @@ def make_trainable(
     if training.method == "lora":
         _adapt(model, training, torch.float32 if training.master_weights else dtype, frozen)
     else:
-        kept = [p for name, p in model.named_parameters() if _is_in(name, frozen)]
-        dtypes = [parameter.dtype for parameter in kept]
+        kept = [(p, p.dtype) for name, p in model.named_parameters() if _is_in(name, frozen)]
         if training.master_weights:
             model.to(torch.float32)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
-        for parameter, own in zip(kept, dtypes, strict=True):
-            parameter.data = parameter.data.to(own)
+        for parameter, own_dtype in kept:
+            parameter.data = parameter.data.to(own_dtype)
             parameter.requires_grad_(False)
     if training.gradient_checkpointing:
         _checkpoint(model)

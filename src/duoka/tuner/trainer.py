@@ -110,12 +110,8 @@ class Trainer:
         losses, waited = self._run(micro_batches, step.trained_tokens, learns=True)
         waited += self._wait()
         self._gradients.reduce(self._part.trained)
-        untrained = self._untrained(number)
         stops = self.is_asked_to_stop
-        gathered = _gather(
-            [sum(losses), self._squares(), waited, *self._peaks(), stops, len(untrained)]
-        )
-        _refuse_untrained(untrained, gathered[:, 6])
+        gathered = _gather([sum(losses), self._squares(), waited, *self._peaks(), stops])
         self._refuse_no_loss(number, micro_batches, losses, gathered[:, 0])
         norm = self._norm(gathered)
         self._refuse_no_norm(number, norm)
@@ -250,16 +246,6 @@ class Trainer:
             )
         return reports
 
-    def _untrained(self, number: int) -> list[str]:
-        """What should learn and got no gradient in the first step; experts may not be chosen."""
-        if number:
-            return []
-        return [
-            name
-            for name, parameter in self._part.trained.items()
-            if parameter.grad is None and "expert" not in name
-        ]
-
     def _refuse_no_loss(
         self,
         number: int,
@@ -299,19 +285,6 @@ class Trainer:
         every = self._settings.save_every
         is_saved = bool(every) and number >= every
         return f"{remedy}; what was learnt is in the last checkpoint" if is_saved else remedy
-
-
-def _refuse_untrained(names: Sequence[str], numbers: Tensor) -> None:
-    """Refuse parameters that should learn and didn't; the process that has them names them."""
-    if names:
-        raise TrainingError(
-            f"{len(names)} parameters were to be trained and got no gradient: "
-            f"{', '.join(names[:5])}" + (", …" if len(names) > 5 else ""),
-            hint="the model's code doesn't use them for these data; train adapters on modules that it "
-            "uses: --method lora --lora-target NAME",
-        )
-    if numbers.any():
-        raise PeerError
 
 
 class PeerError(Exception):

@@ -114,11 +114,19 @@ def read_message(said: object) -> Message:
 
 
 def _joined_texts(parts: Sequence[Any]) -> str:
-    """The text of a content that comes in parts."""
+    """The text of a content that comes in parts, each of which has it under a key of its own."""
+    joined = ""
     for part in parts:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        kind = str(part.get("type") or "text") if isinstance(part, Mapping) else ""
+        texts = (
+            [part[key] for key in part if key != "type" and isinstance(part[key], str)]
+            if kind.endswith("text")
+            else []
+        )
+        if len(texts) != 1:
             raise UsageError("a message has a part that is no text", hint="leave images out")
-    return "".join(part["text"] for part in parts)
+        joined += texts[0]
+    return joined
 
 
 def read_tool_call(call: Any) -> ToolCall:
