@@ -86,5 +86,5 @@ def test_memory_that_others_took(
 def test_an_error_of_the_driver_names_the_gpu() -> None:
     with pytest.raises(torch.AcceleratorError) as failed:
         torch.cuda.set_device(7)
-    reason = worker._reason(failed.value, "cuda:1")
+    reason = worker._reason(failed.value, "cuda:1", "--resume")
     assert str(reason) == "cuda:1 failed: CUDA error: invalid device ordinal"

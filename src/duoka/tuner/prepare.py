@@ -13,11 +13,10 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.api.plan import plan as make_plan
 from duoka.api.plan import plan_replicas
-from duoka.base.files import why
 from duoka.base.progress import say
 from duoka.checker.prove import prove
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import InfeasibleError, MachineError, UsageError
+from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model, tokenizer_of
@@ -68,16 +67,13 @@ class TuneRun:
         """The model's."""
         return tokenizer_of(self.checkpoint, ChatGLMTokenizer)
 
-    def write(self, directory: RunDirectory) -> None:
-        """Prove the plans, bring the weights to this machine, and write down what is to be done."""
+    def prove(self) -> None:
+        """Prove the plans, and bring the weights to this machine."""
         prove_plans(self.checkpoint, self.plans)
         self.checkpoint.fetch(None)
-        try:
-            directory.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MachineError(
-                f"{directory.path} can't be made: {why(error)}", hint="name another directory"
-            ) from error
+
+    def write(self, directory: RunDirectory) -> None:
+        """Write down what is to be done."""
         self.samples.save(directory.samples)
         if self.eval_samples is not None:
             self.eval_samples.save(directory.eval_samples)
