@@ -13,6 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GPT2Config,
     LlamaConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
@@ -53,6 +54,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "biases": lambda: Qwen2Config(**SIZES),
     "large": lambda: LlamaConfig(**LARGE),
     "large in bfloat16": lambda: LlamaConfig(**LARGE, dtype="bfloat16"),
+    "drops": lambda: GPT2Config(
+        vocab_size=SIZES["vocab_size"],
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=128,
+        resid_pdrop=0.2,
+        embd_pdrop=0.2,
+        attn_pdrop=0.2,
+        eos_token_id=0,
+        bos_token_id=0,
+    ),
     "experts": lambda: MixtralConfig(**SIZES, num_local_experts=4),
 }
 

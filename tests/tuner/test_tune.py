@@ -114,15 +114,23 @@ def assert_alike(one: TuneResult, other: TuneResult) -> None:
 SLOW = pytest.mark.slow
 # Of the rows one half, in smaller batches: as many steps and epochs, fewer micro-batches.
 SHORT: dict[str, Any] = {"rows": 8, "batch": 4}
+AGAIN = {"checkpointing": True}
+DROPOUT = {"lora_dropout": 0.5}
 LAYOUTS = [
     pytest.param("llama", "lora", "virtual:2x64MiB", 1, {}, marks=SLOW),
     pytest.param("llama", "lora", "virtual:2x64MiB", 2, {}, marks=SLOW),
     pytest.param("llama", "lora", "virtual:4x64MiB", 2, {"schedule": "gpipe"}, marks=SLOW),
     pytest.param("llama", "full", "virtual:3x64MiB", 1, {"micro_batch": 2}, marks=SLOW),
-    pytest.param("tied", "full", "virtual:2x64MiB", 1, {"checkpointing": True}, marks=SLOW),
+    pytest.param("tied", "full", "virtual:2x64MiB", 1, AGAIN, marks=SLOW),
     pytest.param("tied", "lora", "virtual:4x64MiB", 2, {"packing": True, "epochs": 4}, marks=SLOW),
     pytest.param("experts", "full", "virtual:2x64MiB", 1, {"optimizer": "adafactor"}, marks=SLOW),
     pytest.param("experts", "lora", "virtual:2x64MiB", 2, {"dtype": "bfloat16"}, marks=SLOW),
+    pytest.param("llama", "lora", "virtual:2x64MiB", 1, DROPOUT),
+    pytest.param("llama", "lora", "virtual:4x64MiB", 2, DROPOUT, marks=SLOW),
+    pytest.param(
+        "llama", "lora", "virtual:3x64MiB", 1, {**DROPOUT, "checkpointing": True}, marks=SLOW
+    ),
+    pytest.param("drops", "full", "virtual:2x64MiB", 1, AGAIN, marks=SLOW),
 ]
 
 

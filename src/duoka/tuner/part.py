@@ -26,6 +26,8 @@ from duoka.runtime.text_training import make_text_trainable
 from duoka.stages.interceptor import Interceptor
 from duoka.stages.route import Route, find_route
 
+from .dropout import seed_by_module
+
 Batch = Mapping[str, Tensor]
 
 
@@ -64,6 +66,7 @@ class ModelPart:
         self.model: Any = self._loaded(checkpoint, seed, adapter)
         # The routes of batches are looked for on a copy without data.
         self._blueprint = without_data(self.model)
+        seed_by_module(self.model)
         self.interceptor = Interceptor(self.model, plan.placement)
         self._routes: dict[Any, Route] = {}
         self.trained = {
