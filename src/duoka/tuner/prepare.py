@@ -67,13 +67,10 @@ class TuneRun:
         """The model's."""
         return tokenizer_of(self.checkpoint, ChatGLMTokenizer)
 
-    def prove(self) -> None:
-        """Prove the plans, and bring the weights to this machine."""
+    def write(self, directory: RunDirectory) -> None:
+        """Prove the plans, bring the weights to this machine, and write down what is to be done."""
         prove_plans(self.checkpoint, self.plans)
         self.checkpoint.fetch(None)
-
-    def write(self, directory: RunDirectory) -> None:
-        """Write down what is to be done."""
         self.samples.save(directory.samples)
         if self.eval_samples is not None:
             self.eval_samples.save(directory.eval_samples)

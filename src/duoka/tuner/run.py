@@ -166,7 +166,7 @@ class RunDirectory:
         if any(self.read_metrics()) or any(self.checkpoints.glob("*")):
             return
         files = (self._run, self.samples, self.eval_samples, self.metrics, self._failure)
-        for path in (*files, self._lock):
+        for path in files:
             path.unlink(missing_ok=True)
         for path in (self.tensorboard, self.first_adapter):
             shutil.rmtree(path, ignore_errors=True)
@@ -236,6 +236,9 @@ class RunDirectory:
         UsageError
             If another process has it.
         """
+        is_new = not self.path.is_dir()
+        if is_new:
+            self.refuse_used()
         with _writing(self._lock):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+", encoding="utf-8")
@@ -254,7 +257,11 @@ class RunDirectory:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {platform.node()}")
             file.flush()
-            yield
+            try:
+                yield
+            finally:
+                if is_new and [*self.path.iterdir()] == [self._lock]:
+                    shutil.rmtree(self.path, ignore_errors=True)  # nothing came of it
 
     def write_report(self, report: Mapping[str, Any]) -> None:
         """Keep what was measured beside what was forecast."""

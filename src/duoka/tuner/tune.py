@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -111,7 +111,7 @@ def tune(
     """
     directory = RunDirectory(Path(save))
 
-    def begin(locks: ExitStack) -> bool:
+    def begin() -> bool:
         directory.refuse_used()
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         paths = [os.fspath(p) for p in ([data] if isinstance(data, str | os.PathLike) else data)]
@@ -121,16 +121,13 @@ def tune(
         )
         goes_on = show is None or show(run)
         if goes_on:
-            run.prove()
-            locks.enter_context(directory.locked())
-            directory.refuse_used()  # another run may have begun meanwhile
             run.write(directory)
         return goes_on
 
-    if torch.distributed.is_torchelastic_launched():
-        return _in_ranks(directory, begin)
-    with ExitStack() as locks:
-        if not begin(locks):
+    with _alone(directory):
+        if torch.distributed.is_torchelastic_launched():
+            return _in_ranks(directory, begin)
+        if not begin():
             return TuneResult(directory=directory.path, steps=0)
         try:
             return _train(directory)
@@ -139,27 +136,27 @@ def tune(
             raise
 
 
-def _in_ranks(
-    directory: RunDirectory, begin: Callable[[ExitStack], bool] | None = None
-) -> TuneResult:
+def _alone(directory: RunDirectory) -> AbstractContextManager[None]:
+    """The lock of a run, which the first process has for all that torchrun has started."""
+    is_other = torch.distributed.is_torchelastic_launched() and os.environ["RANK"] != "0"
+    return nullcontext() if is_other else directory.locked()
+
+
+def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
     """Train in this process, one of those that torchrun has started; the first one begins."""
-    with ExitStack() as locks:
 
-        def begin_once() -> None:
-            # Where torchrun starts the processes again after a failure, the run goes on.
-            is_again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0" and directory.is_written
-            if begin is None or is_again:
-                locks.enter_context(directory.locked())
-            else:
-                begin(locks)
-            directory.forget_failure()
+    def begin_once() -> None:
+        # Where torchrun starts the processes again after a failure, the run goes on.
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" or not directory.is_written:
+            begin()
+        directory.forget_failure()
 
-        is_first = os.environ["RANK"] == "0"
-        is_complete = work(directory, begin_once if is_first else None)
-        if not is_first:
-            return TuneResult(directory=directory.path, steps=0)
-        # torchrun hands on SIGTERM, whatever it was sent itself.
-        return _finished(directory, None if is_complete else signal.SIGTERM)
+    is_first = os.environ["RANK"] == "0"
+    is_complete = work(directory, begin_once if is_first else None)
+    if not is_first:
+        return TuneResult(directory=directory.path, steps=0)
+    # torchrun hands on SIGTERM, whatever it was sent itself.
+    return _finished(directory, None if is_complete else signal.SIGTERM)
 
 
 def move(
@@ -187,10 +184,10 @@ def resume(directory: RunDirectory) -> TuneResult:
     UsageError
         If it is no directory of a run.
     """
-    if torch.distributed.is_torchelastic_launched():
-        return _in_ranks(directory)
     directory.read()  # before anything is written to what may be no directory of a run
-    with directory.locked():
+    with _alone(directory):
+        if torch.distributed.is_torchelastic_launched():
+            return _in_ranks(directory, lambda: True)
         return _train(directory)
 
 

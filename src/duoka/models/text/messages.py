@@ -117,13 +117,9 @@ def _joined_texts(parts: Sequence[Any]) -> str:
     """The text of a content that comes in parts, each of which has it under a key of its own."""
     joined = ""
     for part in parts:
-        kind = str(part.get("type") or "text") if isinstance(part, Mapping) else ""
-        texts = (
-            [part[key] for key in part if key != "type" and isinstance(part[key], str)]
-            if kind.endswith("text")
-            else []
-        )
-        if len(texts) != 1:
+        fields = part if isinstance(part, Mapping) else {}
+        texts = [text for key, text in fields.items() if key != "type" and isinstance(text, str)]
+        if len(texts) != 1 or not str(fields.get("type") or "text").endswith("text"):
             raise UsageError("a message has a part that is no text", hint="leave images out")
         joined += texts[0]
     return joined
