@@ -120,7 +120,7 @@ class Case:
     settings: TuneSettings
     stages: int = 1
     replicas: int = 1
-    damage: Literal["", "nan", "unused"] = ""
+    damage: Literal["", "nan"] = ""
     lengths: tuple[int, ...] = LENGTHS
 
 
@@ -138,8 +138,8 @@ def train(model: Path, case: Case, rank: int = 0) -> Trained:
     """Evaluate a model, and train it for an epoch, in one of the processes of a layout."""
     layout = make_layout(model, case.settings, stages=case.stages, replicas=case.replicas)
     part = make_part(layout, case.settings, rank)
-    if case.damage:
-        _damage(part, case.damage, is_last=rank == layout.world_size - 1)
+    if case.damage and rank == layout.world_size - 1:
+        _damage(part)
     trainer = Trainer(case.settings, layout, rank, part, NUM_STEPS)
     batches = make_batches(case.settings, case.lengths)
     steps = [batches[number] for number in range(batches.steps_per_epoch)]
@@ -172,17 +172,9 @@ def sum_gradients(layout: Layout, gradients: Sequence[Gradients], bucket_bytes: 
     return {name: parameter.grad for name, parameter in parameters.items()}
 
 
-def _damage(part: ModelPart, damage: str, *, is_last: bool) -> None:
-    """Put a number that is none into the last process's norm, or a parameter that nothing uses."""
-    if damage == "nan" and is_last:
-        part.model.model.norm.weight.data[0] = torch.nan
-    elif damage == "unused":
-        # Every process knows of all parameters; those of other stages are on the meta device.
-        last = part.model.model.layers[NUM_LAYERS - 1]
-        device = next(last.parameters()).device
-        last.unused = torch.nn.Parameter(torch.zeros(2, device=device))
-        if device.type != "meta":
-            part.trained[f"model.layers.{NUM_LAYERS - 1}.unused"] = last.unused
+def _damage(part: ModelPart) -> None:
+    """Put a number that is none into a process's norm."""
+    part.model.model.norm.weight.data[0] = torch.nan
 
 
 def make_report(layout: Layout, step: int, **changes: Any) -> StepReport:

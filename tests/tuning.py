@@ -13,6 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GPT2Config,
     LlamaConfig,
     MixtralConfig,
     PreTrainedTokenizerFast,
@@ -38,20 +39,32 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
+# Large enough for its own memory to be more than rounding.
+LARGE: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": 512,
+}
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "shallow": lambda: LlamaConfig(**{**SIZES, "num_hidden_layers": 2}),
     "tied": lambda: Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True),
     "biases": lambda: Qwen2Config(**SIZES),
-    # large enough for its own memory to be more than rounding
-    "large": lambda: LlamaConfig(
-        **{
-            **SIZES,
-            "hidden_size": 256,
-            "intermediate_size": 768,
-            "num_hidden_layers": 8,
-            "max_position_embeddings": 512,
-        }
+    "large": lambda: LlamaConfig(**LARGE),
+    "large in bfloat16": lambda: LlamaConfig(**LARGE, dtype="bfloat16"),
+    "drops": lambda: GPT2Config(
+        vocab_size=SIZES["vocab_size"],
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_positions=128,
+        resid_pdrop=0.2,
+        embd_pdrop=0.2,
+        attn_pdrop=0.2,
+        eos_token_id=0,
+        bos_token_id=0,
     ),
     "experts": lambda: MixtralConfig(**SIZES, num_local_experts=4),
 }

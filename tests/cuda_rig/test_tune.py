@@ -44,15 +44,19 @@ def run(path: Path, family: str, replicas: int = 1, **settings: Any) -> TuneResu
     )
 
 
+FULL = {"method": "full", "checkpointing": True}
+
+
 @pytest.mark.parametrize(
     ("family", "options", "replicas"),
     [
         ("large", {}, 1),
-        ("large", {"method": "full", "checkpointing": True}, 1),
+        ("large", FULL, 1),
+        ("large in bfloat16", {**FULL, "optimizer": "sgd", "seq_length": 64}, 1),
         ("large", {"micro_batch": 2}, 2),
         ("biases", {"seq_length": 64}, 1),
     ],
-    ids=["lora", "full", "replicas", "biases"],
+    ids=["lora", "full", "autocast", "replicas", "biases"],
 )
 def test_memory(family: str, options: Any, replicas: int, tmp_path: Path) -> None:
     result = run(tmp_path, family, replicas, **{"seq_length": 256, **options})
@@ -82,5 +86,5 @@ def test_memory_that_others_took(
 def test_an_error_of_the_driver_names_the_gpu() -> None:
     with pytest.raises(torch.AcceleratorError) as failed:
         torch.cuda.set_device(7)
-    reason = worker._reason(failed.value, "cuda:1")
+    reason = worker._reason(failed.value, "cuda:1", "--resume")
     assert str(reason) == "cuda:1 failed: CUDA error: invalid device ordinal"

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,7 @@ from duoka import TuneSettings
 from duoka.errors import DuokaError, FormatError, MachineError, TrainingError, UsageError
 from duoka.tuner.layout import Layout
 from duoka.tuner.run import Run, RunDirectory
-from duoka.tuner.tune import resume
+from duoka.tuner.tune import move, resume
 
 SETTINGS = TuneSettings(seq_length=32, batch=4, lora_target=("q_proj",), eval_data=("é.jsonl",))
 
@@ -203,11 +207,68 @@ def test_what_others_have_put_there_stays(directory: RunDirectory) -> None:
 
 
 def test_a_new_result_takes_the_place_of_the_old(directory: RunDirectory) -> None:
-    path = directory.new_result("adapter")
+    path = directory.path / "adapter"
     path.mkdir()
     (path / "old").write_text("")
-    assert directory.new_result("adapter") == path
-    assert not path.exists()
+    before = names(directory.path)
+    with suppress(KeyboardInterrupt), directory.new_result("adapter") as place:
+        place.mkdir()
+        raise KeyboardInterrupt
+    assert names(path) == ["old"], "the old one stays until the new one is there"
+    with directory.new_result("adapter") as place:
+        place.mkdir()
+        (place / "new").write_text("")
+        assert names(path) == ["old"]
+    assert names(path) == ["new"]
+    assert names(directory.path) == before
+
+
+def test_all_may_read_it_as_the_umask_says(tmp_path: Path, llama: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        directory = RunDirectory(tmp_path / "run")
+        write_run(directory, SETTINGS, make_layout(llama, SETTINGS))
+        directory.note({"step": 1})
+    finally:
+        os.umask(before)
+    for file in directory.path.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o640, file.name
+
+
+# ── one process at a time ──
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from duoka.tuner.run import RunDirectory
+with RunDirectory(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_only_one_process_has_a_run(directory: RunDirectory) -> None:
+    command = [sys.executable, "-c", HOLD, str(directory.path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "held\n"
+            before = (directory.path / "run.json").read_text()
+            for use in (lambda: resume(directory), lambda: move(directory, None)):
+                with pytest.raises(UsageError, match=rf"in use by process {other.pid} on "):
+                    use()
+            assert (directory.path / "run.json").read_text() == before
+        finally:
+            other.kill()
+    with directory.locked():
+        pass  # the lock of a process that was killed is none
+
+
+def test_a_lock_alone_is_no_run(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    with directory.locked():
+        directory.refuse_used()
+    assert not directory.path.exists()
 
 
 # ── metrics ──
@@ -275,7 +336,44 @@ def test_a_run_whose_metrics_are_lost_has_its_result(
     assert (again.steps, again.result, again.report) == (2, first.result, None)
 
 
+def test_an_evaluation_that_was_due_is_made_up_for(
+    tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill between a checkpoint and its evaluation."""
+    settings = TuneSettings(
+        seq_length=32, batch=4, epochs=2, save_every=1, keep=9, eval_every=2, eval_data=("e",)
+    )
+    directory = RunDirectory(tmp_path / "run")
+    write_run(directory, settings, make_layout(llama, settings))
+    shutil.copy(directory.samples, directory.eval_samples)
+    with tuning.one_process(monkeypatch):
+        whole = resume(directory)
+    metrics = list(directory.read_metrics())
+    evaluated = {entry["step"]: entry["eval_loss"] for entry in metrics if "eval_loss" in entry}
+    assert list(evaluated) == [2, 4]
+    assert whole.report is not None
+    assert whole.report.eval_loss == evaluated[4]
+    assert json.loads((directory.path / "report.json").read_text())["eval_loss"] == evaluated[4]
+    for step in (2, 4):
+        for later in range(step + 1, 5):
+            shutil.rmtree(directory.checkpoints / f"step-{later:06d}", ignore_errors=True)
+        made = [e for e in metrics if e["step"] < step or (e["step"] == step and "loss" in e)]
+        directory.metrics.write_text("".join(f"{json.dumps(entry)}\n" for entry in made))
+        with tuning.one_process(monkeypatch):
+            resume(directory)
+        again = [(e["step"], e.get("loss"), e.get("eval_loss")) for e in directory.read_metrics()]
+        assert again == [(e["step"], e.get("loss"), e.get("eval_loss")) for e in metrics]
+
+
 # ── failures ──
+
+
+def test_a_hint_says_what_there_is_to_go_on_from(directory: RunDirectory) -> None:
+    assert directory.way_on.startswith("nothing was saved: --resume begins again")
+    (directory.checkpoints / ".step-000002.partial").mkdir(parents=True)
+    assert directory.way_on.startswith("nothing was saved")
+    (directory.checkpoints / "step-000002").mkdir()
+    assert directory.way_on == "the last checkpoint is whole: --resume goes on from it"
 
 
 def test_the_first_failure_is_the_reason(directory: RunDirectory) -> None:

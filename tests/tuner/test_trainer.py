@@ -287,18 +287,6 @@ def test_gradients_are_clipped_as_torch_clips_them(make: Make, limit: float) -> 
         torch.testing.assert_close(value, other.trained[name])
 
 
-@pytest.mark.parametrize(("name", "is_refused"), [("mlp.unused", True), ("experts.3", False)])
-def test_what_gets_no_gradient_is_refused_by_name(make: Make, name: str, is_refused: bool) -> None:
-    """But an expert that no token has chosen."""
-    trainer, part = make()
-    part.trained[f"model.layers.0.{name}"] = torch.nn.Parameter(torch.zeros(2))
-    if not is_refused:
-        assert trainer.step(0, step_of()).grad_norm > 0
-        return
-    with pytest.raises(TrainingError, match=r"^1 parameters .* model\.layers\.0\.mlp\.unused\s"):
-        trainer.step(0, step_of())
-
-
 def test_a_signal_is_answered_at_the_end_of_a_step(make: Make) -> None:
     trainer, _ = make()
     assert not trainer.step(0, step_of()).stops
@@ -339,8 +327,6 @@ CASES = {
     "last stage": Case(TuneSettings(**SETTINGS, lora_target=("1.self_attn.v_proj",)), stages=2),
     "nan in a stage": Case(SHARED, stages=2, damage="nan"),
     "nan in a replica": Case(SHARED, replicas=2, damage="nan"),
-    "unused in a stage": Case(SHARED, stages=2, damage="unused"),
-    "unused in replicas": Case(SHARED, replicas=2, damage="unused"),
 }
 Together = dict[str, list[Trained]]
 
@@ -383,8 +369,6 @@ def test_processes_learn_what_one_does(
     [
         ("nan in a stage", ["PeerError", "TrainingError: the loss is nan in step 1"]),
         ("nan in a replica", ["PeerError", "TrainingError: the loss is nan in step 1"]),
-        ("unused in a stage", ["PeerError", "TrainingError: 1 parameters were to be trained"]),
-        ("unused in replicas", ["TrainingError: 1 parameters were to be trained"] * 2),
     ],
 )
 def test_what_goes_wrong_in_one_process_ends_all(

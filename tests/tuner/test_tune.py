@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 
 import duoka
 from duoka import TuneSettings, virtual
-from duoka.errors import DuokaError, TrainingError
+from duoka.errors import DuokaError, InfeasibleError, TrainingError
+from duoka.tuner.prepare import TuneRun
 from duoka.tuner.run import RunDirectory
 from duoka.tuner.tune import TuneResult, move, resume
 
@@ -114,15 +115,23 @@ def assert_alike(one: TuneResult, other: TuneResult) -> None:
 SLOW = pytest.mark.slow
 # Of the rows one half, in smaller batches: as many steps and epochs, fewer micro-batches.
 SHORT: dict[str, Any] = {"rows": 8, "batch": 4}
+AGAIN = {"checkpointing": True}
+DROPOUT = {"lora_dropout": 0.5}
 LAYOUTS = [
     pytest.param("llama", "lora", "virtual:2x64MiB", 1, {}, marks=SLOW),
     pytest.param("llama", "lora", "virtual:2x64MiB", 2, {}, marks=SLOW),
     pytest.param("llama", "lora", "virtual:4x64MiB", 2, {"schedule": "gpipe"}, marks=SLOW),
     pytest.param("llama", "full", "virtual:3x64MiB", 1, {"micro_batch": 2}, marks=SLOW),
-    pytest.param("tied", "full", "virtual:2x64MiB", 1, {"checkpointing": True}, marks=SLOW),
+    pytest.param("tied", "full", "virtual:2x64MiB", 1, AGAIN, marks=SLOW),
     pytest.param("tied", "lora", "virtual:4x64MiB", 2, {"packing": True, "epochs": 4}, marks=SLOW),
     pytest.param("experts", "full", "virtual:2x64MiB", 1, {"optimizer": "adafactor"}, marks=SLOW),
     pytest.param("experts", "lora", "virtual:2x64MiB", 2, {"dtype": "bfloat16"}, marks=SLOW),
+    pytest.param("llama", "lora", "virtual:2x64MiB", 1, DROPOUT),
+    pytest.param("llama", "lora", "virtual:4x64MiB", 2, DROPOUT, marks=SLOW),
+    pytest.param(
+        "llama", "lora", "virtual:3x64MiB", 1, {**DROPOUT, "checkpointing": True}, marks=SLOW
+    ),
+    pytest.param("drops", "full", "virtual:2x64MiB", 1, AGAIN, marks=SLOW),
 ]
 
 
@@ -274,6 +283,35 @@ def test_ctrl_c_twice_says_what_was_saved(tmp_path: Path, chats: Path, models: A
     assert process.returncode == 128 + signal.SIGINT
     saved = [int(step.name.removeprefix("step-")) for step in path.glob("checkpoints/step-*")]
     assert f"stopped after step {max(saved, default=0)};" in said
+
+
+# ── sequences ──
+
+
+def test_sequences_are_as_long_as_the_longest_sample(
+    tmp_path: Path, chats: Path, models: Any
+) -> None:
+    runs: list[TuneRun] = []
+
+    def start(gpus: str, **more: Any) -> None:
+        duoka.tune(
+            models("llama"), str(chats), gpus, save=tmp_path / "run", replicas=1,
+            settings=TuneSettings(**{**SETTINGS, "seq_length": None, **more}),
+            show=lambda run: bool(runs.append(run)),
+        )  # fmt: skip
+
+    start(WHOLE, eval_data=(str(chats),))
+    longest = int(runs[0].samples.lengths.max())
+    planned = runs[0].plans[0].workload.prompt_tokens
+    assert longest <= planned < longest + 8
+    assert runs[0].settings.seq_length == planned
+    assert runs[0].eval_samples is not None
+    assert runs[0].samples.seq_length == runs[0].eval_samples.seq_length == planned
+    start(WHOLE, packing=True)
+    assert runs[1].plans[0].workload.prompt_tokens == tuning.SIZES["max_position_embeddings"]
+    with pytest.raises(InfeasibleError, match=rf"longest sample has {longest} tokens .*jsonl:\d+"):
+        start("virtual:600KiB")
+    assert not (tmp_path / "run").exists()
 
 
 # ── what goes wrong ──

@@ -24,7 +24,7 @@ from duoka.models.chunked_loss import chunk_loss
 from duoka.models.from_checkpoint import build_model, tokenizer_of
 from duoka.models.lora import Adapter, merge_adapter, native_form
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
-from duoka.models.trainable import known_targets, make_trainable
+from duoka.models.trainable import known_targets
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
@@ -32,6 +32,7 @@ from duoka.runtime import load as loader
 from duoka.runtime.dispatch.copies import try_copies
 from duoka.runtime.dispatch.dispatch import dispatch as spread
 from duoka.runtime.load.adapter import read_adapter
+from duoka.runtime.text_training import make_text_trainable
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
@@ -150,7 +151,7 @@ def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> Pr
     model = build_model(checkpoint, plan.workload)
     dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
-        make_trainable(model, plan.workload.training, dtype, has_adapters=False)
+        make_text_trainable(model, plan.workload.training, dtype, has_adapters=False)
     if method_of(checkpoint.config) is not None:
         return loader.load_published(
             checkpoint, model, plan.placement, dtype=dtype, progress=progress

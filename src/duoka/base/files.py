@@ -108,6 +108,14 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def set_new_mode(path: Path) -> None:
+    """Give a file the permissions that the umask leaves a new one; some libraries give fewer."""
+    sample = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    sample.touch()
+    shutil.copymode(sample, path)
+    sample.unlink()
+
+
 @contextmanager
 def whole_directory(path: Path) -> Iterator[Path]:
     """Yield a directory to fill, which takes its place when all that is in it is on the disk.

@@ -17,7 +17,6 @@ from duoka.errors import ProofError
 from duoka.forecast.replay_training import in_flight
 from duoka.forecast.serving import Capacity
 from duoka.forecast.workload import Workload
-from duoka.models import make_trainable
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
@@ -26,6 +25,7 @@ from duoka.runtime.dispatch.place_tensors import invent_values, parameter_bytes
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
 from duoka.runtime.paged_steps import PagedStepper
 from duoka.runtime.steps import Learner, Stepper
+from duoka.runtime.text_training import make_text_trainable
 
 from .execute import BETWEEN, decode_phases
 
@@ -53,7 +53,7 @@ def _prove_training(plan: Plan, model: PreTrainedModel, data: str) -> tuple[Peak
     workload, names = plan.workload, plan.devices
     assert workload.training is not None, "the plan is for training"
     model = copy.deepcopy(model)
-    make_trainable(model, workload.training, getattr(torch, workload.dtype))
+    make_text_trainable(model, workload.training, getattr(torch, workload.dtype))
     flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
     by_device: dict[str, PeakBytes] = {}
     for limit in sorted(set(flying)):

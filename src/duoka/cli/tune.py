@@ -64,7 +64,7 @@ class TuneOptions:
         values=("all", "last"),
     )
     seq_length: str | None = _data(
-        "TOKENS", "The most tokens of a sequence: 2048 or 2K, the default, or the model's limit."
+        "TOKENS", "The most tokens of a sequence. By default the longest sample's, at most 2K."
     )
     packing: bool = _data_flag(
         "--packing", "Put several samples into a sequence; none attends to another."

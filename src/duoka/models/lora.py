@@ -266,8 +266,8 @@ def fill_adapter(model: nn.Module, adapter: Adapter) -> None:
         raise LoadError(
             f"the run has adapters on {len(adapted)} modules, and the adapter to start from on "
             f"{len(adapter.layers)}; not on both is {unlike[0]}",
-            hint="give the run the same targets: "
-            + ", ".join(adapter.training_settings["lora_targets"]),
+            hint="a run trains every module of its targets that text reaches: start a new adapter "
+            "on these targets: " + ", ".join(adapter.training_settings["lora_targets"]),
         )
     for name, module in adapted.items():
         if module.r[_ADAPTER] != adapter.layers[name].rank:

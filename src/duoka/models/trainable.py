@@ -8,9 +8,10 @@ each with its layer.
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,22 +34,34 @@ WITHOUT_CHECKPOINTING = "train it without gradient_checkpointing (--gradient-che
 
 
 def make_trainable(
-    model: nn.Module, training: Training, dtype: torch.dtype, *, has_adapters: bool = True
+    model: nn.Module,
+    training: Training,
+    dtype: torch.dtype,
+    frozen: Sequence[str] = (),
+    *,
+    has_adapters: bool = True,
 ) -> None:
     """Change a model in place so that a step of training can be run.
 
-    Without adapters a model for LoRA is only frozen; somebody else puts adapters into it.
+    The modules and parameters called `frozen` aren't trained, and keep their type. Without
+    adapters a model for LoRA is only frozen; somebody else puts adapters into it.
     """
     freeze_quantized(model)
     if training.method == "lora" and has_adapters:
-        _adapt(model, training, torch.float32 if training.master_weights else dtype)
+        _adapt(model, training, torch.float32 if training.master_weights else dtype, frozen)
     elif training.method == "lora":
         model.requires_grad_(False)
     else:
+        frozen_dtypes = [
+            (p, p.dtype) for name, p in model.named_parameters() if _is_in(name, frozen)
+        ]
         if training.master_weights:
             model.to(torch.float32)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
+        for parameter, own_dtype in frozen_dtypes:
+            parameter.data = parameter.data.to(own_dtype)
+            parameter.requires_grad_(False)
     if training.gradient_checkpointing:
         _checkpoint(model)
     chunk_loss(model)
@@ -108,14 +121,19 @@ def inject(model: nn.Module, **settings: Any) -> None:
         raise UsageError(f"peft can't adapt {type(model).__name__}: {error}") from error
 
 
-def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
+def _is_in(name: str, frozen: Sequence[str]) -> bool:
+    return any(name == owner or name.startswith(f"{owner}.") for owner in frozen)
+
+
+def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Sequence[str]) -> None:
     before = {id(parameter) for parameter in model.parameters()}
     inject(
         model,
         r=training.lora_rank,
         lora_alpha=2 * training.lora_rank if training.lora_alpha is None else training.lora_alpha,
         lora_dropout=training.lora_dropout,
-        target_modules=known_targets(model, training.lora_targets) or _ALL_LINEAR,
+        target_modules=known_targets(model, training.lora_targets, frozen) or _ALL_LINEAR,
+        exclude_modules=rf"({'|'.join(map(re.escape, frozen))})(\..*)?" if frozen else None,
     )
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -123,13 +141,27 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype) -> None:
                 _retype(module, name, dtype)
 
 
-def known_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
+def known_targets(
+    model: nn.Module, targets: Sequence[str], frozen: Sequence[str] = ()
+) -> list[str]:
     """Return the targets, all of which are ends of names of modules that can have adapters."""
     layers = {name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)}
+    trained = {name for name in layers if not _is_in(name, frozen)}
+    ends = sorted({name.rpartition(".")[2] for name in trained})
     for target in targets:
-        if not any(name == target or name.endswith(f".{target}") for name in layers):
-            raise _unknown_target(target, sorted({name.rpartition(".")[2] for name in layers}))
+        if not _has(layers, target):
+            raise _unknown_target(target, ends)
+    if targets and not any(_has(trained, target) for target in targets):
+        raise UsageError(
+            f"text reaches no module called {' or '.join(targets)}: {', '.join(frozen[:4])} "
+            "stays frozen",
+            hint=f"LoRA targets are ends of names: {', '.join(ends)}",
+        )
     return list(targets)
+
+
+def _has(names: Iterable[str], target: str) -> bool:
+    return any(name == target or name.endswith(f".{target}") for name in names)
 
 
 def _unknown_target(target: str, known: Sequence[str]) -> UsageError:

@@ -4,6 +4,7 @@ It knows nothing of planning or terminals; of a plan it takes the placement, and
 
 - `prompt_reader`: prompts for a model, within what was planned
 - `steps`: a model called as `generate` and a training loop do
+- `text_training`: a model made ready to be trained on text, with towers frozen
 - `paged_steps`, `paged_attention`: a model called with many sequences over a paged cache
 - `draw`: a token from each row of logits
 - `optimizers`: what a training step ends with

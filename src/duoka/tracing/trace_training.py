@@ -22,10 +22,11 @@ from duoka.forecast.optimizer_memory import TrainedTensor
 from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import DTYPES, Dtype, Training, Workload
-from duoka.models import base_name, make_trainable
+from duoka.models import base_name
 from duoka.models.chunked_loss import whole_logits
 from duoka.models.trainable import WITHOUT_CHECKPOINTING
 from duoka.runtime.steps import Learner
+from duoka.runtime.text_training import make_text_trainable
 
 from .assemble import (
     CALLER,
@@ -101,7 +102,7 @@ class _Tracer:
     def __init__(self, model: nn.Module, spec: TraceSpec, dtype: torch.dtype) -> None:
         training = spec.conditions.training
         assert training is not None, "the conditions are those of training"
-        make_trainable(model, training, dtype)
+        make_text_trainable(model, training, dtype)
         self.model: Any = model
         self.spec = spec
         self.training: Training = training

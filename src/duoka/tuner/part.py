@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from duoka.checkpoint.quantized import method_of
 from duoka.errors import ModelError
 from duoka.forecast.workload import Training
 from duoka.hardware.fleet import Fleet
-from duoka.models import initialize_adapters, make_trainable
+from duoka.models import initialize_adapters
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import Adapter, fill_adapter
 from duoka.planner.plan import Plan
@@ -22,8 +21,12 @@ from duoka.runtime import devices
 from duoka.runtime import load as loader
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
+from duoka.runtime.steps import autocast_for
+from duoka.runtime.text_training import make_text_trainable
 from duoka.stages.interceptor import Interceptor
 from duoka.stages.route import Route, find_route
+
+from .dropout import seed_by_module
 
 Batch = Mapping[str, Tensor]
 
@@ -63,6 +66,7 @@ class ModelPart:
         self.model: Any = self._loaded(checkpoint, seed, adapter)
         # The routes of batches are looked for on a copy without data.
         self._blueprint = without_data(self.model)
+        seed_by_module(self.model)
         self.interceptor = Interceptor(self.model, plan.placement)
         self._routes: dict[Any, Route] = {}
         self.trained = {
@@ -82,11 +86,11 @@ class ModelPart:
             model = loader.load_published(checkpoint, model, self.plan.placement, dtype=self._dtype)
         # Adapters are in no checkpoint; what else training changes must be so before it is read.
         if self.training.method == "full":
-            make_trainable(model, self.training, self._dtype)
+            make_text_trainable(model, self.training, self._dtype)
         if method_of(checkpoint.config) is None:
             loader.load_weights(model, checkpoint, self.plan.placement, only=self.device)
         if self.training.method == "lora":
-            make_trainable(model, self.training, self._dtype)
+            make_text_trainable(model, self.training, self._dtype)
             initialize_adapters(model, seed)
             if adapter is not None:
                 fill_adapter(model, adapter)
@@ -119,10 +123,5 @@ class ModelPart:
         return self._routes[form]
 
     def _call(self, model: Any, batch: Batch, device: torch.device) -> Any:
-        with self._autocast(device):
+        with autocast_for(self.plan.workload, device):
             return model(**to_device(dict(batch), device), use_cache=False)
-
-    def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        if not self.training.master_weights or self._dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(device.type, dtype=self._dtype)

@@ -13,14 +13,12 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.api.plan import plan as make_plan
 from duoka.api.plan import plan_replicas
-from duoka.base.files import why
 from duoka.base.progress import say
 from duoka.checker.prove import prove
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import InfeasibleError, MachineError, UsageError
+from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
-from duoka.models import make_trainable
 from duoka.models.from_checkpoint import build_model, tokenizer_of
 from duoka.models.lora import Adapter, fill_adapter, native_form, refuse_other_model
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
@@ -28,6 +26,7 @@ from duoka.models.text.prompts import chat_format
 from duoka.planner.plan import Plan
 from duoka.planner.search import Objective
 from duoka.runtime.load.adapter import read_adapter
+from duoka.runtime.text_training import make_text_trainable
 
 from .data import Dataset, read_dataset, refuse_packing
 from .machines import num_machines, over_machines
@@ -36,6 +35,7 @@ from .run import RunDirectory
 from .settings import TuneSettings
 from .suggestions import with_suggestions
 
+_MULTIPLE = 8  # of a sequence's length: what matrix units like
 NumReplicas = int | Literal["auto"]
 
 
@@ -72,12 +72,6 @@ class TuneRun:
         """Prove the plans, bring the weights to this machine, and write down what is to be done."""
         prove_plans(self.checkpoint, self.plans)
         self.checkpoint.fetch(None)
-        try:
-            directory.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise MachineError(
-                f"{directory.path} can't be made: {why(error)}", hint="name another directory"
-            ) from error
         self.samples.save(directory.samples)
         if self.eval_samples is not None:
             self.eval_samples.save(directory.eval_samples)
@@ -107,18 +101,15 @@ def prepare(
     if adapter is not None:
         first = native_form(read_adapter(adapter), checkpoint.config)
         settings = settings.starting_from(first)
-    if plan is None:
-        workload = settings.workload(checkpoint)
-    else:
-        workload = _refuse_other(plan, checkpoint, settings)
+    workload = _refuse_other(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
     if first is not None:
         _refuse_unfit(first, checkpoint, workload)
     checkpoint.fetch_tokenizer()
     tokenizer = tokenizer_of(checkpoint, ChatGLMTokenizer)
     chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
 
-    def read(paths: Sequence[str]) -> Dataset:
-        return read_dataset(
+    datasets = [
+        read_dataset(
             paths,
             chat,
             # A packed row ends in padding: see `data.batches`.
@@ -126,18 +117,50 @@ def prepare(
             train_on=settings.train_on,
             skip_bad=settings.skip_bad,
         )
-
-    run = TuneRun(
+        for paths in (data, settings.eval_data)
+        if paths
+    ]
+    if plan is None:
+        settings, datasets = _as_long_as_needed(settings, datasets)
+    if settings.packing:
+        refuse_packing(build_model(checkpoint, Workload(dtype="float32")).config)
+    return TuneRun(
         checkpoint=checkpoint,
         settings=settings,
-        samples=read(data),
-        eval_samples=read(settings.eval_data) if settings.eval_data else None,
-        plans=plans_for(checkpoint, fleet, settings, replicas) if plan is None else (plan,),
+        samples=datasets[0],
+        eval_samples=datasets[1] if len(datasets) > 1 else None,
+        plans=(plan,) if plan else _plans(checkpoint, fleet, settings, replicas, datasets[0]),
         adapter=first,
     )
-    if settings.packing:
-        refuse_packing(build_model(checkpoint, run.plans[0].workload).config)
-    return run
+
+
+def _as_long_as_needed(
+    settings: TuneSettings, datasets: list[Dataset]
+) -> tuple[TuneSettings, list[Dataset]]:
+    """Where nothing says how long sequences are, let the longest sample fit into them."""
+    if settings.seq_length is not None or settings.packing:
+        return settings, datasets
+    longest = max(int(dataset.lengths.max()) for dataset in datasets)
+    length = min(-(-longest // _MULTIPLE) * _MULTIPLE, datasets[0].seq_length)
+    shorter = [replace(dataset, seq_length=length) for dataset in datasets]
+    return replace(settings, seq_length=length), shorter
+
+
+def _plans(
+    checkpoint: Checkpoint,
+    fleet: Fleet | str,
+    settings: TuneSettings,
+    replicas: NumReplicas,
+    samples: Dataset,
+) -> tuple[Plan, ...]:
+    """Plan a run; where that doesn't fit, the error names the longest sample."""
+    try:
+        return plans_for(checkpoint, fleet, settings, replicas)
+    except InfeasibleError as error:
+        longest = int(samples.lengths.argmax())
+        tokens = f"{samples.lengths[longest]:,} tokens ({samples.place(longest)})"
+        because = f"; the longest sample has {tokens}"
+        raise error.with_ways_out(error.ways_out, because) from None
 
 
 def _refuse_unfit(adapter: Adapter, checkpoint: Checkpoint, workload: Workload) -> None:
@@ -145,7 +168,7 @@ def _refuse_unfit(adapter: Adapter, checkpoint: Checkpoint, workload: Workload) 
     assert workload.training is not None, "the workload is to train"
     model = build_model(checkpoint, Workload(dtype="float32"))
     refuse_other_model(model, adapter)
-    make_trainable(model, workload.training, torch.float32)
+    make_text_trainable(model, workload.training, torch.float32)
     fill_adapter(model, adapter)
 
 

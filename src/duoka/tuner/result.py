@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GlmConfig
 
-from duoka.base.files import whole_directory, why, write_whole
+from duoka.base.files import set_new_mode, whole_directory, why, write_whole
 from duoka.base.progress import say
 from duoka.base.text import choose
 from duoka.checkpoint.architecture import CHATGLM
@@ -95,7 +95,7 @@ def write_adapter(
     }
     with _refusal_told(directory), whole_directory(claim_directory(directory)) as place:
         _peft_config(adapter, base, ends_suffice=ends_suffice).save_pretrained(place)
-        _save(tensors, place / "adapter_model.safetensors", mode_of=place / "adapter_config.json")
+        _save(tensors, place / "adapter_model.safetensors")
 
 
 def _is_on_all(adapter: Adapter, base: Checkpoint) -> bool:
@@ -355,16 +355,16 @@ def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
     for file, names in split.filename_to_tensors.items():
         say(f"writing {file}")
         tensors = {name: outputs[name].make() for name in names}
-        _save(tensors, directory / file, mode_of=directory / "config.json")
+        _save(tensors, directory / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_whole(directory / "model.safetensors.index.json", json.dumps(index, indent=2))
 
 
-def _save(tensors: Mapping[str, Tensor], path: Path, *, mode_of: Path) -> None:
+def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors; safetensors alone would let nobody but their owner read them."""
     save_file(dict(tensors), path, {"format": "pt"})
-    shutil.copymode(mode_of, path)
+    set_new_mode(path)
 
 
 @contextmanager

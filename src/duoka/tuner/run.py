@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import platform
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,6 +34,7 @@ from .settings import TuneSettings
 _FORMAT = "duoka.run"
 _VERSION = 1
 _MOST_BYTES = 2**28
+_MOST_OWNER_CHARACTERS = 100
 _ANEW = "start the run anew, in another directory"
 
 
@@ -110,6 +113,15 @@ class RunDirectory:
         return self._run.is_file()
 
     @property
+    def way_on(self) -> str:
+        """What to do after a failure, as a hint."""
+        if any(self.checkpoints.glob("step-*")):
+            return "the last checkpoint is whole: --resume goes on from it"
+        return (
+            "nothing was saved: --resume begins again, or the same command where no step was made"
+        )
+
+    @property
     def _run(self) -> Path:
         return self.path / "run.json"
 
@@ -117,9 +129,13 @@ class RunDirectory:
     def _failure(self) -> Path:
         return self.path / ".failure.json"
 
+    @property
+    def _lock(self) -> Path:
+        return self.path / ".lock"
+
     def refuse_used(self) -> None:
         """Raise UsageError where there is something already, MachineError where nothing can be."""
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+        if self.path.exists() and (not self.path.is_dir() or {*self.path.iterdir()} - {self._lock}):
             raise UsageError(
                 f"{self.path} is there already",
                 hint="name a new directory, or go on with its run: --resume",
@@ -198,11 +214,54 @@ class RunDirectory:
             raise FormatError(f"{self._run} has a plan that isn't for training", hint=_ANEW)
         return run
 
-    def new_result(self, name: str) -> Path:
-        """Where the result goes, in the place of one that was made before."""
-        path = self.path / name
-        shutil.rmtree(path, ignore_errors=True)
-        return path
+    @contextmanager
+    def new_result(self, name: str) -> Iterator[Path]:
+        """Yield the place to write a result to, which then takes that of one made before."""
+        path, place, old = (self.path / f"{before}{name}" for before in ("", ".new-", ".old-"))
+        for leftover in (place, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        yield place
+        with _writing(path):
+            if path.exists():
+                path.rename(old)
+            place.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from training or moving the run; the system ends a lost lock.
+
+        Raises
+        ------
+        UsageError
+            If another process has it.
+        """
+        is_new = not self.path.is_dir()
+        if is_new:
+            self.refuse_used()
+        with _writing(self._lock):
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = self._lock.open("a+", encoding="utf-8")
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read(_MOST_OWNER_CHARACTERS)
+                raise UsageError(
+                    f"{self.path} is in use by {owner}",
+                    hint="wait until its run has ended, or end it; or name another directory",
+                ) from None
+            except OSError:
+                pass  # not every file system has locks
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {platform.node()}")
+            file.flush()
+            try:
+                yield
+            finally:
+                if is_new and [*self.path.iterdir()] == [self._lock]:
+                    shutil.rmtree(self.path, ignore_errors=True)  # nothing came of it
 
     def write_report(self, report: Mapping[str, Any]) -> None:
         """Keep what was measured beside what was forecast."""

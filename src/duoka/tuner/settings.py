@@ -53,7 +53,8 @@ class TuneSettings:
     train_on : {"all", "last"}
         Which of the assistant's answers in a conversation are learnt.
     seq_length : int, optional
-        The most tokens of a sequence; by default 2048, or the model's limit if that is lower.
+        The most tokens of a sequence; by default those of the longest sample, at most 2048 or the
+        model's limit, and with packing as many as that.
     packing : bool
         Several samples in one sequence, none of which attends to another.
     skip_bad : bool

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +20,7 @@ from duoka.stages.execute import Pipeline
 from duoka.stages.schedule import Pass, order_passes
 
 from .data import MicroBatch, Step
+from .dropout import seed_dropout
 from .layout import GradientSum, Layout
 from .learning_rate import LearningRate
 from .part import Batch, ModelPart
@@ -100,22 +100,14 @@ class Trainer:
     def step(self, number: int, step: Step) -> StepReport:
         """Learn from a step's micro-batches."""
         begin = time.perf_counter()
-        # By the step: a run that is resumed draws the same dropout. Mixed: on the processor torch
-        # takes no more of a seed than 32 bits.
-        mixed = np.random.SeedSequence([self._settings.seed, number, self._replica])
-        torch.manual_seed(int(mixed.generate_state(1, np.uint64)[0]))
         replicas = len(self._layout.plans)
         micro_batches = step.of_replica(self._replica, replicas)
         rate = self._settings.learning_rate * self._rate(number)
-        losses, waited = self._run(micro_batches, step.trained_tokens, learns=True)
+        losses, waited = self._run(micro_batches, step.trained_tokens, number=number)
         waited += self._wait()
         self._gradients.reduce(self._part.trained)
-        untrained = self._untrained(number)
         stops = self.is_asked_to_stop
-        gathered = _gather(
-            [sum(losses), self._squares(), waited, *self._peaks(), stops, len(untrained)]
-        )
-        _refuse_untrained(untrained, gathered[:, 6])
+        gathered = _gather([sum(losses), self._squares(), waited, *self._peaks(), stops])
         self._refuse_no_loss(number, micro_batches, losses, gathered[:, 0])
         norm = self._norm(gathered)
         self._refuse_no_norm(number, norm)
@@ -145,7 +137,7 @@ class Trainer:
                     loss
                     for step in steps
                     for loss in self._run(
-                        step.of_replica(self._replica, len(self._layout.plans)), total, learns=False
+                        step.of_replica(self._replica, len(self._layout.plans)), total
                     )[0]
                 ]
         finally:
@@ -153,10 +145,13 @@ class Trainer:
         return float(_gather([sum(losses)])[:, 0].sum())
 
     def _run(
-        self, micro_batches: Sequence[MicroBatch], total: int, *, learns: bool
+        self, micro_batches: Sequence[MicroBatch], total: int, *, number: int | None = None
     ) -> tuple[list[float], float]:
-        """Run all passes; weighted losses, and the seconds spent waiting for other stages."""
-        part = self._part
+        """Run all passes, of a step that is learnt by its number.
+
+        Returns weighted losses, and the seconds spent waiting for other stages.
+        """
+        part, learns = self._part, number is not None
         batches: list[Batch] = [micro_batch.tensors() for micro_batch in micro_batches]
         if not batches:
             return [], 0.0
@@ -167,8 +162,12 @@ class Trainer:
         ranks = [self._layout.rank(self._replica, name) for name in names]
         channel = ProcessChannel(ranks, part.device)
 
-        def forward(number: int, device: torch.device) -> Tensor:
-            return part.loss(batches[number], device) * (weights[number] * scale)
+        def forward(at: int, device: torch.device) -> Tensor:
+            if number is not None:
+                # The same dropout wherever the micro-batch runs, and where a run is resumed.
+                place = self._replica + at * len(self._layout.plans)
+                seed_dropout(self._settings.seed, number, place)
+            return part.loss(batches[at], device) * (weights[at] * scale)
 
         pipeline = Pipeline(
             part.interceptor,
@@ -250,16 +249,6 @@ class Trainer:
             )
         return reports
 
-    def _untrained(self, number: int) -> list[str]:
-        """What should learn and got no gradient in the first step; experts may not be chosen."""
-        if number:
-            return []
-        return [
-            name
-            for name, parameter in self._part.trained.items()
-            if parameter.grad is None and "expert" not in name
-        ]
-
     def _refuse_no_loss(
         self,
         number: int,
@@ -299,18 +288,6 @@ class Trainer:
         every = self._settings.save_every
         is_saved = bool(every) and number >= every
         return f"{remedy}; what was learnt is in the last checkpoint" if is_saved else remedy
-
-
-def _refuse_untrained(names: Sequence[str], numbers: Tensor) -> None:
-    """Refuse parameters that should learn and didn't; the process that has them names them."""
-    if names:
-        raise TrainingError(
-            f"{len(names)} parameters were to be trained and got no gradient: "
-            f"{', '.join(names[:5])}" + (", …" if len(names) > 5 else ""),
-            hint="the model's code doesn't use them for these data; name other --lora-target",
-        )
-    if numbers.any():
-        raise PeerError
 
 
 class PeerError(Exception):

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -17,10 +17,10 @@ from duoka.base.progress import say
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, TrainingError
 from duoka.hardware.fleet import Fleet
-from duoka.models import make_trainable
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import adapter_of, fill_adapter
 from duoka.planner.plan import Plan
+from duoka.runtime.text_training import make_text_trainable
 from duoka.stages.workers import Workers
 
 from .checkpoints import SavedParameters, TrainingCheckpoints
@@ -124,15 +124,22 @@ def tune(
             run.write(directory)
         return goes_on
 
-    if torch.distributed.is_torchelastic_launched():
-        return _in_ranks(directory, begin)
-    if not begin():
-        return TuneResult(directory=directory.path, steps=0)
-    try:
-        return resume(directory)
-    except DuokaError:
-        directory.remove_unbegun()
-        raise
+    with _alone(directory):
+        if torch.distributed.is_torchelastic_launched():
+            return _in_ranks(directory, begin)
+        if not begin():
+            return TuneResult(directory=directory.path, steps=0)
+        try:
+            return _train(directory)
+        except DuokaError:
+            directory.remove_unbegun()
+            raise
+
+
+def _alone(directory: RunDirectory) -> AbstractContextManager[None]:
+    """The lock of a run, which the first process has for all that torchrun has started."""
+    is_other = torch.distributed.is_torchelastic_launched() and os.environ["RANK"] != "0"
+    return nullcontext() if is_other else directory.locked()
 
 
 def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
@@ -157,13 +164,14 @@ def move(
 ) -> None:
     """Put a run on other GPUs, or cut it anew on its own; it goes on from its newest checkpoint."""
     run = directory.read()
-    checkpoint = run.checkpoint()
-    if fleet is None:
-        fleet = run.fleet()
-    # What is learnt and how can't change: other settings would be no way out.
-    plans = plans_for(checkpoint, fleet, run.settings, replicas, suggest=False)
-    prove_plans(checkpoint, plans)
-    directory.write(run.settings, plans, trust_remote_code=run.trust_remote_code)
+    with directory.locked():
+        checkpoint = run.checkpoint()
+        if fleet is None:
+            fleet = run.fleet()
+        # What is learnt and how can't change: other settings would be no way out.
+        plans = plans_for(checkpoint, fleet, run.settings, replicas, suggest=False)
+        prove_plans(checkpoint, plans)
+        directory.write(run.settings, plans, trust_remote_code=run.trust_remote_code)
 
 
 def resume(directory: RunDirectory) -> TuneResult:
@@ -176,8 +184,14 @@ def resume(directory: RunDirectory) -> TuneResult:
     UsageError
         If it is no directory of a run.
     """
-    if torch.distributed.is_torchelastic_launched():
-        return _in_ranks(directory, lambda: True)
+    directory.read()  # before anything is written to what may be no directory of a run
+    with _alone(directory):
+        if torch.distributed.is_torchelastic_launched():
+            return _in_ranks(directory, lambda: True)
+        return _train(directory)
+
+
+def _train(directory: RunDirectory) -> TuneResult:
     layout = Layout(directory.read().plans)
     directory.forget_failure()
     number = layout.world_size
@@ -198,8 +212,9 @@ def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneRes
     if stopped_by is not None:
         return TuneResult(directory=directory.path, steps=steps, stopped_by=stopped_by)
     run = directory.read()
-    metrics = [entry for entry in directory.read_metrics() if "loss" in entry]
-    report = make_report(Layout(run.plans, run.machines), metrics) if metrics else None
+    metrics = list(directory.read_metrics())
+    has_steps = any("loss" in entry for entry in metrics)
+    report = make_report(Layout(run.plans, run.machines), metrics) if has_steps else None
     if report is not None:
         directory.write_report(report.to_dict())
     result = _write_result(directory, run, steps)
@@ -213,22 +228,22 @@ def _write_result(directory: RunDirectory, run: Run, steps: int) -> Path:
     trained = SavedParameters(TrainingCheckpoints(directory.checkpoints, {}).path(steps))
     training = workload.training
     assert training is not None, "the plan is for training"
-    if training.method == "full":
-        path = directory.new_result("model")
-        write_merged(path, checkpoint, parameters=trained, names=names)
-        return path
-    model = build_model(checkpoint, workload)
-    make_trainable(model, training, getattr(torch, workload.dtype))
-    first = directory.read_first_adapter()
-    if first is not None:
-        fill_adapter(model, first)  # for its scales, which needn't be a whole number over the rank
-    adapter = adapter_of(model, trained, base=checkpoint.name)
-    path = directory.new_result("model" if run.settings.merge else "adapter")
-    if run.settings.merge:
-        write_merged(path, checkpoint, adapter=adapter, names=names)
-    else:
-        write_adapter(path, adapter, checkpoint, names=names)
-    return path
+    adapter = None
+    if training.method == "lora":
+        model = build_model(checkpoint, workload)
+        make_text_trainable(model, training, getattr(torch, workload.dtype))
+        first = directory.read_first_adapter()
+        if first is not None:
+            fill_adapter(model, first)  # for its scales, which needn't be whole numbers over ranks
+        adapter = adapter_of(model, trained, base=checkpoint.name)
+    name = "model" if adapter is None or run.settings.merge else "adapter"
+    with directory.new_result(name) as path:
+        if adapter is None or run.settings.merge:
+            parameters = trained if adapter is None else None
+            write_merged(path, checkpoint, adapter=adapter, parameters=parameters, names=names)
+        else:
+            write_adapter(path, adapter, checkpoint, names=names)
+    return directory.path / name
 
 
 def _failure(directory: RunDirectory, layout: Layout, codes: Mapping[int, int]) -> DuokaError:
@@ -242,7 +257,7 @@ def _failure(directory: RunDirectory, layout: Layout, codes: Mapping[int, int]) 
     ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     return TrainingError(
         f"{name} {ended}",
-        hint="the last checkpoint is whole: --resume goes on from it"
+        hint=directory.way_on
         + (". SIGKILL often says that the machine was short of memory" if code == -9 else ""),
     )
 

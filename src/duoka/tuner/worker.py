@@ -60,7 +60,7 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
         _, device = _layout_here(run).place(rank)
         is_complete = _Worker(directory, run, rank).train()
     except Exception as error:
-        reason = _reason(error, device)
+        reason = _reason(error, device, directory.way_on)
         if reason is None or not directory.fail(reason):
             raise LostError from error
         raise reason from error
@@ -91,7 +91,7 @@ def _layout_here(run: Run) -> Layout:
     return Layout(plans, run.machines, machine)
 
 
-def _reason(error: Exception, device: str) -> DuokaError | None:
+def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
     """Why a run failed, as the user is to see it; None where another process knows."""
     if isinstance(error, DuokaError):
         return error
@@ -101,15 +101,13 @@ def _reason(error: Exception, device: str) -> DuokaError | None:
             text = text[: text.rfind(". ", 0, _MOST_CHARACTERS) + 1]
         return TrainingError(
             "\n".join([f"{device}: {text or 'out of memory'}", *getattr(error, "__notes__", ())]),
-            hint="something else uses the memory that the plan counted on; the last checkpoint is "
-            "whole: --resume goes on from it",
+            hint=f"something else uses the memory that the plan counted on; {way_on}",
         )
     if isinstance(error, torch.AcceleratorError):
         # The driver's, not the allocator's: no room for a context, an index that is out of bounds.
         return TrainingError(
             f"{device} failed: {str(error).splitlines()[0]}",
-            hint="see what else uses it, and whether it is well: `nvidia-smi`; the last checkpoint "
-            "is whole: --resume goes on from it",
+            hint=f"see what else uses it, and whether it is well: `nvidia-smi`; {way_on}",
         )
     if isinstance(error, PeerError) or _is_lost_connection(error):
         return None
@@ -178,14 +176,17 @@ class _Worker:
         )
         publisher.start()
         try:
-            for step in range(self._resume() + 1, self._num_steps + 1):
+            done = self._resume()
+            if done and self._lacks_evaluation(done):
+                self._evaluate(done)
+            for step in range(done + 1, self._num_steps + 1):
                 report = self._trainer.step(step - 1, self._batches[step - 1])
                 self._note(report)
                 if report.stops or self._is_due(step, self._settings.save_every):
                     self._save(step)
                 if report.stops and step < self._num_steps:
                     return False
-                if self._eval_steps and self._is_due(step, self._settings.eval_every):
+                if self._lacks_evaluation(step):
                     self._evaluate(step)
             return True
         except Exception as error:
@@ -202,6 +203,15 @@ class _Worker:
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._num_steps or bool(every and step % every == 0)
+
+    def _lacks_evaluation(self, step: int) -> bool:
+        """Return True in every process where an evaluation is due that the metrics don't have."""
+        if not self._eval_steps or not self._is_due(step, self._settings.eval_every):
+            return False
+        evaluated = (e["step"] for e in self._directory.read_metrics() if "eval_loss" in e)
+        lacks = torch.tensor(self._is_first and step not in evaluated)
+        dist.broadcast(lacks, 0)
+        return bool(lacks)
 
     def _evaluate(self, step: int) -> None:
         loss = self._trainer.evaluate(self._eval_steps)

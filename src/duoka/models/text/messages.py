@@ -114,11 +114,15 @@ def read_message(said: object) -> Message:
 
 
 def _joined_texts(parts: Sequence[Any]) -> str:
-    """The text of a content that comes in parts."""
+    """The text of a content that comes in parts, each of which has it under a key of its own."""
+    joined = ""
     for part in parts:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
+        fields = part if isinstance(part, Mapping) else {}
+        texts = [text for key, text in fields.items() if key != "type" and isinstance(text, str)]
+        if len(texts) != 1 or not str(fields.get("type") or "text").endswith("text"):
             raise UsageError("a message has a part that is no text", hint="leave images out")
-    return "".join(part["text"] for part in parts)
+        joined += texts[0]
+    return joined
 
 
 def read_tool_call(call: Any) -> ToolCall:

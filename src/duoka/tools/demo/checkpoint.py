@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from duoka.base.files import set_new_mode
 from duoka.models import chatglm
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
@@ -93,6 +94,8 @@ def write_weights(
     chatglm.register()
     with _quiet():
         model.save_pretrained(directory, max_shard_size=_SHARD_SIZE)
+    for file in directory.glob("*.safetensors"):
+        set_new_mode(file)
     # transformers has written its own names for the same things; the published file has others.
     _write_json(directory / "config.json", config)
     (directory / "generation_config.json").unlink(missing_ok=True)

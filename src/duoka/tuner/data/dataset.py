@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import from_numpy
 
-from duoka.base.files import why
+from duoka.base.files import set_new_mode, why
 from duoka.base.progress import say
 from duoka.errors import FormatError, UsageError
 from duoka.models.text.prompts import ChatFormat, Sample
@@ -105,6 +105,7 @@ class Dataset:
             path,
             {"about": json.dumps(about)},
         )
+        set_new_mode(path)
 
     @classmethod
     def load(cls, path: Path) -> Dataset:

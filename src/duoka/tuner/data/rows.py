@@ -9,11 +9,15 @@ keys                               what it is
 ``prompt``, ``completion``         texts of which the second continues the first
 ``text``                           a document
 =================================  ===========================================================
+
+Keys beside these that say what is to be learnt are honoured or refused, by the words in their
+names; all others say nothing about learning.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,15 +31,30 @@ from duoka.models.text.messages import (
     refuse_half_pairs,
 )
 
-_SHAREGPT_ROLES = {
+_ROLES = {
     "human": "user",
     "gpt": "assistant",
-    "function_call": "assistant",
+    "function": "observation",
     "function_response": "observation",
+    "developer": "system",
 }
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_REASONING = frozenset({"reasoning", "thinking", "thought", "thoughts"})
 _KEYS = "messages, conversations, instruction and output, prompt and completion, or text"
 _MOST_SHOWN_KEYS = 8
+# What others say beside a text of what is to be learnt, by the words in the names of keys.
+_WORDS = re.compile("[A-Z]?[a-z]+|[A-Z]+")
+_PREFERENCES = frozenset(
+    {"chosen", "rejected", "preferred", "preference", "preferences", "kto", "reward", "rewards"}
+)
+_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios", "pixel"})
+_MARKS = frozenset(
+    {"label", "labels", "loss", "weight", "weights", "learn", "desirable"}
+    | {"train", "trained", "training", "trainable"}
+)
+_MASKS = frozenset({"mask", "masks", "masked", "ignore", "ignored", "skip", "exclude"})
+_SIGNS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+# What stands before an answer, where a row's form has a place for it.
+_CONTEXTS = ("system", "tools", "functions", "history", "system_prompt", "documents")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,45 +86,95 @@ class Document:
 
 def read_row(row: Mapping[str, Any]) -> Chat | Completion | Document:
     """Recognise a row; UsageError says why it is none of the known kinds, or a damaged one."""
+    for key, is_learnt in _marks(row).items():
+        if not is_learnt:
+            raise UsageError(f"{key!r} is {row[key]}: the row is not to be learnt")
     for key in ("messages", "conversations"):
         if row.get(key) is not None:
             return _chat(_list_of(row[key], key), row)
     if row.get("instruction") is not None and "output" in row:
+        _refuse_unread(row, "system", "tools", "history")
         return _checked(list(_alpaca(row)), row)
     if row.get("prompt") is not None and "completion" in row:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             return _chat([*row["prompt"], *row["completion"]], row)
+        _refuse_unread(row)
         return Completion(_text(row, "prompt"), _said(row, "completion"))
     if row.get("text") is not None:
+        _refuse_unread(row)
         return Document([_said(row, "text")])
     shown = ", ".join(list(row)[:_MOST_SHOWN_KEYS]) or "none"
     raise UsageError(f"its keys are {shown}; known are {_KEYS}")
 
 
+def _words(key: object) -> set[str]:
+    return {word.lower() for word in _WORDS.findall(str(key))}
+
+
+def _marks(said: Mapping[str, Any]) -> dict[str, bool]:
+    """Read what a row or message says of being learnt, by the key that says it."""
+    marks = {}
+    for key, value in said.items():
+        words = _words(key)
+        if value is None or value in ("", [], {}):
+            continue
+        if words & _PREFERENCES:
+            raise UsageError(
+                f"{key!r} is of preferences (DPO, KTO), and answers alone are learnt: write the "
+                "better answer as the last message, and leave out the other one"
+            )
+        if words & _MEDIA and value:
+            raise UsageError(f"{key!r} isn't read: text alone is learnt")
+        if words & (_MARKS | _MASKS):
+            sign = None if words & _MASKS else _SIGNS.get(str(value).lower())
+            if sign is None:
+                raise UsageError(
+                    f"{key!r} is {str(value)[:40]}; only true, false, 1 and 0 say whether "
+                    "something is learnt: leave the key out if it says something else"
+                )
+            marks[key] = sign
+    return marks
+
+
+def _refuse_unread(row: Mapping[str, Any], *read: str) -> None:
+    """Refuse what stands before an answer where it would be passed over."""
+    for key in _CONTEXTS:
+        if row.get(key) and key not in read:
+            raise UsageError(f"{key!r} isn't read here; write the row as messages")
+
+
 def _chat(said: Sequence[Any], row: Mapping[str, Any]) -> Chat:
+    _refuse_unread(row, "system", "tools", "functions")
     messages: list[Message] = []
     unweighted = set()
     first = said[0] if said else None
-    if isinstance(first, Mapping) and first.get("tools") and not row.get("tools"):
-        row = {**row, "tools": first["tools"]}  # as of GLM-4's demo of fine-tuning
+    tools = row.get("tools") or row.get("functions")  # older ones of OpenAI
+    if isinstance(first, Mapping) and first.get("tools") and not tools:
+        tools = first["tools"]  # as of GLM-4's demo of fine-tuning
+    row = {**row, "tools": tools}
     if row.get("system"):
         messages.append(Message(role="system", content=_text(row, "system")))
     for number, message in enumerate(said, start=1):
         try:
-            if isinstance(message, Mapping) and message.get("weight") in (0, False):
-                unweighted.add(len(messages))
+            if not isinstance(message, Mapping):
+                raise UsageError("it is no object")
+            if message.get("tools") and message["tools"] != tools:
+                raise UsageError("its 'tools' aren't those of the row")
+            marks, place = _marks(message), len(messages)
             messages += _messages(message)
+            if not all(marks.values()):
+                unweighted.add(place)
+            elif marks and messages[place].role != "assistant":
+                raise UsageError("it says that it is to be learnt, and answers alone are")
         except UsageError as error:
             raise UsageError(f"message {number}: {error}") from error
     return _checked(messages, row, frozenset(unweighted))
 
 
-def _messages(said: Any) -> Iterator[Message]:
+def _messages(said: Mapping[str, Any]) -> Iterator[Message]:
     """Read one message, of ShareGPT, ChatGLM3's demo of fine-tuning, or OpenAI."""
-    if not isinstance(said, Mapping):
-        raise UsageError("it is no object")
-    for key in _REASONING:
-        if said.get(key):
+    for key in said:
+        if said[key] and _words(key) & _REASONING:
             raise UsageError(
                 f"{key!r} isn't read; write it into the content, as the model is to say it"
             )
@@ -114,8 +183,7 @@ def _messages(said: Any) -> Iterator[Message]:
         if speaker == "function_call":
             yield Message(role="assistant", content="", tool_call=read_tool_call(_json(content)))
         else:
-            role = _SHAREGPT_ROLES.get(str(speaker), speaker)
-            yield read_message({"role": role, "content": content})
+            yield read_message({"role": _ROLES.get(str(speaker), speaker), "content": content})
     elif said.get("role") == "tool" and said.get("parameters") is not None:
         name, parameters = said.get("name"), said["parameters"]
         call = read_tool_call({"name": name, "arguments": parameters})
@@ -124,7 +192,8 @@ def _messages(said: Any) -> Iterator[Message]:
         content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         yield Message(role="observation", content=content)
     else:
-        yield read_message(said)
+        role, calls = said.get("role"), said.get("tool_calls") or said.get("function_call")
+        yield read_message({**said, "role": _ROLES.get(str(role), role), "tool_calls": calls})
 
 
 def _alpaca(row: Mapping[str, Any]) -> Iterator[Message]:

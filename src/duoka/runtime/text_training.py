@@ -1,0 +1,89 @@
+"""Preparing a model to be trained on text: what no text reaches, such as a vision tower, is frozen.
+
+Which parameters a text reaches is read off autograd's graph of one short forward pass, on a virtual
+GPU without data; so it is known before a weight is read, of any model's code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from duoka import virtual
+from duoka.forecast.workload import Training, Workload
+from duoka.models import make_trainable
+from duoka.models.quantization import freeze_quantized
+from duoka.planner.placement import Placement
+
+from .dispatch.dispatch import without_data
+from .dispatch.place_tensors import invent_values, parameter_bytes, place
+from .steps import Learner
+
+_TOKENS = 8
+_LEAF = "AccumulateGrad"
+
+
+def make_text_trainable(
+    model: nn.Module, training: Training, dtype: torch.dtype, *, has_adapters: bool = True
+) -> None:
+    """Change a model in place so that a step of training on text can be run."""
+    frozen = find_unreached(model)
+    make_trainable(model, training, dtype, frozen, has_adapters=has_adapters)
+
+
+def find_unreached(model: nn.Module) -> list[str]:
+    """Return the modules and parameters that no text reaches, the outermost alone, by name.
+
+    An expert is reached by the tokens that choose it: one of several isn't in the list.
+    """
+    bare: Any = without_data(model)
+    freeze_quantized(bare)
+    for parameter in bare.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    bare.eval()  # no layer is dropped
+
+    def trace(data: str) -> list[str]:
+        copied = copy.deepcopy(bare)
+        workload = Workload(
+            prompt_tokens=_TOKENS, new_tokens=0, dtype="float32", training=Training(method="full")
+        )
+        with virtual.unnamed_gpus([None], data=data):
+            device = virtual.virtual_device(0)
+            place(copied, Placement(entries=(("", str(device)),)))
+            if data == "cpu":
+                invent_values(copied)
+            reached = _leaves(Learner(copied, workload, device).forward())
+            return list(_outermost(copied, reached))
+
+    return virtual.with_values(trace, partial(parameter_bytes, bare))
+
+
+def _leaves(loss: torch.Tensor) -> set[int]:
+    """The ids of the parameters that a loss has gradients for."""
+    nodes: list[Any] = [loss.grad_fn]
+    met = set(nodes)
+    for node in nodes:  # which grows
+        following = {after for after, _ in getattr(node, "next_functions", ())} - met - {None}
+        met |= following
+        nodes += following
+    return {id(node.variable) for node in nodes if type(node).__name__ == _LEAF}
+
+
+def _outermost(module: nn.Module, reached: set[int], path: str = "") -> Iterator[str]:
+    if "expert" in path.rpartition(".")[2]:
+        return
+    prefix = f"{path}." if path else ""
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.requires_grad and id(parameter) not in reached:
+            yield f"{prefix}{name}"
+    for name, child in module.named_children():
+        inside = {id(parameter) for parameter in child.parameters() if parameter.requires_grad}
+        if inside & reached:
+            yield from _outermost(child, reached, f"{prefix}{name}")
+        elif inside:
+            yield f"{prefix}{name}"

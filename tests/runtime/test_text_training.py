@@ -1,0 +1,46 @@
+"""What text reaches of a model, and what is frozen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import families
+import pytest
+import torch
+import towers
+
+from duoka.forecast.workload import Training
+from duoka.runtime.text_training import find_unreached, make_text_trainable
+
+UNREACHED = {
+    "llava": ["model.vision_tower", "model.multi_modal_projector"],
+    "llava_next": ["model.image_newline", "model.vision_tower", "model.multi_modal_projector"],
+    "qwen2_vl": ["model.visual"],
+    "qwen2_5_omni_thinker": ["model.audio_tower", "model.visual"],
+    "kosmos-2.5": ["vision_model", "image_to_text_projection"],
+    "t5gemma2": ["model.encoder.vision_tower", "model.encoder.multi_modal_projector"],
+}
+
+
+@pytest.mark.parametrize("name", UNREACHED)
+def test_no_text_reaches_a_tower(name: str) -> None:
+    assert find_unreached(towers.build(name)) == UNREACHED[name]
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "gpt2", "deepseek_v3"])
+def test_text_reaches_all_of_a_language_model(name: str) -> None:
+    """Experts as well: tokens choose some of them."""
+    assert [name for name in find_unreached(families.build(name)) if "bias" not in name] == []
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_what_is_frozen_keeps_its_type(method: Any) -> None:
+    model = towers.build("llava").to(torch.bfloat16)
+    make_text_trainable(model, Training(method=method, master_weights=True), torch.bfloat16)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    for name, parameter in model.named_parameters():
+        is_reached = name.startswith(("model.language_model", "lm_head"))
+        assert (name in trained) == (is_reached and (method == "full" or "lora_" in name)), name
+        assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
+        assert is_reached or "lora_" not in name
