@@ -16,7 +16,8 @@ from duoka.engine.paged_model import PagedModel
 RAISE = (11, 12)
 MEMORY = (13, 14)
 KILL, HANG = 15, 16
-HARMFUL = (*RAISE, *MEMORY, KILL, HANG)
+LOSE = (17, 18)
+HARMFUL = (*RAISE, *MEMORY, KILL, HANG, *LOSE)
 _MOST_TOKENS = 3
 
 call = PagedModel.call
@@ -32,11 +33,17 @@ def harm(self: PagedModel, step: Any, device: torch.device) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
     if HANG in tokens and rank == 1:
         time.sleep(600)
+    if LOSE[rank] in tokens:
+        return _lose
     return _raise if RAISE[rank] in tokens else call(self, step, device)
 
 
 def _raise() -> Any:
     raise RuntimeError("a kernel failed")
+
+
+def _lose() -> Any:
+    raise torch.AcceleratorError("CUDA error: unspecified launch failure\nand advice")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ The tree, with the exit code that the command line returns for each::
     ├── FormatError            10   a plan or profile file of another version, or damaged
     ├── VirtualDeviceError     11   what a virtual GPU can't do
     ├── MachineError           12   what this machine refuses: disk, memory, libraries
+    │   └── GpuLostError       16   a GPU has failed, and what runs on it has to be started again
     └── TrainingError          14   training that can't go on: a loss that is no number, …
 
 A message says what went wrong, what was given, and the limit with its unit. `hint` says what to
@@ -240,6 +241,12 @@ class MachineError(DuokaError):
     """What this machine refuses: a full disk, no permission, no memory, a missing library."""
 
     exit_code = 12
+
+
+class GpuLostError(MachineError):
+    """A GPU has failed while a process used it; only another process can use it again."""
+
+    exit_code = 16
 
 
 class TrainingError(DuokaError):

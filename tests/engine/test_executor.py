@@ -57,6 +57,7 @@ def one_by_one(model: Any, prompt: list[int]) -> list[int]:
 
 def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.Random) -> Any:
     executor = InlineExecutor(model, capacity)
+    executor.start()
     capacity = executor.capacity
     ended: list[int] = []
     scheduler = Scheduler(capacity, executor.num_steps, forget=ended.append)

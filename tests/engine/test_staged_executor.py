@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import queue
 import random
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,14 +20,14 @@ from typing import Any
 import plain_generate
 import pytest
 import tuning
-from faulty_worker import HANG, HARMFUL, KILL, MEMORY, RAISE
+from faulty_worker import HANG, HARMFUL, KILL, LOSE, MEMORY, RAISE
 from peft import LoraConfig, get_peft_model
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import duoka
-from duoka.engine import Completion, Engine, Grammar, SamplingParams, Stream
+from duoka.engine import Completion, Engine, Grammar, SamplingParams, staged_executor
 from duoka.engine.staged_executor import WorkerError
-from duoka.errors import MachineError, UsageError
+from duoka.errors import GpuLostError, MachineError, UsageError
 from duoka.report import live
 from duoka.stages import workers
 
@@ -64,16 +66,6 @@ def prompts(number: int) -> list[list[int]]:
 def ids(completion: Completion | BaseException) -> list[int]:
     assert isinstance(completion, Completion), completion
     return [choice.token for choice in completion.tokens]
-
-
-def outcome_of(stream: Stream) -> list[int] | None:
-    """The tokens of an answer; None where its process had been killed."""
-    try:
-        return ids(stream.result())
-    except WorkerError as error:
-        if "the process of vgpu:1 has ended: signal 9" not in str(error):
-            raise
-        return None
 
 
 def open_files() -> list[str]:
@@ -195,19 +187,64 @@ def test_who_cancels_frees_pages(staged: Engine) -> None:
     assert staged.num_free_pages == staged.capacity.pages
 
 
-def test_a_process_that_is_killed_is_started_again(staged: Engine) -> None:
-    texts, params = prompts(12), SamplingParams(max_new_tokens=16)
-    expected = [ids(completion) for completion in staged.generate(texts, params)]
-    executor: Any = staged._executor
-    streams = [staged.submit(text, params) for text in texts]
-    next(iter(streams[0]))
-    os.kill(executor._workers.process_ids[1], signal.SIGKILL)
-    outcomes = [outcome_of(stream) for stream in streams]
-    # Those on their way failed, those that waited were answered, after a new start.
-    assert None in outcomes
-    assert outcomes[-1] == expected[-1]
-    assert all(found in (None, ids) for found, ids in zip(outcomes, expected, strict=True))
-    assert [ids(completion) for completion in staged.generate(texts, params)] == expected
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_ends_the_engine(plan: Any, rank: int) -> None:
+    failures: list[Exception] = []
+    with Engine(plan, processes=True, on_failure=failures.append) as engine:
+        executor: Any = engine._executor
+        streams = [engine.submit(text, SamplingParams(max_new_tokens=16)) for text in prompts(12)]
+        next(iter(streams[0]))
+        os.kill(executor._workers.process_ids[rank], signal.SIGKILL)
+        for stream in streams[-4:]:  # others may have been answered before
+            with pytest.raises(WorkerError, match=f"of vgpu:{rank} has ended: signal 9"):
+                stream.result()
+        with pytest.raises(WorkerError, match="signal 9"):
+            engine.submit([1, 2])
+        assert executor._workers.codes(0).keys() == {0, 1}
+    assert [type(failure) for failure in failures] == [WorkerError]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_is_lost_while_nobody_asks_ends_the_engine(
+    plan: Any, signum: signal.Signals, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", python)  # what stands in for it can't be stopped
+    monkeypatch.setattr(staged_executor, "_SILENT_SECONDS", 3.0)
+    failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+    with Engine(plan, processes=True, on_failure=failures.put, warm_up="largest") as engine:
+        executor: Any = engine._executor
+        with pytest.raises(queue.Empty):  # it is looked at, and shows signs of life
+            failures.get(timeout=4.0)
+        os.kill(executor._workers.process_ids[1], signum)
+        said = (
+            "has ended: signal 9" if signum == signal.SIGKILL else "shows no sign of life for 3 s"
+        )
+        with pytest.raises(WorkerError, match=f"vgpu:1 {said}"):
+            raise failures.get(timeout=30)
+        assert executor._workers.codes(10).keys() == {0, 1}
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_does_not_outlive_its_parent(python: str) -> None:
+    program = (
+        "import time\n"
+        "from duoka.stages.workers import Workers\n"
+        "workers = Workers('timeit', ('-n1', '-sinput()'), 1)\n"  # it reads, until nobody writes
+        "print(workers.process_ids[0], flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [python, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        os.kill(worker, signal.SIGSTOP)
+        parent.kill()
+    end = time.monotonic() + 60
+    while Path(f"/proc/{worker}").exists():
+        assert time.monotonic() < end, "it is still there"
+        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -276,14 +313,19 @@ def test_one_gpu_has_no_processes(plan: Any, tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def faulty(plan: Any) -> Iterator[Engine]:
-    """An engine in which tokens do harm: see faulty_worker.py."""
+def faults(plan: Any) -> Iterator[Any]:
+    """The plan, in whose processes tokens do harm: see faulty_worker.py."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-        patch.setattr("duoka.engine.staged_executor._MODULE", "faulty_worker")
-        patch.setattr("duoka.engine.staged_executor._UNKNOWN_SECONDS", 10.0)
-        with Engine(plan) as engine:
-            yield engine
+        patch.setattr(staged_executor, "_MODULE", "faulty_worker")
+        patch.setattr(staged_executor, "_UNKNOWN_SECONDS", 10.0)
+        yield plan
+
+
+@pytest.fixture(scope="module")
+def faulty(faults: Any) -> Iterator[Engine]:
+    with Engine(faults) as engine:
+        yield engine
 
 
 @pytest.mark.slow
@@ -311,13 +353,23 @@ def test_memory_that_is_short_is_enough_for_smaller_steps(
 
 
 @pytest.mark.slow
-def test_processes_that_are_lost_again_and_again_are_given_up(faulty: Engine) -> None:
-    with pytest.raises(WorkerError, match="nothing has come of a step for 10 seconds"):
-        faulty.submit([1, HANG]).result()
-    with pytest.raises(WorkerError, match="vgpu:0 has ended: signal 9"):
-        faulty.submit([1, KILL]).result()
-    assert ids(faulty.submit([1, 2]).result())
-    with pytest.raises(WorkerError, match="vgpu:0 has ended: signal 9"):
-        faulty.submit([1, KILL]).result()
-    with pytest.raises(WorkerError, match="signal 9"):
-        faulty.submit([1, 2])
+@pytest.mark.parametrize(
+    ("token", "kind", "said"),
+    [
+        (HANG, WorkerError, "nothing has come of a step for 10 seconds"),
+        (KILL, WorkerError, "the process of vgpu:0 has ended: signal 9"),
+        (LOSE[0], GpuLostError, "vgpu:0 has failed: CUDA error: unspecified launch failure\n"),
+        (LOSE[1], GpuLostError, "vgpu:1 has failed: CUDA error: unspecified launch failure\n"),
+    ],
+)
+def test_what_is_lost_ends_all_requests(faults: Any, token: int, kind: Any, said: str) -> None:
+    with Engine(faults, warm_up="largest") as engine:
+        streams = [engine.submit(text, CAREFUL) for text in ([1, 2], [1, token], [3, 4])]
+        for stream in streams[1:]:
+            with pytest.raises(kind, match=said):
+                stream.result()
+        with pytest.raises(kind, match=said):
+            engine.submit([1, 2])
+        codes = engine._executor._workers.codes(0)  # type: ignore[attr-defined]
+    if kind is GpuLostError:
+        assert codes[LOSE.index(token)] == GpuLostError.exit_code

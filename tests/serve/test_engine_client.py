@@ -73,7 +73,7 @@ def test_the_third_death_is_the_last_and_each_start_waits_longer() -> None:
     assert client.state == "failed"
     assert client.num_deaths == 3
     assert client.reason is not None
-    assert "3 times within ten minutes; the last time: it was closed" in client.reason
+    assert "3 times within ten minutes; the last time: its connection was lost" in client.reason
     assert len(client.lives) == 1
 
 

@@ -8,6 +8,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -26,10 +27,11 @@ from duoka.models.text.messages import Message
 from duoka.planner.out_of_memory import OutOfMemory
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
+from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.prompt_reader import refuse_beyond
 
 from .detokenizer import Detokenizer
-from .executor import Lost, Result
+from .executor import Result
 from .grammar import GrammarCompiler
 from .open_executor import open_executor
 from .request import Completion, SamplingParams, TextPiece
@@ -123,6 +125,9 @@ class Engine:
         with the most tokens. These take the most by far, and are enough for work that ends soon.
         Later steps may still take a segment of memory from the device then, and where something
         else has that, one runs in smaller parts.
+    on_failure : callable, optional
+        Called in the engine's thread, before any request is told, where a GPU or a process is lost:
+        nothing is computed any more then.
     trust_remote_code, adapter, progress, download_progress
         As for `load`; processes tell no progress of theirs.
 
@@ -140,13 +145,14 @@ class Engine:
         processes: bool | None = None,
         max_new_tokens: int | None = None,
         warm_up: Literal["every", "largest"] = "every",
+        on_failure: Callable[[Exception], None] | None = None,
         trust_remote_code: bool = False,
         adapter: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
         download_progress: Progress | None = None,
     ) -> None:
         warm_up = choose("warm_up", warm_up, ("every", "largest"))
-        opened = open_executor(
+        executor, self._num_embeddings, self._reader, self._rules = open_executor(
             plan,
             processes,
             warm_up=warm_up,
@@ -155,29 +161,32 @@ class Engine:
             progress=progress,
             download_progress=download_progress,
         )
-        self._executor, self._num_embeddings, self._reader, self._rules = opened
+        self._executor = executor
         self._plan = plan
+        self._on_failure = on_failure
         self._grammars = GrammarCompiler(
             self._reader.tokenizer, self._reader.chat.stop_ids, self._num_embeddings
         )
-        self.capacity = self._executor.capacity
-        self._scheduler = Scheduler(
-            self.capacity,
-            self._executor.num_steps,
-            self._executor.forget,
-            plan.forecast,
-        )
-        self._max_new_tokens = max_new_tokens or self._scheduler.most_tokens
         self._numbers = count()
         # Steps on their way, and pieces that are to be computed again before anything else.
         self._steps: dict[int, list[Piece]] = {}
         self._again: deque[list[Piece]] = deque()
-        # Guards the scheduler, and wakes the thread when there is something to do.
-        self._changed = threading.Condition()
+        # Guards the scheduler; who has changed it wakes the executor.
+        self._lock = threading.Lock()
         self._is_closed = False
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="duoka-engine", daemon=True)
+        started = Future[None]()
+        self._thread = threading.Thread(
+            target=self._work, args=(started,), name="duoka-engine", daemon=True
+        )
         self._thread.start()
+        try:
+            started.result()
+        except BaseException:  # Ctrl-C, too: the thread ends as soon as it has warmed up
+            started.cancel()
+            raise
+        self.capacity = executor.capacity
+        self._max_new_tokens = max_new_tokens or self._scheduler.most_tokens
 
     def __enter__(self) -> Engine:
         return self
@@ -187,9 +196,8 @@ class Engine:
 
     def close(self) -> None:
         """Cancel what is on its way, and end."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            self._changed.notify()
         self._executor.wake()
         self._thread.join()
         self._executor.close()
@@ -253,13 +261,12 @@ class Engine:
             matcher=matcher,
             on_event=tell,
         )
-        with self._changed:
+        with self._lock:
             if self._failure is not None:
                 raise self._failure
             if self._is_closed:
                 raise UsageError("the engine has been closed", hint="make another one")
             self._scheduler.add(sequence)
-            self._changed.notify()
         self._executor.wake()
         return Stream(sequence, events)
 
@@ -302,20 +309,12 @@ class Engine:
     @property
     def num_free_pages(self) -> int:
         """Pages that nobody needs."""
-        with self._changed:
+        with self._lock:
             return self._scheduler.pool.num_free
 
     def load(self) -> Load:
-        """What is on its way now.
-
-        Raises
-        ------
-        Exception
-            Why the engine has ended, where nobody closed it.
-        """
-        with self._changed:
-            if self._failure is not None:
-                raise self._failure
+        """What is on its way now."""
+        with self._lock:
             scheduler = self._scheduler
             return Load(
                 running=len(scheduler.running),
@@ -346,28 +345,31 @@ class Engine:
 
     # ── the engine's thread ──
 
-    def _work(self) -> None:
+    def _work(self, started: Future[None]) -> None:
+        executor = self._executor
         try:
-            while self._waits_for_work():
+            executor.start()
+            settings = executor.capacity, executor.num_steps, executor.forget
+            self._scheduler = Scheduler(*settings, self._plan.forecast)
+            started.set_result(None)
+        except Exception as error:  # or nobody waits for it any more
+            executor.close()
+            if not started.cancelled():
+                started.set_exception(find_lost_gpu(error) or error)
+            return
+        try:
+            while not self._is_closed:
                 self._submit_steps()
-                if self._steps:
-                    self._take(self._executor.wait())
-        except Exception as error:  # what was lost can't be started again, or a defect of duoka's
-            self._fail(error)
-
-    def _waits_for_work(self) -> bool:
-        """Wait until there is something to do; False when the engine is closed."""
-        with self._changed:
-            while not (self._is_closed or self._steps or self._scheduler.has_work):
-                self._changed.wait()
-            if self._is_closed:
+                self._take(executor.wait())
+            with self._lock:
                 self._scheduler.cancel_all()
-            return not self._is_closed
+        except Exception as error:  # what was lost, or a defect of duoka's
+            self._fail(error)
 
     def _submit_steps(self) -> None:
         """Let as many steps be on their way as are worth it."""
         while len(self._steps) < self._executor.num_steps:
-            with self._changed:
+            with self._lock:
                 pieces = self._next_again() or self._scheduler.next_step()
             if not pieces:
                 return
@@ -385,14 +387,10 @@ class Engine:
                 return pieces
         return []
 
-    def _take(self, result: Result | Lost | None) -> None:
+    def _take(self, result: Result | None) -> None:
         """Take what a step came to."""
-        with self._changed:
-            if isinstance(result, Lost):
-                self._steps.clear()
-                self._again.clear()
-                self._scheduler.fail_running(result.error)
-            elif result is not None:
+        with self._lock:
+            if result is not None:
                 pieces = self._steps.pop(result.number)
                 if isinstance(result.outcomes, Exception):
                     self._retry(pieces, result.outcomes)
@@ -435,8 +433,11 @@ class Engine:
 
     def _fail(self, error: Exception) -> None:
         """Nothing can be computed any more."""
-        with self._changed:
+        with self._lock:
             self._failure = error
+        if self._on_failure is not None:
+            self._on_failure(error)
+        with self._lock:
             self._scheduler.fail_all(error)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -18,6 +21,7 @@ from duoka.forecast.workload import PAGED_CACHES, Workload
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
+from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
 from duoka.runtime.paged_steps import reads_pages
 from duoka.runtime.publisher import BusyShares, Publisher
@@ -40,12 +44,6 @@ class Result(NamedTuple):
     outcomes: Sequence[Outcome] | Exception
 
 
-class Lost(NamedTuple):
-    """All steps on their way are lost, and what was computed before; the next one begins anew."""
-
-    error: Exception
-
-
 class Executor(Protocol):
     """Computes steps, in the order in which they are submitted."""
 
@@ -54,11 +52,20 @@ class Executor(Protocol):
     num_steps: int
     """Steps that are worth submitting before the first one has ended."""
 
+    def start(self) -> None:
+        """Warm up, in the thread that calls `wait`; capacity and `is_paged` are final then."""
+
     def submit(self, step: Step) -> None:
         """Let a step be computed."""
 
-    def wait(self) -> Result | Lost | None:
-        """Wait for the next step to end; None where `wake` was called."""
+    def wait(self) -> Result | None:
+        """Wait for the next step to end; None where `wake` was called.
+
+        Raises
+        ------
+        MachineError
+            If a GPU or a process is lost, and with it all steps; no step is computed any more.
+        """
 
     def wake(self) -> None:
         """Let who waits look around. From any thread."""
@@ -105,13 +112,25 @@ class InlineExecutor:
         warm_up: WarmUp = "first",
         plan: Plan | None = None,
     ) -> None:
+        self._opened = ExitStack()
         self._publisher = None
         if plan is not None:
             shares = BusyShares(self.busy_seconds)
             self._publisher = Publisher(plan, model, plan.devices, busy_shares=shares)
-        self._model = _paged(model, capacity, workload, warm_up) or CachedModel(model, workload)
+            self._opened.callback(self._publisher.close)
+        self._open = partial(_open, model, capacity, workload, warm_up)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
+        self.capacity = capacity
+        self._steps: deque[Step] = deque()
+        self._woken = threading.Event()
+        self._busy_seconds = 0.0
+
+    def start(self) -> None:
+        """See `Executor`: in each thread that computes cuBLAS takes a workspace of its own."""
+        self._model = self._open()
+        self._opened.callback(self._model.close)
         self.is_paged = isinstance(self._model, PagedModel)
+        capacity = self.capacity
         self.capacity = replace(capacity, whole_prompts=False)
         if isinstance(self._model, CachedModel):
             sequences = 1 if self._model.keeps_state_in_modules else capacity.sequences
@@ -123,8 +142,6 @@ class InlineExecutor:
                 step_tokens=sequences * capacity.context_tokens,
                 whole_prompts=True,
             )
-        self._steps: deque[Step] = deque()
-        self._busy_seconds = 0.0
         if self._publisher is not None:
             self._publisher.start()
 
@@ -134,6 +151,10 @@ class InlineExecutor:
 
     def wait(self) -> Result | None:
         """See `Executor`."""
+        if not self._steps:
+            self._woken.wait()
+            self._woken.clear()
+            return None
         step = self._steps.popleft()
         begin = time.perf_counter()
         try:
@@ -154,7 +175,8 @@ class InlineExecutor:
         return self._model.run(chunks)
 
     def wake(self) -> None:
-        """See `Executor`: nobody waits long."""
+        """See `Executor`."""
+        self._woken.set()
 
     def busy_seconds(self) -> dict[str, float]:
         """See `Executor`: of several devices only one works at a time, and nobody asks which."""
@@ -174,9 +196,7 @@ class InlineExecutor:
 
     def close(self) -> None:
         """See `Executor`."""
-        if self._publisher is not None:
-            self._publisher.close()
-        self._model.close()
+        self._opened.close()
 
     def _alone(self, chunk: Chunk) -> Outcome:
         """What a chunk comes to that isn't computed with others, nor again."""
@@ -187,7 +207,10 @@ class InlineExecutor:
         return outcome
 
     def _explained(self, error: Exception) -> Exception:
-        """Why a step failed; what it took is given back."""
+        """Why a step failed; what it took is given back. A lost GPU ends all work."""
+        lost = find_lost_gpu(error)
+        if lost is not None:
+            raise lost from error
         if isinstance(error, torch.OutOfMemoryError):
             explain(error, self._publisher)
             error.__traceback__ = None  # which holds what was on the devices
@@ -202,14 +225,12 @@ def outcomes_of(step: Step, logits: Tensor) -> list[Outcome]:
     return [None if chunk.row is None else next(choices) for chunk in step.chunks]
 
 
-def _paged(
+def _open(
     model: PreTrainedModel, capacity: Capacity, workload: Workload, warm_up: WarmUp
-) -> PagedModel | None:
-    if workload.cache not in _IN_PAGES or workload.images or not reads_pages(model):
-        return None
-    paged = PagedModel(model, capacity)
-    try:
-        paged.try_out(warm_up)
-    except ModelError:  # its code wants more of attention than it is known to
-        return None
-    return paged
+) -> PagedModel | CachedModel:
+    if workload.cache in _IN_PAGES and not workload.images and reads_pages(model):
+        paged = PagedModel(model, capacity)
+        with suppress(ModelError):  # its code wants more of attention than it is known to
+            paged.try_out(warm_up)
+            return paged
+    return CachedModel(model, workload)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity, StepSize
 from duoka.planner.placement import Placement
+from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.paged_steps import PagedStep, PagedStepper
 from duoka.stages.route import Routes, find_route
 
@@ -79,7 +80,7 @@ class PagedModel:
                 self._stepper.start()
         except Exception as error:  # whatever code raises that reads the mask, which is none
             self.close()
-            if isinstance(error, (ModelError, torch.OutOfMemoryError)):
+            if isinstance(error, (ModelError, torch.OutOfMemoryError)) or find_lost_gpu(error):
                 raise
             raise ModelError(f"{type(self._model).__name__} can't read from pages") from error
 

@@ -188,15 +188,10 @@ class Scheduler:
         self._end(sequence)
         sequence.fail(error)
 
-    def fail_running(self, error: Exception) -> None:
-        """End those that are on the way: what had been computed for them is lost."""
+    def fail_all(self, error: Exception) -> None:
+        """End all sequences: nothing is computed any more."""
         for sequence in list(self.running):
             self.fail(sequence, error)
-        self.pool = PagePool(self.capacity.pages, self.capacity.page_tokens)
-
-    def fail_all(self, error: Exception) -> None:
-        """End those that wait as well."""
-        self.fail_running(error)
         while self.waiting:
             self.waiting.popleft().fail(error)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import sys
+import threading
 import time
 import traceback
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 
 from duoka.base.garbage import freeze_objects
 from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.errors import GpuLostError
 from duoka.forecast.serving import Capacity
 from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model
@@ -25,6 +28,7 @@ from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime.draw import draw_in_every_way
 from duoka.runtime.load import load_weights
+from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
 from duoka.runtime.paged_steps import PagedStep
 from duoka.runtime.publisher import BusyShares, Publisher
@@ -38,6 +42,7 @@ from .executor import outcomes_of
 from .paged_model import PagedModel
 from .step import Outcome, Step
 
+_BEAT_SECONDS = 0.25
 LOST, DEFECT = 75, 70
 """The exit codes of a process that ends because another one did, and of one with a defect."""
 
@@ -133,7 +138,8 @@ class _StageWorker:
         except (EOFError, OSError):  # another process is gone
             raise
         except Exception as error:
-            failure = portable(explain(error, self.publisher))
+            lost = find_lost_gpu(error, str(self._device))
+            failure = lost or portable(explain(error, self.publisher))
             failure.__traceback__ = None  # which holds what was on the device
         seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
         self._busy_seconds += seconds
@@ -143,6 +149,8 @@ class _StageWorker:
             self._note_peaks()
         if failure is not None:  # which the driver knows before anything more comes of the step
             driver.send(Report(step.number, failure, is_last))
+            if isinstance(failure, GpuLostError):
+                raise failure
             if isinstance(failure, torch.OutOfMemoryError):
                 devices.give_back()
             part.abandon()
@@ -166,6 +174,8 @@ def main() -> None:
         _serve(driver)
     except (EOFError, OSError):  # the driver or another process is gone
         code = LOST
+    except GpuLostError as error:  # which the driver has been told
+        code = error.exit_code
     except Exception:
         traceback.print_exc()
         code = DEFECT
@@ -174,12 +184,21 @@ def main() -> None:
 
 
 def _serve(driver: Connection) -> None:
+    part: Part = driver.recv()
     try:
-        worker = _StageWorker(driver.recv())
+        worker = _StageWorker(part)
     except Exception as error:
-        driver.send(portable(error))
+        driver.send(find_lost_gpu(error, part.device) or portable(error))
         return
+    threading.Thread(target=_beat, args=(part.memory, part.rank), daemon=True).start()
     freeze_objects()
     driver.send(None)
     with closing(worker.publisher.start()):
         worker.serve(driver)
+
+
+def _beat(memory: SharedMemory, rank: int) -> None:
+    """Show that this process is alive."""
+    for number in count(1):
+        memory.beat(rank, number)
+        time.sleep(_BEAT_SECONDS)

@@ -1,8 +1,8 @@
 """The executor of several processes: one for each device of a plan, which has its stages.
 
 The driver, this process, has neither weights nor a GPU: it sends every process each step, and is
-told what came of it. Steps go through the stages one behind the other. A process that ends takes
-the others with it; they can be started again.
+told what came of it. Steps go through the stages one behind the other. A process that ends, or that
+is stopped, takes the others with it, and the executor is lost: who has it may make another one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
 from duoka.base.files import why
-from duoka.errors import MachineError
+from duoka.errors import GpuLostError, MachineError
 from duoka.forecast.serving import FIRST, Capacity, StepSize
 from duoka.models.lora import Adapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
-from duoka.stages.route import Route, Routes
+from duoka.stages.route import Routes
 from duoka.stages.shared_memory import SharedMemory, connect
-from duoka.stages.workers import Workers
+from duoka.stages.workers import Workers, describe_end
 
-from .executor import Lost, Result
+from .executor import Result
 from .paged_model import WarmUp
 from .stage_worker import LOST, Part, Report
 from .step import Step
@@ -38,9 +38,9 @@ _MODULE = "duoka.engine"
 # and one that takes so many seconds where that is less, or nothing is forecast.
 _TIMES, _LEAST_SECONDS, _UNKNOWN_SECONDS = 100.0, 60.0, 900.0
 _GRACE_SECONDS = 2.0
-# So many losses within so long, and it isn't tried again.
-_MOST_LOSSES = 3
-_LOSSES_SECONDS = 600.0
+# A process that shows no sign of life for so long is stopped, or hangs; counted are looks, not
+# seconds, since this process may have been stopped as well.
+_LOOK_SECONDS, _SILENT_SECONDS = 0.5, 60.0
 
 
 class WorkerError(MachineError):
@@ -58,7 +58,7 @@ class StagedExecutor:
     routes : Routes
         Of the model's steps.
     warm_up : {"first", "largest", "every"}
-        Which steps are computed before anybody asks, whenever the processes are started.
+        Which steps are computed before anybody asks.
     trust_remote_code, adapter
         As for `load`; the adapter in native form.
 
@@ -90,41 +90,35 @@ class StagedExecutor:
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         self._most_seconds = _limit(plan)
-        # Whether the processes are there, and when they have been lost.
-        self._is_started = False
-        self._losses: deque[float] = deque(maxlen=_MOST_LOSSES)
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-
-    def _start(self) -> None:
-        """Start the processes, and wait until each has its part."""
-        names = self._plan.devices
-        capacity = self.capacity
-        most_tokens = capacity.tokens(max(capacity.step_tokens, capacity.sequences))
-        largest = self._routes.at(most_tokens, capacity.logits(capacity.sequences))
-        try:
-            sockets = self._start_workers(largest, len(names))
-        except OSError as error:
-            raise MachineError(
-                f"the processes of {', '.join(names)} can't be started: {why(error)}",
-                hint="see how many processes and open files are allowed: `ulimit -u -n`",
-            ) from error
         self._failures: dict[int, Exception] = {}
         self._results: deque[Result] = deque()
-        self._is_started = True
+        # Steps on their way, and when one was last heard of.
+        self._num_open, self._heard_at = 0, 0.0
+        # Signs of life as they were when all had changed, and how many looks ago that was.
+        self._beats: list[int] = []
+        self._num_looks, self._next_look = 0, 0.0
+        self._opened = ExitStack()
         try:
-            self._load(sockets)
+            self._load(self._start_workers(len(plan.devices)))
             self._warm_up()
-        except BaseException:
-            self._stop()
-            raise
+        except BaseException as error:
+            self.close()
+            if not isinstance(error, OSError):
+                raise
+            raise MachineError(
+                f"the processes of {', '.join(plan.devices)} can't be started: {why(error)}",
+                hint="see how many processes and open files are allowed: `ulimit -u -n`",
+            ) from error
 
-    def _start_workers(self, largest: Route, number: int) -> list[list[int]]:
+    def start(self) -> None:
+        """See `Executor`: the processes have warmed up."""
+
+    def _start_workers(self, number: int) -> list[list[int]]:
         """Start the processes, with all that joins them; the numbers of their sockets."""
-        with ExitStack() as opened, ExitStack() as for_workers:
+        capacity, opened = self.capacity, self._opened
+        most_tokens = capacity.tokens(max(capacity.step_tokens, capacity.sequences))
+        largest = self._routes.at(most_tokens, capacity.logits(capacity.sequences))
+        with ExitStack() as for_workers:
             self._memory = SharedMemory(largest, self.num_steps, number)
             opened.callback(self._memory.close)
             sockets = connect(number)
@@ -141,57 +135,69 @@ class StagedExecutor:
             ]
             self._workers = Workers(_MODULE, (), number, descriptors=descriptors)
             self._drivers = [driver_end for driver_end, _ in pipes]
-            opened.pop_all()  # all is there, and stays
+            opened.callback(self._end_workers)
         return sockets
 
     def submit(self, step: Step) -> None:
-        """See `Executor`.
-
-        Raises
-        ------
-        DuokaError
-            If processes that were lost can't be started again.
-        """
-        if not self._is_started:
-            self._start()
+        """See `Executor`."""
         message = pickle.dumps(step)
+        self._num_open, self._heard_at = self._num_open + 1, time.monotonic()
         with suppress(OSError):  # a process is gone, which `wait` tells
             for driver in self._drivers:
                 driver.send_bytes(message)
 
-    def wait(self) -> Result | Lost | None:
+    def wait(self) -> Result | None:
         """See `Executor`.
 
         Raises
         ------
         WorkerError
-            If processes have been lost too often to start them once more.
+            If a process has ended or is stopped, or a step doesn't end.
+        GpuLostError
+            If the GPU of a process has failed.
         """
         try:
             return self._wait()
-        except WorkerError as error:
-            self._stop()
-            self._losses.append(time.monotonic())
-            if self._is_lost_often:
-                raise
-            return Lost(error)
+        except BaseException:
+            self._opened.close()
+            raise
 
     def _wait(self) -> Result | None:
         while not self._results:
-            ready = wait([*self._drivers, self._woken], self._most_seconds)
-            if not ready:
-                raise WorkerError(
-                    f"nothing has come of a step for {self._most_seconds:.0f} seconds",
-                    hint="see what else uses the GPUs, and whether they are well: `nvidia-smi`",
-                )
+            ready = wait([*self._drivers, self._woken], _LOOK_SECONDS)
             for rank, driver in enumerate(self._drivers):
                 if driver in ready:
                     self._take(rank)
+            self._look()
             if self._woken in ready:
                 os.read(self._woken, 2**16)
                 if not self._results:
                     return None
+        self._num_open -= 1
         return self._results.popleft()
+
+    def _look(self) -> None:
+        """Raise where a process shows no sign of life any more, or a step takes too long."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        beats = self._memory.beats()
+        same = [rank for rank, beat in enumerate(self._beats) if beat == beats[rank]]
+        self._num_looks += 1
+        if not same:
+            self._beats, self._num_looks = beats, 0
+        elif self._num_looks * _LOOK_SECONDS >= _SILENT_SECONDS:
+            raise WorkerError(
+                f"the process of {self._plan.devices[same[0]]} shows no sign of life for "
+                f"{_SILENT_SECONDS:.0f} seconds",
+                hint="has somebody stopped it (SIGSTOP), or does the machine swap?",
+            )
+        if self._num_open and now - self._heard_at > self._most_seconds:
+            raise WorkerError(
+                f"nothing has come of a step for {self._most_seconds:.0f} seconds",
+                hint="see what else uses the GPUs, and whether they are well: `nvidia-smi`",
+            )
 
     def wake(self) -> None:
         """See `Executor`."""
@@ -219,28 +225,18 @@ class StagedExecutor:
             if notes.reserved_bytes
         ]
 
-    def _stop(self) -> None:
-        """End the processes."""
-        if not self._is_started:
-            return
-        self._is_started = False
+    def _end_workers(self) -> None:
         for driver in self._drivers:
             with suppress(OSError):
                 driver.send(None)
             driver.close()  # they end by themselves, or they are ended
         self._workers.end(_GRACE_SECONDS)
-        self._memory.close()
 
     def close(self) -> None:
         """See `Executor`."""
-        self._stop()
+        self._opened.close()
         os.close(self._waker)
         os.close(self._woken)
-
-    @property
-    def _is_lost_often(self) -> bool:
-        is_full = len(self._losses) == _MOST_LOSSES
-        return is_full and self._losses[-1] - self._losses[0] < _LOSSES_SECONDS
 
     def _load(self, sockets: Sequence[Sequence[int]]) -> None:
         for rank, (driver, name) in enumerate(zip(self._drivers, self._plan.devices, strict=True)):
@@ -299,6 +295,9 @@ class StagedExecutor:
         """Take what a process tells."""
         with self._watched(rank):
             report: Report = self._drivers[rank].recv()
+        self._heard_at = time.monotonic()
+        if isinstance(report.outcome, GpuLostError):
+            raise report.outcome
         if isinstance(report.outcome, Exception):
             self._failures.setdefault(report.number, report.outcome)
         if not report.is_last:
@@ -316,11 +315,14 @@ class StagedExecutor:
         try:
             yield
         except (EOFError, OSError) as error:
+            for driver in self._drivers:  # the others end, too
+                driver.close()
             codes = self._workers.codes(_GRACE_SECONDS)
             # Those that ended because of another one say so.
             first = next((at for at, code in codes.items() if code not in (0, LOST)), rank)
+            end = describe_end(codes.get(first))
             raise WorkerError(
-                f"the process of {self._plan.devices[first]} has ended: {_how(codes.get(first))}",
+                f"the process of {self._plan.devices[first]} has ended: {end}",
                 hint="what it wrote to the standard error stream may say why; the kernel ends "
                 "processes where the host's memory runs out: `dmesg`",
             ) from error
@@ -332,9 +334,3 @@ def _limit(plan: Plan) -> float:
     if seconds is None or seconds.first_token_seconds is None:
         return _UNKNOWN_SECONDS
     return max(_LEAST_SECONDS, _TIMES * seconds.first_token_seconds)
-
-
-def _how(code: int | None) -> str:
-    if code is None:
-        return "its connection was lost"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import signal
@@ -16,6 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
+
+from duoka.stages.workers import describe_end
 
 from .errors import HttpError
 from .messages import (
@@ -37,6 +40,7 @@ from .messages import (
     packed,
 )
 
+_LOG = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "failed"]
 _LOOK_SECONDS = 0.5
 # Whoever answers does nothing else, needs what other threads have for a second at most, and is
@@ -113,6 +117,7 @@ class EngineClient:
                     return self._set("failed", broken.text)
                 self._deaths.append(time.monotonic())
                 self.num_deaths += 1
+                _LOG.error("engine %d has ended: %s", self.replica, self.reason)
                 is_full = len(self._deaths) == _MOST_DEATHS
                 if is_full and self._deaths[-1] - self._deaths[0] < _DEATHS_SECONDS:
                     text = f"it has ended {_MOST_DEATHS} times within ten minutes"
@@ -123,8 +128,8 @@ class EngineClient:
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
         finally:
-            if self._process is not None:  # the server ends
-                await self._lose(None)
+            if self._process is not None:
+                await self._lose(Broken("the server was stopped"))
 
     async def ask(self, ask: Ask, tokens: int) -> AsyncGenerator[Event, None]:
         """What comes of a request that may take so many tokens.
@@ -216,7 +221,7 @@ class EngineClient:
                     [*self._program, str(theirs.fileno())],
                     stdin=subprocess.PIPE,  # it ends where this one is gone
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # a Ctrl-C of the terminal's is the server's alone
+                    process_group=0,  # a Ctrl-C of the terminal's is the server's alone
                 )
             except OSError:
                 ours.close()
@@ -267,11 +272,12 @@ class EngineClient:
         self.status, self.busy_shares = None, {}
         if self.state == "ready":  # nothing new comes here while its process is being ended
             self.state = "restarting"
-        code = await asyncio.to_thread(self._end)
-        self.reason = broken.text if broken is not None else _how(code)
+        ending = asyncio.create_task(asyncio.to_thread(self._end))
+        self.reason = describe_end(await ending) if broken is None else broken.text
         for number, queue in self._open.items():
             text = f"the engine has ended, and this answer with it: {self.reason}"
             queue.put_nowait(Failed(number=number, status=503, text=text, code="engine_died"))
+        await ending
 
     def _end(self) -> int | None:
         """Let nothing of the process be left; its exit code."""
@@ -306,9 +312,3 @@ def _error_of(event: Failed) -> HttpError:
     return HttpError(
         event.status, event.text, code=event.code, param=event.param, retry_after=after
     )
-
-
-def _how(code: int | None) -> str:
-    if code is None:
-        return "it was closed"
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

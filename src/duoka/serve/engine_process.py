@@ -30,6 +30,7 @@ from duoka.base.garbage import freeze_objects
 from duoka.engine.grammar import Grammar
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.token_bytes import TokenBytes
+from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.stages.workers import end_with_parent
 
 from .messages import (
@@ -71,6 +72,7 @@ class EngineProcess:
     """
 
     def __init__(self, begin: Begin, tell: Callable[[object], None]) -> None:
+        self._tell = tell
         checkpoint = Checkpoint.open(begin.plan.source, trust_remote_code=begin.trust_remote_code)
         self._generation_config = checkpoint.generation_config
         self._engine = Engine(
@@ -79,6 +81,7 @@ class EngineProcess:
             max_new_tokens=begin.max_new_tokens,
             trust_remote_code=begin.trust_remote_code,
             adapter=begin.adapter,
+            on_failure=self._end,
         )
         self._reader = PromptReader.open(checkpoint, begin.plan.workload)
         self._questions = QuestionReader(self._reader)
@@ -86,7 +89,6 @@ class EngineProcess:
         vocabulary = self._reader.tokenizer.get_vocab()
         self._longest_token = max(map(len, vocabulary))
         self._num_tokens = 1 + max(vocabulary.values())
-        self._tell = tell
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.
         self._picture_thread = ThreadPoolExecutor(1, "duoka-pictures")
@@ -210,13 +212,15 @@ class EngineProcess:
         data = self._token_bytes.of(token)
         return data.decode(errors="replace"), data
 
+    def _end(self, error: BaseException) -> None:
+        """End this process with its engine; its open requests are told by the server."""
+        broken = _broken(error)
+        self._tell(broken)
+        time.sleep(_SEND_SECONDS)
+        os._exit(broken.code)
+
     def _tell_status(self) -> None:
-        try:
-            load = self._engine.load()
-        except Exception as error:  # the engine's thread has ended
-            self._tell(Broken(str(error)))
-            time.sleep(_SEND_SECONDS)
-            os._exit(_DEFECT)
+        load = self._engine.load()
         reserved = {peak.device: peak.reserved_bytes for peak in self._engine.peaks()}
         self._tell(
             Status(
@@ -379,6 +383,15 @@ def failed(number: int, error: Exception, field: str | None = None) -> Failed:
     )
 
 
+def _broken(error: BaseException) -> Broken:
+    """Why an engine has ended; a defect is told with its traceback as well."""
+    error = find_lost_gpu(error) or error
+    if isinstance(error, DuokaError):
+        return Broken(f"{error}; {error.hint}" if error.hint else f"{error}", error.exit_code)
+    traceback.print_exception(error)
+    return Broken(f"{type(error).__name__}: {str(error)[:300]}", _DEFECT)
+
+
 class _Outbox:
     """Sends messages from all threads; what comes while it sends goes together."""
 
@@ -418,12 +431,9 @@ def main() -> None:
         process.serve(partial(read, file))
     except EOFError:  # the server is gone
         pass
-    except DuokaError as error:
-        hint = f"; {error.hint}" if error.hint else ""
-        connection.sendall(packed([Broken(f"{error}{hint}", error.exit_code)]))
-        code = error.exit_code
-    except BaseException:
-        traceback.print_exc()
-        code = _DEFECT
+    except BaseException as error:
+        broken = _broken(error)
+        code = broken.code
+        connection.sendall(packed([broken]))
     sys.stderr.flush()
     os._exit(code)  # whatever threads and processes there are: they end with this one

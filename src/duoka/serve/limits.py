@@ -7,8 +7,10 @@ import hashlib
 import hmac
 import json
 import re
+import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
@@ -22,16 +24,12 @@ from duoka.errors import FormatError
 
 from .errors import HttpError
 
-MOST_BODY_BYTES = 32 * 2**20
+MOST_BODY_BYTES, MOST_HEADER_BYTES = 32 * 2**20, 64 * 2**10
 _MOST_MEMORY_BYTES = 512 * 2**20
 _LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
 _NEXT_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{}])', re.DOTALL)
-_BUSY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\n"
-    b"Connection: close\r\nContent-Length: %d\r\n\r\n%s"
-)
 _OPEN = ("/health", "/ready", "/version", "/", "/favicon.ico")
 _THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
 
@@ -119,6 +117,9 @@ class Gate:
             self._memory.add(-body.num_bytes)
 
     def _check(self, path: str, headers: Headers) -> None:
+        # h11 refuses those that are too long while they come; these have come at once.
+        if sum(len(name) + len(value) + 4 for name, value in headers.raw) > MOST_HEADER_BYTES:
+            raise HttpError(431, f"headers have at most {MOST_HEADER_BYTES // 2**10} KiB")
         host = headers.get("host", "")
         if self._is_local and not _THIS_MACHINE.fullmatch(host):
             text = f"{host[:80]!r} isn't answered: without a key localhost, 127.0.0.1 and [::1] are"
@@ -258,10 +259,23 @@ class TimedProtocol(H11Protocol):
         self._header_timer = self.loop.call_later(self.limits.header_seconds, transport.abort)
         most = self.limits.connections
         if len(self.connections) > most:
-            error = HttpError(503, f"{most} connections are open", code="overloaded")
-            body = json.dumps(error.body).encode()
-            transport.write(_BUSY % (len(body), body))
-            transport.close()
+            text = f"{most} connections are open"
+            self._refuse(HttpError(503, text, code="overloaded", retry_after=5))
+
+    def send_400_response(self, msg: str) -> None:
+        """See uvicorn: h11 refuses a request, with 431 where its headers are too long."""
+        error = sys.exception()
+        self._refuse(HttpError(getattr(error, "error_status_hint", 400), f"{msg} {error}"))
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer with an error what isn't a request yet, and close the connection."""
+        body = json.dumps(error.body).encode()
+        headers = {"Connection": "close", "Content-Length": len(body), **error.headers}
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        head = "\r\n".join([*lines, "Content-Type: application/json", "", ""])
+        self.transport.write(head.encode() + body)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import time
 from collections.abc import Callable
 
 import uvicorn
@@ -14,12 +15,13 @@ from duoka.errors import MachineError
 
 from .address import Address
 from .app import make_app
-from .limits import Limits, TimedProtocol
+from .limits import MOST_HEADER_BYTES, Limits, TimedProtocol
 from .pool import EngineLost, Pool
 from .service import Service
 
-_MOST_HEADER_BYTES = 64 * 2**10
-_DRAIN_SECONDS = 120
+# For open answers to end, and for those that are cut to be told so.
+_DRAIN_SECONDS, _CUT_SECONDS = 120, 5
+_POLL_SECONDS = 0.1
 
 
 class EngineFailure(MachineError):
@@ -59,17 +61,16 @@ async def _serve(
     on_ready: Callable[[Service, str], None],
 ) -> None:
     pool = service.pool
+    server = uvicorn.Server(config(service, address, Limits()))
+    ending = asyncio.create_task(_close(pool, server))
     try:
         await pool.start()
         freeze_objects()
-        server = uvicorn.Server(config(service, address, Limits()))
         host, port = bound.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         bound.listen()  # who reads the address asks at once
         on_ready(service, f"http://{shown}:{port}")
-        watch = asyncio.create_task(_until_failed(pool, server))
         await server.serve(sockets=[bound])
-        watch.cancel()
         if pool.has_failed:
             raise EngineFailure(f"the engine has ended: {pool.engines[0].reason}", 12)
     except EngineLost as error:
@@ -77,7 +78,8 @@ async def _serve(
     finally:
         # Who asked a second time waits for nobody; an answer that is cut off is no error then.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
-        await pool.close()
+        server.should_exit = server.force_exit = True
+        await ending
 
 
 def config(service: Service, address: Address, limits: Limits) -> uvicorn.Config:
@@ -97,13 +99,24 @@ def config(service: Service, address: Address, limits: Limits) -> uvicorn.Config
         log_config=None,
         access_log=False,
         server_header=False,
-        h11_max_incomplete_event_size=_MOST_HEADER_BYTES,
+        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=_DRAIN_SECONDS,
+        timeout_graceful_shutdown=_DRAIN_SECONDS + 3 * _CUT_SECONDS,
     )
 
 
-async def _until_failed(pool: Pool, server: uvicorn.Server) -> None:
-    while not pool.has_failed:
-        await asyncio.sleep(0.2)
+async def _close(pool: Pool, server: uvicorn.Server) -> None:
+    """End the engines when the server is to stop, or none will answer again.
+
+    Open answers have some time, unless it is to stop at once; those that are cut are told so.
+    """
+    while not (server.should_exit or pool.has_failed):
+        await asyncio.sleep(_POLL_SECONDS)
     server.should_exit = True
+    end = time.monotonic() + _DRAIN_SECONDS
+    while time.monotonic() < end and not server.force_exit:
+        await asyncio.sleep(_POLL_SECONDS)
+    await pool.close()
+    if server.server_state.tasks:
+        await asyncio.wait(server.server_state.tasks, timeout=_CUT_SECONDS)
+    server.force_exit = True

@@ -25,6 +25,8 @@ from .route import Route
 
 _ALIGNMENT = 64
 _NOTES = struct.Struct("dqq")
+_BEATS = struct.Struct("q")
+_LINE_BYTES = _NOTES.size + _BEATS.size
 
 
 class Notes(NamedTuple):
@@ -50,7 +52,7 @@ class SharedMemory:
         )
         rounded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
         # At its beginning each process has a line for what it notes of itself.
-        first = -(-num_processes * _NOTES.size // _ALIGNMENT) * _ALIGNMENT
+        first = -(-num_processes * _LINE_BYTES // _ALIGNMENT) * _ALIGNMENT
         self._num_processes = num_processes
         self._num_steps = num_steps
         self._offsets = list(accumulate(rounded, initial=first))
@@ -75,12 +77,21 @@ class SharedMemory:
 
     def note(self, rank: int, notes: Notes) -> None:
         """Note what others may want to know of a process."""
-        _NOTES.pack_into(self._bytes, rank * _NOTES.size, *notes)
+        _NOTES.pack_into(self._bytes, rank * _LINE_BYTES, *notes)
 
     def notes(self) -> list[Notes]:
         """What processes have noted, by rank."""
-        places = (rank * _NOTES.size for rank in range(self._num_processes))
+        places = range(0, self._num_processes * _LINE_BYTES, _LINE_BYTES)
         return [Notes(*_NOTES.unpack_from(self._bytes, place)) for place in places]
+
+    def beat(self, rank: int, number: int) -> None:
+        """Show that a process is alive, by a number that changes."""
+        _BEATS.pack_into(self._bytes, rank * _LINE_BYTES + _NOTES.size, number)
+
+    def beats(self) -> list[int]:
+        """The last number of each process, by rank."""
+        places = range(_NOTES.size, self._num_processes * _LINE_BYTES, _LINE_BYTES)
+        return [_BEATS.unpack_from(self._bytes, place)[0] for place in places]
 
     def close(self) -> None:
         """Let go of it."""

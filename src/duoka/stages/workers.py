@@ -127,6 +127,13 @@ class Workers:
                 process.stdin.close()
 
 
+def describe_end(code: int | None) -> str:
+    """How a process has ended, by its exit code."""
+    if code is None:
+        return "its connection was lost"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
 def end_with_parent() -> None:
     """In a worker: end when the process that started it is gone, however it went."""
 
@@ -142,12 +149,13 @@ def _start(
     command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     numbers = [str(descriptors[0])] if descriptors else []
-    # In a session of its own: Ctrl-C reaches the parent alone, which tells the workers.
+    # In a group of its own: Ctrl-C reaches the parent alone, which tells the workers. Where that is
+    # gone the kernel wakes a group of the same session that is stopped, so that it can end.
     return subprocess.Popen(
         [*command, *numbers],
         env=environment,
         stdin=subprocess.PIPE,
-        start_new_session=True,
+        process_group=0,
         pass_fds=descriptors,
     )
 

@@ -32,7 +32,7 @@ with quiet_libraries():
 from duoka.errors import DuokaError, MachineError
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
-from duoka.stages.workers import Workers, end_with_parent
+from duoka.stages.workers import Workers, describe_end, end_with_parent
 
 from .deployments import Deployment, Rates, one_line, together
 
@@ -77,8 +77,7 @@ def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[Pe
         except (EOFError, OSError) as error:
             codes = workers.codes(_GRACE_SECONDS)
             ended = next(filter(None, codes.values()), 0)
-            how = f"signal {-ended}" if ended < 0 else f"exit code {ended}"
-            raise MachineError(f"its process has ended: {how}") from error
+            raise MachineError(f"its process has ended: {describe_end(ended)}") from error
     speed, seconds = one.many_tokens_per_second, first.first_token_seconds
     rates = replace(together(copies), first_token_seconds=seconds, one_tokens_per_second=speed)
     return rates, [*chain(*peaks)]
