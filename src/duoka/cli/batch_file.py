@@ -90,7 +90,7 @@ def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, par
     with _bar(len(prompts)) as advance:
         for prompt, outcome in engine.as_completed(requests, lambda key: key.sampling(params)):
             if isinstance(outcome, Exception):
-                if not isinstance(outcome, DuokaError):
+                if not isinstance(outcome, DuokaError) or engine.failure is outcome:
                     raise outcome
                 failed += 1
                 name = prompt.number if prompt.name is None else prompt.name

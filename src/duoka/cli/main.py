@@ -49,7 +49,7 @@ _EPILOG = "\n\n".join(
         "0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 placement; "
         "7 nothing fits; 8 the proof failed; 9 loading failed; 10 plan file; 11 virtual GPU; "
         "12 this machine; 13 a check found something; 14 training can't go on; "
-        "15 the doctor has nothing worse than warnings; 70 a defect of duoka; "
+        "15 the doctor has nothing worse than warnings; 16 a GPU has failed; 70 a defect of duoka; "
         "129, 130, 143 stopped by a signal, 130 by Ctrl-C; 141 nobody reads the output.",
     ]
 )

@@ -174,7 +174,8 @@ class Engine:
         # Guards the scheduler; who has changed it wakes the executor.
         self._lock = threading.Lock()
         self._is_closed = False
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
+        """Why nothing is computed any more, where a GPU or a process was lost."""
         started = Future[None]()
         self._thread = threading.Thread(
             target=self._work, args=(started,), name="duoka-engine", daemon=True
@@ -262,8 +263,8 @@ class Engine:
             on_event=tell,
         )
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
             if self._is_closed:
                 raise UsageError("the engine has been closed", hint="make another one")
             self._scheduler.add(sequence)
@@ -434,7 +435,7 @@ class Engine:
     def _fail(self, error: Exception) -> None:
         """Nothing can be computed any more."""
         with self._lock:
-            self._failure = error
+            self.failure = error
         if self._on_failure is not None:
             self._on_failure(error)
         with self._lock:

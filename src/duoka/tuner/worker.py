@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from duoka.errors import DuokaError, TrainingError, UsageError
 from duoka.runtime import devices
+from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
 from duoka.runtime.publisher import Publisher
 from duoka.stages.workers import end_with_parent
@@ -103,7 +104,7 @@ def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
             "\n".join([f"{device}: {text or 'out of memory'}", *getattr(error, "__notes__", ())]),
             hint=f"something else uses the memory that the plan counted on; {way_on}",
         )
-    if isinstance(error, torch.AcceleratorError):
+    if isinstance(error, torch.AcceleratorError) or find_lost_gpu(error) is not None:
         # The driver's, not the allocator's: no room for a context, an index that is out of bounds.
         return TrainingError(
             f"{device} failed: {str(error).splitlines()[0]}",
