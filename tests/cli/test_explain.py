@@ -65,7 +65,7 @@ def test_a_plan_is_exported(tiny: Path, program: Program) -> None:
     pins = ("--pin", "model.embed_tokens=0", "--pin", "model.layers.0=1")
     cut = program("plan", tiny, *GPUS, *SIZES, *pins, "--export", "vllm")
     assert cut.returncode == 2  # the embedding is alone on a GPU
-    assert "vllm can't be told this plan: model.embed_tokens" in cut.stderr
+    assert "vLLM can't be told this plan: model.embed_tokens" in cut.stderr
     refused = program("plan", "nowhere", "--export", "tensorrt")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "there is no export for 'tensorrt'" in refused.stderr

@@ -126,7 +126,7 @@ def test_what_there_is_not(tiny: Path, program: Program, monkeypatch: pytest.Mon
     replay(monkeypatch, "eight-3090")
     assert "there is no GPU 24" in refused(program, tiny, "--gpus", "24")
     assert "named twice" in refused(program, tiny, "--gpus", "1,1")
-    assert "'' names no device" in refused(program, tiny, "--gpus", "")
+    assert "--gpus is empty" in refused(program, tiny, "--gpus", "", code=2)
 
 
 def test_mixed_bridges(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,9 +282,11 @@ def test_what_was_replayed_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
     runs: list[int | None] = []
     real = Replay.run
 
-    def run(whole: Replay, blocks: Sequence[int], capacity_bytes: int | None = None) -> Any:
+    def run(
+        whole: Replay, blocks: Sequence[int], capacity_bytes: int | None = None, **options: Any
+    ) -> Any:
         runs.append(capacity_bytes)
-        return real(whole, blocks, capacity_bytes)
+        return real(whole, blocks, capacity_bytes, **options)
 
     monkeypatch.setattr(Replay, "run", run)
     costs = Costs(PROFILES[0], load(500, 20))

@@ -160,13 +160,17 @@ def check(
 
 
 def _ran(subject: Subject, request: _CheckRequest) -> Workload | None:
-    """What was run, where no example inputs said it."""
+    """Return what was run, where no example inputs said it.
+
+    A workload has no images in training; a note of the report names them.
+    """
     if subject.inputs is not None:
         return None
     work, training = subject.workload, request.training
     if training is None:
         return work
-    return replace(work, prompt_tokens=work.context_tokens, new_tokens=0, training=training)
+    learned_tokens = work.context_tokens
+    return replace(work, prompt_tokens=learned_tokens, new_tokens=0, images=0, training=training)
 
 
 def _unplanned(error: DuokaError) -> Stop:

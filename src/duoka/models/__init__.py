@@ -12,6 +12,7 @@ They know nothing of planning or hardware. Nothing is registered with transforme
 - `quantization`: weights in fewer bits; `lora`: adapters
 - `trainable`, `chunked_loss`: what of a model learns, and its loss, some tokens at a time
 - `kv_cache`: the cache, by the kind that a workload names
+- `cache_argument`: the argument that takes the cache, by transformers' old and new name
 - `text`: tokenizers, prompts, messages and chat templates
 """
 

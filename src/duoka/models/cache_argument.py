@@ -44,25 +44,25 @@ def takes_cache(function: Callable[..., Any], *, strict: bool = True) -> Any:
     would swallow.
     """
     signature = inspect.signature(function)
-    own = next((name for name in _EITHER if name in signature.parameters), None)
-    if own is None or (own == CACHE and not strict):
+    accepted = next((name for name in _EITHER if name in signature.parameters), None)
+    if accepted is None or (accepted == CACHE and not strict):
         return function
-    other = _EITHER[own == _EITHER[0]]
+    other = _EITHER[accepted == _EITHER[0]]
 
     @functools.wraps(function)
     def renamed(*args: Any, **kwargs: Any) -> Any:
         if other in kwargs:
             cache = kwargs.pop(other)
-            if kwargs.get(own) is None:
-                kwargs[own] = cache
+            if kwargs.get(accepted) is None:
+                kwargs[accepted] = cache
             elif cache is not None:
-                raise TypeError(f"{function.__qualname__} got both {own!r} and {other!r}")
+                raise TypeError(f"{function.__qualname__} got both {accepted!r} and {other!r}")
         if strict:
             _refuse_unknown(function, kwargs.keys() - signature.parameters.keys(), kwargs)
         return function(*args, **kwargs)
 
     parameters = [
-        part.replace(name=CACHE) if part.name == own else part
+        part.replace(name=CACHE) if part.name == accepted else part
         for part in signature.parameters.values()
     ]
     vars(renamed)["__signature__"] = signature.replace(parameters=parameters)

@@ -9,6 +9,7 @@ It knows nothing of planning or terminals; of a plan it takes the placement, and
 - `draw`: a token from each row of logits
 - `optimizers`: what a training step ends with
 - `devices`: what torch knows of real and virtual devices; `out_of_memory`: why one had no room
+- `lost_gpu`: errors of CUDA after which a process computes nothing more
 - `publisher`: what memory a process says it has, for `duoka top`
 - `encode_images`: images to features, some at a time, before their prompt is read
 - `image_inputs`: made-up images, as a model's ``forward`` takes them

@@ -55,8 +55,8 @@ def test_it_answers_and_stops_where_the_model_ends(spoken: Path) -> None:
     prompt = reader.prompt("hello")
     model = duoka.load(plan, trust_remote_code=True)
     with duoka.Engine(plan, processes=False, trust_remote_code=True) as engine:
-        answer = engine.submit(prompt).result()
-    assert answer.text == plain_generate.answer(model, reader, prompt).text
+        answer = engine.submit(prompt, duoka.SamplingParams(max_new_tokens=4)).result()
+    assert answer.text == plain_generate.answer(model, reader, prompt, 4).text
 
 
 def test_it_runs_only_where_it_is_trusted(spoken: Path) -> None:
