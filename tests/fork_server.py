@@ -70,8 +70,9 @@ def forking_python(directory: Path) -> Iterator[Path]:
 
 def serve(listener: socket.socket, client_path: str) -> None:
     """Run a program for each connection, until there is no parent any more."""
-    for name in _PRELOAD:
-        importlib.import_module(name)
+    with importlib.import_module("duoka.base.quiet").quiet_libraries():  # CUDA must not start
+        for name in _PRELOAD:
+            importlib.import_module(name)
     sys.executable = client_path  # what programs start is a fork, too
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

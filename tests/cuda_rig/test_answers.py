@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,9 +47,9 @@ def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are computed in a thread of the engine's own."""
     work = Engine._work
 
-    def compute(self: Engine) -> None:
+    def compute(self: Engine, *arguments: Any) -> None:
         with values(most=None):
-            work(self)
+            work(self, *arguments)
 
     monkeypatch.setattr(Engine, "_work", compute)
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -120,6 +122,34 @@ async def drained(served: Served, *signals: signal.Signals) -> tuple[bytes, bool
 
 
 @pytest.mark.slow
+def test_a_stage_that_dies_ends_its_engine(llama: Path, tmp_path: Path) -> None:
+    """It is told and started again as an engine is, whether anybody asks or not."""
+    gpus = ["--gpus", "virtual:2x256MiB", "--use-all", *GPUS[2:]]
+    with serving(llama, tmp_path / "log", gpus=gpus) as served:
+
+        def ended(kill: Callable[[int], object]) -> None:
+            first = engine_of(served)
+            kill(children(first)[1])
+            until(lambda: not is_there(first))
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                look(served.url, "/ready")
+            until(lambda: look(served.url)["engines"][0]["state"] == "ready")
+            assert asyncio.run(exchange(served.url, message_of(CHAT, LONG)))[0] == 200
+
+        ended(lambda stage: os.kill(stage, signal.SIGKILL))
+        answers: list[tuple[int, bytes]] = []
+        ended(lambda stage: answers.extend(asyncio.run(asked(served.url, stage, 12))))
+        died = [answer for code, answer in answers if b"[DONE]" not in answer and code != 200]
+        assert died
+        assert all(b'"engine_died"' in answer or b"not_ready" in answer for answer in died)
+        metrics = urllib.request.urlopen(f"{served.url}/metrics").read()
+        assert b'duoka:engine_deaths_total{engine="0",model_name="llama"} 2.0' in metrics
+    log = served.log.read_text()
+    assert log.count("engine 0 has ended: the process of vgpu:1 has ended: signal 9") == 2
+    assert "Traceback" not in log
+
+
+@pytest.mark.slow
 def test_sigterm_lets_open_answers_end(llama: Path, tmp_path: Path) -> None:
     with serving(llama, tmp_path / "log") as served:
         engine = engine_of(served)
@@ -136,7 +166,10 @@ def test_sigterm_lets_open_answers_end(llama: Path, tmp_path: Path) -> None:
 def test_a_second_ctrl_c_waits_for_nobody(llama: Path, tmp_path: Path) -> None:
     with serving(llama, tmp_path / "log") as served:
         engine = engine_of(served)
-        asyncio.run(drained(served, signal.SIGINT, signal.SIGINT))
+        answer, _ = asyncio.run(drained(served, signal.SIGINT, signal.SIGINT))
+        assert b"[DONE]" not in answer
+        assert b'"engine_died"' in answer
+        assert b"the server was stopped" in answer
         assert served.process.wait(_PATIENCE_SECONDS) == 128 + signal.SIGINT
         until(lambda: not is_there(engine))
     assert "Traceback" not in served.log.read_text()

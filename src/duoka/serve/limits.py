@@ -117,7 +117,6 @@ class Gate:
             self._memory.add(-body.num_bytes)
 
     def _check(self, path: str, headers: Headers) -> None:
-        # h11 refuses those that are too long while they come; these have come at once.
         if sum(len(name) + len(value) + 4 for name, value in headers.raw) > MOST_HEADER_BYTES:
             raise HttpError(431, f"headers have at most {MOST_HEADER_BYTES // 2**10} KiB")
         host = headers.get("host", "")

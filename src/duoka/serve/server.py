@@ -99,7 +99,8 @@ def config(service: Service, address: Address, limits: Limits) -> uvicorn.Config
         log_config=None,
         access_log=False,
         server_header=False,
-        h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+        # Those that are too long are read, so that whoever sends them hears that they are.
+        h11_max_incomplete_event_size=2 * MOST_HEADER_BYTES,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=_DRAIN_SECONDS + 3 * _CUT_SECONDS,
     )

@@ -1,0 +1,86 @@
+"""The engine over CUDA: it takes what was forecast, and ends where its GPU does."""
+
+from __future__ import annotations
+
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import tuning
+from cuda_rig.values import values
+
+import duoka
+from duoka.cli.main import run
+from duoka.engine import Engine, SamplingParams
+from duoka.errors import GpuLostError
+
+WORK = duoka.Workload(
+    cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
+    prefill_chunk_tokens=20, pages=20,
+)  # fmt: skip
+PROMPTS = [[*range(length)] for length in (1, 5, 17, 60, 100)]
+
+
+@pytest.fixture(autouse=True)
+def _engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are computed in a thread of the engine's own."""
+    work = Engine._work
+
+    def compute(self: Engine, *arguments: Any) -> None:
+        with values():
+            work(self, *arguments)
+
+    monkeypatch.setattr(Engine, "_work", compute)
+
+
+@pytest.mark.cuda_rig(gpus="1GiB")
+def test_a_thread_warms_up_and_takes_what_is_forecast(tmp_path: Path) -> None:
+    """One workspace of cuBLAS, which each thread that computes has of its own."""
+    model = tuning.write_model("llama", tmp_path / "model")
+    plan = duoka.plan(model, "1GiB", WORK)
+    with Engine(plan) as engine:
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(max_new_tokens=6, temperature=temperature, logprobs=2)
+            assert len(engine.generate(PROMPTS, params)) == len(PROMPTS)
+    (stage,) = plan.forecast.devices
+    assert torch.cuda.max_memory_reserved(0) == stage.reserved_bytes
+    allocated = torch.cuda.max_memory_allocated(0)
+    assert 0.97 * stage.allocated_bytes <= allocated <= stage.allocated_bytes
+
+
+@pytest.mark.cuda_rig(gpus="1GiB", lost="0@9000")
+def test_a_lost_gpu_ends_the_engine(tmp_path: Path) -> None:
+    model = tuning.write_model("llama", tmp_path / "model")
+    plan = duoka.plan(model, "1GiB", WORK)
+    failures: list[Exception] = []
+    with Engine(plan, warm_up="largest", on_failure=failures.append) as engine:
+        with pytest.raises(GpuLostError, match="a GPU has failed: CUDA error: "):
+            list(map(engine.generate, repeat(PROMPTS)))
+        with pytest.raises(GpuLostError):
+            engine.submit([1, 2])
+    assert len(failures) == 1
+
+
+@pytest.mark.cuda_rig(gpus="1GiB", lost="0@200")
+def test_a_gpu_that_is_lost_while_it_warms_up(tmp_path: Path) -> None:
+    plan = duoka.plan(tuning.write_model("llama", tmp_path / "model"), "1GiB", WORK)
+    with pytest.raises(GpuLostError, match="CUDA error: "):
+        Engine(plan)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param(n, marks=pytest.mark.cuda_rig(gpus="1GiB", lost=n)) for n in ("0@5", "0@900")],
+)
+def test_a_command_says_that_the_gpu_is_lost(
+    lost: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = tuning.write_model("llama", tmp_path / "model")
+    options = ["--gpus", "0", "--context", "128", "--new-tokens", "100", "-p", "ab"]
+    assert run(["generate", str(model), *options]) == GpuLostError.exit_code
+    said = capfd.readouterr().err
+    assert "error: a GPU has failed: CUDA error: " in said
+    assert "nvidia-smi" in said
+    assert "Traceback" not in said
