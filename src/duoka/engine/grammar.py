@@ -122,7 +122,10 @@ class Grammar:
         """The same in llguidance's form."""
         options = (JSON_OPTIONS,) if self.kind == "json_schema" else ()
         convert = getattr(_llguidance().LLMatcher, f"grammar_from_{self.kind}")
-        return str(convert(self.text, *options))
+        try:
+            return str(convert(self.text, *options))
+        except ValueError as error:
+            raise self.refusal(str(error)) from None
 
     def refusal(self, problem: str) -> UsageError:
         """What to raise where llguidance has a problem with it."""
