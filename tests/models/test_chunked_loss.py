@@ -258,7 +258,8 @@ def test_what_is_done_to_logits_gives_what_it_gives_to_any(use: Any, is_lazy: bo
         expected.dtype,
         expected.device,
     )
-    assert (result * 1.0).add(0).equal(expected * 1.0)
+    # Fewer rows may take another kernel of the processor's.
+    torch.testing.assert_close((result * 1.0).add(0), expected * 1.0)
 
 
 def test_what_was_written_into_logits_stays_there() -> None:
