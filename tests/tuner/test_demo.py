@@ -32,7 +32,7 @@ def ask(directory: Path, question: str, adapter: Path | None = None) -> str:
     plan = duoka.plan(directory, "virtual:2x64MiB", WORK, use_all=True)
     model: Any = duoka.load(plan, adapter=adapter)
     reader = PromptReader.open(duoka.Checkpoint.open(directory), plan.workload)
-    return plain_generate.answer(model, reader, reader.prompt(question)).text
+    return plain_generate.answer(model, reader, reader.prompt(question)).text.strip()
 
 
 def ask_peft(base: Path, adapter: Path, question: str) -> str:

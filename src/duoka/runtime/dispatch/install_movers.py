@@ -76,13 +76,14 @@ def install_on(
     for module in parents:
         handles.append(module.register_forward_pre_hook(frames.enter_part, prepend=True))
         handles.append(module.register_forward_hook(frames.leave, always_call=True))
-    return Installed(handles)
+    return Installed(list(blocks), handles)
 
 
 class Installed:
     """The movers on a model's blocks, and the hooks around them."""
 
-    def __init__(self, handles: list[RemovableHandle]) -> None:
+    def __init__(self, blocks: list[nn.Module], handles: list[RemovableHandle]) -> None:
+        self._blocks = blocks
         self._handles = handles
 
     def remove(self, model: nn.Module) -> None:
@@ -90,7 +91,8 @@ class Installed:
         for handle in self._handles:
             handle.remove()
         del model.__dict__[ROOT]
-        for module in model.modules():  # others may have taken the place of blocks
+        # Other modules may have taken the place of blocks, which are in the model no more.
+        for module in {*self._blocks, *model.modules()}:
             module.__dict__.pop(MOVER, None)
             update_class(module)
 
