@@ -175,9 +175,9 @@ class Costs:
     def exceeds(self, start: int, stop: int, budget_bytes: int, *, place: int = 1) -> bool:
         """Return True if no stage that contains this one leaves room on a device of this budget.
 
-        An assumption, not a proof: where a run of blocks reserves more than twice the budget without
-        a limit, a stage with these blocks leaves no room within it. Nine eighths were too few: cached
-        memory is returned under pressure.
+        An assumption, not a proof: where a run of blocks reserves more than twice the budget
+        without a limit, a stage with these blocks leaves no room within it. Nine eighths were too
+        few: cached memory is returned under pressure.
         """
         usable = budget_bytes * 2
         try:
