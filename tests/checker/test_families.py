@@ -28,13 +28,13 @@ WORK = Workload(prompt_tokens=12, new_tokens=4, prefill_chunk_tokens=None)
 def splits(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[Placement]:
     """Two and three stages of duoka's blocks."""
     profile = trace_call(without_data(model), TraceSpec(fingerprint="test"), inputs)
-    blocks = [block for block in profile.blocks if block.modules]
+    blocks = profile.blocks
     for bounds in ((1 / 2,), (1 / 3, 2 / 3)):
         stages = [
             sum(index >= each * len(blocks) for each in bounds) for index in range(len(blocks))
         ]
         for index, block in enumerate(blocks):
-            if block.tied_to is not None:
+            if block.tied_to is not None and block.modules:
                 stages[index] = stages[block.tied_to]
         yield Placement(
             entries=tuple(

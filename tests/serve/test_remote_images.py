@@ -128,7 +128,24 @@ def test_what_is_refused(said: Any, reason: str, fetches: list[Any]) -> None:
     assert len(fetches) <= 1
 
 
-def test_few_requests_fetch_at_once(fetches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_requests_fetch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches: list[str] = []
+
+    async def fetch_when_others_are_refused(address: str, **limits: Any) -> bytes:
+        fetches.append(address)
+        while len(refused) < 3:
+            await asyncio.sleep(0)
+        return b"image"
+
+    refused: list[None] = []
+    too_many = remote_images.HttpError
+
+    def refuse(*args: Any, **kwargs: Any) -> Exception:
+        refused.append(None)
+        return too_many(*args, **kwargs)
+
+    monkeypatch.setattr(web, "fetch", fetch_when_others_are_refused)
+    monkeypatch.setattr(remote_images, "HttpError", refuse)
     monkeypatch.setattr(remote_images, "_MOST_REQUESTS", 2)
     answers, asks = post("/v1/chat/completions", *[messages_of(URL)] * 5)
     assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ def stop(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 (directory / f"began{rank}").write_text(str(os.getpid()))
+(directory / f"port{rank}").write_text(os.environ["MASTER_PORT"])
 what = sys.argv[2]
 if what == "fail" and rank == 1:
     sys.exit(7)
@@ -61,6 +63,18 @@ def test_all_end_well(directory: Path) -> None:
     with start(directory, "end", 3) as workers:
         assert workers.wait() == {}
     assert all((directory / f"began{rank}").exists() for rank in range(3))
+
+
+def test_their_port_is_taken_before_they_begin(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(directory, "sleep") as workers:
+        wait_for(directory / "port0", directory / "port1")
+        (port,) = {int((directory / f"port{rank}").read_text()) for rank in range(2)}
+        with socket.socket(socket.AF_INET6) as other, pytest.raises(OSError, match="in use"):
+            other.bind(("::", port))
+        workers.ask_to_stop()
+        assert workers.wait() == {}
 
 
 def test_one_that_fails_ends_the_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

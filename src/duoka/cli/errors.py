@@ -162,7 +162,7 @@ def _expected(error: BaseException) -> DuokaError | None:
     if _is_out_of_memory(error):
         hint = "does another program use this GPU? Plan with a smaller budget (--gpus)"
         return MachineError(str(error), hint=hint)
-    if "torch" in sys.modules:  # if it isn't loaded, it can't have raised what is looked for
+    if sys.modules.get("torch"):  # if it isn't loaded, it can't have raised what is looked for
         from duoka.runtime.lost_gpu import find_lost_gpu
 
         if lost := find_lost_gpu(error):

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 
+from torch.distributed import TCPStore
+
 _POLL_SECONDS = 0.1
 # After one has failed the others notice by themselves, or they are ended.
 _GRACE_SECONDS = 10.0
@@ -46,10 +48,13 @@ class Workers:
         descriptors: Sequence[Sequence[int]] | None = None,
     ) -> None:
         threads = threads or max(1, len(os.sched_getaffinity(0)) // number)
+        # Their store is here: a free port that one of them were told of could be taken by then.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(self._store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "WORLD_SIZE": str(number),
             "LOCAL_WORLD_SIZE": str(number),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
@@ -158,13 +163,6 @@ def _start(
         process_group=0,
         pass_fds=descriptors,
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _loopback() -> str:
