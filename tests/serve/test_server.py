@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from abuse import CHAT, children, connect, exchange, look, message_of, settled
@@ -162,14 +163,58 @@ def test_sigterm_lets_open_answers_end(llama: Path, tmp_path: Path) -> None:
     assert "Traceback" not in served.log.read_text()
 
 
+# Long answers in each API's form, and what each says where an answer begins and where it is cut.
+STREAMS: dict[str, tuple[dict[str, Any], bytes, bytes]] = {
+    CHAT: (STREAM, b'"content": ', b'"engine_died"'),
+    "/v1/completions": (
+        {"prompt": "ab", "max_tokens": 100, "logit_bias": {"256": -100}, "stream": True},
+        b'"text": ',
+        b'"engine_died"',
+    ),
+    "/v1/responses": (
+        {"input": "ab", "max_output_tokens": 100, "temperature": 0, "stream": True},
+        b"response.output_text.delta",
+        b"event: response.failed",
+    ),
+    "/v1/messages": (
+        {
+            "model": "llama",
+            "messages": LONG["messages"],
+            "max_tokens": 100,
+            "temperature": 0,
+            "stream": True,
+        },
+        b"content_block_delta",
+        b"event: error",
+    ),
+}
+
+
+async def cut(served: Served) -> list[bytes]:
+    """What open streams of each form get when the server is told twice to stop."""
+
+    streams = []
+    for path, (body, begin, _) in STREAMS.items():
+        reader, writer = await connect(served.url)
+        writer.write(message_of(path, body))
+        streams.append((reader, writer, await reader.readuntil(begin)))
+    served.process.send_signal(signal.SIGINT)
+    await asyncio.sleep(0.2)
+    served.process.send_signal(signal.SIGINT)
+    answers = [begin + await reader.read(-1) for reader, _, begin in streams]
+    for _, writer, _ in streams:
+        writer.close()
+    return answers
+
+
 @pytest.mark.slow
 def test_a_second_ctrl_c_waits_for_nobody(llama: Path, tmp_path: Path) -> None:
     with serving(llama, tmp_path / "log") as served:
         engine = engine_of(served)
-        answer, _ = asyncio.run(drained(served, signal.SIGINT, signal.SIGINT))
-        assert b"[DONE]" not in answer
-        assert b'"engine_died"' in answer
-        assert b"the server was stopped" in answer
+        for answer, (_, _, end) in zip(asyncio.run(cut(served)), STREAMS.values(), strict=True):
+            assert b"[DONE]" not in answer
+            assert b"the server was stopped" in answer
+            assert end in answer
         assert served.process.wait(_PATIENCE_SECONDS) == 128 + signal.SIGINT
         until(lambda: not is_there(engine))
     assert "Traceback" not in served.log.read_text()
