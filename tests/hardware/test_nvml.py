@@ -301,8 +301,6 @@ def test_what_slows_two_4090_down_and_parts_them(monkeypatch: pytest.MonkeyPatch
     machine = nvml.read()
     assert machine.cuda_version == (12, 8)
     gpu = machine.gpus[0]
-    assert (gpu.power_limit_watts, gpu.default_power_limit_watts) == (450.0, 450.0)
-    assert gpu.is_persistent is False
     assert gpu.reach == {1: "the chipset doesn't support it"}
 
 
@@ -316,12 +314,13 @@ def test_links_that_are_down(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "hgx-h100")
     for link, state in enumerate((0, 2, 3)):
         recording.data["devices"][1]["nvlinks"][link]["nvmlDeviceGetNvLinkState"] = state
-    gpus = nvml.read().gpus
-    assert (gpus[0].links_up, gpus[0].links_down) == (18, 0)
-    assert (gpus[1].links_up, gpus[1].links_down) == (16, 1)
+    whole, broken = (
+        sum(peer.bytes_per_second or 0 for peer in gpu.peers) for gpu in nvml.read().gpus[:2]
+    )
+    assert broken == pytest.approx(whole * 16 / 18)  # one that sleeps wakes when it is needed
 
 
 def test_a_gpu_that_is_lost_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "fell-off")
-    recording.data["devices"][3]["nvmlDeviceGetPersistenceMode"] = {"error": 15}
-    assert [gpu.index for gpu in nvml.read().gpus] == [0, 2]
+    recording.data["devices"][0]["nvmlDeviceGetRemappedRows"] = {"error": 15}
+    assert [gpu.index for gpu in nvml.read().gpus] == [2]

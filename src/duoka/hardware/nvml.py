@@ -30,7 +30,7 @@ _PEER_KINDS: dict[int | None, Literal["gpu", "switch"]] = {
     None: "gpu",
 }
 # Active, and asleep: that one wakes when something is to be sent. The other states carry nothing.
-_LINKS_UP, _LINK_DOWN = (1, 2), 0
+_LINKS_UP = (1, 2)
 _COMPUTE_MODES: dict[int | None, Literal["shared", "exclusive", "prohibited"]] = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: "shared",
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
@@ -153,11 +153,6 @@ class Gpu(Instance):
     uncorrected_errors: int | None = None
     awaits_reset: bool = False
     is_worn: bool = False
-    power_limit_watts: float | None = None
-    default_power_limit_watts: float | None = None
-    is_persistent: bool | None = None
-    links_up: int = 0
-    links_down: int = 0
     reach: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -377,22 +372,12 @@ def _health(handle: Any) -> dict[str, Any]:
     reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     remapped = _ask(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     retired = _ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
-    links = range(pynvml.NVML_NVLINK_MAX_LINKS)
-    states = [_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in links]
-    persistent = _ask(pynvml.nvmlDeviceGetPersistenceMode, handle)
     kind, span = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     return {
         "slowdowns": tuple(text for bit, text in _SLOWDOWNS.items() if reasons & bit),
         "uncorrected_errors": _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, span),
         "awaits_reset": bool(remapped[2] or retired),
         "is_worn": bool(remapped[3]),
-        "power_limit_watts": _watts(pynvml.nvmlDeviceGetPowerManagementLimit, handle),
-        "default_power_limit_watts": _watts(
-            pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle
-        ),
-        "is_persistent": None if persistent is None else bool(persistent),
-        "links_up": sum(state in _LINKS_UP for state in states),
-        "links_down": states.count(_LINK_DOWN),
     }
 
 
