@@ -219,25 +219,7 @@ def test_what_gpus_are_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (third.total_bytes, third.free_bytes) == (gpu.total_bytes, gpu.free_bytes)
     assert (third.utilization, third.temperature_celsius) == (0.83, 67)
     assert (third.power_watts, third.power_limit_watts) == (312.4, 350)
-    assert third.pcie_sent_bytes_per_second == 310e6
-    assert third.pcie_received_bytes_per_second == 1250e6
-    assert third.nvlink_sent_bytes_per_second is None
     assert activities[1].utilization is activities[1].power_watts is None  # an older driver
-
-
-def test_traffic_over_nvlink_is_that_since_the_look_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "hgx-h100")
-    times = iter([10.0, 10.1, 10.2, 10.3, 12.0, 12.1, 12.2, 12.3, 14.0, 14.1, 14.2, 14.3])
-    monkeypatch.setattr(nvml.time, "monotonic", lambda: next(times))
-    watch = nvml.Watch()
-    assert look(watch)[0].nvlink_sent_bytes_per_second is None
-    recording.data["devices"][0]["nvlink_kib"] = [1000000 + 2 * 10**6, 2000000 + 4 * 10**6]
-    first, second, *_ = look(watch)
-    assert first.nvlink_sent_bytes_per_second == pytest.approx(1024e6)
-    assert first.nvlink_received_bytes_per_second == pytest.approx(2048e6)
-    assert second.nvlink_sent_bytes_per_second is None
-    recording.data["devices"][0]["nvlink_kib"] = [5, 5]  # the driver was loaded again
-    assert look(watch)[0].nvlink_sent_bytes_per_second is None
 
 
 def test_instances_are_told_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
