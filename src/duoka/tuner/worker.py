@@ -150,7 +150,7 @@ class _Worker:
             "method": training.method,
         }
         self._checkpoints = TrainingCheckpoints(directory.checkpoints, identity, keep=settings.keep)
-        self._progress = Progress(layout, self._num_steps) if self._is_first else None
+        self._progress = Progress(self._num_steps) if self._is_first else None
         self._busy_shares: dict[str, float] = {}
         self._board: TensorBoard | None = None
 

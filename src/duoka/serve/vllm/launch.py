@@ -130,10 +130,10 @@ def _hold_against(plan: Plan, cache: dict[str, float]) -> str:
             f"{planned:.2f} requests, and whether it is there isn't known"
         )
     # Layers that look back differently far have blocks of their own for each request.
-    held = min((number - 1) / request_blocks, cache.get("kv_cache_max_concurrency", number))
-    if held < planned:
+    num_requests = min((number - 1) / request_blocks, cache.get("kv_cache_max_concurrency", number))
+    if num_requests < planned:
         raise MachineError(
-            f"vLLM's cache holds {held:.2f} requests of {workload.context_tokens:,} tokens at "
+            f"vLLM's cache holds {num_requests:.2f} requests of {workload.context_tokens:,} tokens at "
             f"once ({number:.0f} blocks of {block_tokens} tokens), and the plan's {planned:.2f}: "
             "it was ended",
             hint="vLLM's cache takes more for a token than the plan's, or its GPUs have less free: "
@@ -141,7 +141,7 @@ def _hold_against(plan: Plan, cache: dict[str, float]) -> str:
         )
     return (
         f"{number:.0f} cache blocks of {block_tokens} tokens: at once "
-        f"{format_count(min(int(held), workload.batch), 'request')} of "
+        f"{format_count(min(int(num_requests), workload.batch), 'request')} of "
         f"{workload.context_tokens:,} tokens, {workload.batch} in all"
     )
 
