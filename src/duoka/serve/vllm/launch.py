@@ -134,8 +134,8 @@ def _hold_against(plan: Plan, cache: dict[str, float]) -> str:
     if num_requests < planned:
         raise MachineError(
             f"vLLM's cache holds {num_requests:.2f} requests of {workload.context_tokens:,} tokens "
-            f"at once ({number:.0f} blocks of {block_tokens} tokens), and the plan's {planned:.2f}: "
-            "it was ended",
+            f"at once ({number:.0f} blocks of {block_tokens} tokens), and the plan's "
+            f"{planned:.2f}: it was ended",
             hint="vLLM's cache takes more for a token than the plan's, or its GPUs have less free: "
             "plan for less (--context, --sequences), or with smaller budgets (--gpus)",
         )
