@@ -201,7 +201,7 @@ def serve(options: argparse.Namespace, counts: list[int], engine: subprocess.Pop
             if self.path == "/exit":
                 os._exit(7)
             if self.path == "/slow":
-                say("slow begins")
+                Path(STANDIN["record"]).with_name("slow").touch()
                 time.sleep(1)
             known = {"/metrics": metrics, "/health": b"", "/slow": b"whole"}
             status = 200 if self.path in known and STANDIN["is_healthy"] else 503

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from recordings import replay
 
-from duoka.errors import FormatError
 from duoka.hardware import calibration
 from duoka.hardware.calibration import Calibration, GpuFigures, LinkFigures
 from duoka.hardware.device import RESERVE_BYTES, STEP_BYTES
@@ -68,15 +67,15 @@ def test_what_is_measured_again_takes_the_place_of_the_old() -> None:
     assert len(found.links) == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "nothing", "driver", "negative", "unknown"])
+@pytest.mark.parametrize("damage", ["cut", "nothing", "driver", "infinite", "unknown"])
 def test_what_was_damaged_was_not_measured(damage: str) -> None:
     path = calibration.keep(made(FIGURES))
     text = path.read_text(encoding="utf-8")
     data = json.loads(text)
     if damage == "driver":
         data["driver"] = "1"
-    elif damage == "negative":
-        data["gpus"][0]["launch_seconds"] = -1.0
+    elif damage == "infinite":
+        data["gpus"][0]["launch_seconds"] = float("inf")
     elif damage == "unknown":
         data["gpus"][0]["colour"] = "green"
     told = json.dumps(data)
@@ -88,16 +87,8 @@ def test_what_was_damaged_was_not_measured(damage: str) -> None:
     assert calibration.find(DRIVER) == made()
 
 
-def test_impossible_figures_are_refused() -> None:
-    for value in (-1.0, 0.0, float("nan"), float("inf")):
-        with pytest.raises(FormatError, match="flops_per_second"):
-            replace(FIGURES, flops_per_second=value)
-    with pytest.raises(FormatError, match="the link"):
-        link("GPU-a", "GPU-b", 0.0)
-    assert replace(FIGURES, overhead_bytes=0).reserve_bytes == 64 * MIB
-
-
 def test_the_reserve_has_a_margin() -> None:
+    assert replace(FIGURES, overhead_bytes=0).reserve_bytes == 64 * MIB
     assert FIGURES.reserve_bytes == 464 * MIB
     assert replace(FIGURES, overhead_bytes=1024 * MIB).reserve_bytes == 1152 * MIB
 

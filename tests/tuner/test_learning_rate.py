@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from duoka.errors import UsageError
 from duoka.tuner.learning_rate import DECAYS, LearningRate
 
 
@@ -45,17 +44,3 @@ def test_the_optimizer_has_it() -> None:
         optimizer.step()
         scheduler.step()
     assert seen == [0.25, 0.5, 0.5, 0.25]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"decay": "steps"}, "known are constant, linear, cosine"),
-        ({"warmup_steps": 9}, "the warm-up has 9 steps, and the training 8"),
-        ({"warmup_steps": -1}, "the warm-up has -1 steps"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        LearningRate(num_steps=8, **wrong)
-    assert said in f"{refused.value} {refused.value.hint}"

@@ -1,4 +1,4 @@
-"""Several machines: torchrun's processes, GPUs numbered over all of them, a failure in between."""
+"""Several machines: torchrun's processes, whole copies on each, a failure in between."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,43 +16,17 @@ import tuning
 
 import duoka
 from duoka import Fleet, TuneSettings
-from duoka.errors import UsageError
-from duoka.tuner.layout import Layout
-from duoka.tuner.machines import machine_of, of_first_machine, over_machines, seen_from
-from duoka.tuner.prepare import plans_for
+from duoka.tuner import prepare
 from duoka.tuner.run import RunDirectory
 
 SIZES = ["--seq-length", "48", "--batch", "8", "--lr", "1e-2", "--epochs", "2"]
 
 
-def test_gpus_are_numbered_over_machines() -> None:
-    one = Fleet.parse("virtual:2x24GiB")
-    both = over_machines(one, 2)
-    assert both.names == ("vgpu:0", "vgpu:1", "vgpu:2", "vgpu:3")
-    assert [machine_of(name, both, 2) for name in both.names] == [0, 0, 1, 1]
-    assert of_first_machine(both, 2) == one
-
-
-def test_each_machine_has_its_own_gpus_first(tmp_path: Path) -> None:
-    model = duoka.Checkpoint.open(tuning.write_model("llama", tmp_path / "model"))
-    fleet = over_machines(Fleet.parse("virtual:2x1GiB"), 2)
-    work = duoka.Workload(prompt_tokens=64, new_tokens=8)
-    plan = duoka.plan(model, fleet, work, use_all=True)
-    ranks = []
-    for here in range(2):
-        layout = Layout((seen_from(plan, here, 2),), 2, here)
-        places = [layout.place(rank)[1] for rank in range(4)]
-        # torchrun gives the first processes to the first machine: what it sees as its own.
-        assert {*places[2 * here : 2 * here + 2]} == {"vgpu:0", "vgpu:1"}
-        assert [layout.rank(0, device) for device in places] == [0, 1, 2, 3]
-        ranks.append({name: layout.owners(name) for name, _ in layout.plans[0].placement.entries})
-    assert ranks[0] == ranks[1]
-
-
-def test_one_machine_is_none_to_span(tmp_path: Path) -> None:
-    model = duoka.Checkpoint.open(tuning.write_model("llama", tmp_path / "model"))
-    with pytest.raises(UsageError, match="there is one machine"):
-        plans_for(model, "virtual:64MiB", TuneSettings(span_machines=True), "auto")
+def test_the_gpus_of_several_machines_have_no_identity() -> None:
+    device = replace(Fleet.parse("24GiB").devices[0], uuid="GPU-1", pci_address="0000:01:00.0")
+    one = Fleet(devices=(device,))
+    assert prepare._on_each(one, 1) == one
+    assert prepare._on_each(one, 2) == Fleet.parse("24GiB")
 
 
 # ── torchrun ──
@@ -129,23 +104,11 @@ def assert_as_one_process(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_start")
-@pytest.mark.parametrize(
-    ("processes", "options"),
-    [
-        pytest.param(1, ["--gpus", "virtual:64MiB"], id="copies"),
-        pytest.param(
-            2, ["--gpus", "virtual:2x64MiB", "--span-machines", "--replicas", "1"], id="span"
-        ),
-    ],
-)
-def test_two_machines(
-    processes: int, options: list[str], model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_machines(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model.parent
-    finish(torchrun(path, *options, nodes=2, processes=processes))
+    finish(torchrun(path, "--gpus", "virtual:64MiB", nodes=2))
     plans = RunDirectory(path / "run").read().plans
-    spans = "--span-machines" in options
-    assert [len(plan.devices) for plan in plans] == ([4] if spans else [processes] * 2)
+    assert [len(plan.devices) for plan in plans] == [1, 1]
     assert_as_one_process(path, monkeypatch)
 
 

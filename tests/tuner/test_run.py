@@ -119,8 +119,6 @@ def be_a_pipe(file: Path) -> None:
         (with_change(lambda c: c.update(plans=[])), "has no plan"),
         (with_change(lambda c: c.update(plans="all")), "has no plan"),
         (with_change(lambda c: c.pop("plans")), "has no plan"),
-        (with_change(lambda c: c.update(machines=0)), "is for 0 machines"),
-        (with_change(lambda c: c.pop("machines")), "is for None machines"),
         (with_change(lambda c: c["plans"].append(7)), "the plan holds a JSON number"),
         (with_change(lambda c: c["plans"][1].pop("value")), "Plan.value: the field is missing"),
         (

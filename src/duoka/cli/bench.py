@@ -47,7 +47,7 @@ class BenchOptions:
     forecast: bool = flag("--forecast", "Run nothing: tell of each deployment what is forecast.")
     cpu: bool = flag("--cpu", "Run the model on the processor alone, too.")
     plot: Path | None = option(
-        "FILE", "Draw the deployments into a PNG file, or into a page: FILE.html."
+        "FILE", "Draw the deployments into a PNG file, or FILE.svg or FILE.pdf."
     )
     calibrate: bool = flag(
         "--calibrate",

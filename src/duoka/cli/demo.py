@@ -88,5 +88,3 @@ def _show(done: Demo) -> None:
         console.print(f"  {answer.answer}  ({verdict})")
     console.print()
     console.print(render_measured(done.plan, done.measured))
-    seconds = ", ".join(f"{name} {value:.1f} s" for name, value in done.seconds.items())
-    console.print(f"{seconds}; {done.training_steps} training steps")

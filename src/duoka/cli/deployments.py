@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from duoka.tools.bench.deployments import Bench, Deployment, Rates
 
     from .bench import BenchOptions
-
-_PAGE_COLUMNS = 120
 
 
 def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
@@ -105,28 +101,21 @@ def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
     best, why = recommend(bench)
     words = "" if best is None else ": ".join(filter(None, (title(best), command(best))))
 
-    def show(console: Console) -> None:
+    if as_json:
+        typer.echo(json.dumps(bench.to_dict(), indent=1, ensure_ascii=False))
+    else:
+        console = stdout()
         console.print(_table(bench))
         console.print(*map(Text, why), sep="\n", soft_wrap=True)
         if words:
             console.print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
-
-    if as_json:
-        typer.echo(json.dumps(bench.to_dict(), indent=1, ensure_ascii=False))
-    else:
-        show(stdout())
     if best is None:
         hint = "what stands beside each says why"
         raise InfeasibleError(f"{bench.model} can't be run in any of these ways", hint=hint)
     if plot is not None:
         from duoka.tools.bench.deployment_plot import draw_bench
 
-        def html() -> str:
-            page = Console(record=True, file=io.StringIO(), width=_PAGE_COLUMNS, highlight=False)
-            show(page)
-            return page.export_html(inline_styles=True, code_format="<pre>{code}</pre>\n")
-
-        save_picture(draw_bench(bench), plot, html)
+        save_picture(draw_bench(bench), plot)
         stderr().print(f"drawn: {plot}", markup=False, soft_wrap=True)
 
 

@@ -122,10 +122,6 @@ class TuneOptions:
     replicas: str | None = _where(
         "N", 'Copies of the model that share each step. By default "auto": as many as fit.'
     )
-    span_machines: bool = partial(flag, panel="Where")(
-        "--span-machines",
-        "Under torchrun: cut each copy over all machines, instead of whole ones on each.",
-    )
     schedule: str | None = _where(
         "NAME",
         "How stages take turns: 1f1b (the default), gpipe, or sequential.",
@@ -200,7 +196,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
 def _refuse_together(options: TuneOptions) -> None:
     """Refuse options of which one would be passed over without a word."""
     if options.plan is not None:
-        placed = given_options(options, "gpus", "replicas", "span_machines")
+        placed = given_options(options, "gpus", "replicas")
         refuse_beside(placed, "--plan, which has its GPUs", "leave either out")
     if options.method == "full":
         adapters = given_options(options, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")

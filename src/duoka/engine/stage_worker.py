@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from duoka.base.garbage import freeze_objects
+from duoka.base.portable import portable
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import GpuLostError
 from duoka.forecast.serving import Capacity
@@ -154,15 +154,6 @@ class _StageWorker:
             if isinstance(failure, torch.OutOfMemoryError):
                 devices.give_back()
             part.abandon()
-
-
-def portable(error: Exception) -> Exception:
-    """An error as another process can have it."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does with what it is made of
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def main() -> None:

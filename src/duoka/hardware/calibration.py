@@ -11,9 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from math import isfinite
 from pathlib import Path
 
 from duoka.base.files import cache_directory, read_text, write_whole
@@ -49,14 +48,6 @@ class GpuFigures:
     launch_seconds: float
     host_bytes_per_second: float | None
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "product" or value is None:
-                continue
-            if not isfinite(value) or value < 0 or (value == 0 and field.name != "overhead_bytes"):
-                raise FormatError(f"{field.name} of {self.product[:40]!a} is {value}")
-
     @property
     def reserve_bytes(self) -> int:
         """What is kept out of a budget: the overhead, and an eighth of it more, at least 64 MiB.
@@ -75,13 +66,6 @@ class LinkFigures:
     target: str
     bytes_per_second: float
     latency_seconds: float
-
-    def __post_init__(self) -> None:
-        if not (0 < self.bytes_per_second < float("inf") and 0 <= self.latency_seconds < 1e3):
-            raise FormatError(
-                f"the link from {self.source[:40]!a} has {self.bytes_per_second} bytes per second "
-                f"and {self.latency_seconds} seconds of latency"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ knows nothing of CUDA: which of these GPUs a process may use, and under which nu
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -30,7 +29,7 @@ _PEER_KINDS: dict[int | None, Literal["gpu", "switch"]] = {
     None: "gpu",
 }
 # Active, and asleep: that one wakes when something is to be sent. The other states carry nothing.
-_LINKS_UP, _LINK_DOWN = (1, 2), 0
+_LINKS_UP = (1, 2)
 _COMPUTE_MODES: dict[int | None, Literal["shared", "exclusive", "prohibited"]] = {
     pynvml.NVML_COMPUTEMODE_DEFAULT: "shared",
     pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
@@ -78,12 +77,6 @@ _REACH = {
     5: "it is not supported",
 }
 _LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
-# Counters of all NVLinks together, in KiB, out of the GPU and into it.
-_ALL_LINKS = 2**32 - 1
-_NVLINK_COUNTERS = [
-    (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS),
-    (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS),
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +146,6 @@ class Gpu(Instance):
     uncorrected_errors: int | None = None
     awaits_reset: bool = False
     is_worn: bool = False
-    power_limit_watts: float | None = None
-    default_power_limit_watts: float | None = None
-    is_persistent: bool | None = None
-    links_up: int = 0
-    links_down: int = 0
     reach: Mapping[int, str] = field(default_factory=dict)
 
 
@@ -204,11 +192,7 @@ def read() -> Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity(Instance):
-    """What a GPU, or an instance of one in MIG mode, is doing; None for what isn't told.
-
-    `sent` and `received` are as the GPU sees them. Over PCIe they are of the last 20 ms, over
-    NVLink, of all links together, on average since one looked before.
-    """
+    """What a GPU, or an instance of one in MIG mode, is doing; None for what isn't told."""
 
     index: int
     processes: tuple[Process, ...] = ()
@@ -216,10 +200,6 @@ class Activity(Instance):
     temperature_celsius: int | None = None
     power_watts: float | None = None
     power_limit_watts: float | None = None
-    pcie_sent_bytes_per_second: float | None = None
-    pcie_received_bytes_per_second: float | None = None
-    nvlink_sent_bytes_per_second: float | None = None
-    nvlink_received_bytes_per_second: float | None = None
 
 
 class Watch:
@@ -230,8 +210,6 @@ class Watch:
             opened.enter_context(_session())
             self._count = _count()
             self._session = opened.pop_all()
-        # Of each GPU when its NVLinks' counters were looked at, and what they were.
-        self._nvlink: dict[int, tuple[float, list[int]]] = {}
 
     def close(self) -> None:
         """End the session."""
@@ -244,7 +222,6 @@ class Watch:
     def _activities(self, index: int, handle: Any) -> Iterator[Activity]:
         """A GPU's, or those of its instances, which differ in their memory."""
         rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-        sent, received = self._over_nvlink(index, handle)
         activity: dict[str, Any] = {
             "index": index,
             "processes": _processes(handle),
@@ -254,30 +231,9 @@ class Watch:
             ),
             "power_watts": _watts(pynvml.nvmlDeviceGetPowerUsage, handle),
             "power_limit_watts": _watts(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle),
-            "nvlink_sent_bytes_per_second": sent,
-            "nvlink_received_bytes_per_second": received,
         }
-        for way, counter in (
-            ("sent", pynvml.NVML_PCIE_UTIL_TX_BYTES),
-            ("received", pynvml.NVML_PCIE_UTIL_RX_BYTES),
-        ):
-            kilobytes = _ask(pynvml.nvmlDeviceGetPcieThroughput, handle, counter)
-            rate = None if kilobytes is None else kilobytes * 1e3
-            activity[f"pcie_{way}_bytes_per_second"] = rate
         for part in _instances(handle) if _is_mig(handle) else [_instance(handle)]:
             yield Activity(**asdict(part), **activity)
-
-    def _over_nvlink(self, index: int, handle: Any) -> tuple[float | None, float | None]:
-        """Bytes per second out and in, since the counters were looked at before."""
-        values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, _NVLINK_COUNTERS) or ()
-        counts = [v.value.ullVal for v in values if v.nvmlReturn == pynvml.NVML_SUCCESS]
-        now, (then, before) = time.monotonic(), self._nvlink.get(index, (0.0, []))
-        self._nvlink[index] = now, counts
-        grown = [new - old for new, old in zip(counts, before, strict=False)]
-        if len(grown) != 2 or now <= then or min(grown) < 0:
-            return None, None
-        sent, received = (1024 * kibibytes / (now - then) for kibibytes in grown)
-        return sent, received
 
 
 def own_bytes(uuid: str) -> int | None:
@@ -377,22 +333,12 @@ def _health(handle: Any) -> dict[str, Any]:
     reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
     remapped = _ask(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
     retired = _ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
-    links = range(pynvml.NVML_NVLINK_MAX_LINKS)
-    states = [_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in links]
-    persistent = _ask(pynvml.nvmlDeviceGetPersistenceMode, handle)
     kind, span = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     return {
         "slowdowns": tuple(text for bit, text in _SLOWDOWNS.items() if reasons & bit),
         "uncorrected_errors": _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, span),
         "awaits_reset": bool(remapped[2] or retired),
         "is_worn": bool(remapped[3]),
-        "power_limit_watts": _watts(pynvml.nvmlDeviceGetPowerManagementLimit, handle),
-        "default_power_limit_watts": _watts(
-            pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle
-        ),
-        "is_persistent": None if persistent is None else bool(persistent),
-        "links_up": sum(state in _LINKS_UP for state in states),
-        "links_down": states.count(_LINK_DOWN),
     }
 
 

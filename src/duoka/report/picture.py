@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from duoka.base.files import why, write_whole
+from duoka.base.files import why
 from duoka.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,18 +17,9 @@ if TYPE_CHECKING:
 _INCHES_WIDE = 8.0
 BLUE, ORANGE = "#2f6db5", "#d9822b"
 _DOTS_PER_INCH = 150
+_KINDS = ("svg", "pdf")
 # Of a row, as far as a bar goes up and down from its middle, and a mark across it.
 _HALF_BAR, _HALF_MARK = 0.25, 0.38
-_PAGE = """<!doctype html>
-<meta charset="utf-8">
-<title>duoka</title>
-<style>
-body { margin: 2rem auto; max-width: 64rem; padding: 0 1rem; color: #222; background: #fff }
-pre { font: 0.8rem/1.4 ui-monospace, Menlo, Consolas, monospace }
-pre { white-space: pre-wrap; overflow-wrap: anywhere }
-svg { width: 100%; height: auto }
-</style>
-"""
 
 
 def refuse_without_matplotlib() -> None:
@@ -81,24 +71,17 @@ def draw_bars(
     axes.set(xlim=(0, 1.1 * largest or 1.0), ylim=(len(labels) - 0.5, -0.5))
 
 
-def save_picture(figure: Figure, file: Path, html: Callable[[], str] = str) -> Path:
-    """Write a figure to a PNG file, and return that; or to a page, if its name ends in .html.
-
-    A page is whole by itself: what `html` gives, and below it the figure as SVG.
+def save_picture(figure: Figure, file: Path) -> Path:
+    """Write a figure to a file, and return that: a PNG, or by the name's ending SVG or PDF.
 
     Raises
     ------
     UsageError
         If it can't be written.
     """
+    kind = file.suffix.lower().removeprefix(".")
     try:
-        if file.suffix.lower() == ".html":
-            svg = io.StringIO()
-            figure.savefig(svg, format="svg")
-            picture = svg.getvalue()
-            write_whole(file, _PAGE + html() + picture[picture.index("<svg") :])
-        else:
-            figure.savefig(file, format="png", dpi=_DOTS_PER_INCH)
+        figure.savefig(file, format=kind if kind in _KINDS else "png", dpi=_DOTS_PER_INCH)
     except OSError as error:
         raise UsageError(
             f"{file} can't be written: {why(error)}",

@@ -5,8 +5,7 @@
 - `suggestions`: what would fit instead, in the options of `duoka tune`
 - `data`: the user's files → micro-batches of token ids
 - `run`: the directory of a run; `worker`, `__main__`: a process of it
-- `part`: the weights of one process; `layout`: which process has which, and sums of gradients;
-  `machines`: several of them
+- `part`: the weights of one process; `layout`: which process has which, and sums of gradients
 - `trainer`: micro-batches through stages, and the optimizer's steps
 - `dropout`: the same dropout on any number of GPUs
 - `learning_rate`: how the learning rate goes from step to step

@@ -13,23 +13,15 @@ from duoka.forecast.stage_bytes import StageBytes
 from duoka.models import base_name
 from duoka.planner.plan import Plan
 
-from .machines import machine_of
-
 # Gradients of so many bytes at a time pass through the host's memory.
 _BUCKET_BYTES = 2**26
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The processes of a run: one for each device of each replica's plan, in this order.
-
-    Where a replica spans several `machines`, the devices of the first one come first; the plans are
-    as one `machine` of them sees them.
-    """
+    """The processes of a run: one for each device of each replica's plan, in this order."""
 
     plans: tuple[Plan, ...]
-    machines: int = 1
-    machine: int = 0
 
     @property
     def world_size(self) -> int:
@@ -40,22 +32,14 @@ class Layout:
         """The replica and the device of a process."""
         for replica, plan in enumerate(self.plans):
             if rank < len(plan.devices):
-                return replica, self._devices(plan)[rank]
+                return replica, plan.devices[rank]
             rank -= len(plan.devices)
         raise AssertionError("more processes than devices")
 
     def rank(self, replica: int, device: str) -> int:
         """The process that has a device of a replica."""
         before = sum(len(plan.devices) for plan in self.plans[:replica])
-        return before + self._devices(self.plans[replica]).index(device)
-
-    def _devices(self, plan: Plan) -> list[str]:
-        """The devices of a plan, by machine as torchrun numbers its processes."""
-
-        def machine_number(device: str) -> int:
-            return (machine_of(device, plan.fleet, self.machines) + self.machine) % self.machines
-
-        return sorted(plan.devices, key=machine_number)
+        return before + self.plans[replica].devices.index(device)
 
     def label(self, rank: int) -> str:
         """What people call the device of a process."""

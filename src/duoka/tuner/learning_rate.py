@@ -9,9 +9,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from duoka.base.text import choose
-from duoka.errors import UsageError
-
 Decay = Literal["constant", "linear", "cosine"]
 DECAYS: tuple[Decay, ...] = get_args(Decay)
 
@@ -33,14 +30,6 @@ class LearningRate:
     decay: Decay = "cosine"
     num_steps: int
     warmup_steps: int = 0
-
-    def __post_init__(self) -> None:
-        choose("the decay of the learning rate", self.decay, DECAYS)
-        if not 0 <= self.warmup_steps <= self.num_steps:
-            raise UsageError(
-                f"the warm-up has {self.warmup_steps} steps, and the training {self.num_steps}",
-                hint="give fewer steps of warm-up, from 0 on",
-            )
 
     def __call__(self, step: int) -> float:
         """The factor of a step, from 0 to 1."""

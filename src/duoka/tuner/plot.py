@@ -32,7 +32,7 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     """
     metrics = list(directory.read_metrics())
     run = directory.read()
-    layout = Layout(run.plans, run.machines)
+    layout = Layout(run.plans)
     if not any("loss" in entry for entry in metrics):
         raise UsageError(f"{directory.path} has no step yet", hint="look again after its first one")
     # There are none for a run that was just moved, and no peaks for a processor.

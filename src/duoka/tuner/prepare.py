@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -29,7 +30,6 @@ from duoka.runtime.load.adapter import read_adapter
 from duoka.runtime.text_training import make_text_trainable
 
 from .data import Dataset, read_dataset, refuse_packing
-from .machines import num_machines, over_machines
 from .result import write_adapter
 from .run import RunDirectory
 from .settings import TuneSettings
@@ -206,26 +206,15 @@ def plans_for(
     *,
     suggest: bool = True,
 ) -> tuple[Plan, ...]:
-    """A plan for each replica, all GPUs in use: the same on each machine, or over all of them.
+    """A plan for each replica, all GPUs in use: the same on each machine.
 
     Raises
     ------
     InfeasibleError
         If it doesn't fit; with what would fit instead, where that is to be suggested.
     """
-    total = num_machines()
-    if settings.span_machines and total == 1:
-        raise UsageError(
-            "there is one machine, and no copy of the model can span several",
-            hint="start processes on each with torchrun --nnodes, or leave out --span-machines",
-        )
-    machines = 1 if settings.span_machines else total
-
-    def whole(gpus: Fleet | str) -> Fleet:
-        one = Fleet.parse(gpus) if isinstance(gpus, str) else gpus
-        return one if total == 1 else over_machines(one, total // machines)
-
-    fleet = whole(fleet)
+    machines = num_machines()
+    fleet = _on_each(fleet, machines)
     micro_batches = max(1, settings.batch // settings.micro_batch // machines)
     # As many as fit, where nobody says how many: with more of them each has less to do.
     most = min(len(fleet.devices), micro_batches)
@@ -236,7 +225,7 @@ def plans_for(
     _refuse_small(checkpoint, fleet, settings)
 
     def attempt(other: TuneSettings, gpus: str | None) -> Plan:
-        devices = fleet if gpus is None else whole(gpus)
+        devices = fleet if gpus is None else _on_each(gpus, machines)
         return _plan_copies(checkpoint, devices, other, numbers[-1], machines)[0]
 
     try:
@@ -244,6 +233,21 @@ def plans_for(
     except InfeasibleError as error:
         raise with_suggestions(error, settings, attempt) from None
     return copies * machines
+
+
+def num_machines() -> int:
+    """How many machines torchrun has started processes on."""
+    if not torch.distributed.is_torchelastic_launched():
+        return 1
+    return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def _on_each(gpus: Fleet | str, machines: int) -> Fleet:
+    """The GPUs that each of some machines has; which ones these are elsewhere isn't known."""
+    fleet = Fleet.parse(gpus) if isinstance(gpus, str) else gpus
+    if machines == 1:
+        return fleet
+    return replace(fleet, devices=tuple(replace(d, uuid="", pci_address="") for d in fleet.devices))
 
 
 def _plan_copies(

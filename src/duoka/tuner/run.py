@@ -28,7 +28,6 @@ from duoka.models.lora import Adapter
 from duoka.planner.plan import Plan
 from duoka.runtime.load.adapter import read_adapter
 
-from .machines import num_machines, of_first_machine
 from .settings import TuneSettings
 
 _FORMAT = "duoka.run"
@@ -40,19 +39,17 @@ _ANEW = "start the run anew, in another directory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the processes of a run are to do; each replica spans so many `machines`."""
+    """What the processes of a run are to do."""
 
     settings: TuneSettings
     plans: tuple[Plan, ...]
     trust_remote_code: bool = False
-    machines: int = 1
 
     def fleet(self) -> Fleet:
-        """The GPUs of all replicas; of a machine, where a replica spans several."""
+        """The GPUs of all replicas."""
         devices = {device.name: device for plan in self.plans for device in plan.fleet.devices}
         links = dict.fromkeys(link for plan in self.plans for link in plan.fleet.links)
-        fleet = Fleet(devices=tuple(devices.values()), links=tuple(links))
-        return of_first_machine(fleet, self.machines)
+        return Fleet(devices=tuple(devices.values()), links=tuple(links))
 
     def checkpoint(self) -> Checkpoint:
         """The model's, which has to be the one that the plans were made for."""
@@ -156,7 +153,6 @@ class RunDirectory:
             "version": _VERSION,
             "settings": to_dict(settings),
             "trust_remote_code": trust_remote_code,
-            "machines": num_machines() if settings.span_machines else 1,
             "plans": [json.loads(plan.lasting().to_json()) for plan in plans],
         }
         _write(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
@@ -194,19 +190,16 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_ANEW) from error
         content = parse_json_object(text, str(self._run))
-        plans, machines = content.get("plans"), content.get("machines")
+        plans = content.get("plans")
         if content.get("format") != _FORMAT or content.get("version") != _VERSION:
             raise FormatError(f"{self._run} is of another version of duoka, or damaged", hint=_ANEW)
         if not isinstance(plans, list) or not plans:
             raise FormatError(f"{self._run} has no plan", hint=_ANEW)
-        if type(machines) is not int or machines < 1:
-            raise FormatError(f"{self._run} is for {str(machines)[:40]} machines", hint=_ANEW)
         try:
             run = Run(
                 settings=from_dict(TuneSettings, content.get("settings")),
                 plans=tuple(Plan.from_json(json.dumps(plan)) for plan in plans),
                 trust_remote_code=content.get("trust_remote_code") is True,
-                machines=machines,
             )
         except FormatError as error:
             raise FormatError(f"{self._run}: {error}", hint=_ANEW) from error

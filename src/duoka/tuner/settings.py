@@ -82,9 +82,6 @@ class TuneSettings:
         Compute activations again in the backward pass.
     schedule : {"1f1b", "gpipe", "sequential"}
         How stages take turns.
-    span_machines : bool
-        Cut each copy of the model over the GPUs of all machines that torchrun has started processes
-        on, instead of whole copies on each.
     seed : int
         Of the samples' order, of adapters' first values and of dropout.
     save_every, eval_every : int
@@ -126,7 +123,6 @@ class TuneSettings:
     quantize: Quantization = "none"
     checkpointing: bool = False
     schedule: Schedule = "1f1b"
-    span_machines: bool = False
     seed: int = 0
     save_every: int = 0
     eval_every: int = 0

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 
-from rich.columns import Columns
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
-from rich.text import Text
-
-from duoka.base.units import format_bytes
 
 from .checkpoints import Resumed
-from .layout import Layout
 from .trainer import StepReport
 
 # Speeds are shown over so many steps.
@@ -27,14 +21,13 @@ _BAR_WIDTH = 20
 class Progress:
     """Shows the steps of a run, by default on the standard error."""
 
-    def __init__(self, layout: Layout, num_steps: int, console: Console | None = None) -> None:
-        self._layout = layout
+    def __init__(self, num_steps: int, console: Console | None = None) -> None:
         self._num_steps = num_steps
         self._recent: deque[StepReport] = deque(maxlen=_WINDOW)
         self._console = Console(stderr=True, highlight=False) if console is None else console
-        self._bar: _BarOverDevices | None = None
+        self._bar: Bar | None = None
         if self._console.is_terminal:
-            self._bar = _BarOverDevices(
+            self._bar = Bar(
                 BarColumn(_BAR_WIDTH),
                 MofNCompleteColumn(),
                 TimeRemainingColumn(),
@@ -59,7 +52,6 @@ class Progress:
         speed = sum(recent.tokens for recent in self._recent) / seconds
         text = f"loss {report.loss:.4f}  {speed:,.0f} tokens/s"
         if self._bar is not None:
-            self._bar.devices = [self._device(rank) for rank in range(self._layout.world_size)]
             self._bar.update(self._task, completed=report.step, description=text)
         elif report.step % -(-self._num_steps // _LINES) == 0 or self._is_end(report.step):
             self._print(f"step {report.step}/{self._num_steps}  {text}")
@@ -73,14 +65,6 @@ class Progress:
         """Show the loss of what isn't learnt."""
         self._print(f"step {step}: evaluation loss {loss:.4f}")
 
-    def _device(self, rank: int) -> str:
-        """How busy a device was, and what it has reserved of what was forecast."""
-        reports = [recent.processes[rank] for recent in self._recent]
-        share = sum(report.busy_share for report in reports) / len(reports)
-        forecast = self._layout.forecast(rank).reserved_bytes
-        memory = f"{format_bytes(reports[-1].reserved_bytes)} of {format_bytes(forecast)}"
-        return f"{self._layout.label(rank)} {share:.0%} busy, {memory}"
-
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:
@@ -88,14 +72,3 @@ class Progress:
 
     def _print(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
-
-
-class _BarOverDevices(Bar):
-    """A bar, and a text for each device below it, as many beside each other as there is room."""
-
-    devices: Iterable[str] = ()
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """What is drawn."""
-        yield from super().get_renderables()
-        yield Columns(map(Text, self.devices), padding=(0, 2), equal=True)

@@ -214,7 +214,7 @@ def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneRes
     run = directory.read()
     metrics = list(directory.read_metrics())
     has_steps = any("loss" in entry for entry in metrics)
-    report = make_report(Layout(run.plans, run.machines), metrics) if has_steps else None
+    report = make_report(Layout(run.plans), metrics) if has_steps else None
     if report is not None:
         directory.write_report(report.to_dict())
     result = _write_result(directory, run, steps)

@@ -24,7 +24,6 @@ from duoka.stages.workers import end_with_parent
 from .checkpoints import TrainingCheckpoints
 from .data import Batches, Dataset, Step
 from .layout import Layout
-from .machines import seen_from, this_machine
 from .part import ModelPart
 from .run import Run, RunDirectory
 from .show import Progress
@@ -57,8 +56,9 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
             prepare()
         dist.barrier()
         run = directory.read()
-        _refuse_size(Layout(run.plans))
-        _, device = _layout_here(run).place(rank)
+        layout = Layout(run.plans)
+        _refuse_size(layout)
+        _, device = layout.place(rank)
         is_complete = _Worker(directory, run, rank).train()
     except Exception as error:
         reason = _reason(error, device, directory.way_on)
@@ -81,15 +81,6 @@ def _refuse_size(layout: Layout) -> None:
             f"{layout.world_size} GPUs",
             hint=f"torchrun --nproc-per-node {layout.world_size}, or other --gpus",
         )
-
-
-def _layout_here(run: Run) -> Layout:
-    """The layout in the names that GPUs have on this machine."""
-    if run.machines == 1:
-        return Layout(run.plans)
-    machine = this_machine()
-    plans = tuple(seen_from(plan, machine, run.machines) for plan in run.plans)
-    return Layout(plans, run.machines, machine)
 
 
 def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
@@ -127,7 +118,7 @@ class _Worker:
     """One process, from its weights to the last step."""
 
     def __init__(self, directory: RunDirectory, run: Run, rank: int) -> None:
-        settings, layout = run.settings, _layout_here(run)
+        settings, layout = run.settings, Layout(run.plans)
         self._directory = directory
         self._settings = settings
         self._is_first = rank == 0
@@ -159,7 +150,7 @@ class _Worker:
             "method": training.method,
         }
         self._checkpoints = TrainingCheckpoints(directory.checkpoints, identity, keep=settings.keep)
-        self._progress = Progress(layout, self._num_steps) if self._is_first else None
+        self._progress = Progress(self._num_steps) if self._is_first else None
         self._busy_shares: dict[str, float] = {}
         self._board: TensorBoard | None = None
 

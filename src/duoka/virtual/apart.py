@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from duoka.base.portable import portable
 from duoka.errors import VirtualDeviceError
 
 from .backend import register
@@ -75,14 +76,5 @@ def _answer(writer: Connection, function: Callable[..., Any], args: Any, kwargs:
     try:
         answer = pickle.dumps((function(*args, **kwargs), None))
     except Exception as error:
-        answer = pickle.dumps((None, _portable(error)))
+        answer = pickle.dumps((None, portable(error)))
     writer.send_bytes(answer)
-
-
-def _portable(error: Exception) -> Exception:
-    """An error that can be read where it is sent, which some can't."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error

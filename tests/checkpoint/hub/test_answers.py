@@ -45,22 +45,25 @@ def test_a_private_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -
 def test_a_wrong_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_badtoken00000")
     assert refused(open_it) == (
-        f"{hub.url} wants to know who asks for org/model, and the token is wrong, or has expired",
+        f"{hub.url} doesn't let you read org/model: the token is wrong, has expired, or lacks the "
+        "permission",
         LOG_IN,
     )
 
 
 def test_a_token_is_wanted(hub: HubServer) -> None:
     hub.next("api", hub_server.status(401))
-    message = f"{hub.url} wants to know who asks for org/model, and there is no token"
+    message = f"{hub.url} doesn't let you read org/model: there is no token"
     assert refused(open_it) == (message, LOG_IN)
 
 
 def test_a_token_without_the_permission(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.next("config.json", hub_server.status(403))
     assert refused(open_it) == (
-        f"{hub.url} doesn't let this token read config.json of {NAME}@{COMMIT}",
-        "the token needs the permission to read this repository",
+        f"{hub.url} doesn't let you read config.json of {NAME}@{COMMIT}: the token is wrong, has "
+        "expired, or lacks the permission",
+        LOG_IN,
     )
 
 
@@ -94,7 +97,7 @@ def test_a_repository_without_a_config(hub: HubServer) -> None:
     assert refused(open_it)[0] == f"{NAME}@{COMMIT} holds no config.json"
 
 
-NO_HUB = "is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?"
+NO_HUB = "try again; is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ NO_HUB = "is HF_ENDPOINT the address of a Hub, or does a network log-in page ans
 def test_what_the_hub_tells_is_no_listing(hub: HubServer, told: bytes) -> None:
     hub.next("api", hub_server.status(200, told))
     assert refused(open_it) == (
-        f"{hub.url} answers with something else than a Hub does to the request for org/model",
+        f"{hub.url} answers with something else than it told of to the request for org/model",
         NO_HUB,
     )
 
@@ -131,7 +134,8 @@ def test_names_that_lead_out_of_the_cache_are_left_alone(hub: HubServer, tmp_pat
 def test_a_web_page_instead_of_a_file(hub: HubServer) -> None:
     hub.next("config.json", hub_server.html)
     assert refused(open_it) == (
-        f"{hub.url} sends config.json of {NAME}@{COMMIT} with another length than it told of",
-        "the repository may have changed, or a proxy is in between: try again",
+        f"{hub.url} answers with something else than it told of to the request for config.json of "
+        f"{NAME}@{COMMIT}",
+        NO_HUB,
     )
     assert open_it().config == CONFIG

@@ -49,10 +49,9 @@ def test_a_connection_that_always_breaks_off(hub: HubServer) -> None:
     checkpoint = open_it()
     checkpoint.folder.download([n for n in checkpoint.missing if n != SHARD])
     hub.next("storage", *[hub_server.hang_up] * 6 * ATTEMPTS)  # what huggingface_hub bears
-    assert refused(checkpoint.fetch) == (
-        f"the connection to {hub.url} broke off in {SHARD} of {NAME}@{COMMIT} again and again",
-        "run the command again: files that are complete are kept",
-    )
+    message, hint = refused(checkpoint.fetch)
+    assert message.startswith(f"{SHARD} of {NAME}@{COMMIT} can't be fetched from {hub.url}: ")
+    assert hint == "run the command again: files that are complete are kept"
     assert open_it().missing == (SHARD,)
     assert is_right(fetch_it())
 
@@ -86,7 +85,8 @@ def test_another_length_than_was_told(hub: HubServer) -> None:
     checkpoint = open_it()
     hub.next("storage", hub_server.replace(bytes(1000)))
     assert refused(checkpoint.fetch)[0] == (
-        f"{hub.url} sends tokenizer.model of {NAME}@{COMMIT} with another length than it told of"
+        f"{hub.url} answers with something else than it told of to the request for "
+        f"tokenizer.model of {NAME}@{COMMIT}"
     )
     assert "tokenizer.model" in open_it().missing
 
@@ -96,7 +96,7 @@ def test_another_part_of_a_header_than_was_asked_for(hub: HubServer, told: str) 
     size = len(some_files()[SHARD])
     answer = hub_server.status(206, bytes(99), Content_Range=told.format(size=f"9/{size}"))
     hub.next("storage", answer, answer)
-    assert "something else than a Hub does" in refused(open_it)[0]
+    assert "something else than it told of" in refused(open_it)[0]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_one_machine_that_is_named_is_this_one() -> None:
 
 def test_several_machines_differ_in_rank_and_gpus_alone() -> None:
     nodes = parse_nodes("10.0.0.1=2,10.0.0.2=2")
-    head, second = commands(staged([4, 3, 2, 1]), replace(OPTIONS, nodes=nodes, master_port=4000))
+    head, second = commands(staged([4, 3, 2, 1]), replace(OPTIONS, nodes=nodes))
     first, other = options_of(head.arguments), options_of(second.arguments)
     assert (head.address, second.address) == ("10.0.0.1", "10.0.0.2")
     assert (first["--node-rank"], other["--node-rank"]) == ("0", "1")
@@ -61,7 +61,7 @@ def test_several_machines_differ_in_rank_and_gpus_alone() -> None:
         assert first.pop(name)
         assert name not in other
     assert first | {"--node-rank": ""} == other | {"--node-rank": ""}
-    assert (other["--master-addr"], other["--master-port"]) == ("10.0.0.1", "4000")
+    assert (other["--master-addr"], other["--master-port"]) == ("10.0.0.1", "29501")
     assert "--headless" in second.words
     assert "--headless" not in head.words
     assert head.environment == second.environment  # numbers are those of each machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -62,28 +61,5 @@ def test_an_option_is_known_however_it_is_written() -> None:
     assert not options.has("quantization")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"port": -1},
-        {"port": 65536},
-        {"master_port": 0},
-        {"start_seconds": 0},
-        {"drain_seconds": -1},
-    ],
-)
-def test_numbers_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError) as error:
-        VllmOptions(python=PYTHON, **options)
-    assert str(next(iter(options.values()))) in str(error.value)
-
-
 def test_a_key_is_never_shown() -> None:
     assert "sk-abc123" not in repr(VllmOptions(python=PYTHON, api_key="sk-abc123"))
-
-
-@pytest.mark.parametrize("text", ["", "a b", "schlüssel", "a\x00b", "a\nb"])
-def test_what_is_no_key_is_refused_and_not_shown(text: str) -> None:
-    with pytest.raises(UsageError, match=f"has {len(text)} characters") as error:
-        VllmOptions(python=PYTHON, api_key=text)
-    assert text == "" or text not in str(error.value)

@@ -10,14 +10,13 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from duoka.errors import UsageError
-from duoka.serve.vllm.ready import Address, CacheBlocks, free_address, is_healthy, read_blocks
+from duoka.serve.vllm.ready import is_healthy, read_cache, url_of
 
 LINE = 'vllm:cache_config_info{{block_size="{}",engine="{}",num_gpu_blocks="{}"}} 1.0\n'
 
 
 @contextmanager
-def server(text: bytes, status: int = 200) -> Iterator[Address]:
+def server(text: bytes, status: int = 200) -> Iterator[tuple[str, int]]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
@@ -31,7 +30,7 @@ def server(text: bytes, status: int = 200) -> Iterator[Address]:
         thread = threading.Thread(target=listener.serve_forever)
         thread.start()
         try:
-            yield Address(host="0.0.0.0", port=listener.server_port)
+            yield "0.0.0.0", listener.server_port
         finally:
             listener.shutdown()
             thread.join()
@@ -40,35 +39,32 @@ def server(text: bytes, status: int = 200) -> Iterator[Address]:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (LINE.format(16, 0, 661), CacheBlocks(number=661, tokens=16)),
-        (LINE.format(16, 0, 661) + LINE.format(16, 1, 600), CacheBlocks(number=600, tokens=16)),
-        (LINE.format(16, 0, None), CacheBlocks(number=None, tokens=16)),
+        (LINE.format(16, 0, 661), {"block_size": 16, "engine": 0, "num_gpu_blocks": 661}),
+        (LINE.format(16, 0, None), {"block_size": 16, "engine": 0}),
         (
-            'vllm:cache_config_info{kv_cache_max_concurrency="2.58203125",block_size="16"} 1.0\n'
-            'vllm:cache_config_info{kv_cache_max_concurrency="nan",block_size="8"} 1.0\n',
-            CacheBlocks(number=None, tokens=8, requests=2.58203125),
+            'vllm:cache_config_info{kv_cache_max_concurrency="2.58203125",block_size="x"} 1.0\n',
+            {"kv_cache_max_concurrency": 2.58203125},
         ),
-        (LINE.format("x", 0, -5), CacheBlocks(number=None, tokens=None)),
-        ('# vllm:cache_config_info{num_gpu_blocks="1"}\n', CacheBlocks(number=None, tokens=None)),
+        ('# vllm:cache_config_info{num_gpu_blocks="1"}\n', {}),
         (
             'vllm:cache_config_info{note="\\"num_gpu_blocks=\\"9\\"",num_gpu_blocks="7"} 1\n',
-            CacheBlocks(number=7, tokens=None),
+            {"num_gpu_blocks": 7},
         ),
-        ("\xff\x00", CacheBlocks(number=None, tokens=None)),
+        ("\xff\x00", {}),
     ],
 )
-def test_blocks_are_those_of_the_poorest_engine(text: str, expected: CacheBlocks) -> None:
+def test_the_cache_is_what_the_metrics_say(text: str, expected: dict[str, float]) -> None:
     with server(text.encode("latin-1")) as address:
-        assert read_blocks(address) == expected
+        assert read_cache(*address) == expected
 
 
 def test_only_a_good_answer_is_one() -> None:
     with server(b"") as address:
-        assert is_healthy(address)
+        assert is_healthy(*address)
     with server(b"", 503) as address:
-        assert not is_healthy(address)
-        assert read_blocks(address) == CacheBlocks(number=None, tokens=None)
-    assert not is_healthy(address)  # nobody is there
+        assert not is_healthy(*address)
+        assert read_cache(*address) == {}
+    assert not is_healthy(*address)  # nobody is there
 
 
 def test_what_isnt_http_is_no_answer() -> None:
@@ -82,31 +78,14 @@ def test_what_isnt_http_is_no_answer() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert not is_healthy(Address(host="127.0.0.1", port=listener.getsockname()[1]))
+        assert not is_healthy("127.0.0.1", listener.getsockname()[1])
         thread.join()
 
 
 def test_a_proxy_isnt_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with server(b"") as address:
-        assert is_healthy(address)
-
-
-def test_a_free_address_is_free() -> None:
-    address = free_address("127.0.0.1", 0)
-    assert address.port > 0
-    with socket.create_server((address.host, address.port)):
-        with pytest.raises(UsageError, match=f"port {address.port}"):
-            free_address("127.0.0.1", address.port)
-        with pytest.raises(UsageError, match=f"port {address.port}"):
-            free_address("0.0.0.0", address.port)
-
-
-def test_a_host_that_isnt_here_is_told() -> None:
-    with pytest.raises(UsageError, match=r"nothing can listen at 203\.0\.113\.1"):
-        free_address("203.0.113.1", 8000)
-    with pytest.raises(UsageError, match="nothing can listen at no such host"):
-        free_address("no such host", 8000)
+        assert is_healthy(*address)
 
 
 @pytest.mark.parametrize(
@@ -118,4 +97,4 @@ def test_a_host_that_isnt_here_is_told() -> None:
     ],
 )
 def test_an_address_for_clients_can_be_reached(host: str, url: str) -> None:
-    assert Address(host=host, port=80).url == url
+    assert url_of(host, 80) == url

@@ -28,8 +28,6 @@ def test_eight_3090_with_one_narrow_link(monkeypatch: pytest.MonkeyPatch, tmp_pa
     (narrow,) = (finding for finding in found["PCIe"] if finding.severity == "warning")
     assert narrow.text == "GPU 5: 4 of 16 lanes of PCIe"
     assert "4 times as long" in narrow.meaning
-    idle = found["PCIe"][0]
-    assert (idle.severity, "an idle card lowers it" in idle.meaning) == ("note", True)
     drawn, busy = found["memory"]
     assert drawn.severity == "note"
     assert busy.severity == "warning"
@@ -42,7 +40,6 @@ def test_two_4090_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_p
     (apart,) = found["reach"]
     assert apart.text.startswith("0→1, 1→0: no direct way to the other's memory: the chipset")
     assert "NCCL_P2P_DISABLE=1" in apart.advice
-    assert [finding.text for finding in found["health"]] == ["GPUs 0, 1: not in persistence mode"]
     assert {finding.severity for group in found.values() for finding in group} == {"note"}
 
 
@@ -53,19 +50,15 @@ def test_eight_h100_are_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         check.name: [finding.text for finding in check.findings]
         for check in diagnose(root=tmp_path).checks
     }
-    assert texts["NVLink"] == ["GPUs 0, 1, 2, 3, 4, 5, 6, 7: 18 NVLinks up"]
     assert texts["reach"] == ["all reach one another's memory directly, as the driver says"]
 
 
 def test_a_sick_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recording = machine(monkeypatch, "hgx-h100")
     sick = recording.data["devices"][2]
-    sick["nvlinks"][7]["nvmlDeviceGetNvLinkState"] = 0
     sick["nvmlDeviceGetTotalEccErrors"] = 3
     sick["nvmlDeviceGetRemappedRows"] = [0, 1, 1, 1]
     sick["nvmlDeviceGetCurrentClocksThrottleReasons"] = 0x48
-    sick["nvmlDeviceGetPowerManagementLimit"] = 350000
-    sick["nvmlDeviceGetPowerManagementDefaultLimit"] = 700000
     found = findings(tmp_path, *GPUS)
     assert [(finding.severity, finding.text) for finding in found["health"]] == [
         ("error", "GPU 2: 3 memory errors that couldn't be corrected"),
@@ -76,11 +69,7 @@ def test_a_sick_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             "GPU 2: slowed down by the board's protection and its temperature (the hardware's "
             "limit)",
         ),
-        ("note", "GPU 2: a power limit of 350 W instead of 700 W"),
     ]
-    (links,) = found["NVLink"]
-    assert (links.severity, links.text) == ("warning", "GPU 2: 17 NVLinks are up, 1 down")
-    assert links.meaning == "its like has 18 up"
 
 
 def test_busy_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -161,18 +150,6 @@ def test_numbers_that_are_not_nvidia_smis(monkeypatch: pytest.MonkeyPatch, tmp_p
         "warning",
         "CUDA sees cuda:1, which NVML doesn't know",
     )
-
-
-def test_numa_nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine(monkeypatch, "two-4090")
-    for bus, node in (("01", 0), ("02", 1)):
-        write(tmp_path, f"sys/bus/pci/devices/0000:{bus}:00.0/numa_node", f"{node}\n")
-    write(tmp_path, "sys/devices/system/node/node0/cpulist", "0-4095\n")
-    write(tmp_path, "sys/devices/system/node/node1/cpulist", "4096-4098,5000\n")
-    far, apart = findings(tmp_path, *GPUS)["NUMA"]
-    assert far.text == "GPU 1: on NUMA node 1, whose processors aren't ours"
-    assert "numactl --cpunodebind=1" in far.advice
-    assert apart.text == "two NUMA nodes or more: GPU 0 on node 0; GPU 1 on node 1"
 
 
 @pytest.mark.parametrize(

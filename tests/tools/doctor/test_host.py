@@ -12,7 +12,7 @@ from duoka.tools.doctor import host
 from duoka.tools.doctor.facts import Facts, Finding
 
 GIB = 2**30
-MEMORY = "MemTotal: 67108864 kB\nMemAvailable: {} kB\nSwapTotal: {} kB\nSwapFree: 0 kB\n"
+MEMORY = "MemTotal: 67108864 kB\nMemAvailable: {} kB\n"
 
 
 def write(root: Path, name: str, text: str) -> None:
@@ -24,63 +24,39 @@ def pairs(findings: list[Finding]) -> list[tuple[str, str]]:
     return [(finding.severity, finding.text) for finding in findings]
 
 
-def test_memory_and_swap(tmp_path: Path) -> None:
-    write(tmp_path, "proc/meminfo", MEMORY.format(2 * 2**20, 3 * 2**20))
+def test_memory(tmp_path: Path) -> None:
+    write(tmp_path, "proc/meminfo", MEMORY.format(2 * 2**20))
     assert pairs([*host.check_host_memory(Facts(None, tmp_path))]) == [
         ("warning", "2.00 GiB of the host's memory are free"),
-        ("warning", "3.00 GiB of swap are in use"),
     ]
-    write(tmp_path, "proc/meminfo", MEMORY.format(32 * 2**20, 3 * 2**20))
+    write(tmp_path, "proc/meminfo", MEMORY.format(32 * 2**20))
     assert pairs([*host.check_host_memory(Facts(None, tmp_path))]) == [
         ("ok", "32.00 GiB of the host's memory are free")
     ]
 
 
 @pytest.mark.parametrize(
-    ("memory", "processors"),
+    ("limit", "used", "unlimited"),
     [
-        (("memory.max", "memory.current"), ("cpu.max", None)),
-        (
-            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-            ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"),
-        ),
+        ("memory.max", "memory.current", "max\n"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", f"{2**63 - 4096}\n"),
     ],
 )
-def test_containers_of_both_versions(
-    memory: tuple[str, str], processors: tuple[str, str | None], tmp_path: Path
-) -> None:
+def test_containers_of_both_versions(limit: str, used: str, unlimited: str, tmp_path: Path) -> None:
     group = "sys/fs/cgroup/"
-    write(tmp_path, group + memory[0], f"{8 * GIB}\n")
-    write(tmp_path, group + memory[1], f"{3 * GIB}\n")
-    quota, period = processors
-    write(tmp_path, group + quota, "150000\n" if period else "150000 100000\n")
-    if period:
-        write(tmp_path, group + period, "100000\n")
+    write(tmp_path, group + limit, f"{8 * GIB}\n")
+    write(tmp_path, group + used, f"{3 * GIB}\n")
     texts = [finding.text for finding in host.check_limits(Facts(None, tmp_path))]
-    assert texts == [
-        "memory: a limit of 8.00 GiB for this container, 3.00 GiB used",
-        "processors: the container may use 1.5 at a time",
-    ]
-    write(tmp_path, group + memory[0], "max\n" if period is None else f"{2**63 - 4096}\n")
-    write(tmp_path, group + quota, "-1\n" if period else "max 100000\n")
+    assert texts == ["memory: a limit of 8.00 GiB for this container, 3.00 GiB used"]
+    write(tmp_path, group + limit, unlimited)
     (well,) = host.check_limits(Facts(None, tmp_path))
     assert well.severity == "ok"
 
 
 def test_limits_of_a_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    limits = {
-        resource.RLIMIT_NOFILE: 256,
-        resource.RLIMIT_AS: 64 * GIB,
-        resource.RLIMIT_FSIZE: GIB,
-    }
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], limits[kind]))
-    found = [*host.check_limits(Facts(None, tmp_path))]
-    assert [finding.severity for finding in found] == ["warning", "error", "warning"]
-    assert [finding.advice for finding in found] == [
-        "ulimit -n 1024",
-        "ulimit -v unlimited",
-        "ulimit -f unlimited",
-    ]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
+    (found,) = host.check_limits(Facts(None, tmp_path))
+    assert (found.severity, found.advice) == ("warning", "ulimit -n 1024")
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0)
 HOME = "https://huggingface.co"
 _UNREACHED = (http.ConnectError, http.ConnectTimeout)
 _BROKEN = (http.NetworkError, http.RemoteProtocolError)
-_IN_TROUBLE = {408, 425, 500, 502, 503, 504}
+_MAY_PASS = {408, 425, 429, 500, 502, 503, 504}
 
 
 def endpoint() -> str:
@@ -59,7 +59,7 @@ def ask(wanted: Wanted, action: Callable[[], T]) -> T:
 def _may_pass(error: Exception) -> bool:
     """Whether asking again may help."""
     if isinstance(error, HfHubHTTPError):
-        return _status(error) in {429, *_IN_TROUBLE}
+        return _status(error) in _MAY_PASS
     return isinstance(error, (http.TimeoutException, *_BROKEN)) and not isinstance(
         error, _UNREACHED
     )
@@ -91,8 +91,6 @@ def _explained(wanted: Wanted) -> Iterator[None]:
         raise known from None
 
 
-_ADDRESS = "is HF_ENDPOINT the address of a Hub?"
-_CHANGED = "the repository may have changed, or a proxy is in between: try again"
 # What an error means and what to do, by the first class or status that it has.
 _MEANINGS: tuple[tuple[Any, str, str], ...] = (
     (
@@ -116,26 +114,15 @@ _MEANINGS: tuple[tuple[Any, str, str], ...] = (
         "the repository is incomplete, or has changed: try again",
     ),
     (
-        {401},
-        "{hub} wants to know who asks for {wanted}, and {token}",
+        {401, 403},
+        "{hub} doesn't let you read {wanted}: {token}",
         "log in (`hf auth login`), or correct or unset HF_TOKEN",
     ),
     (
-        {403},
-        "{hub} doesn't let this token read {wanted}",
-        "the token needs the permission to read this repository",
-    ),
-    (
-        {429},
-        "{hub} gets too many requests from here; it was about {wanted}",
-        "try again later; with a token (`hf auth login`) the Hub allows more",
-    ),
-    (
-        _IN_TROUBLE,
+        HfHubHTTPError,
         "{hub} answers with status {status} to the request for {wanted}",
-        "the Hub has a problem of its own: try again later",
+        "try again later; after 429 with a token (`hf auth login`), for which the Hub allows more",
     ),
-    (HfHubHTTPError, "{hub} answers with status {status} to the request for {wanted}", _ADDRESS),
     (
         _UNREACHED,
         "{hub} can't be reached for {wanted}: {error}",
@@ -147,22 +134,15 @@ _MEANINGS: tuple[tuple[Any, str, str], ...] = (
         "try again; HF_HUB_DOWNLOAD_TIMEOUT allows for slower servers",
     ),
     (
-        http.TooManyRedirects,
-        "{hub} redirects again and again for {wanted}",
-        "is HF_ENDPOINT right, or a proxy in between?",
-    ),
-    (
-        _BROKEN,
-        "the connection to {hub} broke off in {wanted} again and again",
+        (http.HTTPError, http.InvalidURL),
+        "{wanted} can't be fetched from {hub}: {error}",
         "run the command again: files that are complete are kept",
     ),
-    ((http.HTTPError, http.InvalidURL), "{wanted} can't be asked for: {error}", _ADDRESS),
     (
-        (FileMetadataError, ValueError, TypeError, KeyError),
-        "{hub} answers with something else than a Hub does to the request for {wanted}",
-        "is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?",
+        (FileMetadataError, ValueError, TypeError, KeyError, OSError),
+        "{hub} answers with something else than it told of to the request for {wanted}",
+        "try again; is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?",
     ),
-    (OSError, "{hub} sends {wanted} with another length than it told of", _CHANGED),
 )
 
 
@@ -181,7 +161,7 @@ def _explain(error: BaseException, wanted: Wanted) -> CheckpointError | None:
                 "repo": wanted.name.repo,
                 "error": str(error) or "no answer in time",
                 "status": status,
-                "token": "the token is wrong, or has expired"
+                "token": "the token is wrong, has expired, or lacks the permission"
                 if get_token()
                 else "there is no token",
                 "log_in": "" if get_token() else "; for what isn't public log in: hf auth login",

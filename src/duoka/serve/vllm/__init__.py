@@ -11,7 +11,7 @@ cache (``vllm/v1/metrics/loggers.py``); which paths need a key
 - `nodes`: the machines of a plan, each with its GPUs
 - `commands`: what is to be run on each of them
 - `interpreter`: the Python that vLLM is installed for
-- `process`: a program with all that it starts, its output and its end
+- `process`: vLLM as a program with all that it starts, and how signals reach it
 - `ready`: whether vLLM answers, and how many cache blocks it has
 """
 

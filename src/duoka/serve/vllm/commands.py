@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from duoka.errors import UsageError
@@ -20,7 +20,11 @@ from .options import VllmOptions
 
 MODULE = "vllm.entrypoints.cli.main"
 """The module of vLLM's command line."""
+DRAIN_SECONDS = 30
+"""How long requests in flight have after SIGTERM or Ctrl-C."""
 _QUANTIZATION = ("quantization", "q")
+# Where the machines find each other.
+_MASTER_PORT = "29501"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,50 +72,29 @@ def commands(
     refuse_unservable(plan, options)
     plan = plan.lasting()  # other machines have another working directory
     command = read_command(plan, profile)
+    code = ("--trust-remote-code",) if options.trust_remote_code else ()
+    # Of an option that is there twice vLLM takes the last one: the plan's come after a person's.
+    head = NodeCommand(
+        address=options.host,
+        words=("serve", command.model, *options.arguments, *code),
+        options=(*command.options, *_listening(plan, options)),
+        environment=tuple(command.environment),
+    )
     if len(options.nodes) < 2:
-        return (
-            _command(
-                command,
-                options,
-                address=options.host,
-                environment=command.environment,
-                further=_listening(plan, options),
-            ),
-        )
+        return (head,)
     parts = devices_by_node(command.pipeline, options.nodes)
     return tuple(
-        _command(
-            command,
-            options,
+        replace(
+            head,
             address=node.address,
+            words=(*head.words, "--headless") if rank else head.words,
+            options=(
+                *(command.options if rank else head.options),
+                *_joining(parts[0][0], rank, len(parts)),
+            ),
             environment=_environment_there(command, devices),
-            further=[
-                *_joining(options, parts[0][0], rank, len(parts)),
-                *(() if rank else _listening(plan, options)),
-            ],
-            flags=("--headless",) if rank else (),
         )
         for rank, (node, devices) in enumerate(parts)
-    )
-
-
-def _command(
-    command: VllmCommand,
-    options: VllmOptions,
-    *,
-    address: str,
-    environment: Sequence[tuple[str, str]],
-    further: Sequence[tuple[str, str]],
-    flags: Sequence[str] = (),
-) -> NodeCommand:
-    if options.trust_remote_code:
-        flags = ("--trust-remote-code", *flags)
-    # Of an option that is there twice vLLM takes the last one: the plan's come after a person's.
-    return NodeCommand(
-        address=address,
-        words=("serve", command.model, *options.arguments, *flags),
-        options=(*command.options, *further),
-        environment=tuple(environment),
     )
 
 
@@ -123,14 +106,14 @@ def _environment_there(
     return (*common.visible(NAME, devices), *shared)
 
 
-def _joining(options: VllmOptions, head: Node, rank: int, num_nodes: int) -> list[tuple[str, str]]:
+def _joining(head: Node, rank: int, num_nodes: int) -> list[tuple[str, str]]:
     """How a machine finds the others."""
     return [
         ("--distributed-executor-backend", "mp"),
         ("--nnodes", str(num_nodes)),
         ("--node-rank", str(rank)),
         ("--master-addr", head.address),
-        ("--master-port", str(options.master_port)),
+        ("--master-port", _MASTER_PORT),
     ]
 
 
@@ -140,7 +123,7 @@ def _listening(plan: Plan, options: VllmOptions) -> list[tuple[str, str]]:
         ("--served-model-name", served_name(plan, options)),
         ("--host", options.host),
         ("--port", str(options.port)),
-        ("--shutdown-timeout", str(options.drain_seconds)),
+        ("--shutdown-timeout", str(DRAIN_SECONDS)),
     ]
 
 

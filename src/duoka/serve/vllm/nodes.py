@@ -16,9 +16,8 @@ from duoka.errors import UsageError
 from duoka.hardware.device import Device
 from duoka.report.export.stages import Pipeline
 
-_ADDRESS = re.compile(r"[A-Za-z0-9.:_-]{1,253}", re.ASCII)
+_NODE = re.compile(r"([A-Za-z0-9.:_-]{1,253})=([1-9][0-9]{0,3})", re.ASCII)
 _EXAMPLE = "10.0.0.1=2,10.0.0.2=2"
-_MOST_NODES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,25 +41,14 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
     >>> [node.num_gpus for node in parse_nodes("10.0.0.1=2,10.0.0.2=2")]
     [2, 2]
     """
-    nodes = tuple(_node(part.strip()) for part in text.split(","))
-    addresses = [node.address for node in nodes]
-    if len(set(addresses)) < len(addresses) or len(nodes) > _MOST_NODES:
+    matches = [_NODE.fullmatch(part.strip()) for part in text.split(",")]
+    nodes = tuple(Node(address=m[1], num_gpus=int(m[2])) for m in matches if m)
+    if len({node.address for node in nodes}) < len(matches):
         raise UsageError(
-            f"{text[:80]!r} names a machine twice, or more than {_MOST_NODES}",
-            hint="each machine once, with all of its GPUs",
-        )
-    return nodes
-
-
-def _node(part: str) -> Node:
-    address, sign, number = part.rpartition("=")
-    is_number = number.isascii() and number.isdecimal() and len(number) <= 4 and int(number) > 0
-    if not sign or not is_number or not _ADDRESS.fullmatch(address):
-        raise UsageError(
-            f"{part[:80]!r} is not a machine and how many GPUs it has",
+            f"{text[:80]!r} isn't a list of machines, each once, and how many GPUs each has",
             hint=f"write an address and a number for each: {_EXAMPLE}",
         )
-    return Node(address=address, num_gpus=int(number))
+    return nodes
 
 
 def devices_by_node(
@@ -73,36 +61,20 @@ def devices_by_node(
     devices = [stage.device for stage in pipeline.stages]
     _refuse_detected(devices)
     parts = [
-        (node, tuple(replace(device, name=f"cuda:{number}") for _, number, device in run))
-        for node, run in (
-            (node, list(run))
-            for node, run in groupby(
-                ((*_place(device, nodes), device) for device in devices), key=lambda part: part[0]
-            )
+        (node, tuple(replace(device, name=f"cuda:{number}") for (_, number), device in run))
+        for node, run in groupby(
+            ((_place(device, nodes), device) for device in devices), key=lambda part: part[0][0]
         )
     ]
     order = [node for node, _ in parts]
-    if len(set(order)) < len(order):
-        again = next(node for node in order if order.count(node) > 1)
+    is_in_order = order[0] == nodes[0] and len(set(order)) == len(order)
+    if not is_in_order or len({len(run) for _, run in parts}) > 1:
+        uses = ", ".join(f"{n.address} {format_count(len(run), 'GPU')}" for n, run in parts)
         raise UsageError(
-            f"the plan comes to {again.address} twice, and vLLM to each machine once",
-            hint="give the GPUs to --gpus in the order in which the machines come",
-        )
-    if order[0] != nodes[0]:
-        raise UsageError(
-            f"the plan begins on {order[0].address}, which is where vLLM answers, and the first "
-            f"of the machines is {nodes[0].address}",
-            hint=f"plan with the GPUs of {order[0].address} first, and name that machine first",
-        )
-    counts = [len(run) for _, run in parts]
-    if len(set(counts)) > 1:
-        uses = ", ".join(
-            f"{node.address} {format_count(count, 'GPU')}"
-            for (node, _), count in zip(parts, counts, strict=True)
-        )
-        raise UsageError(
-            f"vLLM runs as many stages on each machine as on the next one; the plan has: {uses}",
-            hint="plan with equally many GPUs of each; how large they are may differ",
+            f"vLLM begins on the first machine, {nodes[0].address}, comes to each machine once, "
+            f"and runs as many stages on each as on the next one; the plan has: {uses}",
+            hint="give the GPUs to --gpus in the order in which the machines come, and plan with "
+            "equally many of each; how large they are may differ",
         )
     return parts
 

@@ -67,16 +67,15 @@ CONFIG: dict[str, Any] = {
 NUM_PIECES = 1340
 
 
-def make_checkpoint(directory: Path, *, report: Report = lambda step, loss: None) -> int:
+def make_checkpoint(directory: Path, *, report: Report = lambda step, loss: None) -> None:
     """Make the demo's checkpoint: tokenizer, configuration, trained weights in shards."""
     pairs = load_pairs()
     write_frame(directory, CONFIG)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model = fresh_model(CONFIG)
-        steps = _train(model, pairs, directory, report)
+        _train(model, pairs, directory, report)
     write_weights(directory, CONFIG, model)
-    return steps
 
 
 def write_frame(directory: Path, config: Mapping[str, Any]) -> None:

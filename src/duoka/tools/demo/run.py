@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,16 +51,13 @@ class Demo:
     """What the demo did.
 
     `measured` are the peaks over loading, one prompt and answer of the planned lengths, and the
-    questions; `one_gpu` says why one of the GPUs alone doesn't do; `seconds` how long each part
-    took.
+    questions; `one_gpu` says why one of the GPUs alone doesn't do.
     """
 
     plan: Plan
     answers: tuple[DemoAnswer, ...]
     measured: Measured
     one_gpu: str
-    training_steps: int
-    seconds: dict[str, float]
 
     @property
     def is_right(self) -> bool:
@@ -71,28 +67,21 @@ class Demo:
 
 def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
     """Make the model, plan it on two virtual GPUs, prove, load, ask, measure."""
-    seconds: dict[str, float] = {}
-    clock = _Clock(seconds)
     tell("training a small ChatGLM3 on questions about several GPUs")
-    steps = make_checkpoint(
+    make_checkpoint(
         directory, report=lambda step, loss: tell(f"training step {step}, loss {loss:.3f}")
     )
-    clock.lap("train")
     tell("planning")
     plan = make_plan(directory, _fleet(), WORKLOAD)
     one_gpu = _refusal(plan, directory)
-    clock.lap("plan")
     tell("proving the plan, and loading")
     devices.materialise(plan.fleet)
     for device in plan.devices:
         devices.reset_peaks(device)
     model = load(plan)
-    clock.lap("load")
     tell("answering")
     _fill(model)
-    clock.lap("fill")
     answers = _ask(model, PromptReader.open(Checkpoint.open(directory), plan.workload))
-    clock.lap("answer")
     return Demo(
         plan=plan,
         answers=answers,
@@ -102,8 +91,6 @@ def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
             context_tokens=WORKLOAD.context_tokens,
         ),
         one_gpu=one_gpu,
-        training_steps=steps,
-        seconds=seconds,
     )
 
 
@@ -147,14 +134,3 @@ def _ask(model: Any, reader: PromptReader) -> tuple[DemoAnswer, ...]:
             text = str(new).strip()
             answers.append(DemoAnswer(question=pair.question, answer=text, expected=pair.answer))
     return tuple(answers)
-
-
-class _Clock:
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self._seconds = seconds
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self._seconds[name] = round(now - self._last, 3)
-        self._last = now

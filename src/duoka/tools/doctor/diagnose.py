@@ -18,9 +18,7 @@ _GPU_CHECKS = (
     ("GPUs", "memory", gpus.check_memory),
     ("GPUs", "health", gpus.check_state),
     ("links", "PCIe", gpus.check_pcie),
-    ("links", "NVLink", gpus.check_nvlink),
     ("links", "reach", gpus.check_reach),
-    ("links", "NUMA", gpus.check_numa),
 )
 _HOST_CHECKS = (
     ("host", "memory", host.check_host_memory),
@@ -80,7 +78,6 @@ def _examine_all(facts: Facts, named: ModelFacts | None) -> Iterator[Examined]:
         yield _examine(group, name, check, facts)
     if named is not None:
         yield _examine("model", "checkpoint", model.check_whole, named)
-        yield _examine("model", "disk", model.check_disk, named)
         yield _examine("model", "hashes", model.check_hashes, named)
         yield _examine("model", "fit", model.check_fit, named, facts)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -13,19 +12,17 @@ from duoka.hardware import cuda_driver, nvml
 from duoka.hardware.detect import PresentGpu
 from duoka.hardware.fleet import Fleet
 
-from .facts import Facts, Finding, Severity, by_gpu, named, numbered, or_ok
+from .facts import Facts, Finding, Severity, by_gpu, named, or_ok
 
 _NVIDIA, _DISPLAYS = "0x10de", "0x03"
 _MUCH_MEMORY = 0.1
 _KNOWN_STATES = ("hidden", "in MIG mode", "memory unknown")
 # More than any driver keeps for itself.
 _UNSEEN_BYTES = 3 * GIB // 2
-_MOST_OFF = 0.9
 _FELL_OFF = (
     "`dmesg | grep -i xid` tells why it may have fallen off the bus; look at its power cables and "
     "its seat, and restart the machine"
 )
-_NO_NVLINK = "`nvidia-smi nvlink --status` tells more; look at the bridge"
 
 
 def check_driver(facts: Facts) -> Iterator[Finding]:
@@ -128,7 +125,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_state(facts: Facts) -> Iterator[Finding]:
-    """Whether the cards are well: memory errors, clocks, power, persistence."""
+    """Whether the cards are well: memory errors, clocks that are held back."""
     return or_ok(by_gpu(facts.cards, _state), "no GPU tells of memory errors, or is slowed down")
 
 
@@ -150,14 +147,6 @@ def _state(gpu: nvml.Gpu) -> Iterator[Finding]:
         meaning = "it computes slower than planned for, and a pipeline waits for its slowest stage"
         advice = "look at its fans, the airflow, its power supply and cables"
         yield Finding("warning", text, meaning, advice)
-    limit, usual = gpu.power_limit_watts or 0, gpu.default_power_limit_watts or 0
-    if 0 < limit < _MOST_OFF * usual:
-        text = f"a power limit of {limit:.0f} W instead of {usual:.0f} W"
-        yield Finding("note", text, "long prompts take longer", "nvidia-smi -pl sets it")
-    if gpu.is_persistent is False:
-        meaning = "the driver lets go of it when idle, and the next start waits for seconds"
-        advice = "sudo nvidia-smi -pm 1, or the service nvidia-persistenced"
-        yield Finding("note", "not in persistence mode", meaning, advice)
 
 
 def check_pcie(facts: Facts) -> Iterator[Finding]:
@@ -176,30 +165,6 @@ def _pcie(gpu: nvml.Gpu) -> Iterator[Finding]:
         )
         advice = "put it into a full slot; look at risers, and at the BIOS's bifurcation"
         yield Finding("warning", f"{lanes} of {all_lanes} lanes of PCIe", meaning, advice)
-    now, most = gpu.pcie_generation or 0, gpu.max_pcie_generation or 0
-    if 0 < now < most:
-        meaning = "an idle card lowers it; if it stays so under load, the slot or a riser is older"
-        yield Finding("note", f"PCIe {now}.0 now, {most}.0 at most", meaning)
-
-
-def check_nvlink(facts: Facts) -> Iterator[Finding]:
-    """Whether all NVLinks are up that there are."""
-    best: Counter[str] = Counter()
-    for gpu in facts.cards:
-        best[gpu.name] = max(best[gpu.name], gpu.links_up)
-
-    def check(gpu: nvml.Gpu) -> Iterator[Finding]:
-        up, down = gpu.links_up, gpu.links_down
-        if up and (up < best[gpu.name] or down):
-            text, meaning = f"{up} NVLinks are up, {down} down", f"its like has {best[gpu.name]} up"
-            yield Finding("warning", text, meaning, _NO_NVLINK)
-        elif up:
-            yield Finding("ok", f"{up} NVLinks up")
-        elif down:
-            meaning = "no bridge, or not a card at its other end"
-            yield Finding("note", f"none of {down} NVLinks is up", meaning, _NO_NVLINK)
-
-    return by_gpu(facts.cards, check)
 
 
 def check_reach(facts: Facts) -> Iterator[Finding]:
@@ -216,37 +181,3 @@ def check_reach(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", text, meaning, advice)
     if reached and not pairs:
         yield Finding("ok", "all reach one another's memory directly, as the driver says")
-
-
-def check_numa(facts: Facts) -> Iterator[Finding]:
-    """Whether the GPUs are near the processors that this process may use."""
-    nodes: dict[int, list[int]] = defaultdict(list)
-    for gpu in facts.cards:
-        device = facts.root / "sys/bus/pci/devices" / gpu.pci_address.lower()[-12:]
-        with suppress(OSError, ValueError):
-            nodes[int((device / "numa_node").read_text())].append(gpu.index)
-    nodes.pop(-1, None)
-    for node, indices in sorted(nodes.items()):
-        with suppress(OSError, ValueError):
-            listed = (facts.root / f"sys/devices/system/node/node{node}/cpulist").read_text()
-            if os.sched_getaffinity(0).isdisjoint(_processors(listed)):
-                text = f"{numbered(indices)}: on NUMA node {node}, whose processors aren't ours"
-                advice = f"start with numactl --cpunodebind={node} --membind={node}"
-                yield Finding(
-                    "warning", text, "each copy from the host crosses the machine", advice
-                )
-    if len(nodes) > 1:
-        texts = [f"{numbered(indices)} on node {node}" for node, indices in sorted(nodes.items())]
-        meaning = "copies between nodes are slower; stages that follow one another fare best on one"
-        yield Finding("note", f"two NUMA nodes or more: {'; '.join(texts)}", meaning)
-    elif nodes:
-        yield Finding("ok", "all GPUs are on one NUMA node")
-
-
-def _processors(text: str) -> set[int]:
-    """Numbers of a list like 0-15,32-47."""
-    numbers: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        numbers |= {*range(int(first), int(last or first) + 1)}
-    return numbers

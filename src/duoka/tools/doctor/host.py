@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from duoka.base.requirements import unmet_extras, unmet_requirements
 from duoka.base.units import GIB, MIB, format_bytes
 from duoka.hardware.host import available_bytes, container_memory
 
-from .facts import Facts, Finding, Severity, or_ok
+from .facts import Facts, Finding, or_ok
 
 _LITTLE_BYTES = 4 * GIB
 _LITTLE_SHARED_BYTES = 256 * MIB
 _FEW_FILES = 1024
-_SWAP = re.compile(r"^Swap(?:Total|Free): +(\d+) kB$", re.MULTILINE)
-# By resource: its letter for ulimit, how bad less than no limit is, and what then fails.
-_SIZES: dict[int, tuple[str, Severity, str, str]] = {
-    resource.RLIMIT_AS: (
-        *("v", "error", "of addresses may be used"),
-        "CUDA reserves far more addresses than it uses, and doesn't start",
-    ),
-    resource.RLIMIT_FSIZE: (
-        *("f", "warning", "is the largest that a file may be"),
-        "models and checkpoints can't be saved",
-    ),
-}
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
@@ -45,12 +31,6 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("warning", text, meaning, advice)
     else:
         yield Finding("ok", text)
-    with suppress(OSError, ValueError):
-        total, free = map(int, _SWAP.findall((facts.root / "proc/meminfo").read_text()))
-        swapped = (total - free) * 1024
-        if swapped > available:
-            meaning = "the machine is short of memory; what is swapped is slow"
-            yield Finding("warning", f"{format_bytes(swapped)} of swap are in use", meaning)
 
 
 def check_shared_memory(facts: Facts) -> Iterator[Finding]:
@@ -81,11 +61,6 @@ def _ulimits() -> Iterator[Finding]:
         text = f"{files} files may be open at once (ulimit -n)"
         meaning = "a checkpoint of many files may not load"
         yield Finding("warning", text, meaning, f"ulimit -n {_FEW_FILES}")
-    for kind, (letter, severity, text, meaning) in _SIZES.items():
-        size = resource.getrlimit(kind)[0]
-        if size != resource.RLIM_INFINITY:
-            text = f"{format_bytes(size)} {text} (ulimit -{letter})"
-            yield Finding(severity, text, meaning, f"ulimit -{letter} unlimited")
 
 
 def _container(root: Path) -> Iterator[Finding]:
@@ -95,21 +70,6 @@ def _container(root: Path) -> Iterator[Finding]:
         text = f"memory: a limit of {limit} for this container, {used} used"
         meaning = "who takes more is killed without a word; files that were read count until needed"
         yield Finding("note", text, meaning)
-    processors = _quota(root / "sys/fs/cgroup")
-    if processors is not None:
-        text = f"processors: the container may use {processors:.1f} at a time"
-        meaning = "steps of small models wait for them; a GPU wants one for itself"
-        yield Finding("note", text, meaning)
-
-
-def _quota(group: Path) -> float | None:
-    """Processors that a container's quota comes to, in either version of control groups."""
-    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        with suppress(OSError, ValueError):
-            texts = " ".join((group / name).read_text() for name in names).split()
-            quota, period = map(int, texts)  # "max" is none
-            return quota / period if quota > 0 else None
-    return None
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:

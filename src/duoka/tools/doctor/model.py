@@ -1,19 +1,15 @@
-"""A model: whether its checkpoint is whole, how fast it can be read, and whether it fits."""
+"""A model: whether its checkpoint is whole, and whether it fits."""
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from duoka.base.files import open_regular
 from duoka.base.progress import say
-from duoka.base.units import GIB, MIB, format_bytes, format_count, format_seconds
+from duoka.base.units import format_bytes, format_count
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.hub.listing import RemoteFile, is_right
 from duoka.errors import InfeasibleError
@@ -22,9 +18,6 @@ from duoka.planner.plan import Plan
 from .facts import Facts, Finding
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_PIECE_BYTES, _LEAST_BYTES, _MOST_BYTES, _MOST_SECONDS = 8 * MIB, 64 * MIB, 512 * MIB, 1.0
-_SLOW_BYTES_PER_SECOND = 0.3e9
-_LITTLE_BYTES = 10 * GIB
 
 
 class ModelFacts:
@@ -81,41 +74,6 @@ def _known_hash(file: Path) -> str:
     with suppress(OSError, ValueError):
         names += [line.strip('"') for line in metadata.read_text().splitlines()[1:2]]
     return next(filter(_HASH.fullmatch, names), "")
-
-
-def check_disk(facts: ModelFacts) -> Iterator[Finding]:
-    """How fast the disk is that the weights lie on, and whether there is room."""
-    sizes = {file: file.stat().st_size for file in facts.files()}
-    if not sizes:
-        return
-    largest = max(sizes, key=sizes.__getitem__)
-    free = shutil.disk_usage(largest.parent).free
-    if free < _LITTLE_BYTES:
-        text = f"{format_bytes(free)} are free on its disk"
-        yield Finding("note", text, "a download or a merged model has no room there")
-    if sizes[largest] < _LEAST_BYTES:
-        return  # over before it can be timed
-    rate = _read_rate(largest)
-    seconds = format_seconds(sum(sizes.values()) / rate)
-    text = f"its disk gives {rate / 1e9:.2g} GB/s: {seconds} for all weights"
-    if rate < _SLOW_BYTES_PER_SECOND:
-        yield Finding("warning", text, "loading waits for it", "copy the model to a local SSD")
-    else:
-        yield Finding("ok", text, figures={"bytes_per_second": rate})
-
-
-def _read_rate(file: Path) -> float:
-    """Bytes per second of a file, past what the host's memory still has of it."""
-    done, start = 0, time.perf_counter()
-    with open_regular(file) as opened:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(opened.fileno(), 0, _MOST_BYTES, os.POSIX_FADV_DONTNEED)
-        while done < _MOST_BYTES and time.perf_counter() - start < _MOST_SECONDS:
-            piece = len(opened.read(_PIECE_BYTES))
-            done += piece
-            if not piece:
-                break
-    return done / max(time.perf_counter() - start, 1e-9)
 
 
 def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
 
 _SIZES = ("total_bytes", "free_bytes", "reserved_bytes", "forecast_bytes", "others_bytes")
-_ACTIVITIES = (
-    *("utilization", "temperature_celsius", "power_watts"),
-    *("pcie_received_bytes_per_second", "pcie_sent_bytes_per_second"),
-    *("nvlink_received_bytes_per_second", "nvlink_sent_bytes_per_second"),
-)
+_ACTIVITIES = ("utilization", "temperature_celsius", "power_watts")
 _NUMBERS = (*_SIZES, "spare_bytes", "seconds_left", *_ACTIVITIES)
 COLUMNS = ("time", "gpu", *KIND_FIELDS.values(), "busy_share", *_NUMBERS)
 

@@ -94,11 +94,6 @@ def _facts(activity: Activity) -> Iterator[str]:
     if activity.power_watts is not None:
         limit = activity.power_limit_watts
         yield f"{activity.power_watts:.0f}{'' if limit is None else f' of {limit:.0f}'} W"
-    for link in ("PCIe", "NVLink"):
-        names = (f"{link.lower()}_{way}_bytes_per_second" for way in ("received", "sent"))
-        received, sent = (getattr(activity, name) for name in names)
-        if received is not None and sent is not None:
-            yield f"{link} in {received / 1e9:.1f}, out {sent / 1e9:.1f} GB/s"
 
 
 def _remarks(gpu: GpuNow) -> Iterator[Text]:
