@@ -7,6 +7,8 @@
 Nothing of the tools is installed or imported: they want CUDA, and their own torch. Of each one the
 very function that reads what duoka writes is taken from its file and called, for plans of published
 shapes on unequal machines; options of command lines must be among those that the tool declares.
+Which classes run in a pipeline is read from the classes and compared with `pipelines.json`: what
+SGLang's and vLLM's `forward` takes, and whether vLLM's is `SupportsPP`, with all their bases.
 """
 
 from __future__ import annotations
@@ -84,6 +86,127 @@ class Tool:
                     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                         found.add("--" + node.target.id.replace("_", "-"))
         return found
+
+
+class Classes:
+    """The classes of a tool's files with their bases, by the statements alone."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files: dict[str, ast.Module | None] = {}
+
+    def tree(self, module: str) -> ast.Module | None:
+        if module not in self.files:
+            path = self.root.joinpath(*module.split("."))
+            file = next(
+                (f for f in (path.with_suffix(".py"), path / "__init__.py") if f.is_file()), None
+            )
+            self.files[module] = None if file is None else ast.parse(file.read_text("utf-8"))
+        return self.files[module]
+
+    def find(self, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+        """A class by the name that it has in a module: defined there, imported, or renamed."""
+        tree = self.tree(module)
+        for node in ast.walk(tree) if tree else ():
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return module, node
+            is_renamed = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name
+            if is_renamed and isinstance(node.value, ast.Name) and node.value.id != name:
+                return self.find(module, node.value.id)
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return self.find(self._absolute(module, node), alias.name)
+        return None
+
+    def _absolute(self, module: str, node: ast.ImportFrom) -> str:
+        parts = module.split(".")
+        is_package = (self.root.joinpath(*parts) / "__init__.py").is_file()
+        kept = parts[: len(parts) - node.level + is_package] if node.level else []
+        return ".".join([*kept, *([node.module] if node.module else [])])
+
+    def bases(self, module: str, name: str) -> list[tuple[str, ast.ClassDef]]:
+        """A class and all that it has its methods from, but for mere declarations of vLLM's."""
+        found = None if name.startswith("VllmModel") else self.find(module, name)
+        if found is None:
+            return []
+        module, node = found
+        names = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+        inherited = [self.bases(module, each.id) for each in names if isinstance(each, ast.Name)]
+        return [(module, node), *chain.from_iterable(inherited)]
+
+    def takes(self, module: str, name: str, argument: str) -> bool:
+        """Whether the first `forward` of a class has an argument, or takes any."""
+        for _, node in self.bases(module, name):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "forward":
+                    of = method.args
+                    named = argument in {each.arg for each in (*of.args, *of.kwonlyargs)}
+                    return named or (of.kwarg is not None and argument != "pp_proxy_tensors")
+        return False
+
+
+def vllm_classes(root: Path) -> tuple[set[str], set[str]]:
+    """The architectures of vLLM that run in a pipeline, and those that don't."""
+    package, classes = "vllm.model_executor.models", Classes(root)
+    registry = classes.tree(f"{package}.registry")
+    assert registry is not None
+    pipeline, single = set(), set()
+    for node in registry.body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Dict):
+            continue
+        if ast.unparse(node.targets[0]) not in ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS"):
+            continue
+        for architecture, (file, name) in ast.literal_eval(node.value).items():
+            module = file if file.startswith("vllm.") else f"{package}.{file}"
+            if module == f"{package}.transformers":
+                continue
+            is_split = "SupportsPP" in {base.name for _, base in classes.bases(module, name)}
+            takes = classes.takes(module, name, "intermediate_tensors")
+            (pipeline if is_split and takes else single).add(architecture)
+    return pipeline, single
+
+
+def sglang_classes(root: Path) -> tuple[set[str], set[str]]:
+    """The same of SGLang; a class has the name of its architecture."""
+    pipeline, single, classes = set(), set(), Classes(root)
+    folder = next(root.rglob("sglang/srt/models"))
+    for path in folder.rglob("*.py"):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        tree = classes.tree(module)
+        assert tree is not None
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "EntryClass":
+                for name in (
+                    each.id for each in ast.walk(node.value) if isinstance(each, ast.Name)
+                ):
+                    takes = classes.takes(module, name, "pp_proxy_tensors")
+                    # They refuse it themselves.
+                    refuses = path.stem in ("nanbeige", "sdar", "sdar_moe", "interns2_mobius")
+                    (pipeline if takes and not refuses else single).add(name)
+    return pipeline, single
+
+
+def compare_classes(root: Path) -> int:
+    """Print where the table and the sources differ; the number of such classes."""
+    table = Path(duoka.__file__).parent / "report/export/pipelines.json"
+    known = json.loads(table.read_text("utf-8"))
+    wrong = 0
+    print("| tool | version | classes in a pipeline | on one GPU | other than in the table |")
+    print("|---|---|---|---|---|")
+    for name, read in (("vllm", vllm_classes), ("sglang", sglang_classes)):
+        pipeline, single = read(root)
+        expected, alone = set(known[name]["pipeline"]), set(known[name]["single"])
+        # Drafts, embeddings and classifiers of SGLang's have no place in the table.
+        other = (expected - pipeline) | (alone - single) | (expected & single) | (alone & pipeline)
+        missing = set() if name == "sglang" else (pipeline | single) - expected - alone
+        version = Tool(root, name).version
+        assert version == known[name]["version"], version
+        print(f"| {name} | {version} | {len(expected)} | {len(alone)} | {len(other | missing)} |")
+        print(*(f"# {name}: {each}" for each in sorted(other | missing)), sep="\n", end="")
+        wrong += len(other | missing)
+    print()
+    return wrong
 
 
 def command(plan: duoka.Plan, tool: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -190,6 +313,8 @@ def main(directory: str) -> int:
                 print(f"# {name}: {plan.model} on {', '.join(plan.devices)}: {error}")
         wrong += read + refused < len(made)
         print(f"| {name} | {tool.version} | {read} of {len(made) - refused} | {refused} |")
+    print()
+    wrong += compare_classes(root)
     return int(wrong > 0)
 
 

@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +26,7 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.report.export import common
 from duoka.report.export.common import layer_token_bytes
 from duoka.report.export.stages import read_pipeline
 from duoka.report.export.vllm import BLOCK_TOKENS, planned_blocks
@@ -230,31 +234,37 @@ def test_an_8_bit_cache_is_called_what_the_tool_calls_it() -> None:
     assert parsed(export(plan, "llama.cpp").text)[2]["--cache-type-k"] == "q8_0"
 
 
-def dealt(tensor_split: str, gpu_layers: int, num_layers: int) -> list[int]:
+def dealt(tensor_split: str, gpu_layers: int, num_layers: int) -> list[int | None]:
     """The device of each layer and of the output by llama.cpp's rule, in its 32-bit floats."""
     running = np.cumsum(np.array([float(part) for part in tensor_split.split(",")], np.float32))
     shares = (running / running[-1]).astype(np.float32)
     first = max(num_layers + 1 - gpu_layers, 0)
-    dealt = min(gpu_layers, num_layers + 1)
-    assert first == 0
-    places = np.arange(num_layers + 1, dtype=np.float32) / np.float32(dealt)
-    return [int(place) for place in np.searchsorted(shares, places, side="right")]
+    number = min(gpu_layers, num_layers + 1)
+    places = np.arange(number, dtype=np.float32) / np.float32(number)
+    on_gpus = [int(place) for place in np.searchsorted(shares, places, side="right")]
+    return [*[None] * first, *on_gpus]  # None is the processor
 
 
+# Files of GLM-4.5, DeepSeek-V3 and others have a layer more, which predicts a token further on:
+# llama.cpp counts it (`n_layer_all`).
+@pytest.mark.parametrize("further", [0, 1])
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=8))
-def test_llama_cpp_deals_just_the_planned_layers(counts: list[int]) -> None:
+def test_llama_cpp_deals_just_the_planned_layers(further: int, counts: list[int]) -> None:
     gpus = ",".join(["64GiB"] * len(counts))
     options = parsed(export(staged(counts, gpus=gpus), "llama.cpp").text)[2]
-    at = dealt(options["--tensor-split"], int(options["--n-gpu-layers"]), sum(counts))
+    num_layers = sum(counts) + further
+    at = dealt(options["--tensor-split"], int(options["--n-gpu-layers"]), num_layers)
     expected = [number for number, count in enumerate(counts) for _ in range(count)]
-    assert at == [*expected, len(counts) - 1]  # the output is on the last one
+    # The output is on the last one, and the further layer.
+    assert at == [*expected, *[len(counts) - 1] * (1 + further)]
     assert options["--device"].split(",") == [f"CUDA{number}" for number in range(len(counts))]
 
 
 def test_llama_cpp_is_told_where_embeddings_are() -> None:
     told = " ".join(str(export(staged([3, 2]), "llama.cpp")).split())
-    assert r"--override-tensor 'token_embd\.weight=CUDA0'" in told
+    # One name, so one place: create_tensor asks the overrides before it looks for the output's.
+    assert r"--override-tensor 'token_embd\.weight=CUDA0', and a tied head with it" in told
     assert "quantized file needs less" in told
 
 
@@ -296,6 +306,13 @@ FAMILIES = {
     "GptOssForCausalLM": (True, True),
     "Phi3ForCausalLM": (True, True),
     "Zamba2ForCausalLM": (True, False),  # transformers' class there: its config has a plan
+    "Mamba2ForCausalLM": (False, False),
+    "ExaoneMoEForCausalLM": (True, True),
+    "Phi4MMForCausalLM": (False, False),
+    "NemotronH_Nano_VL_V2": (False, False),
+    "HrmTextForCausalLM": (False, False),
+    "Olmo2ForCausalLM": (False, True),  # transformers' class in vLLM, as the next one
+    "GPTBigCodeForCausalLM": (False, True),
 }
 
 
@@ -314,10 +331,35 @@ def test_stages_are_refused_where_a_class_takes_none(model: str) -> None:
             assert "plan for one GPU" in (refused.value.hint or "")
 
 
-def test_classes_that_sglang_has_not_are_run_as_transformers_has_them() -> None:
+@pytest.mark.parametrize("tool", ["sglang", "vllm"])
+def test_classes_that_a_tool_has_not_are_run_as_transformers_has_them(tool: str) -> None:
     plan = replace(staged([3, 2]), model="GlmForCausalLM")
-    assert "NOTE: SGLang has no class of its own for GlmForCausalLM" in str(export(plan, "sglang"))
-    assert "no class of its own" not in str(export(staged([3, 2]), "sglang"))
+    assert "has no class of its own for GlmForCausalLM" in str(export(plan, tool))
+    assert "no class of its own" not in str(export(staged([3, 2]), tool))
+
+
+def test_sglang_cuts_no_model_with_embeddings_for_each_layer() -> None:
+    """Gemma 4 E2B and E4B: `Gemma4TextModel` raises with more ranks under CUDA graphs."""
+    for counts in ([5], [3, 2]):
+        plan = replace(staged(counts), model="Gemma4ForCausalLM")
+        entries = [("model.embed_tokens_per_layer", "cuda:0"), *plan.placement.entries]
+        small = replace(plan, placement=replace(plan.placement, entries=tuple(entries)))
+        assert "python -m sglang" in export(plan, "sglang").text
+        assert "vllm serve" in export(small, "vllm").text
+        if len(counts) == 1:
+            assert "python -m sglang" in export(small, "sglang").text
+        else:
+            with pytest.raises(UsageError, match="can't run in a pipeline"):
+                export(small, "sglang")
+
+
+def test_the_table_of_classes_says_one_thing_of_each() -> None:
+    """What it says is held against the tools' sources by `benchmarks/exports.py`."""
+    table = json.loads((Path(common.__file__).parent / "pipelines.json").read_text())
+    for known in table.values():
+        assert not {*known["pipeline"]} & {*known["single"]}
+        assert len({*known["pipeline"]}) == len(known["pipeline"]) > 80
+        assert re.fullmatch(r"\d+\.\d+\.\d+", known["version"])
 
 
 @pytest.mark.parametrize("tool", ["vllm", "sglang"])

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import families
+import numpy as np
 import pytest
 import torch
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from duoka.errors import UsageError
 from duoka.tuner.data import Batches, Dataset, MicroBatch, Step
@@ -80,12 +86,12 @@ def test_tensors(make_dataset: Any) -> None:
     tensors = whole.tensors()
     assert set(tensors) == {"input_ids", "labels"}
     assert tensors["input_ids"].tolist() == [
-        ids[:5].tolist() + [0] * 11,
-        ids[5:].tolist() + [0] * 5,
+        ids[:5].tolist() + [0] * 6,
+        ids[5:].tolist(),
     ]
     assert tensors["labels"].tolist() == [
-        labels[:5].tolist() + [-100] * 11,
-        labels[5:].tolist() + [-100] * 5,
+        labels[:5].tolist() + [-100] * 6,
+        labels[5:].tolist(),
     ]
     (packed,) = Batches(data, batch=1, packing=True)[0].micro_batches
     assert packed.rows == ((1, 0),)
@@ -121,17 +127,129 @@ def test_what_is_counted_is_what_the_loss_takes(
     assert tokens == len(data.ids)
 
 
+def lengths_like(name: str) -> list[int]:
+    """Lengths of samples as data of a kind has them; with a seed."""
+    random = np.random.default_rng(7)
+
+    def around(median: int, spread: float, longest: int, number: int = 3000) -> list[int]:
+        drawn = random.lognormal(np.log(median), spread, number).round()
+        return [*drawn.clip(4, longest).astype(int).tolist(), longest]
+
+    kinds: dict[str, Callable[[], list[int]]] = {
+        "huanhuan": lambda: around(28, 0.45, 225),
+        "alpaca": lambda: around(75, 0.7, 1024),
+        "long tail": lambda: around(200, 1.2, 2048),
+        "very long tail": lambda: around(3000, 1.2, 65536),
+        "uniform": lambda: random.integers(2, 2049, 3000).tolist(),
+        "equal": lambda: [77] * 500,
+        "equal and odd": lambda: [65] * 50,
+        "one row": lambda: [33],
+        "two lengths": lambda: [20] * 320 + [2000] * 32,
+    }
+    return kinds[name]()
+
+
+KINDS = (
+    *("huanhuan", "alpaca", "long tail", "very long tail", "uniform"),
+    *("equal", "equal and odd", "one row", "two lengths"),
+)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tenth_at_most_is_padding(make_dataset: Any, name: str, micro_batch: int) -> None:
+    data = make_dataset(lengths_like(name), seq_length=65536)
+    batches = Batches(data, batch=8, micro_batch=micro_batch, seed=5)
+    for epoch in range(2):
+        steps = [
+            batches[epoch * batches.steps_per_epoch + s] for s in range(batches.steps_per_epoch)
+        ]
+        parts = [part for step in steps for part in step.micro_batches]
+        assert sorted(s for step in steps for s in samples_of(step)) == list(range(len(data)))
+        assert all(len(part.rows) == micro_batch for part in parts[:-1])
+        padded = sum(len(part.rows) * part.length for part in parts)
+        assert padded <= 1.1 * len(data.ids), padded / len(data.ids)
+        assert len({part.length for part in parts}) <= 32
+
+
 @pytest.mark.parametrize("seq_length", [9, 64, 100, 130, 2048, 5000])
 def test_rows_have_few_lengths(make_dataset: Any, seq_length: int) -> None:
     longest = range(2, seq_length + 1, max(1, seq_length // 200))
     data = make_dataset(longest, seq_length)
     lengths = {MicroBatch(data, ((at,),), False).length for at in range(len(data))}
-    assert len(lengths) <= 16
-    assert max(lengths) <= seq_length
-    assert all(length % 8 == 0 or length == seq_length for length in lengths)
+    assert len(lengths) <= 32
+    assert max(lengths) <= seq_length, "as was planned"
+    assert all(length % 8 == 0 or length < 128 or length == seq_length for length in lengths)
     for at, tokens in enumerate(longest):
         assert MicroBatch(data, ((at,),), False).length >= tokens
         assert MicroBatch(data, ((at,),), True).length == seq_length + 1, "always one"
+
+
+@settings(max_examples=examples(60))
+@given(st.lists(st.integers(2, 127), min_size=1, max_size=12))
+def test_no_other_lengths_have_less_padding(make_dataset: Any, lengths: list[int]) -> None:
+    """Against all choices of as few lengths; with one fewer more than 5 % is padding."""
+    data = make_dataset(lengths, seq_length=127)
+
+    def tokens(tops: Sequence[int]) -> int:
+        return sum(min(top for top in tops if top >= length) for length in lengths)
+
+    def fewest(number: int) -> int:
+        others = sorted(set(lengths))[:-1]
+        if number == len(others) + 1:
+            return sum(lengths)
+        return min(tokens([*tops, max(lengths)]) for tops in combinations(others, number - 1))
+
+    chosen = data.row_lengths
+    assert chosen == sorted(set(chosen))
+    assert tokens(chosen) == fewest(len(chosen)) <= 1.05 * sum(lengths)
+    assert len(chosen) == 1 or fewest(len(chosen) - 1) > 1.05 * sum(lengths)
+
+
+def test_rows_that_run_at_once_are_drawn_anew_in_each_epoch(make_dataset: Any) -> None:
+    data = make_dataset(lengths_like("huanhuan"), seq_length=225)
+    batches = Batches(data, batch=8, micro_batch=4, seed=5)
+    number = batches.steps_per_epoch
+    first, second = (
+        [
+            frozenset(part.rows)
+            for s in range(number)
+            for part in batches[e * number + s].micro_batches
+        ]
+        for e in range(2)
+    )
+    assert len({*first} & {*second}) < len(first) / 100
+    # Neither in the order of their lengths: a step is no more alike than another one.
+    means = [
+        np.mean([data.lengths[sample] for sample in samples_of(batches[step])])
+        for step in range(number)
+    ]
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.2
+    # In another process, and from any step on, the same ones.
+    again = Batches(data, batch=8, micro_batch=4, seed=5)
+    assert rows_of(again[number + 3]) == rows_of(batches[number + 3])
+
+
+# What the version before lengths of rows made of the samples below, with this seed.
+OLD_ROWS = [[7, 4], [0, 12], [9, 11], [1, 2], [5, 10], [8, 6], [3], [2, 7], [9, 0]]
+OLD_LENGTHS = [24, 24, 48, 48, 264, 48, 120, 48, 24]
+
+
+def test_runs_of_older_versions_keep_their_micro_batches(make_dataset: Any, tmp_path: Path) -> None:
+    """Their samples don't say that rows have lengths of their own: sixteenths, in drawn order."""
+    data = make_dataset([9, 3, 30, 120, 5, 250, 8, 20, 31, 2, 17, 40, 6], seq_length=300)
+    data.save(tmp_path / "new")
+    about = json.dumps({"files": list(data.files), "seq_length": data.seq_length})
+    save_file(load_file(tmp_path / "new"), tmp_path / "old", {"about": about})
+    old = Dataset.load(tmp_path / "old")
+    assert old.fingerprint == data.fingerprint
+    batches = Batches(old, batch=4, micro_batch=2, seed=3)
+    parts = [part for step in range(5) for part in batches[step].micro_batches]
+    assert [[sample for row in part.rows for sample in row] for part in parts] == OLD_ROWS
+    assert [part.length for part in parts] == OLD_LENGTHS
+    old.save(tmp_path / "again")
+    assert Dataset.load(tmp_path / "again").row_lengths == old.row_lengths
+    assert Dataset.load(tmp_path / "new").row_lengths == data.row_lengths != old.row_lengths
 
 
 # A tokens' own attention is all that may reach it: what is behind it must not count.

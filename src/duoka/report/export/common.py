@@ -74,12 +74,14 @@ def class_notes(plan: Plan, pipeline: Pipeline, tool: str) -> tuple[str, ...]:
     text = (Path(__file__).parent / "pipelines.json").read_text(encoding="utf-8")
     known = json.loads(text)[tool.lower()]
     name = "ChatGLMModel" if plan.model.startswith(_CHATGLM) else plan.model
-    if name in known["single"] and len(pipeline.stages) > 1:
+    modules = " ".join(name for name, _ in plan.placement.entries)
+    is_single = name in known["single"] or any(word in modules for word in known["single_modules"])
+    if is_single and len(pipeline.stages) > 1:
         why = f"its class for {name} can't run in a pipeline (as of {known['version']})"
         raise refusal(tool, why, "plan for one GPU, or serve it with duoka")
     note = (
-        f"NOTE: {tool} has no class of its own for {name}: it runs transformers', in a pipeline "
-        "where that class has a plan for one (base_model_pp_plan)."
+        f"NOTE: {tool} has no class of its own for {name}: it runs transformers', and cuts that by "
+        "its plan for a pipeline (base_model_pp_plan), if it has one."
     )
     is_foreign = known["pipeline"] and name not in (*known["single"], *known["pipeline"])
     return (note,) if is_foreign else ()

@@ -3,9 +3,16 @@
 Sources: options and the order of proportions (ggml-org/llama.cpp, docs/multi-gpu.md; common/arg.cpp
 as in llama-cpp-python 0.3.36); which layer goes where (src/llama-model.cpp, `load_tensors`): of n
 layers and one output after them, the last ``-ngl`` are dealt; the k-th of m goes to the first
-device whose running share of the proportions is larger than k / m. With the numbers of layers
-themselves as proportions, the output counted as one on the last device, the shares are multiples
-of 1 / m, rounded as k / m is, so that each device gets just its layers.
+device whose running share of the proportions is larger than k / m. A file may have one more layer
+than the model, behind the others, which predicts the token after the next (conversion/*.py,
+``num_nextn_predict_layers``). With the numbers of layers as proportions, and two more on the last
+device, the shares are multiples of 1 / (n + 2), rounded as k / m is, so that each device gets just
+its layers where the file has that layer, m = n + 2. Where it has none, m = n + 1, they are the same
+ones: for each b up to n, (b - 1) / (n + 1) < b / (n + 2) < b / (n + 1).
+
+A tied head is the input embedding's tensor under the same name, duplicated where the output is
+(src/models, ``TENSOR_DUPLICATED``), unless an override by that name has put both into one buffer
+(src/llama-model-loader.cpp, `create_tensor`).
 """
 
 from __future__ import annotations
@@ -33,10 +40,11 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     names = ",".join(f"CUDA{number}" for number in range(len(stages)))
     options = [("--model", _FILE), ("--device", names)]
     if len(stages) > 1:
+        *most, last = pipeline.counts
         options += [
             ("--split-mode", "layer"),
-            ("--tensor-split", ",".join(map(str, proportions(pipeline)))),
-            ("--n-gpu-layers", str(pipeline.num_layers + 1)),
+            ("--tensor-split", ",".join(map(str, [*most, last + 2]))),
+            ("--n-gpu-layers", str(pipeline.num_layers + 2)),
         ]
     else:
         options += [("--split-mode", "none"), ("--main-gpu", "0"), ("--n-gpu-layers", "all")]
@@ -55,12 +63,6 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     )
 
 
-def proportions(pipeline: Pipeline) -> list[int]:
-    """What ``--tensor-split`` takes: layers, and the output as one more on the last device."""
-    *most, last = pipeline.counts
-    return [*most, last + 1]
-
-
 def _notes(plan: Plan, pipeline: Pipeline) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield (
@@ -70,7 +72,7 @@ def _notes(plan: Plan, pipeline: Pipeline) -> Iterator[str]:
     first = pipeline.stages[0].device.name
     yield (
         f"llama.cpp keeps the input embedding in the processor's memory; on {first}, as in the "
-        r"plan, it is with --override-tensor 'token_embd\.weight=CUDA0'."
+        r"plan, it is with --override-tensor 'token_embd\.weight=CUDA0', and a tied head with it."
     )
     if plan.workload.prefill_chunk_tokens is None:
         yield (

@@ -138,6 +138,7 @@ def _utilization(pipeline: Pipeline) -> list[tuple[str, str]]:
 
 def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterator[str]:
     pipeline = command.pipeline
+    yield from common.class_notes(plan, pipeline, NAME)
     yield from common.common_notes(plan, pipeline)
     yield from common.source_note(plan)
     yield from common.bits_notes(plan, NAME)

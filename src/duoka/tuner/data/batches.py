@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,8 +18,7 @@ from .packing import pack
 
 IGNORED = -100
 """The label of a token that isn't trained, as transformers' losses have it."""
-_MULTIPLE = 8  # of rows' lengths: what matrix units like
-_MOST_LENGTHS = 16  # that rows have: each is traced before it runs
+_WINDOW = 256  # micro-batches that share out their rows by length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,17 +48,16 @@ class MicroBatch:
     def length(self) -> int:
         """How long its rows are with their padding.
 
-        As the longest one, rounded up so that no more than 16 lengths come in a run; with packing
-        always one more than the dataset's ``seq_length``.
+        The least of the dataset's `row_lengths` that holds the longest row; with packing always
+        one more than the dataset's ``seq_length``.
         """
-        most = self.dataset.seq_length
         if self.packing:
             # One more, which is padding: where positions begin again in every row, models always
             # take the same way, through a mask.
-            return most + 1
-        longest = max(int(self.dataset.lengths[list(row)].sum()) for row in self.rows)
-        multiple = _rounded_up(-(-most // _MOST_LENGTHS), _MULTIPLE)
-        return min(_rounded_up(longest, multiple), most)
+            return self.dataset.seq_length + 1
+        longest = max(self.dataset.lengths[row[0]] for row in self.rows)
+        lengths = self.dataset.row_lengths
+        return lengths[bisect_left(lengths, longest)]
 
     def tensors(self) -> dict[str, Tensor]:
         """Arguments of a model's ``forward``, on the CPU.
@@ -88,10 +87,6 @@ class MicroBatch:
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """What the optimizer makes one step of."""
@@ -115,7 +110,9 @@ class Batches:
     Order and packs follow from the dataset and the seed alone. A step has `batch` rows (samples, or
     with packing rows of up to ``dataset.seq_length`` tokens, see `refuse_packing`), the last one of
     an epoch what is left; `micro_batch` of them run at once. How many replicas share a step changes
-    nothing of it. Without `shuffle` samples come in the order of the files.
+    nothing of it. Rows of like lengths share a micro-batch, so that little of it is padding, and
+    which micro-batches make a step is drawn. Without `shuffle` samples come in the order of the
+    files, and with micro-batches of several rows by length, 256 micro-batches at a time.
     """
 
     def __init__(
@@ -172,7 +169,15 @@ class Batches:
 
     def _order(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
         """So many numbers as they come in an epoch."""
-        if self._seed is None:
-            return np.arange(number)
         # Of two numbers, so that no seed's epoch is another seed's.
-        return np.random.default_rng([self._seed, epoch + 1]).permutation(number)
+        generator = np.random.default_rng([self._seed or 0, epoch + 1])
+        order = np.arange(number) if self._seed is None else generator.permutation(number)
+        size = self.micro_batch
+        if size > 1 and self.dataset.has_row_lengths and not self.packing:
+            for start in range(0, number, _WINDOW * size):
+                window = order[start : start + _WINDOW * size]  # a view of the order
+                window[:] = window[np.argsort(self.dataset.lengths[window], kind="stable")]
+                if self._seed is not None:
+                    # What is left is shorter than a micro-batch, and stays the epoch's last.
+                    generator.shuffle(window[: len(window) // size * size].reshape(-1, size))
+        return order

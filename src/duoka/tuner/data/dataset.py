@@ -32,6 +32,7 @@ _MOST_WHY_CHARACTERS = 500
 _NOTHING = "there is nothing in it to learn"
 _LEAST_TOKENS = 2
 _SKIP = "mend them, or leave them out with --skip-bad (skip_bad=True)"
+_MOST_LENGTHS = 32  # that rows are padded to: each is traced before it runs
 _ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
 
 
@@ -54,7 +55,8 @@ class Dataset:
     Of all tokens, `ids` [tokens], those are to be learnt that `is_trained` [tokens] says; the first
     of a sample never is, as nothing is before it. `ends` [samples] says where each sample ends, and
     `file_numbers` and `lines` [samples] from which of the `files`, and which line (or row) of it,
-    it is. `bad_rows` were left out.
+    it is. `bad_rows` were left out. Samples that an older version has written have no
+    `row_lengths` of their own: their runs go on with the micro-batches that they began with.
     """
 
     ids: npt.NDArray[np.int32]
@@ -65,6 +67,7 @@ class Dataset:
     files: tuple[str, ...]
     seq_length: int
     bad_rows: tuple[BadRow, ...] = ()
+    has_row_lengths: bool = True
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -79,6 +82,39 @@ class Dataset:
         """How many of them are trained."""
         starts = self.ends - self.lengths
         return np.add.reduceat(self.is_trained, starts, dtype=np.int64)
+
+    @cached_property
+    def row_lengths(self) -> list[int]:
+        """Lengths to pad rows of one sample to: the fewest, 32 at most, that add 5 % or less.
+
+        An optimal partition of the sorted lengths into groups, each padded to its longest, by
+        dynamic programming over the number of groups: `least[j]` is the fewest tokens of all rows
+        of the first j lengths, and `starts[n][j]` where the last of their n + 2 groups begins. Of
+        [10, 11, 50, 90] one group has 360 tokens, two have 202 and three 162, 161 of which are no
+        padding.
+        """
+        if not self.has_row_lengths:
+            sixteenth = -(-self.seq_length // 128) * 8
+            return [min(number * sixteenth, self.seq_length) for number in range(1, 17)]
+        # Matrix units and masks like multiples of 8, which are too much of a short row. Those of
+        # larger powers of two, 64 from one power to the next, are few enough to choose from.
+        power = np.log2(np.maximum(self.lengths, 512) / 64).astype(int)
+        multiple = np.where(self.lengths < 128, 1, 2**power)
+        rounded = np.minimum(-(-self.lengths // multiple) * multiple, self.seq_length)
+        tops, counts = np.unique(rounded, return_counts=True)
+        rows = np.append(0, counts.cumsum())
+        # costs[i, j]: all tokens of a group from the i-th length up to, not with, the j-th.
+        costs = (rows - rows[:, None]) * np.append(0, tops)
+        costs[np.tril_indices(len(rows))] = 2**57  # no group; 32 of them are still a number
+        least, starts = costs[0], []
+        most = min(_MOST_LENGTHS, len(tops)) - 1
+        while least[-1] > 1.05 * len(self.ids) and len(starts) < most:
+            starts.append((least[:, None] + costs).argmin(axis=0))
+            least = (least[:, None] + costs).min(axis=0)
+        stops = [len(tops)]
+        for start in reversed(starts):
+            stops.insert(0, int(start[stops[0]]))
+        return [int(tops[stop - 1]) for stop in stops]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -99,11 +135,11 @@ class Dataset:
 
     def save(self, path: Path) -> None:
         """Write the samples into a file, for processes that share them; bad rows aren't in it."""
-        about = {"files": self.files, "seq_length": self.seq_length}
+        names = "files", "seq_length", "has_row_lengths"
         save_file(
             {name: from_numpy(getattr(self, name)) for name in _ARRAYS},
             path,
-            {"about": json.dumps(about)},
+            {"about": json.dumps({name: getattr(self, name) for name in names})},
         )
         set_new_mode(path)
 
@@ -120,11 +156,8 @@ class Dataset:
             with safe_open(path, "pt") as file:
                 arrays: dict[str, Any] = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
                 about = json.loads((file.metadata() or {})["about"])
-            return cls(
-                **arrays,
-                files=tuple(about["files"]),
-                seq_length=about["seq_length"],
-            )
+            about = {"has_row_lengths": False, **about, "files": tuple(about["files"])}
+            return cls(**arrays, **about)
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{path} can't be read, or has no samples: {error}",
