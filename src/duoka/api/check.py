@@ -161,10 +161,9 @@ def check(
 
 def _ran(subject: Subject, request: _CheckRequest) -> Workload | None:
     """Return what was run, where no example inputs said it."""
-    if subject.inputs is not None:
-        return None
     work, training = subject.workload, request.training
-    return work if training is None else learning(work, training)
+    work_done = work if training is None else learning(work, training)
+    return work_done if subject.inputs is None else None
 
 
 def _unplanned(error: DuokaError) -> Stop:

@@ -375,12 +375,12 @@ class Learner:
         return autocast_for(self.workload, self.device)
 
     def _inputs(self) -> dict[str, Any]:
-        inputs: dict[str, Any]
         shape = (self.workload.batch, self.workload.prompt_tokens)
         if self.prompts is None:
-            inputs = {"input_ids": torch.ones(shape, dtype=torch.long, device=self.device)}
+            ids = torch.ones(shape, dtype=torch.long, device=self.device)
+            inputs: dict[str, Any] = {"input_ids": ids}
         else:
-            inputs = self.prompts.inputs(*shape, self.device)
+            inputs = dict(self.prompts.inputs(*shape, self.device))
             inputs.pop("attention_mask", None)
         ids = inputs["input_ids"]
         inputs["labels"] = ids.clone()

@@ -122,11 +122,9 @@ class _Tracer:
             sees = self.prompts is not None
             look = partial(find_groups, self.model, learner.look)
             self.groups = look(hears_moves=sees, joins_work=not sees)
-            self._recorder = TrainingRecorder
-            if any(group.returns_to is not None for group in self.groups):
-                self._recorder = ReturningTrainingRecorder
-            elif sees:
-                self.groups = look()
+            returns = any(group.returns_to is not None for group in self.groups)
+            self.groups = look() if sees and not returns else self.groups
+            self._recorder = ReturningTrainingRecorder if returns else TrainingRecorder
             joined = find_groups(self.model, learner.forward, hears_moves=True, joins_work=False)
         _, ties = weights_and_ties(self.model, self.groups)
         if len(joined) == 1 and len(self.groups) - 1 not in ties:
