@@ -89,7 +89,7 @@ def _measure(kind: str, name: str, row: dict[str, Any]) -> None:
     import families
     import towers
 
-    from duoka.runtime.image_inputs import image_inputs
+    from duoka.runtime.image_inputs import ImagePrompts
 
     row["step"] = "build"
     if kind == "image" or towers.is_composite(name):
@@ -101,7 +101,7 @@ def _measure(kind: str, name: str, row: dict[str, Any]) -> None:
     row["kept whole"] = sorted(model._no_split_modules or [])
     row["step"] = "inputs"
     inputs = (
-        image_inputs(model, [PICTURE], batch=2, prompt_tokens=PROMPT_TOKENS)
+        ImagePrompts(model, [PICTURE]).inputs(2, PROMPT_TOKENS)
         if kind == "image"
         else families.inputs(model)
     )

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import io
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import families
@@ -21,6 +22,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+
+from duoka.runtime.image_inputs import ImagePrompts
 
 IMAGE_SIZE = 56
 
@@ -126,6 +129,18 @@ def build(name: str, *, seed: int = 0, causal: bool = False) -> PreTrainedModel:
             config = config.get_text_config()
         model = model_class(config)
     return model.eval()
+
+
+def image_inputs(
+    model: PreTrainedModel,
+    sizes: Sequence[tuple[int, int]],
+    *,
+    batch: int = 1,
+    device: torch.device | str = "cpu",
+    prompt_tokens: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Make the arguments of `forward` for prompts with images of these widths and heights."""
+    return ImagePrompts(model, sizes).inputs(batch, prompt_tokens, device)
 
 
 def is_composite(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import pytest
 import torch
 import towers
 from closeness import close
+from image_checkpoints import GLM_4V_9B
+from tiers import only
 from torch import nn
 
 import duoka
-from duoka import Constraints, Training, Workload, models
-from duoka.runtime.image_inputs import image_inputs
+from duoka import Constraints, Fleet, Training, Workload, models
+from duoka.checker.prove import prove
+from duoka.planner.planner import solve
+from duoka.planner.request import PlanProblem
 from duoka.tools.demo.checkpoint import CONFIG
+from duoka.tracing import TraceSpec, profile_training
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -75,7 +81,7 @@ def holds(model: Any, inputs: dict[str, Any], plan: duoka.Plan) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_planned_and_custom_maps_answer_as_one_device(name: str) -> None:
     model = towers.build(name)
-    inputs = image_inputs(model, [SIZE], prompt_tokens=40)
+    inputs = towers.image_inputs(model, [SIZE], prompt_tokens=40)
     auto = duoka.plan(model, "virtual:2x1GiB", work(inputs), use_all=True)
     assert len(auto.devices) == 2
     holds(model, inputs, auto)
@@ -100,7 +106,7 @@ def test_a_tower_that_is_larger_than_a_card_is_cut_between_its_blocks() -> None:
     model = type(shapes)(shapes.config).float().eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05)
-    inputs = image_inputs(model, [SIZE], prompt_tokens=24)
+    inputs = towers.image_inputs(model, [SIZE], prompt_tokens=24)
     plan = duoka.plan(model, "virtual:3x64MiB", work(inputs))
     at = {name: device for name, device in plan.placement.entries if name.startswith(BLOCKS)}
     assert at.keys() == {f"{BLOCKS}{number}" for number in range(6)}, "no block is cut inside"
@@ -119,10 +125,80 @@ def test_training_on_a_picture_is_checked_where_the_picture_fits(tmp_path: Path)
         images=[(56, 56)],
     )
     assert report.ok
+    assert report.fits
+    assert report.notes == ()
+    assert report.workload is not None
+    assert (report.workload.images, report.workload.image_size) == (1, (56, 56))
     assert report.subject is not None
     tower = [device for name, device in report.subject.entries if name.startswith(BLOCKS)]
     assert set(tower) == {"vgpu:0", "vgpu:1"}
-    assert any("training with images isn't forecast" in note for note in report.notes)
+    plan = duoka.plan(config, "virtual:2x192MiB", report.workload, use_all=True)
+    assert report.subject.entries == plan.placement.entries
+
+
+IMAGES: dict[str, Any] = {"prompt_tokens": 400, "new_tokens": 0, "dtype": "bfloat16", "images": 1}
+
+
+@pytest.mark.parametrize(
+    "case",
+    only(
+        [("large", Training(), 1)],
+        [
+            ("large", Training(), 1),
+            ("llava", Training(method="full"), 3),
+            ("llava", Training(gradient_checkpointing=True), 2),
+            ("qwen2_vl", Training(optimizer="sgd"), 1),
+            ("gemma3", Training(master_weights=True), 1),
+        ],
+    ),
+)
+def test_training_on_pictures_is_measured_as_it_is_forecast(
+    case: tuple[str, Training, int],
+) -> None:
+    """Cut in front of, inside and behind the tower; the rules hold for every length."""
+    name, training, batch = case
+    model = towers.build(name) if name != "large" else models.build(LARGE_TOWER)
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    build = partial(models.build, config, dtype=torch.bfloat16)
+    work = Workload(**IMAGES, batch=batch, image_size=(56, 56), training=training)
+    spec = TraceSpec(fingerprint=name, conditions=work.conditions)
+    profile, is_regular = profile_training(build, spec, work)
+    assert is_regular or name == "qwen2_vl"  # whose tower takes images one by one
+    chain = [block for block in profile.blocks if block.tied_to is None]
+    fleet = Fleet.parse("virtual:2x1GiB")
+    for cut in (1, 4, len(chain) - 2):
+        pins = tuple(
+            (module, fleet.names[int(index >= cut)])
+            for index, block in enumerate(chain)
+            for module in block.modules
+        )
+        problem = PlanProblem(fleet=fleet, workload=work, constraints=Constraints(pins=pins))
+        plan = solve(profile, problem)
+        for forecast, measured in zip(plan.forecast.devices, prove(plan, build()), strict=True):
+            assert forecast.allocated_bytes == pytest.approx(
+                measured.allocated_bytes, rel=1e-3, abs=2**14
+            )
+            assert forecast.reserved_bytes == measured.reserved_bytes
+
+
+@pytest.mark.slow
+def test_a_vision_model_at_full_size_learns_from_a_picture(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(GLM_4V_9B), encoding="utf-8")
+    report = duoka.check(
+        config,
+        fleet="5xRTX3090",
+        workload=Workload(prompt_tokens=2047, new_tokens=1),
+        train=Training(),
+        images=[(1120, 1120)],
+    )
+    assert report.ok
+    assert report.fits
+    assert len(report.devices) == 5
+    assert max(peak.reserved_bytes for peak in report.memory) < 18 * 2**30
+    assert report.workload is not None
+    plan = duoka.plan(config, "5xRTX3090", report.workload)
+    assert len(plan.devices) == 4
 
 
 def test_training_beside_quantized_weights_is_checked_as_it_is_planned(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from duoka import Placement, Workload
 from duoka.api.check import check
 from duoka.runtime.dispatch.dispatch import without_data
-from duoka.runtime.image_inputs import image_inputs
 from duoka.tracing import TraceSpec, trace_call
 
 FAST = (
@@ -83,7 +82,7 @@ def check_family(name: str) -> None:
 
 def check_pictures(name: str) -> None:
     model = towers.build(name)
-    inputs = image_inputs(model, [(100, 80)], batch=2, prompt_tokens=16)
+    inputs = towers.image_inputs(model, [(100, 80)], batch=2, prompt_tokens=16)
     is_clean(model, inputs, pictures=True)
 
 

@@ -170,6 +170,34 @@ def test_image_features_go_to_the_embeddings() -> None:
     assert [operand.moved for operand in fault.operands][-1]
 
 
+@pytest.mark.parametrize(("length", "rows"), [(2, 1), (2**17, 2**16), (2**17, 2**18)])
+def test_it_goes_on_where_the_fewest_bytes_are_copied_in_all(length: int, rows: int) -> None:
+    """Spliced embeddings go on to the first layer: what was moved there once needn't go back."""
+
+    def run(m: Two, x: torch.Tensor) -> torch.Tensor:
+        words, features = m.a(x[:1].expand(length, 4)), m.b(x[:1].expand(rows, 4))
+        return m.a(torch.cat((words[:1], features, words[1:])))
+
+    report = check(run)
+    (fault,) = report.faults
+    assert fault.target == "cuda:0"
+    assert [it.expression for it in fault.operands if it.moved] == ["features"]
+    (patch,) = duoka.repair(report)
+    assert [cure.step_bytes for cure in patch.cures] == [16 * rows]
+    assert "features.to(words.device)" in patch.diff
+    assert patch.proved
+
+
+def test_it_stays_where_what_comes_next_is() -> None:
+    def run(m: Two, x: torch.Tensor) -> torch.Tensor:
+        words, features = m.a(x), m.b(x[:1])
+        return m.b(torch.cat((words, features)))
+
+    (fault,) = check(run).faults
+    assert fault.target == "cuda:1"
+    assert [it.expression for it in fault.operands if it.moved] == ["words"]
+
+
 def test_the_loss_and_backward_are_run_in_training() -> None:
     def run(m: Two, x: torch.Tensor) -> dict[str, torch.Tensor]:
         logits, labels = m.b(m.a(x)), m.shift[:2].long()

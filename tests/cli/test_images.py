@@ -184,3 +184,18 @@ def test_nobody_answers(program: Program, monkeypatch: pytest.MonkeyPatch) -> No
     done = program("generate", "x", "--image", "http://127.0.0.1:1/red.png", *ASKED)
     assert done.returncode == 2
     assert "can't be fetched: " in done.stderr
+
+
+def test_training_with_images_is_planned_and_checked_alike(program: Program, glm4v: Path) -> None:
+    asked = (glm4v, "--train", "lora", "--gpus", "virtual:2x64MiB", "--context", "128")
+    planned = program("plan", *asked, "--images", "1", "--image-size", "56x56", "--use-all")
+    assert planned.returncode == 0, planned.stderr
+    told = "training LoRA of rank 8 · 1 x 128 tokens · 1 image of 56x56"
+    assert told in planned.stdout
+    checked = program("check", *asked, "--image", "56x56")
+    assert checked.returncode == 0, checked.stdout
+    assert told in checked.stdout
+    assert "note:" not in checked.stdout
+    refused = program("plan", *asked, "--images", "1", "--vision-batch", "1")
+    assert refused.returncode == 2
+    assert "vision_batch is 1, and duoka doesn't forecast training with it" in refused.stderr

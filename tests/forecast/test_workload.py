@@ -137,6 +137,17 @@ def test_a_training_that_makes_no_sense_is_refused(wrong: dict[str, Any], told: 
         Training(**wrong)
 
 
+def test_training_takes_images_whole() -> None:
+    load: dict[str, Any] = {"prompt_tokens": 9, "new_tokens": 0, "images": 2, "image_size": (5, 7)}
+    work = Workload(**load, training=Training())
+    assert (work.conditions.images, work.conditions.image_size) == (2, (5, 7))
+    assert work.conditions != replace(work, images=0).conditions
+    with pytest.raises(UsageError, match="vision_batch is 1, and duoka doesn't forecast training"):
+        Workload(**load, vision_batch=1, training=Training())
+    with pytest.raises(UsageError, match="images on packed rows is 2"):
+        Workload(**load, training=Training(rows="packed"))
+
+
 def test_conditions_leave_out_what_changes_sizes_only() -> None:
     training = Training(optimizer="sgd", micro_batches=4, schedule="gpipe", lora_alpha=3)
     one = Workload(prompt_tokens=64, new_tokens=0, training=training)

@@ -20,7 +20,7 @@ from duoka.errors import ModelError, UsageError
 from duoka.models.from_checkpoint import build_model
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
-from duoka.runtime.image_inputs import _processor, image_inputs, prompts_for
+from duoka.runtime.image_inputs import _processor, prompts_for
 
 FAMILIES = (
     "glm4v", "glm46v", "glm4v_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next",
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_a_tiny_model_takes_the_images(name: str) -> None:
     model = towers.build(name)
     before = {key: (id(value), value.device) for key, value in model.named_parameters()}
-    inputs = image_inputs(model, [(100, 80)], batch=2, prompt_tokens=32)
+    inputs = towers.image_inputs(model, [(100, 80)], batch=2, prompt_tokens=32)
     assert {key: (id(value), value.device) for key, value in model.named_parameters()} == before
     with torch.no_grad():
         model(**inputs)
@@ -44,7 +44,7 @@ def test_a_tiny_model_takes_the_images(name: str) -> None:
 @pytest.mark.parametrize("name", ["glm4v", "qwen2_5_vl", "qwen3_vl", "llava_next", "mistral3"])
 def test_images_of_several_sizes_in_one_prompt(name: str) -> None:
     model = towers.build(name)
-    inputs = image_inputs(model, [(100, 80), (140, 280)], prompt_tokens=400)
+    inputs = towers.image_inputs(model, [(100, 80), (140, 280)], prompt_tokens=400)
     assert inputs["input_ids"].shape == (1, 400) or name == "llava_next"
     with torch.no_grad():
         model(**inputs)
@@ -58,7 +58,7 @@ def full_size() -> PreTrainedModel:
 def test_a_full_size_model_without_weights() -> None:
     model = full_size()
     with virtual.gpus([None], data="meta"):
-        inputs = image_inputs(model, [(1120, 1120)], device="vgpu:0", prompt_tokens=8192)
+        inputs = towers.image_inputs(model, [(1120, 1120)], device="vgpu:0", prompt_tokens=8192)
         is_image = inputs["input_ids"] == model.config.image_token_id
         assert is_image.sum().item() == 1600
         assert inputs["input_ids"].shape == (1, 8192)
@@ -73,7 +73,7 @@ def test_a_full_size_model_without_weights() -> None:
 def test_a_model_without_images() -> None:
     model = towers.build("mistral4")
     with pytest.raises(ModelError, match="takes no images"):
-        image_inputs(model, [(10, 10)])
+        towers.image_inputs(model, [(10, 10)])
 
 
 def test_a_family_that_is_not_known() -> None:
@@ -89,18 +89,18 @@ def test_a_family_that_is_not_known() -> None:
 
     model = Strange(LlamaConfig(vocab_size=10, hidden_size=4, num_attention_heads=1))
     with pytest.raises(ModelError, match="no image processor") as caught:
-        image_inputs(model, [(10, 10)])
+        towers.image_inputs(model, [(10, 10)])
     assert "inputs yourself" in (caught.value.hint or "")
 
 
 def test_code_that_reads_pixels_is_refused() -> None:
     with pytest.raises(ModelError, match=r"how Idefics2\w+ takes images of 100x80"):
-        image_inputs(towers.build("idefics2"), [(100, 80)])
+        towers.image_inputs(towers.build("idefics2"), [(100, 80)])
 
 
 def test_an_image_that_the_processor_refuses() -> None:
     with pytest.raises(ModelError, match=r"4000x10.*aspect ratio"):
-        image_inputs(towers.build("qwen2_vl"), [(4000, 10)])
+        towers.image_inputs(towers.build("qwen2_vl"), [(4000, 10)])
 
 
 class Published(PreTrainedModel):
@@ -119,7 +119,7 @@ class Published(PreTrainedModel):
 def test_pictures_of_published_code() -> None:
     vision = {"image_size": 28, "patch_size": 14, "hidden_size": 8}
     config = LlamaConfig(vision_config=vision, boi_token_id=20, eoi_token_id=21)
-    inputs = image_inputs(Published(config), [(100, 50)], batch=2, prompt_tokens=16)
+    inputs = towers.image_inputs(Published(config), [(100, 50)], batch=2, prompt_tokens=16)
     assert inputs["images"].shape == (2, 3, 28, 28)
     (begin,) = (inputs["input_ids"][0] == 20).nonzero()[0].tolist()
     assert inputs["input_ids"].shape == (2, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import families
@@ -9,9 +10,11 @@ import pytest
 import torch
 import towers
 
-from duoka.forecast.workload import Training
+from duoka.forecast.workload import Training, Workload
+from duoka.runtime.image_inputs import ImagePrompts
 from duoka.runtime.text_training import find_unreached, make_text_trainable
 
+WORK = Workload(new_tokens=0, dtype="float32", training=Training())
 UNREACHED = {
     "llava": ["model.vision_tower", "model.multi_modal_projector"],
     "llava_next": ["model.image_newline", "model.vision_tower", "model.multi_modal_projector"],
@@ -27,6 +30,19 @@ def test_no_text_reaches_a_tower(name: str) -> None:
     assert find_unreached(towers.build(name)) == UNREACHED[name]
 
 
+def test_images_reach_a_tower() -> None:
+    """All of it but the layers behind the one whose features the text reads."""
+    model = towers.build("llava")
+    assert find_unreached(model, ImagePrompts(model, [(56, 56)])) == [
+        "model.vision_tower.encoder.layers.1",
+        "model.vision_tower.post_layernorm",
+    ]
+    make_text_trainable(model, replace(WORK, images=1, image_size=(56, 56)))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("vision_tower.encoder.layers.0" in name for name in trained)
+    assert not any("vision_tower.encoder.layers.1" in name for name in trained)
+
+
 @pytest.mark.parametrize("name", ["llama", "mixtral", "t5", "gpt2", "deepseek_v3"])
 def test_text_reaches_all_of_a_language_model(name: str) -> None:
     """Experts as well: tokens choose some of them."""
@@ -36,7 +52,8 @@ def test_text_reaches_all_of_a_language_model(name: str) -> None:
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_what_is_frozen_keeps_its_type(method: Any) -> None:
     model = towers.build("llava").to(torch.bfloat16)
-    make_text_trainable(model, Training(method=method, master_weights=True), torch.bfloat16)
+    training = Training(method=method, master_weights=True)
+    make_text_trainable(model, replace(WORK, dtype="bfloat16", training=training))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     for name, parameter in model.named_parameters():

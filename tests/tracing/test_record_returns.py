@@ -20,7 +20,6 @@ from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.encode_images import encodes_apart
-from duoka.runtime.image_inputs import image_inputs
 from duoka.tracing import TraceSpec, trace_workload
 
 TOWER, TEXT = "model.vision_tower", "model.language_model"
@@ -94,7 +93,7 @@ def test_a_cut_inside_a_tower_gives_the_same_logits(name: str) -> None:
     spec = TraceSpec(fingerprint=name, conditions=workload.conditions)
     blocks = trace_workload(towers.build(name).to("meta"), spec, [workload]).blocks
     model = towers.build(name)
-    inputs = image_inputs(model, [(112, 112)], prompt_tokens=400)
+    inputs = towers.image_inputs(model, [(112, 112)], prompt_tokens=400)
     with torch.no_grad():
         expected = model(**inputs).logits
     behind = next(index for index, block in enumerate(blocks) if block.tied_to is not None)

@@ -220,7 +220,7 @@ class Mute(nn.Module):
 def test_a_model_without_a_loss_is_refused() -> None:
     spec = TraceSpec(fingerprint="x", conditions=Conditions(training=Training(method="full")))
     with pytest.raises(ModelError, match="computes no loss"):
-        tracing.trace_training(Mute(), spec, torch.float32)
+        tracing.trace_training(Mute(), spec, rehearsing.load(16, method="full"))
 
 
 def family_profile(name: str) -> Profile:

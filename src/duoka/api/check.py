@@ -35,7 +35,7 @@ from duoka.planner.plan import Plan
 from duoka.planner.resolve import learning, native_training, whole_prompt_note, workload_for
 from duoka.report.check_report import Report, Stop
 from duoka.runtime.dispatch.place_tensors import empty_modules, tensor_names
-from duoka.runtime.image_inputs import image_inputs
+from duoka.runtime.image_inputs import ImagePrompts
 from duoka.virtual import UnknownValueError
 
 from .plan import find_or_trace, plan
@@ -160,17 +160,10 @@ def check(
 
 
 def _ran(subject: Subject, request: _CheckRequest) -> Workload | None:
-    """Return what was run, where no example inputs said it.
-
-    A workload has no images in training; a note of the report names them.
-    """
-    if subject.inputs is not None:
-        return None
+    """Return what was run, where no example inputs said it."""
     work, training = subject.workload, request.training
-    if training is None:
-        return work
-    learned_tokens = work.context_tokens
-    return replace(work, prompt_tokens=learned_tokens, new_tokens=0, images=0, training=training)
+    work_done = work if training is None else learning(work, training)
+    return work_done if subject.inputs is None else None
 
 
 def _unplanned(error: DuokaError) -> Stop:
@@ -261,7 +254,7 @@ def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
             f"{subject.name} is no model of transformers: its images aren't known",
             hint="put the pictures into the inputs",
         )
-    prompt = image_inputs(model, sizes, batch=work.batch, prompt_tokens=work.prompt_tokens)
+    prompt = ImagePrompts(model, sizes).inputs(work.batch, work.prompt_tokens)
     return replace(subject, prompt=prompt)
 
 
@@ -372,9 +365,7 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
         return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
 
     workload = request.workload
-    if request.training and workload.images:
-        request.notes.append("training with images isn't forecast: it is placed for answering")
-    elif request.training and workload.training is None:
+    if request.training and workload.training is None:
         try:
             training_plan = planned(learning(workload, request.training), suggest=False)
             several = len(request.to_plan.devices) > 1

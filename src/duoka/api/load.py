@@ -151,7 +151,7 @@ def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> Pr
     model = build_model(checkpoint, plan.workload)
     dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
-        make_text_trainable(model, plan.workload.training, dtype, has_adapters=False)
+        make_text_trainable(model, plan.workload, has_adapters=False)
     if method_of(checkpoint.config) is not None:
         return loader.load_published(
             checkpoint, model, plan.placement, dtype=dtype, progress=progress

@@ -10,6 +10,7 @@ operation itself.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -84,9 +85,13 @@ _DEAR_BYTES = 2**20
 class Interceptor(TorchFunctionMode):
     """Watches every call of PyTorch's functions, and goes on where they mix devices."""
 
-    def __init__(self, names: ReportNames) -> None:
+    def __init__(self, names: ReportNames, elsewhere: frozenset[Spot] = frozenset()) -> None:
         super().__init__()
         self.names = names
+        # Where an operation runs on another device than the code around it; and all places that
+        # have such a choice, with the bytes that are moved there.
+        self._elsewhere = elsewhere
+        self.choices: Counter[Spot] = Counter()
         self.phase = "forward"
         self.step = 0
         self.stage: torch.device | None = None
@@ -238,11 +243,23 @@ class Interceptor(TorchFunctionMode):
         if torch._C._current_graph_task_id() != -1 and key in self._chosen:
             # A checkpointed region computes again what it computed, where it did.
             return self._chosen[key]
-        gpu = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-        largest = max(gpu or tensors, key=lambda tensor: tensor.nbytes)
+        held: Counter[torch.device] = Counter()
+        gpu = [tensor for tensor in tensors if tensor.device.type != "cpu"] or tensors
+        for tensor in gpu:
+            held[tensor.device] += tensor.nbytes
+        largest = max(gpu, key=lambda tensor: tensor.nbytes)
+        # A weight that is larger than all that it meets: a copy of it for each call costs more.
+        dear_bytes = max(held.total() - held[largest.device], _DEAR_BYTES)
+        is_dear = isinstance(largest, torch.nn.Parameter) and largest.nbytes > dear_bytes
         target = self.stage
-        if target is None or target not in devices or _is_dear(largest, tensors):
-            target = largest.device
+        if target is None or target not in devices or is_dear:
+            target = held.most_common(1)[0][0]
+        elif caller is not None:
+            moved_bytes = held.total() - held[target]
+            other = next((it for it, _ in held.most_common() if it != target), target)
+            if held[other] > held[target] or moved_bytes > _DEAR_BYTES:
+                self.choices[spot_of(caller)] += moved_bytes
+                target = other if spot_of(caller) in self._elsewhere else target
         self._chosen[key] = target
         return target
 
@@ -412,12 +429,6 @@ class _Calls:
             yield
         finally:
             self.depth = depth
-
-
-def _is_dear(largest: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
-    """Whether a weight is larger than all that it meets: a copy of it for each call costs more."""
-    met_bytes = sum(tensor.nbytes for tensor in tensors if tensor.device != largest.device)
-    return isinstance(largest, torch.nn.Parameter) and largest.nbytes > max(met_bytes, _DEAR_BYTES)
 
 
 def _all_hard(args: tuple[Any, ...]) -> Spot | None:

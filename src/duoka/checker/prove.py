@@ -53,13 +53,13 @@ def _prove_training(plan: Plan, model: PreTrainedModel, data: str) -> tuple[Peak
     workload, names = plan.workload, plan.devices
     assert workload.training is not None, "the plan is for training"
     model = copy.deepcopy(model)
-    make_text_trainable(model, workload.training, getattr(torch, workload.dtype))
+    prompts = make_text_trainable(model, workload)
     flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
     by_device: dict[str, PeakBytes] = {}
     for limit in sorted(set(flying)):
         copied = copy.deepcopy(model)
         stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
-        learner = Learner(copied, workload, virtual.virtual_device(0))
+        learner = Learner(copied, workload, virtual.virtual_device(0), prompts)
         run = partial(learner.run, in_flight=limit)
         measured = _measured(plan, copied, run, stages, data=data)
         by_device |= {peak.device: peak for peak in measured}

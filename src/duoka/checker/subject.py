@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from duoka.base.model_code import raised_in
+from duoka.base.model_code import Spot, raised_in
 from duoka.base.text import longest_prefix
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import Faults, ModelError, PlacementError
@@ -72,6 +72,8 @@ class Subject:
     name: a container of entries is entered where its first part is."""
     notes: tuple[str, ...] = ()
     """What was decided on the way here that the report should say."""
+    elsewhere: frozenset[Spot] = frozenset()
+    """Places where an operation that mixes devices runs on another than the code around it."""
     offloaded: tuple[str, ...] = ()
     """Modules whose weights stay in the host's memory, and come to their devices for a call."""
 

@@ -284,9 +284,11 @@ class Workload:
                 )
 
     def _refuse_in_training(self) -> None:
+        is_packed = self.training is not None and self.training.rows == "packed"
         for name, got, plain in (
             ("cache", self.cache, "dynamic"),
-            ("images", self.images, 0),
+            ("vision_batch", self.vision_batch or "auto", "auto"),
+            ("images on packed rows", self.images if is_packed else 0, 0),
         ):
             if got != plain:
                 raise UsageError(

@@ -60,18 +60,6 @@ _UNFIT = (
 _HINT = "pass inputs yourself: duoka.check or duoka.plan(model, …, inputs={...})"
 
 
-def image_inputs(
-    model: PreTrainedModel,
-    sizes: Sequence[Size],
-    *,
-    batch: int = 1,
-    device: torch.device | str = "cpu",
-    prompt_tokens: int = 0,
-) -> dict[str, Tensor]:
-    """The arguments of `forward` for prompts with images."""
-    return ImagePrompts(model, sizes).inputs(batch, prompt_tokens, device)
-
-
 def prompts_for(model: Any, conditions: Conditions) -> ImagePrompts | None:
     """The prompts with the images that a workload has; None where it has none."""
     if conditions.image_size is None:
@@ -81,7 +69,7 @@ def prompts_for(model: Any, conditions: Conditions) -> ImagePrompts | None:
 
 
 class ImagePrompts:
-    """Prompts with certain images, of any batch and length; see `image_inputs`.
+    """Prompts with certain images, of any batch and length; as arguments of `forward`.
 
     The model is on the CPU or on meta, not yet spread, and is left as it was; afterwards it may go
     anywhere. `sizes` are width and height in pixels of each image of a prompt; `least_tokens` is

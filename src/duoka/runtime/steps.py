@@ -36,6 +36,7 @@ from .optimizers import make_optimizer, update
 
 _PLAIN = Conditions()
 _ENCODED = "encoder_"
+_Prompts = ImagePrompts | None
 
 
 def refuse_without_generation(model: nn.Module) -> None:
@@ -308,11 +309,17 @@ class Learner:
     """Training steps on a model that `models.make_trainable` has made ready.
 
     The workload has training, and its dtype resolved; several sequences come with padding. Inputs
-    are made on the device of the first module.
+    are made on the device of the first module. The sequences hold the images of `prompts`, which
+    were made of the model before it was spread.
     """
 
-    def __init__(self, model: nn.Module, workload: Workload, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, workload: Workload, device: torch.device, prompts: _Prompts = None
+    ) -> None:
         assert workload.training is not None, "the workload is to train"
+        if prompts is not None:
+            refuse_short(workload, prompts.least_tokens)
+        self.prompts = prompts
         self.model: Any = model
         self.workload = workload
         self.training: Training = workload.training
@@ -369,8 +376,14 @@ class Learner:
 
     def _inputs(self) -> dict[str, Any]:
         shape = (self.workload.batch, self.workload.prompt_tokens)
-        ids = torch.ones(shape, dtype=torch.long, device=self.device)
-        inputs: dict[str, Any] = {"input_ids": ids, "labels": ids.clone()}
+        if self.prompts is None:
+            ids = torch.ones(shape, dtype=torch.long, device=self.device)
+            inputs: dict[str, Any] = {"input_ids": ids}
+        else:
+            inputs = dict(self.prompts.inputs(*shape, self.device))
+            inputs.pop("attention_mask", None)
+        ids = inputs["input_ids"]
+        inputs["labels"] = ids.clone()
         config = getattr(self.model, "config", None)
         is_pair = getattr(config, "is_encoder_decoder", False)
         if self.training.rows == "packed":

@@ -1,7 +1,7 @@
-"""Preparing a model to be trained on text: what no text reaches, such as a vision tower, is frozen.
+"""Preparing a model to be trained: what no sequence reaches, as a tower without images, is frozen.
 
-Which parameters a text reaches is read off autograd's graph of one short forward pass, on a virtual
-GPU without data; so it is known before a weight is read, of any model's code.
+Which parameters a sequence reaches is read off autograd's graph of one short forward pass, on a
+virtual GPU without data; so it is known before a weight is read, of any model's code.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from duoka.planner.placement import Placement
 
 from .dispatch.dispatch import without_data
 from .dispatch.place_tensors import invent_values, parameter_bytes, place
+from .image_inputs import ImagePrompts, prompts_for
 from .steps import Learner
 
 _TOKENS = 8
@@ -29,15 +30,21 @@ _LEAF = "AccumulateGrad"
 
 
 def make_text_trainable(
-    model: nn.Module, training: Training, dtype: torch.dtype, *, has_adapters: bool = True
-) -> None:
-    """Change a model in place so that a step of training on text can be run."""
-    frozen = find_unreached(model)
-    make_trainable(model, training, dtype, frozen, has_adapters=has_adapters)
+    model: nn.Module, workload: Workload, *, has_adapters: bool = True
+) -> ImagePrompts | None:
+    """Change a model in place so that a step of training can be run.
+
+    Returns the prompts with the workload's images, if it has some.
+    """
+    assert workload.training is not None, "the workload is to train"
+    prompts = prompts_for(model, workload.conditions)
+    dtype, frozen = getattr(torch, workload.dtype), find_unreached(model, prompts)
+    make_trainable(model, workload.training, dtype, frozen, has_adapters=has_adapters)
+    return prompts
 
 
-def find_unreached(model: nn.Module) -> list[str]:
-    """Return the modules and parameters that no text reaches, the outermost alone, by name.
+def find_unreached(model: nn.Module, prompts: ImagePrompts | None = None) -> list[str]:
+    """Return the modules and parameters that no sequence reaches, the outermost alone, by name.
 
     An expert is reached by the tokens that choose it: one of several isn't in the list.
     """
@@ -49,15 +56,16 @@ def find_unreached(model: nn.Module) -> list[str]:
 
     def trace(data: str) -> list[str]:
         copied = copy.deepcopy(bare)
+        tokens = _TOKENS if prompts is None else prompts.least_tokens
         workload = Workload(
-            prompt_tokens=_TOKENS, new_tokens=0, dtype="float32", training=Training(method="full")
+            prompt_tokens=tokens, new_tokens=0, dtype="float32", training=Training(method="full")
         )
         with virtual.unnamed_gpus([None], data=data):
             device = virtual.virtual_device(0)
             place(copied, Placement(entries=(("", str(device)),)))
             if data == "cpu":
                 invent_values(copied)
-            reached = _leaves(Learner(copied, workload, device).forward())
+            reached = _leaves(Learner(copied, workload, device, prompts).forward())
             return list(_outermost(copied, reached))
 
     return virtual.with_values(trace, partial(parameter_bytes, bare))

@@ -45,7 +45,7 @@ class ReturningRecorder(Recorder):
             self._read(block, [*self._arguments([source])])
         if made_by is None or made_by <= block or group is None:
             return result
-        self._current = group
+        self._begin(group)
         # On another device it is a copy, and what it was made from ends when nobody has it.
         return result.clone() if result is source else result
 

@@ -30,6 +30,7 @@ from duoka.runtime.dispatch.arguments import tensors_in
 
 from .blocks import Group
 from .record import Home, Pass, Recorder, Skipper, device_of, picture_made
+from .record_returns import ReturningRecorder
 
 
 class ChunkBytes(int):
@@ -215,6 +216,14 @@ class TrainingRecorder(Recorder):
 
     def _outlives(self, home: Home) -> bool:
         return home[2] >= self._first_numbers[home[1]]
+
+
+class ReturningTrainingRecorder(TrainingRecorder, ReturningRecorder):
+    """A recorder of training that hears explicit moves."""
+
+    def _moved_back(self, result: torch.Tensor, source: torch.Tensor, block: int) -> torch.Tensor:
+        self._follow(source, None)
+        return super()._moved_back(result, source, block)
 
 
 def _keep_arguments(forward: Pass, backward: Pass) -> None:

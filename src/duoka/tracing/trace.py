@@ -189,7 +189,7 @@ def _forget_values(model: nn.Module) -> None:
                 part.copy_(torch.empty_like(part, device="meta"))
 
 
-def ranges(config: Any, longest: int) -> Iterator[tuple[int, int]]:
+def ranges(config: Any, longest: int, *, has_images: bool) -> Iterator[tuple[int, int]]:
     """Ranges of tokens between which the code of a model may change its ways."""
     parts = [part for part in (config, getattr(config, "text_config", None)) if part]
     windows = {
@@ -199,6 +199,8 @@ def ranges(config: Any, longest: int) -> Iterator[tuple[int, int]]:
         if ("window" in name or "chunk" in name) and type(value) is int and value > 1
     }
     edges = [value for value in sorted(windows) if _SHORTEST_WINDOW <= value < longest]
+    if edges and has_images:
+        raise Unlike("costs with a window and images have more lengths")
     yield from pairwise([0, *edges, ENDLESS])
 
 
@@ -248,9 +250,7 @@ class _Tracer:
 
     def rules(self) -> Iterator[RegimeTapes]:
         """Regimes for every step that the model may be asked for; the first that holds counts."""
-        cells = list(ranges(self.model.config, self.longest))
-        if len(cells) > 1 and self.prompts is not None:
-            raise Unlike("costs with a window and images have more lengths")
+        cells = list(ranges(self.model.config, self.longest, has_images=bool(self.prompts)))
         if self.spec.conditions.image_chunk_tokens is not None:
             raise Unlike("what a chunk costs depends on which images are in it")
         yield from self._regimes(cells, many=False)

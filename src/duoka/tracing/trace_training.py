@@ -9,19 +9,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from duoka.base.text import choose
 from duoka.errors import ModelError
 from duoka.forecast.flash_splits import FlashShape
 from duoka.forecast.optimizer_memory import TrainedTensor
 from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime
 from duoka.forecast.tensor_names import NamedTensor
-from duoka.forecast.workload import DTYPES, Dtype, Training, Workload
+from duoka.forecast.workload import Training, Workload
 from duoka.models import base_name
 from duoka.models.chunked_loss import whole_logits
 from duoka.models.trainable import WITHOUT_CHECKPOINTING
@@ -40,7 +40,7 @@ from .assemble import (
 from .blocks import Group, find_groups
 from .fit import Sample, Unlike, fit
 from .published_names import name_tensors
-from .record_training import TrainingRecorder
+from .record_training import ReturningTrainingRecorder, TrainingRecorder
 from .trace import FAILURES, Irregular, ranges, running, whole
 
 # Rules are made from sequences up to this length, counted from the start of a range.
@@ -52,11 +52,11 @@ _ODD = (1, 43, 86, 59)
 _TILE = 128
 
 
-def trace_training(model: nn.Module, spec: TraceSpec, dtype: torch.dtype) -> Profile:
+def trace_training(model: nn.Module, spec: TraceSpec, workload: Workload) -> Profile:
     """Train a model without data, and record what it costs."""
     named = name_tensors(model, spec.published)
     with running(model):
-        tracer = _Tracer(model, spec, dtype)
+        tracer = _Tracer(model, spec, workload)
         with whole(model, spec) as device:
             tracer.start(device)
             try:
@@ -73,9 +73,9 @@ def profile_training(
     model = build()
     if workload.dtype == "auto":
         first = next(p for p in model.parameters() if p.is_floating_point())
-        workload = workload.resolved(dtype=_dtype_name(first.dtype))
+        workload = workload.resolved(dtype=str(first.dtype).removeprefix("torch."))
     try:
-        return trace_training(model, spec, getattr(torch, workload.dtype)), True
+        return trace_training(model, spec, workload), True
     except Irregular:
         return trace_training_workload(build(), spec, workload), False
 
@@ -84,7 +84,7 @@ def trace_training_workload(model: nn.Module, spec: TraceSpec, workload: Workloa
     """Run micro-batches of one workload, and record what just these cost."""
     named = name_tensors(model, spec.published)
     with running(model):
-        tracer = _Tracer(model, spec, getattr(torch, workload.dtype))
+        tracer = _Tracer(model, spec, workload)
         with whole(model, spec) as device:
             tracer.start(device)
             batch, tokens = workload.batch, workload.prompt_tokens
@@ -99,14 +99,14 @@ class _Tracer:
     skip = True
     """Run blocks that are alike once."""
 
-    def __init__(self, model: nn.Module, spec: TraceSpec, dtype: torch.dtype) -> None:
-        training = spec.conditions.training
-        assert training is not None, "the conditions are those of training"
-        make_text_trainable(model, training, dtype)
+    def __init__(self, model: nn.Module, spec: TraceSpec, workload: Workload) -> None:
+        assert workload.training is not None, "the workload is to train"
+        self.workload = workload
+        self.prompts = make_text_trainable(model, workload)
+        self.least_tokens = 0 if self.prompts is None else self.prompts.least_tokens
         self.model: Any = model
         self.spec = spec
-        self.training: Training = training
-        self.dtype = dtype
+        self.training: Training = workload.training
         self.groups: list[Group] = []
         self.trained: dict[str, list[TrainedTensor]] = {}
         self.shapes: list[FlashShape] = []
@@ -116,9 +116,15 @@ class _Tracer:
         """Find the blocks, with the model on its device."""
         self.device = device
         self.model.eval()
-        learner = self._learner(1, 8)
+        learner = self._learner(1, max(8, self.least_tokens))
         with whole_logits(self.model):
-            self.groups = find_groups(self.model, learner.look)
+            # What a tower makes is moved to the text's embeddings, and is spliced into them there.
+            sees = self.prompts is not None
+            look = partial(find_groups, self.model, learner.look)
+            self.groups = look(hears_moves=sees, joins_work=not sees)
+            returns = any(group.returns_to is not None for group in self.groups)
+            self.groups = look() if sees and not returns else self.groups
+            self._recorder = ReturningTrainingRecorder if returns else TrainingRecorder
             joined = find_groups(self.model, learner.forward, hears_moves=True, joins_work=False)
         _, ties = weights_and_ties(self.model, self.groups)
         if len(joined) == 1 and len(self.groups) - 1 not in ties:
@@ -132,13 +138,14 @@ class _Tracer:
         """Regimes for every micro-batch."""
         longest = self.spec.max_context_tokens or ENDLESS
         for many in (False, True):
-            for start, stop in ranges(self.model.config, longest):
+            for start, stop in ranges(self.model.config, longest, has_images=bool(self.prompts)):
                 yield from self._cell(many, start, stop, longest)
 
     def _cell(self, many: bool, start: int, stop: int, longest: int) -> Iterator[RegimeTapes]:
         """The regimes of one range, for one sequence or several."""
-        high = min(stop, longest + 1, start + _PROBED_TOKENS)
-        lengths = list(_lengths(start, high))
+        first = max(start, self.least_tokens)
+        high = min(stop, longest + 1, first + _PROBED_TOKENS)
+        lengths = list(_lengths(first, high))
         batches = _PROBED_BATCHES if many else (1,)
         sizes = [(batch, length) for batch in batches for length in lengths]
         aligned = [
@@ -181,7 +188,7 @@ class _Tracer:
     def record(self, sizes: Sequence[tuple[int, int]]) -> list[Sample]:
         """Micro-batches of these batches and lengths."""
         samples: list[Sample] = []
-        with TrainingRecorder(self.model, self.groups, skip=self.skip) as recorder:
+        with self._recorder(self.model, self.groups, skip=self.skip) as recorder:
             for batch, length in sizes:
                 learner = self._learner(batch, length)
                 recorder.forget()
@@ -224,20 +231,15 @@ class _Tracer:
             profile,
             blocks=tuple(blocks),
             kinds=tuple(kinds),
-            dtype=_dtype_name(self.dtype),
+            dtype=self.workload.dtype,
+            least_prompt_tokens=self.least_tokens,
             flash_shapes=tuple(self.shapes),
             needs_movers=self.needs_movers,
         )
 
     def _learner(self, batch: int, length: int) -> Learner:
-        workload = Workload(
-            batch=batch,
-            prompt_tokens=length,
-            new_tokens=0,
-            dtype=_dtype_name(self.dtype),
-            training=self.training,
-        )
-        return Learner(self.model, workload, self.device)
+        workload = replace(self.workload, batch=batch, prompt_tokens=length)
+        return Learner(self.model, workload, self.device, self.prompts)
 
     def _note_trained(self, like: Sequence[int]) -> None:
         """Note what got gradients; blocks that were left out, as those that they are like."""
@@ -292,10 +294,6 @@ def _share(group: Group, name: str) -> float:
     """The part of a block's owners that a module contains."""
     inside = [owner == name or owner.startswith(f"{name}.") for owner in group.owners]
     return sum(inside) / max(len(inside), 1)
-
-
-def _dtype_name(dtype: torch.dtype) -> Dtype:
-    return choose("dtype", str(dtype).removeprefix("torch."), DTYPES)
 
 
 def _lengths(start: int, stop: int) -> Iterator[int]:

@@ -86,11 +86,11 @@ class ModelPart:
             model = loader.load_published(checkpoint, model, self.plan.placement, dtype=self._dtype)
         # Adapters are in no checkpoint; what else training changes must be so before it is read.
         if self.training.method == "full":
-            make_text_trainable(model, self.training, self._dtype)
+            make_text_trainable(model, self.plan.workload)
         if method_of(checkpoint.config) is None:
             loader.load_weights(model, checkpoint, self.plan.placement, only=self.device)
         if self.training.method == "lora":
-            make_text_trainable(model, self.training, self._dtype)
+            make_text_trainable(model, self.plan.workload)
             initialize_adapters(model, seed)
             if adapter is not None:
                 fill_adapter(model, adapter)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from duoka.api.plan import plan as make_plan
@@ -165,18 +164,18 @@ def _plans(
 
 def _refuse_unfit(adapter: Adapter, checkpoint: Checkpoint, workload: Workload) -> None:
     """Refuse an adapter that isn't for the model, before anything is planned for it."""
-    assert workload.training is not None, "the workload is to train"
     model = build_model(checkpoint, Workload(dtype="float32"))
     refuse_other_model(model, adapter)
-    make_text_trainable(model, workload.training, torch.float32)
+    make_text_trainable(model, replace(workload, dtype="float32"))
     fill_adapter(model, adapter)
 
 
 def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
     """The workload of a plan that was saved, which has to be for this run."""
     training = plan.workload.training
-    if training is None:
-        raise UsageError("the plan is for generating", hint="make one with --train lora")
+    if training is None or plan.workload.images:
+        other = "generating" if training is None else "images, and duoka tune learns from text"
+        raise UsageError(f"the plan is for {other}", hint="make one with --train lora")
     plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
     wanted = settings.workload(checkpoint).training
     assert wanted is not None, "the settings are for training"

@@ -231,7 +231,7 @@ def _write_result(directory: RunDirectory, run: Run, steps: int) -> Path:
     adapter = None
     if training.method == "lora":
         model = build_model(checkpoint, workload)
-        make_text_trainable(model, training, getattr(torch, workload.dtype))
+        make_text_trainable(model, workload)
         first = directory.read_first_adapter()
         if first is not None:
             fill_adapter(model, first)  # for its scales, which needn't be whole numbers over ranks

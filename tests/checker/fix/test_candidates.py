@@ -79,7 +79,8 @@ SHAPES = [
         return torch.where(x > 0, h, torch.zeros_like(x))
         """,
         lines=[
-            "return torch.where((x > 0).to(h.device), h, torch.zeros_like(x).to(h.device))",
+            "result = x > 0",
+            "return torch.where(result, h.to(result.device), torch.zeros_like(x))",
         ],
     ),
     Shape(

@@ -290,7 +290,7 @@ REFUSED = [
         return self.head(h)
         """,
         init="""
-        self.head = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
         """,
         device_map={"a": 0, "b": 1, "head.weight": 0, "head.bias": 0},
         lines=[],

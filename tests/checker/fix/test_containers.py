@@ -16,7 +16,7 @@ SHAPES = [
         return torch.cat([h, g, h], dim=-1)
         """,
         lines=[
-            "return torch.cat([h.to(g.device), g, h.to(g.device)], dim=-1)",
+            "return torch.cat([h, g.to(h.device), h], dim=-1)",
         ],
     ),
     Shape(
@@ -92,7 +92,7 @@ SHAPES = [
         """,
         lines=[
             "parts = [x] + ps",
-            "return torch.cat([each.to(parts[-1].device) for each in parts], dim=0)",
+            "return torch.cat([each.to(parts[0].device) for each in parts], dim=0)",
         ],
     ),
     Shape(

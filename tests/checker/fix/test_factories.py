@@ -210,7 +210,7 @@ SHAPES = [
         return F.linear(h, self.a.weight)
         """,
         lines=[
-            "return F.linear(h, self.a.weight.to(h.device))",
+            "return F.linear(h.to(self.a.weight.device), self.a.weight)",
         ],
     ),
     Shape(

@@ -314,10 +314,7 @@ def _inference(workload: Workload) -> Iterator[str]:
     is_served = workload.is_paged
     yield f"up to {workload.batch} requests" if is_served else f"batch {workload.batch}"
     yield f"context {workload.context_tokens} {new}"
-    if workload.images:
-        height, width = workload.image_size
-        at_once = f", {workload.vision_batch} at a time" if workload.vision_batch else ""
-        yield f"{format_count(workload.images, 'image')} of {width}x{height}{at_once}"
+    yield from _images(workload)
     if is_served:
         yield f"steps of {chunk or workload.prompt_tokens} tokens"
         return
@@ -326,11 +323,19 @@ def _inference(workload: Workload) -> Iterator[str]:
         yield f"{workload.cache} cache"
 
 
+def _images(workload: Workload) -> Iterator[str]:
+    if workload.images:
+        height, width = workload.image_size
+        at_once = f", {workload.vision_batch} at a time" if workload.vision_batch else ""
+        yield f"{format_count(workload.images, 'image')} of {width}x{height}{at_once}"
+
+
 def _training(workload: Workload, training: Training) -> Iterator[str]:
     lora = training.method == "lora"
     targets = f" on {', '.join(training.lora_targets)}" if training.lora_targets else ""
     yield f"training LoRA of rank {training.lora_rank}{targets}" if lora else "training all weights"
     yield f"{workload.batch} x {workload.prompt_tokens} tokens"
+    yield from _images(workload)
     if training.micro_batches > 1:
         yield f"{training.micro_batches} micro-batches, {training.schedule}"
     yield training.optimizer
