@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import threading
 import time
@@ -37,6 +36,7 @@ from duoka.stages.micro_batch import MicroBatch
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import Notes, SharedMemory, SharedMemoryChannel
 from duoka.stages.workers import end_with_parent
+from duoka.virtual.apart import portable
 
 from .executor import outcomes_of
 from .paged_model import PagedModel
@@ -154,15 +154,6 @@ class _StageWorker:
             if isinstance(failure, torch.OutOfMemoryError):
                 devices.give_back()
             part.abandon()
-
-
-def portable(error: Exception) -> Exception:
-    """An error as another process can have it."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever its class does with what it is made of
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def main() -> None:

@@ -27,8 +27,8 @@ from duoka.base.quiet import quiet_libraries
 with quiet_libraries():
     from duoka.checkpoint.checkpoint import Checkpoint
     from duoka.engine import Engine, SamplingParams
-    from duoka.engine.stage_worker import portable
     from duoka.models.from_checkpoint import tokenizer_of
+    from duoka.virtual.apart import portable
 from duoka.errors import DuokaError, MachineError
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
