@@ -42,8 +42,9 @@ def flash_attn_func(
         mask = mask.tril(ahead + right if right >= 0 else k.shape[1])
         mask = mask.triu(ahead - left if left >= 0 else -q.shape[1])
     sizes: Any = {"scale": softmax_scale, "enable_gqa": q.shape[2] != k.shape[2]}
-    heads = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    return scaled_dot_product_attention(*heads, mask, dropout_p, is_causal, **sizes).transpose(1, 2)
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+    mixed = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **sizes)
+    return mixed.transpose(1, 2)
 
 
 def flash_attn_varlen_func(
@@ -68,7 +69,7 @@ def flash_attn_varlen_func(
 
 def unpad_input(tensor: Tensor, attention_mask: Tensor) -> Any:
     """The tokens that count, their places in the batch, where sequences end, and the longest."""
-    return padding._unpad_input(tensor, attention_mask)[:4]  # type: ignore[no-untyped-call]
+    return padding._unpad_input(tensor, attention_mask)[:4]
 
 
 def apply_rotary_emb(
