@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import traceback
-import warnings
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import torch
 
 from duoka import virtual
 from duoka.hardware.gpu_generation import GpuGeneration
+from duoka.virtual.apart import in_fork
 
-_FORK: Any = multiprocessing.get_context("fork")
 _Result = TypeVar("_Result")
 
 
@@ -42,25 +38,8 @@ def _cuda(run: Callable[[str, Any], _Result]) -> _Result:
 
 
 def _apart(half: Callable[..., _Result], run: Callable[[str, Any], _Result]) -> _Result:
-    reader, writer = _FORK.Pipe(duplex=False)
-    child = _FORK.Process(target=_answer, args=(writer, half, run))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child.start()
-    writer.close()
-    try:
-        found, failure = reader.recv()
-    finally:
-        child.join()
-    assert not failure, failure
-    return found  # type: ignore[no-any-return]
+    def answer() -> _Result:
+        os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
+        return half(run)
 
-
-def _answer(writer: Connection, half: Callable[..., Any], run: Callable[..., Any]) -> None:
-    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
-    # Made anew here, before the threads of backward would each try to, and break it for others.
-    torch.set_num_threads(1)
-    try:
-        writer.send((half(run), ""))
-    except BaseException:
-        writer.send((None, traceback.format_exc()))
+    return in_fork(answer)

@@ -7,21 +7,20 @@ settings (README.md). `make cuda` runs these tests; elsewhere they are skipped.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
-import warnings
-from multiprocessing.connection import Connection
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from duoka.base.quiet import quiet_libraries
+from duoka.errors import VirtualDeviceError
+from duoka.virtual.apart import in_fork
 
 with quiet_libraries():  # by itself it starts CUDA where torchao is installed
     import transformers.modeling_utils  # noqa: F401
 
-_FORK: Any = multiprocessing.get_context("fork")
 _IS_RIG = hasattr(ctypes.CDLL(None), "rig_restart")
 
 
@@ -41,20 +40,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         name: value for marker in reversed(markers) for name, value in marker.kwargs.items()
     }
     assert not torch.cuda.is_initialized()
-    reader, writer = _FORK.Pipe(duplex=False)
-    child = _FORK.Process(target=_run, args=(writer, pyfuncitem, settings))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # pytest's own threads aren't needed
-        child.start()
-    writer.close()
     try:
-        kind, text = reader.recv()
-    except EOFError:
-        child.join()
-        kind, text = "failed", f"the process ended with exit code {child.exitcode}"
-    finally:
-        child.kill()
-        child.join()
+        kind, text = in_fork(partial(_run, pyfuncitem, settings))
+    except VirtualDeviceError as error:
+        kind, text = "failed", str(error)
     if kind == "skipped":
         pytest.skip(text)
     if kind == "failed":
@@ -62,12 +51,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _run(writer: Connection, item: pytest.Function, settings: dict[str, Any]) -> None:
+def _run(item: pytest.Function, settings: dict[str, Any]) -> tuple[str, str]:
     for name in [name for name in os.environ if name.startswith("RIG_")]:
         del os.environ[name]
     for name, value in settings.items():
         os.environ[f"RIG_{name.upper()}"] = str(value)
-    torch.set_num_threads(1)
     assert ctypes.CDLL(None).rig_restart() == 0
     outcome = "passed", ""
     try:
@@ -76,4 +64,4 @@ def _run(writer: Connection, item: pytest.Function, settings: dict[str, Any]) ->
         outcome = "skipped", str(skipped)
     except BaseException:
         outcome = "failed", str(item.repr_failure(pytest.ExceptionInfo.from_current()))
-    writer.send(outcome)
+    return outcome

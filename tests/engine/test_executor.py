@@ -72,8 +72,8 @@ def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.
         for text in texts
     ]
     coming = list(sequences)
-    while coming or scheduler.has_work:
-        if coming and (rng.random() < 0.5 or not scheduler.has_work):
+    while coming or scheduler.waiting or scheduler.running:
+        if coming and (rng.random() < 0.5 or not (scheduler.waiting or scheduler.running)):
             scheduler.add(coming.pop(0))
         pieces = scheduler.next_step()
         if not pieces:

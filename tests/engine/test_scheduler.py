@@ -108,8 +108,8 @@ def play(
     sequences = list(coming)
     failing = set(rng.sample(sequences, number // 20))
     flying: deque[tuple[list[Piece], list[TokenChoice | None]]] = deque()
-    while coming or scheduler.has_work or flying:
-        if coming and (rng.random() < 0.4 or not scheduler.has_work):
+    while coming or scheduler.waiting or scheduler.running or flying:
+        if coming and (rng.random() < 0.4 or not (scheduler.waiting or scheduler.running)):
             scheduler.add(coming.pop())
         if rng.random() < 0.02:
             rng.choice(sequences).is_cancelled = True
@@ -221,7 +221,7 @@ def test_the_youngest_gives_way_and_is_recomputed() -> None:
     for sequence in (old, young):
         scheduler.add(sequence)
     sizes = []
-    while scheduler.has_work:
+    while scheduler.waiting or scheduler.running:
         sizes.append(step(scheduler))
         assert 0 <= scheduler.pool.num_free <= capacity.pages
     assert (scheduler.num_preempted, old.is_preempted, young.is_preempted) == (1, False, True)

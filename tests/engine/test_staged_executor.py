@@ -194,7 +194,7 @@ def test_a_process_that_is_killed_ends_the_engine(plan: Any, rank: int) -> None:
         executor: Any = engine._executor
         streams = [engine.submit(text, SamplingParams(max_new_tokens=16)) for text in prompts(12)]
         next(iter(streams[0]))
-        os.kill(executor._workers.process_ids[rank], signal.SIGKILL)
+        os.kill(executor._workers._processes[rank].pid, signal.SIGKILL)
         for stream in streams[-4:]:  # others may have been answered before
             with pytest.raises(WorkerError, match=f"of vgpu:{rank} has ended: signal 9"):
                 stream.result()
@@ -216,7 +216,7 @@ def test_a_process_that_is_lost_while_nobody_asks_ends_the_engine(
         executor: Any = engine._executor
         with pytest.raises(queue.Empty):  # it is looked at, and shows signs of life
             failures.get(timeout=4.0)
-        os.kill(executor._workers.process_ids[1], signum)
+        os.kill(executor._workers._processes[1].pid, signum)
         said = (
             "has ended: signal 9" if signum == signal.SIGKILL else "shows no sign of life for 3 s"
         )
@@ -231,7 +231,7 @@ def test_a_process_that_is_stopped_does_not_outlive_its_parent(python: str) -> N
         "import time\n"
         "from duoka.stages.workers import Workers\n"
         "workers = Workers('timeit', ('-n1', '-sinput()'), 1)\n"  # it reads, until nobody writes
-        "print(workers.process_ids[0], flush=True)\n"
+        "print(workers._processes[0].pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen(
@@ -256,7 +256,7 @@ def test_each_process_says_what_it_has(
     monkeypatch.setattr(sys, "executable", python)  # forks have other numbers than are known here
     with Engine(plan, processes=True, warm_up="largest") as engine:
         executor: Any = engine._executor
-        pids = executor._workers.process_ids
+        pids = [process.pid for process in executor._workers._processes]
         end = time.monotonic() + 60
         while True:
             engine.generate(prompts(4))

@@ -76,11 +76,8 @@ def test_another_familys_architecture_is_not_believed() -> None:
 
 
 def test_attention() -> None:
-    assert build(config_of("llama"), attention="eager").config._attn_implementation == "eager"
     stated = {**config_of("llama"), "attn_implementation": "flash_attention_2"}
     assert build(stated).config._attn_implementation == "sdpa"
-    with pytest.raises(ModelError, match="LlamaForCausalLM"):
-        build(config_of("llama"), attention="telepathy")
 
 
 def test_a_composite_configuration_is_not_taken_for_its_text_part() -> None:

@@ -167,8 +167,8 @@ async def until_ready(client: EngineClient) -> int:
     async with asyncio.timeout(60):
         while client.status is None:
             await asyncio.sleep(0.01)
-    assert client.process_id is not None
-    return client.process_id
+    assert client._process is not None
+    return client._process.pid
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again(monkeypatch: pytest.Mon
         task = asyncio.create_task(client.run())
         first = await until_ready(client)
         await asyncio.sleep(3)  # longer than it may be silent, and it isn't
-        assert (client.process_id, client.num_deaths) == (first, 0)
+        assert (client._process.pid, client.num_deaths) == (first, 0)
         question = asyncio.create_task(failure(lambda: anext(client.ask(ASK, 1))))
         await asyncio.sleep(0)
         os.kill(first, signal.SIGSTOP)

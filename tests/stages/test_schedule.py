@@ -71,10 +71,3 @@ def test_the_bubble_is_that_of_the_formula() -> None:
         shares = busy_shares(stages, order_passes(stages, training))
         expected = micro_batches / (micro_batches + len(stages) - 1)
         assert shares == pytest.approx(dict.fromkeys(stages, expected))
-
-
-def test_unequal_stages() -> None:
-    training = Training(micro_batches=4, schedule="1f1b")
-    shares = busy_shares(["a", "b"], order_passes(["a", "b"], training, forward_times=[1.0, 2.0]))
-    assert shares["b"] == pytest.approx(24 / 27)  # it waits for the first one, at both ends
-    assert shares["a"] == pytest.approx(shares["b"] / 2)

@@ -81,14 +81,14 @@ def test_one_that_fails_ends_the_others(directory: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("duoka.stages.workers._GRACE_SECONDS", 0.5)
     with start(directory, "fail") as workers:
         assert workers.wait() == {1: 7}
-        assert not any(map(is_running, workers.process_ids))
+        assert not any(is_running(process.pid) for process in workers._processes)
 
 
 def test_one_that_is_killed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("duoka.stages.workers._GRACE_SECONDS", 0.5)
     with start(directory, "sleep") as workers:
         wait_for(directory / "began0")
-        os.kill(workers.process_ids[0], signal.SIGKILL)
+        os.kill(workers._processes[0].pid, signal.SIGKILL)
         assert workers.wait() == {0: -signal.SIGKILL}
 
 

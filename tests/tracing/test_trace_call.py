@@ -13,7 +13,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 import duoka
 from duoka import virtual
-from duoka.errors import UsageError
+from duoka.errors import LoadError, UsageError
 
 IDS = torch.tensor([[300, 290, 285, 7, 8, 9]])
 SIZES: dict[str, Any] = {
@@ -58,3 +58,38 @@ def test_a_checkpoint_that_generates_no_text_is_refused_in_words(tmp_path: Path)
     transformers.LlamaForSequenceClassification(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     with pytest.raises(UsageError, match="LlamaForSequenceClassification generates no text"):
         duoka.plan(tmp_path, "virtual:2x64MiB", duoka.Workload(prompt_tokens=32, new_tokens=8))
+
+
+def test_a_body_without_its_head_is_refused_in_words(tmp_path: Path) -> None:
+    transformers.LlamaModel(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(LoadError, match=r"missing from it: lm_head\.weight") as caught:
+        duoka.plan(tmp_path, "virtual:2x64MiB", duoka.Workload(prompt_tokens=32, new_tokens=8))
+    assert "head included" in str(caught.value.hint)
+
+
+PLACES = torch.tensor([[1]]), torch.tensor([[3]])
+
+
+@pytest.mark.parametrize(
+    ("head", "extra"),
+    [
+        ("ForQuestionAnswering", {}),
+        # Of one dimension they stay where they are, and its code can't be spread.
+        ("ForQuestionAnswering", {"start_positions": PLACES[0], "end_positions": PLACES[1]}),
+        ("Model", {}),
+    ],
+)
+def test_answers_in_a_text_and_bodies_are_spread(head: str, extra: dict[str, torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model: PreTrainedModel = getattr(transformers, f"Llama{head}")(LlamaConfig(**SIZES)).eval()
+    inputs = {"input_ids": IDS, **extra}
+    plan = duoka.plan(model, "virtual:2x64MiB", inputs=inputs, use_all=True)
+    assert len(set(plan.device_map.values())) == 2
+    with torch.no_grad():
+        expected = model(**inputs).to_tuple()
+    with virtual.gpus([None] * 2, data="cpu"), torch.no_grad():
+        spread = duoka.dispatch(copy.deepcopy(model), plan.placement)
+        found = spread(**{name: tensor.to("vgpu:0") for name, tensor in inputs.items()}).to_tuple()
+        for value, one in zip(found, expected, strict=True):
+            if isinstance(one, torch.Tensor):
+                torch.testing.assert_close(value.cpu(), one)

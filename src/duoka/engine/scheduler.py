@@ -159,11 +159,6 @@ class Scheduler:
             piece = -(-unread // (_PIECES_PER_STAGE * self._num_steps))
         return min(most, max(_LEAST_PROMPT_TOKENS, piece))
 
-    @property
-    def has_work(self) -> bool:
-        """Whether anybody waits or is on the way."""
-        return bool(self.waiting or self.running)
-
     def computed(self, piece: Piece, outcome: Outcome) -> None:
         """A piece has been computed; its sequence takes the next token, and may end with it."""
         sequence = piece.sequence

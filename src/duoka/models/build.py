@@ -40,7 +40,6 @@ def build(
     config: Mapping[str, Any],
     *,
     dtype: torch.dtype | None = None,
-    attention: str = "sdpa",
     code: RemoteCode | None = None,
 ) -> PreTrainedModel:
     """Build the model that a ``config.json`` describes, in evaluation mode, without weights.
@@ -49,12 +48,10 @@ def build(
     """
     parsed, model_class = resolve(config) if code is None else _remote(config, code)
     chosen = dtype or _stated_dtype(parsed)
-    # Asked for by name, sdpa is refused where a class lacks it; by default it is taken if there.
-    implementation = None if attention == "sdpa" else attention
 
     def make(default: torch.dtype) -> PreTrainedModel:
         model: PreTrainedModel = model_class._from_config(
-            copy.deepcopy(parsed), dtype=default, attn_implementation=implementation
+            copy.deepcopy(parsed), dtype=default, attn_implementation=None
         )
         if code is not None and code.legacy:
             transformers4.finish_construction(model)

@@ -69,7 +69,7 @@ class RemoteCode(MetaPathFinder):
         try:
             return getattr(importlib.import_module(f"{self._package}.{module}"), name)
         except Exception as error:
-            hint = OTHER_VERSIONS
+            hint = stop_hint(str(error))
             if isinstance(error, ModuleNotFoundError) and error.name is not None:
                 module = error.name.removeprefix(f"{self._package}.")
                 hint = f"{module}.py is missing beside the code: fetch it"

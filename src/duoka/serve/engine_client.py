@@ -91,11 +91,6 @@ class EngineClient:
         self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
 
     @property
-    def process_id(self) -> int | None:
-        """Of its process, where it is there."""
-        return None if self._process is None else self._process.pid
-
-    @property
     def num_open(self) -> int:
         """Requests that have not ended."""
         return len(self._open)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from duoka.errors import ModelError
-from duoka.runtime.dispatch.arguments import mapped, mapped_call, tensors_in
+from duoka.runtime.dispatch.arguments import mapped, mapped_call, shared_in, tensors_in
 
 from .channels import Channel, Message
 from .interceptor import Block, Interceptor
@@ -128,7 +128,10 @@ class MicroBatch:
             return forward(*args, **kwargs)
         if call.stage == self._stage:
             return self._run(block, forward, args, kwargs)
-        return mapped(call.outputs, _itself, self._placeholder)
+        result, written = mapped(call.outputs, self._placeholder, self._placeholder)
+        for shared, entries in zip(shared_in(args, kwargs), written, strict=True):
+            shared.update(entries)
+        return result
 
     def _run(
         self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -220,7 +223,3 @@ def _bare(shape: Shape) -> Tensor:
     """A tensor without data, which nobody changes: made while no mode looks at what is made."""
     with torch.inference_mode(False):
         return torch.empty(shape.sizes, dtype=shape.dtype, device="meta")
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor

@@ -21,7 +21,7 @@ from duoka import virtual
 from duoka.base.model_code import where_raised
 from duoka.errors import ModelError
 from duoka.planner.placement import Placement
-from duoka.runtime.dispatch.arguments import mapped, mapped_call, tensors_in
+from duoka.runtime.dispatch.arguments import mapped, mapped_call, shared_in, tensors_in
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import (
     invent_values,
@@ -59,7 +59,7 @@ class Call:
 
     `arrivals` has for each tensor among the arguments, in the order of `mapped_call`, the number of
     the transfer that it comes by, or None where it is at home. `outputs` are what a block returns,
-    with a `Shape` for each tensor.
+    and what it writes into each of `shared_in`'s dictionaries, with a `Shape` for each tensor.
     """
 
     block: str
@@ -107,7 +107,7 @@ class Route:
 
         return Route(
             transfers=tuple(replace(t, shape=change(t.shape)) for t in self.transfers),
-            calls=tuple(replace(c, outputs=mapped(c.outputs, _same, of)) for c in self.calls),
+            calls=tuple(replace(c, outputs=mapped(c.outputs, of, of)) for c in self.calls),
             devices=self.devices,
         )
 
@@ -267,15 +267,20 @@ class _Finder:
         if block.is_container:
             result = forward(*args, **kwargs)
         else:
+            before = [(shared, dict(shared)) for shared in shared_in(args, kwargs)]
             self._in_block = True
             try:
                 result = forward(*args, **kwargs)
             finally:
                 self._in_block = False
-            for tensor in tensors_in(result):
+            written = [
+                {key: value for key, value in shared.items() if entries.get(key) is not value}
+                for shared, entries in before
+            ]
+            for tensor in tensors_in((result, written)):
                 if isinstance(tensor, virtual.VirtualTensor):
                     self._stages[tensor.storage_id] = stage
-            outputs = mapped(result, _shape_of)
+            outputs = mapped((result, written), _shape_of)
         self.calls[index] = Call(
             block=block.name, stage=stage, arrivals=tuple(arrivals), outputs=outputs
         )
@@ -342,7 +347,3 @@ def _operands(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def _shape_of(tensor: Tensor) -> Any:
     return Shape(tuple(tensor.shape), tensor.dtype)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

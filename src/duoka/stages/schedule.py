@@ -5,8 +5,8 @@
 - 1F1B: a backward pass as soon as there is one; before that, as many micro-batches forward as there
   are devices from here to the end (PipeDream-Flush; Narayanan et al., 2021)
 
-The order is found by playing a step with the stages' times: a device takes what can begin first.
-The same order serves for stages of unequal length, and for devices that have several.
+The order is found by playing a step whose stages take the same time: a device takes what can begin
+first. The same order serves for stages of unequal length, and for devices that have several.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from typing import NamedTuple
 from duoka.forecast.replay_training import in_flight
 from duoka.forecast.workload import Training
 
-# Backward computes two products for each of forward's.
-_BACKWARD = 2.0
-
 
 class Pass(NamedTuple):
     """A micro-batch forward or backward through one stage."""
@@ -31,7 +28,7 @@ class Pass(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A pass with its begin and end, in the unit of the stages' times."""
+    """A pass with its begin and end; a forward pass takes 1."""
 
     begin: float
     end: float
@@ -39,11 +36,7 @@ class Timed(NamedTuple):
 
 
 def order_passes(
-    devices: Sequence[str],
-    training: Training,
-    micro_batches: int | None = None,
-    *,
-    forward_times: Sequence[float] | None = None,
+    devices: Sequence[str], training: Training, micro_batches: int | None = None
 ) -> list[Timed]:
     """The passes of a step by their begin; `devices` has the device of each stage.
 
@@ -57,7 +50,7 @@ def order_passes(
     """
     if micro_batches is not None:
         training = replace(training, micro_batches=micro_batches)
-    return list(_Play(devices, training, forward_times or [1.0] * len(devices)).run())
+    return list(_Play(devices, training).run())
 
 
 def busy_shares(devices: Sequence[str], passes: Sequence[Timed]) -> dict[str, float]:
@@ -72,11 +65,8 @@ def busy_shares(devices: Sequence[str], passes: Sequence[Timed]) -> dict[str, fl
 class _Play:
     """A step of training, played."""
 
-    def __init__(
-        self, devices: Sequence[str], training: Training, forward_times: Sequence[float]
-    ) -> None:
+    def __init__(self, devices: Sequence[str], training: Training) -> None:
         self._devices = devices
-        self._times = forward_times
         self._number = training.micro_batches
         self._is_gpipe = training.schedule == "gpipe"
         order = list(dict.fromkeys(devices))
@@ -92,7 +82,8 @@ class _Play:
             begin, _, step = min(
                 candidate for stage in range(len(self._devices)) for candidate in self._next(stage)
             )
-            seconds = self._times[step.stage] * (_BACKWARD if step.is_backward else 1.0)
+            # Backward computes two products for each of forward's.
+            seconds = 2.0 if step.is_backward else 1.0
             self._ended[step] = self._free_at[self._devices[step.stage]] = begin + seconds
             (self._backward if step.is_backward else self._forward)[step.stage] += 1
             yield Timed(begin, begin + seconds, step)

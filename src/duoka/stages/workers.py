@@ -84,11 +84,6 @@ class Workers:
     ) -> None:
         self.end()
 
-    @property
-    def process_ids(self) -> list[int]:
-        """Their process ids, by rank."""
-        return [process.pid for process in self._processes]
-
     def wait(self) -> dict[int, int]:
         """Wait for all; the exit codes of those that failed first, by rank. The others are ended.
 

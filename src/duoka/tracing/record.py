@@ -6,6 +6,7 @@ is replaced by a call that only makes its outputs. What such a block does is kno
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -365,12 +366,14 @@ class Skipper:
             result = self.stand_in(output, recorder, block, (kwargs, args))
             recorder.count_from(block, count)
             return result
-        result = forward(*args, **kwargs)
         arguments = {
             id(tensor): position for position, tensor in enumerate(tensors_in((kwargs, args)))
         }
+        result = forward(*args, **kwargs)
         output = _describe(result, recorder, block, arguments)
-        if _can_stand_in(output):
+        # A stand-in doesn't write into what blocks share.
+        has_written = any(id(tensor) not in arguments for tensor in tensors_in((kwargs, args)))
+        if _can_stand_in(output) and not has_written:
             self._seen[key] = (block, output, recorder.count_of(block))
         return result
 
@@ -436,7 +439,7 @@ def _describe(tree: Any, recorder: Recorder, block: int, arguments: dict[int, in
         return ("cpu", tuple(tree.shape), tree.dtype)
     if type(tree) in (tuple, list):
         return (type(tree), tuple(_describe(item, recorder, block, arguments) for item in tree))
-    if type(tree) is dict:
+    if type(tree) is dict or isinstance(tree, UserDict):
         return (
             dict,
             tuple((k, _describe(v, recorder, block, arguments)) for k, v in tree.items()),

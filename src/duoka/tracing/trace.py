@@ -149,17 +149,9 @@ def whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
         yield device
 
 
-_TRACING = RLock()
-
-
-def _unlock() -> None:
-    """In a fork (`virtual.apart`) nobody is there who could."""
-    global _TRACING
-    _TRACING = RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock)
+_TRACING: Any = RLock()
+if hasattr(os, "register_at_fork"):  # in a fork (`virtual.apart`) nobody is there who could unlock
+    os.register_at_fork(after_in_child=_TRACING._at_fork_reinit)
 
 
 @contextmanager

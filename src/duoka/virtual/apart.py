@@ -14,7 +14,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -27,6 +29,7 @@ from .device_module import can_do_backward, give_name
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
+_FORK: Any = multiprocessing.get_context("fork")
 
 
 def apart(
@@ -41,40 +44,77 @@ def apart(
     if can_do_backward() or sys.platform != "linux":
         give_name()
         return function(*args, **kwargs)
-    context: Any = multiprocessing.get_context("fork")
-    reader, writer = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(writer, function, args, kwargs))
-    with warnings.catch_warnings():
-        # Of the threads that aren't in the fork none is needed there: see `_answer`.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child.start()
-    writer.close()
-    try:
-        result, error = pickle.loads(reader.recv_bytes())
-    except EOFError:
-        child.join()
-        raise VirtualDeviceError(
-            "the process that ran the model on virtual GPUs ended before it was done: exit code "
-            f"{child.exitcode}",
-            hint="a code of -9 often says that the machine was short of memory",
-        ) from None
-    finally:
-        child.kill()
-        child.join()
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]
+
+    def named() -> _Result:
+        give_name()
+        return function(*args, **kwargs)
+
+    return in_fork(named)
 
 
-def _answer(writer: Connection, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _Result:
+    """Call a function in a fork of this process; what it returns or raises must be picklable.
+
+    A lock that another thread holds at that moment is held in the fork for good: of PyTorch's
+    random numbers, a module's import, a stream. A fork that sleeps for so long, and has no process
+    to wait for, waits for one. It is ended, and another one made: once.
+    """
+    for _ in range(2):
+        reader, writer = _FORK.Pipe(duplex=False)
+        child = _FORK.Process(target=_answer, args=(writer, function))
+        with warnings.catch_warnings():
+            # Of the threads that aren't in the fork none is needed there: see `_answer`.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child.start()
+        writer.close()
+        asleep = 0
+        try:
+            while asleep < patience_seconds and not reader.poll(1):
+                asleep = asleep + 1 if _is_asleep(child.pid) else 0
+            if asleep == patience_seconds:
+                continue
+            result, error = pickle.loads(reader.recv_bytes())
+        except EOFError:
+            child.join()
+            raise VirtualDeviceError(
+                "the process that ran the model on virtual GPUs ended before it was done: exit "
+                f"code {child.exitcode}",
+                hint="a code of -9 often says that the machine was short of memory",
+            ) from None
+        finally:
+            child.kill()
+            child.join()
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+    raise VirtualDeviceError(
+        f"a fork of this process did nothing for {patience_seconds} seconds, and another one too",
+        hint="another thread held a lock when it was forked: call this where no other thread works",
+    )
+
+
+def _is_asleep(pid: int) -> bool:
+    """Whether no thread of a process runs or waits for a disk, and it has no process of its own.
+
+    One that has ended, whose answer another process could still give, is asleep, too.
+    """
+    with suppress(OSError):  # it has ended
+        return all(
+            (task / "stat").read_text().rpartition(")")[2].split()[0] in "SZ"
+            and not (task / "children").read_text()
+            for task in Path(f"/proc/{pid}/task").iterdir()
+        )
+    return False
+
+
+def _answer(writer: Connection, function: Callable[[], Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends this
     # What there was stays: a collection that looked at all of it would copy its memory.
     gc.freeze()
     # Kernels that wait for the threads of the parent's would wait forever.
     torch.set_num_threads(1)
-    give_name()
     try:
-        answer = pickle.dumps((function(*args, **kwargs), None))
+        answer = pickle.dumps((function(), None))
     except Exception as error:
         answer = pickle.dumps((None, portable(error)))
     writer.send_bytes(answer)

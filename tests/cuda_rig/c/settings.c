@@ -175,10 +175,30 @@ start(void)
     rig_read_defects();
 }
 
+static void
+lock_for_fork(void)
+{
+    pthread_mutex_lock(&rig_lock);
+}
+
+static void
+unlock_after_fork(void)
+{
+    pthread_mutex_unlock(&rig_lock);
+}
+
+static void
+start_once(void)
+{
+    /* A thread that isn't in the fork must not leave the lock taken there. */
+    pthread_atfork(lock_for_fork, unlock_after_fork, unlock_after_fork);
+    start();
+}
+
 void
 rig_begin(void)
 {
-    pthread_once(&once, start);
+    pthread_once(&once, start_once);
 }
 
 /* Read the settings anew: for a forked child, as long as nobody has used CUDA. */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -234,3 +235,79 @@ def test_gradient_checkpointing_that_its_layers_never_ask_for_is_refused(heron: 
     load = Workload(new_tokens=0, training=duoka.Training(gradient_checkpointing=True))
     with pytest.raises(ModelError, match="computes nothing again in its backward pass"):
         duoka.plan(checkpoint, TWO, load)
+
+
+def rewritten(checkpoint: Checkpoint, *changes: tuple[str, str]) -> Checkpoint:
+    """The checkpoint with other code."""
+    file = checkpoint.path / "modeling_heron.py"
+    text = file.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    file.write_text(text)
+    return Checkpoint.open(checkpoint.path, trust_remote_code=True)
+
+
+FLASH = (
+    ("import sys\n", "import sys\nfrom flash_attn import flash_attn_func\n"),
+    (
+        "F.scaled_dot_product_attention(query, key, value, is_causal=True)",
+        "flash_attn_func(*(it.transpose(1, 2) for it in (query, key, value)), causal=True)"
+        ".transpose(1, 2)",
+    ),
+)
+
+
+def test_code_that_needs_flash_attn_runs_without_it(heron: MakeHeron) -> None:
+    plain = heron()
+    mask = torch.ones(1, 20, dtype=torch.long)
+    expected = answers(plain, TWO, mask)
+    checkpoint = rewritten(plain, *FLASH)
+    assert duoka.check(checkpoint, fleet=TWO, workload=WORK).ok
+    for found, one in zip(answers(checkpoint, TWO, mask), expected, strict=True):
+        torch.testing.assert_close(found, one)
+
+
+def hint_of(checkpoint: Checkpoint) -> tuple[str, str]:
+    """The message and the hint of a check that stops."""
+    report = duoka.check(checkpoint, fleet=TWO, workload=WORK)
+    assert report.stop is not None
+    return report.stop.message, report.stop.hint
+
+
+def test_a_module_beside_the_code_is_no_package_to_install(heron: MakeHeron) -> None:
+    change = "from .configuration_heron import", "from configuration_heron import"
+    message, hint = hint_of(rewritten(heron(), change))
+    assert "No module named 'configuration_heron'" in message
+    assert hint == (
+        "configuration_heron.py lies beside the code: it has to say "
+        "`from .configuration_heron import …`"
+    )
+
+
+def test_a_name_that_anybody_may_publish_is_no_package_to_install(heron: MakeHeron) -> None:
+    message, hint = hint_of(rewritten(heron(), ("import sys\n", "import sys, heron_tricks\n")))
+    assert "heron_tricks" in message
+    assert "pip install" not in hint
+    assert "the model's page says what that is" in hint
+
+
+def test_what_flash_attn_has_and_its_stand_in_lacks_is_said(heron: MakeHeron) -> None:
+    missing = "import sys\n", "import sys\nfrom flash_attn.losses import CrossEntropyLoss\n"
+    checkpoint = rewritten(heron(), missing)
+    message, hint = hint_of(checkpoint)
+    assert "cannot import name 'CrossEntropyLoss'" in message
+    assert "pip install flash-attn" in hint
+    refused = FLASH[1][0], FLASH[1][1].replace("causal=True", "causal=True, softcap=2.0")
+    undone = missing[1], missing[0]
+    message, hint = hint_of(rewritten(checkpoint, undone, FLASH[0], refused))
+    assert "unexpected keyword argument 'softcap'" in message
+    assert "pip install flash-attn" in hint
+
+
+def test_a_picture_that_was_not_given_is_asked_for(heron: MakeHeron) -> None:
+    change = "x = x + self.dense(", "assert tokens > 1000, 'no image'\n        x = x + self.dense("
+    for settings, expected in (({"vision_config": {}}, "--image 1120x1120"), ({}, "versions")):
+        checkpoint = rewritten(heron(**settings), change)
+        assert expected in hint_of(checkpoint)[1]
+        shutil.rmtree(checkpoint.path)

@@ -282,7 +282,7 @@ def test_a_process_that_is_killed_ends_its_deployment_alone(
     class Killed(module.Workers):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            os.kill(self.process_ids[0], signal.SIGKILL)
+            os.kill(self._processes[0].pid, signal.SIGKILL)
 
     monkeypatch.setattr(module, "Workers", Killed)
     case = measure(bench_on("virtual:64MiB").deployments[0])

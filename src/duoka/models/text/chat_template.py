@@ -221,10 +221,10 @@ class _Special:
         ids: list[int] = []
         at = 0
         for token in self._pattern.finditer(marked):
-            ids += _text_ids(self._tokenizer, marks.fill(marked[at : token.start()], contents))
+            ids += text_ids(self._tokenizer, marks.fill(marked[at : token.start()], contents))
             ids.append(special_id(self._tokenizer, token[0]))
             at = token.end()
-        return ids + _text_ids(self._tokenizer, marks.fill(marked[at:], contents))
+        return ids + text_ids(self._tokenizer, marks.fill(marked[at:], contents))
 
     def _begins_or_ends(self, content: str) -> bool:
         """Whether a content could be the first, the last or the middle part of a special token."""
@@ -387,6 +387,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode foreign text: what looks like a special token is text."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     return ids

@@ -19,6 +19,7 @@ from transformers import LogitsProcessor
 from transformers.utils import generic
 
 from duoka import virtual
+from duoka.models import flash_attention
 
 from .cache import LegacyCache
 from .config import LegacyConfig
@@ -90,7 +91,7 @@ def execute(run: Callable[[], None], names: dict[str, Any]) -> None:
         except ImportError as error:
             name = _NO_NAME.match(str(error))
             path = f"{error.name}.{name[1]}" if name else str(error.name)
-            if not path.startswith("transformers.") or path in gone:
+            if path in gone or not (path == "flash_attn" or path.startswith("transformers.")):
                 raise
             gone.add(path)
 
@@ -104,6 +105,8 @@ def _import(
     level: int = 0,
 ) -> Any:
     """Import as ever, and see the module as such code does."""
+    if not level and "flash_attn" in gone and name.partition(".")[0] == "flash_attn":
+        return flash_attention
     if not level and any(f"{name}.".startswith(f"{path}.") for path in gone):
         return _stand_in(name) if fromlist else _seen(transformers, gone)
     if not level and name.partition(".")[0] == "transformers" and fromlist == ("*",):

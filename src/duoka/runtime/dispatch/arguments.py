@@ -1,7 +1,8 @@
 """Which tensors of a call are brought to a block: one rule for dispatch, tracing and the check.
 
 A tensor is brought from wherever it is, from the CPU too (a mask that model code made there), at
-any depth of tuples, lists and dictionaries. What stays: a single number on the CPU, which mixes
+any depth of tuples, lists and dictionaries; a `UserDict` is one, as transformers hands the keys and
+values that layers share from block to block in. What stays: a single number on the CPU, which mixes
 with any device; what an object keeps to itself, as a cache does; and where a module holds several
 blocks, a cache that has a part for each: every part lies with the block that made it.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -47,12 +49,9 @@ def mapped(
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, PackedSequence):
-        packed: Any = value
-        # Its batch sizes stay on the CPU.
-        names = "data", "sorted_indices", "unsorted_indices"
-        parts = {name: getattr(packed, name) for name in names}
-        changed = {name: part if part is None else change(part) for name, part in parts.items()}
-        return packed if changed["data"] is packed.data else packed._replace(**changed)
+        data, sizes, *indices = value  # the batch sizes stay on the CPU
+        first, *others = mapped((data, *indices), change)
+        return value if first is data else PackedSequence(first, sizes, *others)
     if isinstance(value, (tuple, list)):
         items = [mapped(item, change, other) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
@@ -60,16 +59,32 @@ def mapped(
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return items if isinstance(value, list) else tuple(items)
-    if isinstance(value, dict):
-        entries = {key: mapped(item, change, other) for key, item in value.items()}
-        if all(entries[key] is item for key, item in value.items()):
-            return value
-        # A shallow copy keeps the class and its attributes: transformers' outputs are dicts.
-        result = copy.copy(value)
-        for key, item in entries.items():
-            result[key] = item
-        return result
+    if isinstance(value, (dict, UserDict)):
+        return _with_entries(value, {key: mapped(it, change, other) for key, it in value.items()})
     return value if other is None else other(value)
+
+
+def _with_entries(value: Any, entries: dict[Any, Any]) -> Any:
+    if all(entries[key] is item for key, item in value.items()):
+        return value
+    # A shallow copy keeps the class and its attributes: transformers' outputs are dicts.
+    result = copy.copy(value)
+    if isinstance(value, UserDict):
+        result.data, entries = _Entries(entries), {}
+        result.data.shared = value
+    for key, item in entries.items():
+        result[key] = item
+    return result
+
+
+class _Entries(dict[Any, Any]):
+    """Entries of a shared dictionary on a block's device; what the block adds, others see too."""
+
+    shared: UserDict[Any, Any]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.shared[key] = value
 
 
 def mapped_call(
@@ -103,9 +118,14 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
     elif isinstance(tree, (tuple, list)):
         for item in tree:
             _collect(item, tensors)
-    elif isinstance(tree, dict):
+    elif isinstance(tree, (dict, UserDict)):
         for item in tree.values():
             _collect(item, tensors)
+
+
+def shared_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[UserDict[Any, Any]]:
+    """The dictionaries among a call's arguments that a block may write to for later ones."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
 
 
 def caches_of(module: nn.Module) -> frozenset[int | str]:

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from .arguments import NO_TENSORS, caches_in, mapped, mapped_call, must_move, tensors_in
 from .copies import carry
@@ -51,10 +51,6 @@ class Frames(threading.local):
             frame = self.stack.pop()
             if not self.stack or self.stack[-1] is not frame:
                 frame.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Frames:
-        fresh = memo[id(self)] = Frames()
-        return fresh
 
     def __reduce__(self) -> tuple[type[Frames], tuple[()]]:
         return Frames, ()
@@ -199,13 +195,10 @@ def _at_home(values: Any, device: torch.device) -> bool:
         if isinstance(value, Tensor):
             if value.device != device:
                 return False
-        elif isinstance(value, PackedSequence):
-            if value.data.device != device:
-                return False
         elif isinstance(value, (tuple, list)):
             if not _at_home(value, device):
                 return False
-        elif isinstance(value, dict) and not _at_home(value.values(), device):
+        elif isinstance(value, (dict, UserDict)) and not _at_home(value.values(), device):
             return False
     return True
 

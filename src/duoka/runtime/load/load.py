@@ -118,7 +118,7 @@ def _refuse_differences(model: nn.Module, recipe: Recipe, sources: Mapping[str, 
     if faults:
         raise LoadError(
             f"the checkpoint is not the model's: {'; '.join(faults)}",
-            hint="config.json and the weights must be of the same model",
+            hint="config.json and the weights must be of the same model, head included",
         )
 
 

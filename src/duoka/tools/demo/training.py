@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from duoka.models.text.chat_template import text_ids
 from duoka.models.text.messages import Message
 from duoka.models.text.prompts import ChatFormat
 
@@ -59,7 +60,7 @@ def write_dialogue(
         # An answer ends where the user speaks again: in a role token, which is asked[0] there.
         targets += [question[0] if ids else _IGNORED] + [_IGNORED] * (len(question) - 1)
         # As in the published model: an empty line of metadata, then the content.
-        answer = [*_encode(tokenizer, "\n"), *_encode(tokenizer, pair.answer)]
+        answer = [*text_ids(tokenizer, "\n"), *text_ids(tokenizer, pair.answer)]
         ids += [*question, *answer]
         targets += answer
         said.append(Message(role="assistant", content=pair.answer))
@@ -157,11 +158,6 @@ def pad(dialogues: Sequence[Dialogue]) -> tuple[Tensor, Tensor]:
 def _schedule(step: int) -> float:
     """A factor on the learning rate: up, then down in a line, then low."""
     return max(min(step / _WARMUP_STEPS, 1 - step / _DECAY_STEPS), _LOWEST_RATE)
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    return ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

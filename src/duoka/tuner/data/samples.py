@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError
-from duoka.models.text.chat_template import common_length
+from duoka.models.text.chat_template import common_length, text_ids
 from duoka.models.text.messages import Message, Role
 from duoka.models.text.prompts import ChatFormat, Sample
 
@@ -67,8 +67,8 @@ def _next_role(messages: tuple[Message, ...], at: int) -> Role:
 
 def _completion_sample(row: Completion, tokenizer: PreTrainedTokenizerBase) -> Sample:
     """Write a prompt and its completion; tokens that have a part of both are trained."""
-    ids = _text_ids(tokenizer, row.prompt + row.completion)
-    num_shared = common_length(_text_ids(tokenizer, row.prompt), ids)
+    ids = text_ids(tokenizer, row.prompt + row.completion)
+    num_shared = common_length(text_ids(tokenizer, row.prompt), ids)
     start, end = _around(tokenizer)
     context = len(start) + num_shared
     ids = [*start, *ids, end]
@@ -88,18 +88,12 @@ def _document_samples(
 
     ids = list(start)
     for piece in row.pieces:
-        ids += _text_ids(tokenizer, piece)
+        ids += text_ids(tokenizer, piece)
         num_whole = len(ids) // seq_length * seq_length
         yield from cut(ids[:num_whole])
         ids = ids[num_whole:]
     if ids not in ([], start):
         yield from cut([*ids, end])
-
-
-def _text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode foreign text: what looks like a special token is text."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-    return ids
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
