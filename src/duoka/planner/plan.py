@@ -56,7 +56,8 @@ class Plan:
     forecast : Forecast
         For the same devices in the same order.
     objective : str
-        What was optimised: "headroom", "latency" or "throughput".
+        What was optimised: "headroom" (the least `headroom_bytes` of a device in use), "latency" or
+        "throughput"; "given" for a device map, with the least `free_bytes` as value.
     value, bound : float
         The objective's value, and the best that any placement with as much room could reach.
     binding_device : str

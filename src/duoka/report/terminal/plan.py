@@ -247,7 +247,7 @@ def left_over(plan: Plan, stage: StageBytes) -> dict[str, int]:
     kept_bytes = reserves(plan.request.constraints, plan.fleet).get(stage.device, 0)
     offered = device.budget_bytes + device.reserve_bytes
     return {
-        "free": max(stage.budget_bytes - stage.reserved_bytes, 0) + kept_bytes,
+        "free": max(stage.free_bytes, 0) + kept_bytes,
         "CUDA": max(device.reserve_bytes - kept_bytes, 0),
         "others": (device.memory_bytes or offered) - offered,
     }
