@@ -84,9 +84,9 @@ def shortly(seconds: float) -> str:
 
 def holds(share: Share) -> str:
     """How full a device is."""
+    needed, budget = format_bytes(share.requested_bytes), format_bytes(share.budget_bytes)
     return (
-        f"Its tensors need {format_bytes(share.requested_bytes)} of {format_bytes(share.budget_bytes)}: "
-        f"{format_bytes(share.headroom_bytes)} of headroom."
+        f"Its tensors need {needed} of {budget}: {format_bytes(share.headroom_bytes)} of headroom."
     )
 
 
