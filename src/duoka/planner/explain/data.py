@@ -104,10 +104,10 @@ class Explanation:
     """Why a plan is as it is. `work` says what seconds are of: a request, or in training a step.
 
     The objective is the plan's, "given" where a person wrote the map; `value` and `bound` are bytes
-    for "headroom" and "given", the share of headroom in a budget for "balance", blocks on the
-    first device for "order", else seconds. `changes` say what would come of moving a block from a
-    stage to its neighbour; there are none where the placement isn't one stage for each device. `fewer` is None
-    where it wasn't asked, or where one device is used. With `leaves_room` a placement is only
+    for "headroom" and "given", the share of headroom in a budget for "balance", blocks on the first
+    device for "order", else seconds. `changes` say what would come of moving a block from a stage
+    to its neighbour; there are none where the placement isn't one stage for each device. `fewer` is
+    None where it wasn't asked, or where one device is used. With `leaves_room` a placement is only
     compared where every device keeps the room that a plan leaves.
     """
 
