@@ -328,10 +328,10 @@ def _remote(text: str, revision: str | None) -> Folder:
             or 'give the directory that holds config.json, or a name such as "org/model"',
         )
     if path.parent.is_dir() and revision is None and "@" not in text:
-        near = _did_you_mean(path) or f"see what there is: ls {path.parent}"
         raise CheckpointError(
             f"no such directory: {text!r}, and {str(path.parent)!r} is one",
-            hint=f"{near}; a model on the Hub would be {name.repo}@{name.revision}",
+            hint=f"{_did_you_mean(path) or f'ls {path.parent} lists what there is'}; "
+            f"a model on the Hub would be {name.repo}@{name.revision}",
         )
     return open_snapshot(name)
 

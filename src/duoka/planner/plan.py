@@ -31,7 +31,6 @@ from .request import PlanRequest
 
 _FORMAT = "duoka.plan"
 _VERSION = 7
-_UNLIMITED_VERSION = 6
 _MAX_BYTES = 64 * 2**20
 _REPLAN = "--replan makes a new plan for what is there now"
 
@@ -158,7 +157,7 @@ class Plan:
         if data.pop("format", None) != _FORMAT:
             raise FormatError("this is no plan of duoka", hint="`duoka plan --save FILE` makes one")
         version = data.pop("version", None)
-        if version == _UNLIMITED_VERSION and isinstance(data.get("request"), dict):
+        if version == 6 and isinstance(data.get("request"), dict):  # answers had no limit
             data["request"].setdefault("most_new_tokens", None)
         elif type(version) is not int or version != _VERSION:
             newer = type(version) is int and version > _VERSION

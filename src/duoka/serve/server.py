@@ -41,8 +41,7 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         before = signal.getsignal(signal.SIGHUP)
         with super().capture_signals():
-            if before != signal.SIG_IGN:
-                signal.signal(signal.SIGHUP, self.handle_exit)
+            signal.signal(signal.SIGHUP, before if before == signal.SIG_IGN else self.handle_exit)
             yield
             signal.signal(signal.SIGHUP, before)  # whom uvicorn sends at its end what it caught
 
