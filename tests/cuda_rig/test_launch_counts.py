@@ -25,11 +25,13 @@ WORK = duoka.Workload(
 )  # fmt: skip
 ROW = Row(params=SamplingParams(), seed=0, place=0)
 PAGES = list(range(8))
+# Launches and copies of a step on two GPUs, at most: two layers, and four.
+MOST = {"shallow": (94, 13), "llama": (164, 15)}
 LOG = Path(tempfile.gettempdir()) / f"duoka-launches-{os.getpid()}"
 
 
 @pytest.mark.cuda_rig(gpus="2x1GiB", log=LOG)
-@pytest.mark.parametrize("family", ["shallow", "llama"])
+@pytest.mark.parametrize("family", MOST)
 def test_a_decode_step_launches_as_much_as_the_one_before(tmp_path: Path, family: str) -> None:
     path = tuning.write_model(family, tmp_path / family)
     plan = duoka.plan(path, "1GiB,1GiB", WORK, use_all=True)
@@ -45,6 +47,7 @@ def test_a_decode_step_launches_as_much_as_the_one_before(tmp_path: Path, family
             steps.append(Counter(line.split()[0] for line in lines))
     executor.close()
     LOG.unlink()
-    assert steps[0]["launch"] > 0
     assert all(step == steps[0] for step in steps), steps
-    print(family, steps[0])
+    launches, copies = MOST[family]
+    assert 0 < steps[0]["launch"] <= launches
+    assert steps[0]["copy"] <= copies
