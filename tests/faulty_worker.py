@@ -46,6 +46,23 @@ def _lose() -> Any:
     raise torch.AcceleratorError("CUDA error: unspecified launch failure\nand advice")
 
 
+def _load_stopped(driver: Any) -> None:
+    """Be stopped by somebody while weights are loaded."""
+    load = stage_worker.load_weights
+
+    def load_weights(*arguments: Any, **options: Any) -> None:
+        time.sleep(1.0)  # signs of life have been shown
+        os.kill(os.getpid(), signal.SIGSTOP)
+        load(*arguments, **options)
+
+    stage_worker.load_weights = load_weights  # type: ignore[assignment]
+    serve(driver)
+
+
+serve = stage_worker._serve
+
 if __name__ == "__main__":
+    if os.environ.get("STOPPED_IN_LOAD") == os.environ["RANK"]:
+        stage_worker._serve = _load_stopped
     PagedModel.call = harm  # type: ignore[method-assign]
     stage_worker.main()

@@ -153,7 +153,7 @@ class WayOut:
     context_tokens, batch, prefill_chunk_tokens : int
         What is then run; no chunk where the prompt runs whole.
     num_gpus, free_bytes : int
-        GPUs that are used, and what the fullest of them has left.
+        GPUs that are used, and the least bytes of a budget that one of them does not reserve.
     """
 
     kind: str

@@ -266,6 +266,9 @@ def test_remote_code_runs_only_when_asked_for(remote: Path) -> None:
         duoka.plan(remote, TWO, LOAD)
     plan = duoka.plan(Checkpoint.open(remote, trust_remote_code=True), TWO, LOAD)
     assert plan.model == "PebbleForCausalLM"
+    again = duoka.plan(remote, TWO, LOAD, trust_remote_code=True)
+    assert again.request.trust_remote_code
+    assert again == plan
 
 
 def test_a_model_that_was_planned_before_is_planned_without_torch(

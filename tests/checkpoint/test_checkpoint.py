@@ -95,6 +95,32 @@ def test_sharded_bin_has_the_names_of_its_index(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "near"), [("gml", "did you mean 'models/glm'?"), ("x", "ls models")]
+)
+def test_a_misspelt_path_in_a_directory_is_not_looked_for_on_the_hub(
+    name: str, near: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/glm").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="no such directory: 'models/") as caught:
+        Checkpoint.open(f"models/{name}")
+    assert near in str(caught.value.hint)
+    # Who means the Hub can say so: the hint is followed.
+    asked: list[object] = []
+
+    def open_snapshot(name: object) -> None:
+        asked.append(name)
+        raise CheckpointError("it was asked")
+
+    monkeypatch.setattr("duoka.checkpoint.hub.open_snapshot", open_snapshot)
+    wanted = str(caught.value.hint).rpartition(" ")[2]
+    for text, revision in ((wanted, None), (f"models/{name}", "main")):
+        with pytest.raises(CheckpointError, match="it was asked"):
+            Checkpoint.open(text, revision=revision)
+    assert [str(each) for each in asked] == [f"models/{name}"] * 2
+
+
+@pytest.mark.parametrize(
     ("config", "index", "num_tensors"),
     [
         ("chatglm3-6b.json", "chatglm3-6b.pytorch_model.bin.index.json", 200),

@@ -6,9 +6,12 @@ import re
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 from progress import without_progress
+
+import duoka
 
 from .conftest import GPUS, MAIN, SIZES, Program
 
@@ -69,6 +72,39 @@ def test_a_saved_plan_is_used(tiny: Path, program: Program, tmp_path: Path) -> N
     # More prompts than were planned for run one after another.
     done = program("generate", tiny, "--plan", saved, "-p", "hello", "-p", "hi", "--json")
     assert len(json.loads(done.stdout)["answers"]) == 2
+
+
+def test_a_saved_plan_keeps_how_long_answers_may_be(
+    tiny: Path, program: Program, tmp_path: Path
+) -> None:
+    """`--new-tokens` that was said; what is kept for an answer by default limits none."""
+    saved = tmp_path / "plan.json"
+
+    def new_tokens() -> int:
+        done = program("generate", "--plan", saved, "-p", "hello", "--json")
+        (answer,) = json.loads(done.stdout)["answers"]
+        number: int = answer["new_tokens"]
+        return number
+
+    program("plan", tiny, *GPUS, "--context", "96", "--new-tokens", "2", "--save", saved)
+    assert new_tokens() == 2
+    program("plan", tiny, *GPUS, "--context", "96", "--save", saved)
+    assert new_tokens() > 24  # a quarter of the context is kept
+
+
+def test_raw_continues_the_text(tiny: Path, program: Program) -> None:
+    text = "设备映射"
+    done = program("generate", tiny, *GPUS, *SIZES, "-p", text, "--raw", "--json")
+    (answer,) = json.loads(done.stdout)["answers"]
+    tokenizer: Any = duoka.tokenizer(tiny)
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    work = duoka.Workload(prompt_tokens=64, new_tokens=32)
+    model: Any = duoka.load(duoka.plan(tiny, GPUS[1], work))
+    expected = model.generate(ids.to(model.device), do_sample=False, max_new_tokens=32)[0].cpu()
+    said = tokenizer.decode(expected[ids.shape[1] :], skip_special_tokens=True)
+    assert (answer["prompt_tokens"], answer["text"]) == (ids.shape[1], said)
+    chat = program("generate", tiny, *GPUS, *SIZES, "-p", text, "--json")
+    assert json.loads(chat.stdout)["answers"][0]["prompt_tokens"] > ids.shape[1]
 
 
 def test_a_prompt_past_the_plan_is_refused(tiny: Path, program: Program) -> None:

@@ -226,6 +226,21 @@ def test_a_process_that_is_lost_while_nobody_asks_ends_the_engine(
 
 
 @pytest.mark.slow
+def test_a_process_that_is_stopped_while_it_loads_is_told(
+    plan: Any, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", python)  # what stands in for it can't be stopped
+    monkeypatch.setattr(staged_executor, "_SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(staged_executor, "_MODULE", "faulty_worker")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("STOPPED_IN_LOAD", "1")
+    before = open_files()
+    with pytest.raises(WorkerError, match="vgpu:1 shows no sign of life for 3 s"):
+        Engine(plan, processes=True)
+    assert open_files() == before
+
+
+@pytest.mark.slow
 def test_a_process_that_is_stopped_does_not_outlive_its_parent(python: str) -> None:
     program = (
         "import time\n"

@@ -177,7 +177,8 @@ def test_parts_add_up() -> None:
     parts = device.weight_bytes + device.kv_cache_bytes + device.activation_bytes
     assert parts == device.allocated_bytes
     assert device.overhead_bytes == device.reserved_bytes - device.allocated_bytes
-    assert device.free_bytes == device.budget_bytes - device.requested_bytes
+    assert device.free_bytes == device.budget_bytes - device.reserved_bytes
+    assert device.headroom_bytes == device.budget_bytes - device.requested_bytes
     # Two for keys and values, four layers, four heads of 32, two bytes; the last token isn't kept.
     kept = 2 * 4 * (4 * 32 * 2) * 2 * (workload.context_tokens - 1)
     assert 0.9 * kept < device.kv_cache_bytes < 1.3 * kept
@@ -298,7 +299,7 @@ def test_what_was_replayed_is_remembered(monkeypatch: pytest.MonkeyPatch) -> Non
     assert runs == [2**50, bound - 1]
 
 
-def test_free_memory_is_what_the_budget_leaves() -> None:
+def test_free_is_not_reserved_and_headroom_is_not_requested() -> None:
     device = StageBytes(
         device="cuda:0",
         weight_bytes=5,
@@ -309,4 +310,4 @@ def test_free_memory_is_what_the_budget_leaves() -> None:
         requested_bytes=7,
         budget_bytes=20,
     )
-    assert (device.overhead_bytes, device.free_bytes) == (4, 13)
+    assert (device.overhead_bytes, device.free_bytes, device.headroom_bytes) == (4, 8, 13)

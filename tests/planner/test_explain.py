@@ -60,7 +60,7 @@ def test_changes_are_what_the_search_thinks_of_them() -> None:
         after = {**dict(own), change.giver.device: change.giver.modules}
         after[change.taker.device] = change.taker.modules
         stages = stages_of([(name, after[name]) for name, _ in own], gpus)
-        fits = min(change.giver.free_bytes, change.taker.free_bytes) >= 0
+        fits = min(change.giver.headroom_bytes, change.taker.headroom_bytes) >= 0
         assert (change.outcome == "impossible") == (not fits)
         if change.outcome == "tight":
             assert fits
@@ -85,7 +85,7 @@ def test_a_change_that_does_not_fit_is_impossible() -> None:
     assert impossible
     for change in impossible:
         assert change.value is None
-        assert min(change.giver.free_bytes, change.taker.free_bytes) < 0
+        assert min(change.giver.headroom_bytes, change.taker.headroom_bytes) < 0
 
 
 def test_one_gpu_has_no_boundaries() -> None:
@@ -215,7 +215,7 @@ def test_what_leaves_too_little_room_is_tight() -> None:
     for change in found.changes:
         assert change.value is None
         assert change.taker.is_tight
-        assert change.taker.free_bytes > 0
+        assert change.taker.headroom_bytes > 0
     unfit = named(found, "equal numbers of layers")
     assert not unfit.fits
     assert any(share.is_tight for share in unfit.shares)

@@ -45,7 +45,7 @@ def test_a_plan_is_printed_as_its_table(plan: Plan) -> None:
 
 def test_the_json_form_has_a_format_and_a_version(plan: Plan) -> None:
     data = json.loads(plan.to_json())
-    assert (data["format"], data["version"]) == ("duoka.plan", 6)
+    assert (data["format"], data["version"]) == ("duoka.plan", 7)
     assert data["source"] == "模型/glm"
     assert "模型" in plan.to_json()
 
@@ -96,9 +96,18 @@ def changed(plan: Plan, **values: Any) -> str:
 
 @pytest.mark.parametrize("version", [0, 1, 5, None, "6", True])
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
-    with pytest.raises(FormatError, match="reads version 6") as caught:
+    with pytest.raises(FormatError, match="reads version 7") as caught:
         Plan.from_json(changed(plan, version=version))
     assert caught.value.hint == "make the plan again"
+
+
+def test_a_file_from_before_answers_had_a_limit_is_read(plan: Plan) -> None:
+    old = Plan.from_json(changed(plan, version=6, request__most_new_tokens=...))
+    assert old == plan
+    assert old.request.most_new_tokens is None
+    limited = replace(plan, request=replace(plan.request, most_new_tokens=7))
+    assert Plan.from_json(limited.to_json()).request.most_new_tokens == 7
+    assert limited == plan  # what is planned is the same
 
 
 @pytest.mark.parametrize("text", ["{}", '{"format": "duoka.profile", "version": 1}'])
@@ -147,7 +156,7 @@ def test_a_cut_file_is_refused(text: str) -> None:
 def test_hostile_json_is_refused(plan: Plan) -> None:
     text = plan.to_json()
     with pytest.raises(FormatError):
-        Plan.from_json(text.replace('"version": 6', '"version": 6, "version": 6'))
+        Plan.from_json(text.replace('"version": 7', '"version": 7, "version": 7'))
     with pytest.raises(FormatError):
         Plan.from_json(changed(plan, value=float("nan")))
 
@@ -339,8 +348,8 @@ def test_another_checkpoint_is_refused(plan: Plan) -> None:
 
 
 def test_a_newer_version_is_refused_clearly(plan: Plan) -> None:
-    with pytest.raises(FormatError, match="has version 7; this duoka reads version 6") as caught:
-        Plan.from_json(changed(plan, version=7))
+    with pytest.raises(FormatError, match="has version 8; this duoka reads version 7") as caught:
+        Plan.from_json(changed(plan, version=8))
     assert "update this one" in str(caught.value.hint)
 
 

@@ -36,7 +36,7 @@ def ask(*budgets_mib: float, load: Workload = LOAD, use_all: bool = False) -> Pl
 def headrooms(
     profile: Profile, problem: PlanProblem, *, room: float = 0.0
 ) -> Iterator[tuple[int, float]]:
-    """Devices used and least free memory, for every cut and every order of devices.
+    """Devices used and least headroom, for every cut and every order of devices.
 
     On each a share `room` of its budget isn't reserved.
     """
@@ -90,7 +90,7 @@ def test_nothing_is_better(
     assert len(plan.devices) == fewest
     best = max(free for count, free in found if count == fewest)
     assert plan.value == best == plan.bound
-    assert min(device.free_bytes for device in plan.forecast.devices) == best
+    assert min(device.headroom_bytes for device in plan.forecast.devices) == best
     assert plan.objective == "headroom"
 
 
@@ -144,9 +144,9 @@ def test_a_tied_head_runs_on_its_partners_device() -> None:
 
 def test_the_binding_device_has_the_least_left() -> None:
     plan = solve(LAYERS, ask(240, 200, 220))
-    tightest = min(plan.forecast.devices, key=lambda device: device.free_bytes)
+    tightest = min(plan.forecast.devices, key=lambda device: device.headroom_bytes)
     assert plan.binding_device == tightest.device
-    assert plan.value == tightest.free_bytes
+    assert plan.value == tightest.headroom_bytes
 
 
 # Chunks.

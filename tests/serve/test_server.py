@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from abuse import CHAT, children, connect, exchange, look, message_of, settled
 from served import Served, serving
+
+from duoka.serve.server import _Server
 
 # Token 256 would end it.
 LONG = {
@@ -151,14 +154,17 @@ def test_a_stage_that_dies_ends_its_engine(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_lets_open_answers_end(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_lets_open_answers_end(
+    llama: Path, tmp_path: Path, signum: signal.Signals
+) -> None:
     with serving(llama, tmp_path / "log") as served:
         engine = engine_of(served)
-        answer, is_refused = asyncio.run(drained(served, signal.SIGTERM))
+        answer, is_refused = asyncio.run(drained(served, signum))
         assert is_refused
         assert answer.count(b'"finish_reason": "length"') == 4
         assert b"[DONE]" in answer
-        assert served.process.wait(_PATIENCE_SECONDS) == 128 + signal.SIGTERM
+        assert served.process.wait(_PATIENCE_SECONDS) == 128 + signum
         assert not is_there(engine)
     assert "Traceback" not in served.log.read_text()
 
@@ -218,6 +224,29 @@ def test_a_second_ctrl_c_waits_for_nobody(llama: Path, tmp_path: Path) -> None:
         assert served.process.wait(_PATIENCE_SECONDS) == 128 + signal.SIGINT
         until(lambda: not is_there(engine))
     assert "Traceback" not in served.log.read_text()
+
+
+@pytest.mark.slow
+def test_streams_that_a_lost_terminal_cuts_are_told(llama: Path, tmp_path: Path) -> None:
+    with serving(llama, tmp_path / "log") as served:
+        answer, _ = asyncio.run(drained(served, signal.SIGHUP, signal.SIGINT))
+        assert b"[DONE]" not in answer
+        assert b"the server was stopped" in answer
+        served.process.wait(_PATIENCE_SECONDS)
+
+
+def test_a_hang_up_that_was_ignored_stays_ignored() -> None:
+    """As `nohup` leaves it."""
+    server = _Server(uvicorn.Config(app=""))
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler, during in ((signal.SIG_IGN, signal.SIG_IGN), (before, server.handle_exit)):
+            signal.signal(signal.SIGHUP, handler)
+            with server.capture_signals():
+                assert signal.getsignal(signal.SIGHUP) == during
+            assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.slow

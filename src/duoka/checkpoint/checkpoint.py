@@ -320,12 +320,18 @@ def _remote(text: str, revision: str | None) -> Folder:
     # Here, because whoever reads a local directory doesn't need the network's libraries.
     from .hub import open_snapshot, parse_name
 
-    name = parse_name(text, revision)
+    name, path = parse_name(text, revision), Path(text)
     if name is None:
         raise CheckpointError(
             f"no such directory: {text[:300]!r}, and no name of a model on the Hub either",
-            hint=_did_you_mean(Path(text))
+            hint=_did_you_mean(path)
             or 'give the directory that holds config.json, or a name such as "org/model"',
+        )
+    if path.parent.is_dir() and revision is None and "@" not in text:
+        raise CheckpointError(
+            f"no such directory: {text!r}, and {str(path.parent)!r} is one",
+            hint=f"{_did_you_mean(path) or f'ls {path.parent} lists what there is'}; "
+            f"a model on the Hub would be {name.repo}@{name.revision}",
         )
     return open_snapshot(name)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from duoka.base.files import Stamp, open_regular
+from duoka.base.files import Stamp, read_bytes
 from duoka.errors import CheckpointError
 
 from .headers import TensorInfo, is_plain_name, read_header, reading
@@ -97,10 +97,11 @@ class LocalFolder:
 
     def _whole(self, name: str) -> Stamp:
         path = self._path / name
-        with reading(path, hint="put the file itself there"), open_regular(path) as file:
-            stamp = Stamp.of(os.fstat(file.fileno()))
-            start = file.read(len(_POINTER)) if stamp.num_bytes <= _POINTER_BYTES else b""
-        if start == _POINTER:
+        with reading(path, hint="put the file itself there"):
+            stamp = Stamp.of(path.stat())
+            is_short = stamp.num_bytes <= _POINTER_BYTES
+            start = read_bytes(path, most_bytes=_POINTER_BYTES) if is_short else b""
+        if start.startswith(_POINTER):
             raise CheckpointError(
                 f"{path} is not the file, but the pointer that git-lfs puts in its place",
                 hint=f"fetch the files: git -C {self._path} lfs pull",

@@ -223,6 +223,7 @@ def read_request(
         constraints=read_constraints(options),
         largest=_largest(options),
         trust_remote_code=model.trust_remote_code,
+        most_new_tokens=options.most_new_tokens,
     )
     look_at_cards(request.gpus)
     say_quantization(options.quantize, request.workload)

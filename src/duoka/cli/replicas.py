@@ -72,7 +72,7 @@ def _nameless(plan: duoka.Plan) -> object:
 def _summary(copies: Replicas) -> Iterator[str]:
     number = len(copies.plans)
     what = {
-        "headroom": f"at least {format_bytes(round(copies.value))} stay free on each GPU",
+        "headroom": f"at least {format_bytes(round(copies.value))} of headroom on each GPU",
         "latency": f"a request takes {copies.value:.3g} s on the slowest",
         "throughput": f"{copies.value:.3g} requests a second together",
         "pages": f"{round(copies.value):,} pages of KV cache together",

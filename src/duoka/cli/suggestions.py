@@ -70,7 +70,7 @@ def _names(options: Sequence[str]) -> list[str]:
 
 def _numbers(way: WayOut) -> str:
     place = "on it" if way.num_gpus == 1 else "on the fullest"
-    text = f"{format_count(way.num_gpus, 'GPU')}, {format_bytes(way.free_bytes)} left {place}"
+    text = f"{format_count(way.num_gpus, 'GPU')}, {format_bytes(way.free_bytes)} free {place}"
     return f"{text}; it costs {way.loses}" if way.loses else text
 
 

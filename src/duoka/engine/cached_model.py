@@ -68,7 +68,7 @@ class CachedModel:
             self._refuse_forgetful()
             self._settings.prefill_chunk_size = chunk
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Run whole prompts and single tokens; the logits after them, [chunks, vocabulary]."""
         return torch.cat([self._run(chunk) for chunk in chunks])
@@ -81,7 +81,7 @@ class CachedModel:
         """Let go of all caches."""
         self._arguments.clear()
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _mixes(self) -> bool:
         """Whether a sequence answers otherwise beside another one, as RecurrentGemma's."""
         prompt, other = (Chunk(number, [number] * _FEW_TOKENS, 0, (), None) for number in (1, 2))
@@ -93,7 +93,7 @@ class CachedModel:
             self._arguments.clear()
         return not self._alike(*logits)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _refuse_forgetful(self) -> None:
         """Refuse a model that doesn't go on where a chunk has ended, as Jamba's in transformers 5.
 

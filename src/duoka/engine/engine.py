@@ -187,7 +187,8 @@ class Engine:
             started.cancel()
             raise
         self.capacity = executor.capacity
-        self._max_new_tokens = max_new_tokens or self._scheduler.most_tokens
+        said = max_new_tokens or plan.request.most_new_tokens
+        self._max_new_tokens = said or self._scheduler.most_tokens
 
     def __enter__(self) -> Engine:
         return self

@@ -176,12 +176,12 @@ def main() -> None:
 
 def _serve(driver: Connection) -> None:
     part: Part = driver.recv()
+    threading.Thread(target=_beat, args=(part.memory, part.rank), daemon=True).start()
     try:
         worker = _StageWorker(part)
     except Exception as error:
         driver.send(find_lost_gpu(error, part.device) or portable(error))
         return
-    threading.Thread(target=_beat, args=(part.memory, part.rank), daemon=True).start()
     freeze_objects()
     driver.send(None)
     with closing(worker.publisher.start()):

@@ -41,6 +41,8 @@ _GRACE_SECONDS = 2.0
 # A process that shows no sign of life for so long is stopped, or hangs; counted are looks, not
 # seconds, since this process may have been stopped as well.
 _LOOK_SECONDS, _SILENT_SECONDS = 0.5, 60.0
+# Before its first sign of life a process imports torch, which can take long on a slow disk.
+_IMPORT_SECONDS = 300.0
 
 
 class WorkerError(MachineError):
@@ -185,12 +187,13 @@ class StagedExecutor:
         beats = self._memory.beats()
         same = [rank for rank, beat in enumerate(self._beats) if beat == beats[rank]]
         self._num_looks += 1
+        seconds = self._num_looks * _LOOK_SECONDS
         if not same:
             self._beats, self._num_looks = beats, 0
-        elif self._num_looks * _LOOK_SECONDS >= _SILENT_SECONDS:
+        elif seconds >= (_SILENT_SECONDS if all(beats) else _IMPORT_SECONDS):
             raise WorkerError(
                 f"the process of {self._plan.devices[same[0]]} shows no sign of life for "
-                f"{_SILENT_SECONDS:.0f} seconds",
+                f"{seconds:.0f} seconds",
                 hint="has somebody stopped it (SIGSTOP), or does the machine swap?",
             )
         if self._num_open and now - self._heard_at > self._most_seconds:
@@ -255,6 +258,8 @@ class StagedExecutor:
                 driver.send_bytes(pickle.dumps(part))
         for rank, driver in enumerate(self._drivers):
             with self._watched(rank):
+                while not driver.poll(_LOOK_SECONDS):
+                    self._look()
                 error: Exception | None = driver.recv()
             if error is not None:
                 raise error

@@ -62,7 +62,12 @@ class StageBytes:
 
     @property
     def free_bytes(self) -> int:
-        """What the budget leaves beside what tensors ask for at the peak."""
+        """Bytes of the budget that the allocator does not reserve at its peak."""
+        return self.budget_bytes - self.reserved_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """Bytes of the budget that tensors do not ask for at the peak; at least `free_bytes`."""
         return self.budget_bytes - self.requested_bytes
 
     def placed(self, device: Device) -> StageBytes:

@@ -29,8 +29,8 @@ class Constraints:
     ----------
     strategy : {"auto", "balanced", "sequential"}
         As few devices as hold the workload, and the best placement on so many for the objective;
-        every device, and as much of each as can be left free on all; or the devices in the user's
-        order, each filled as far as it goes before the next.
+        every device, with as large a share of headroom on each as can be on all; or the devices in
+        the user's order, each filled as far as it goes before the next.
     pins : tuple of (str, str)
         Modules or tensors, in the model's names or its checkpoint's, with the device that each
         must be on.

@@ -80,7 +80,7 @@ class _Judged:
         fitting: list[tuple[Workload, list[StageBytes]]] = []
         for workload in with_chunks(self.problem.workload):
             needs = self._needs(workload)
-            if all(map(_fits, needs)):
+            if all(need.free_bytes >= 0 for need in needs):
                 fitting.append((workload, needs))
                 if not any(map(is_tight, needs)):
                     break
@@ -174,7 +174,7 @@ class _Judged:
         return stages
 
     def _infeasible(self, needs: list[StageBytes]) -> InfeasibleError:
-        over = [need for need in needs if not _fits(need)]
+        over = [need for need in needs if need.free_bytes < 0]
         missing = [max(need.allocated_bytes - need.budget_bytes, 1) for need in over]
         workload = self.problem.workload
         shortages = "; ".join(map(_shortage, over))
@@ -201,10 +201,6 @@ def _devices(profile: Profile, placement: Placement) -> list[str]:
 def _crossings(device_of: list[str]) -> int:
     """How often one token goes from one device to another, on its way through the blocks."""
     return sum(before != after for before, after in pairwise(device_of))
-
-
-def _fits(need: StageBytes) -> bool:
-    return need.reserved_bytes <= need.budget_bytes
 
 
 def _shortage(need: StageBytes) -> str:

@@ -30,7 +30,7 @@ from .reasons import Reason
 from .request import PlanRequest
 
 _FORMAT = "duoka.plan"
-_VERSION = 6
+_VERSION = 7
 _MAX_BYTES = 64 * 2**20
 _REPLAN = "--replan makes a new plan for what is there now"
 
@@ -56,7 +56,8 @@ class Plan:
     forecast : Forecast
         For the same devices in the same order.
     objective : str
-        What was optimised: "headroom", "latency" or "throughput".
+        What was optimised: "headroom" (the least `headroom_bytes` of a device in use), "latency" or
+        "throughput"; "given" for a device map, with the least `free_bytes` as value.
     value, bound : float
         The objective's value, and the best that any placement with as much room could reach.
     binding_device : str
@@ -156,7 +157,9 @@ class Plan:
         if data.pop("format", None) != _FORMAT:
             raise FormatError("this is no plan of duoka", hint="`duoka plan --save FILE` makes one")
         version = data.pop("version", None)
-        if type(version) is not int or version != _VERSION:
+        if version == 6 and isinstance(data.get("request"), dict):  # answers had no limit
+            data["request"].setdefault("most_new_tokens", None)
+        elif type(version) is not int or version != _VERSION:
             newer = type(version) is int and version > _VERSION
             raise FormatError(
                 f"the plan has version {str(version)[:40]}; this duoka reads version {_VERSION}",

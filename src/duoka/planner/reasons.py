@@ -26,7 +26,7 @@ _SENTENCES = {
     "one-gpu": "One GPU suffices: {first} holds all of it, and nothing crosses between GPUs.",
     "gpus": "{used} of {gpus} GPUs are needed; {fewer} the workload{condition}.",
     "little-room": "Little room: {devices}{condition}.",
-    "balanced": "Every GPU is used, and the fullest has as large a share free as can be.",
+    "balanced": "Every GPU is used, and the fullest has as large a share of headroom as can be.",
     "sequential": "The GPUs are filled in the order given, each as far as it goes before the next.",
     "pins": "As pinned: {pins}.",
     "reserve": "As asked, {size} of {device} were to stay free; it isn't used.",
@@ -139,7 +139,7 @@ def chunk_reason(requested: Workload, chosen: Workload) -> Iterator[Reason]:
 def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reason]:
     """Where less room is left than should be; `chosen` says whether duoka looked for more."""
     tight = [
-        f"{stage.device} has {format_bytes(stage.budget_bytes - stage.reserved_bytes)} left "
+        f"{stage.device} has {format_bytes(stage.free_bytes)} free "
         f"instead of {format_bytes(room_bytes(stage.budget_bytes))}"
         for stage in stages
         if is_tight(stage)

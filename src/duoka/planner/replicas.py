@@ -45,8 +45,8 @@ class Replicas:
     """One plan for each copy of the model, for a fleet of its group's devices alone.
 
     They are in the order of the first of them; the devices that no group uses are `idle`. `value`
-    is bytes free on the tightest device of all; seconds of the slowest group; or requests a second
-    or pages of all groups.
+    is bytes of headroom on the tightest device of all; seconds of the slowest group; or requests
+    a second or pages of all groups.
     """
 
     plans: tuple[Plan, ...]

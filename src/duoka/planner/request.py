@@ -28,7 +28,8 @@ class PlanRequest:
     The workload has "auto" where it was said. With `use_all` every GPU has to be used. `gpus` are
     named as in `Fleet.parse`; empty when they were given as an object. `largest` is what is to be
     as large as fits, whatever the workload says of it. With `trust_remote_code` model code that
-    comes with the checkpoint may run.
+    comes with the checkpoint may run. `most_new_tokens` limits an answer that is asked for without
+    a limit of its own; what is planned doesn't depend on it.
     """
 
     workload: Workload
@@ -38,6 +39,7 @@ class PlanRequest:
     constraints: Constraints = field(default_factory=Constraints)
     largest: Largest | None = None
     trust_remote_code: bool = False
+    most_new_tokens: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

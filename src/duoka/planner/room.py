@@ -31,7 +31,7 @@ def room_bytes(budget_bytes: int) -> int:
 
 def is_tight(stage: StageBytes) -> bool:
     """Whether a stage leaves less than that of its device."""
-    return _left(stage) < room_bytes(stage.budget_bytes)
+    return stage.free_bytes < room_bytes(stage.budget_bytes)
 
 
 def cache_tokens(forecast: Forecast, workload: Workload) -> int:
@@ -40,15 +40,11 @@ def cache_tokens(forecast: Forecast, workload: Workload) -> int:
     At least those that were planned for; 0 where there is no cache.
     """
     grown = [
-        1 + max(_left(stage) - room_bytes(stage.budget_bytes), 0) / stage.kv_cache_bytes
+        1 + max(stage.free_bytes - room_bytes(stage.budget_bytes), 0) / stage.kv_cache_bytes
         for stage in forecast.devices
         if stage.kv_cache_bytes > 0
     ]
     return int(min(grown, default=0) * workload.batch * workload.context_tokens)
-
-
-def _left(stage: StageBytes) -> int:
-    return stage.budget_bytes - stage.reserved_bytes
 
 
 def preferences(chunked: Sequence[Costs]) -> Iterator[list[Costs]]:

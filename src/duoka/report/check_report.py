@@ -175,11 +175,6 @@ class PeakMemory(PeakBytes):
     module: str = ""
     overflows: bool = False
 
-    @property
-    def free_bytes(self) -> int | None:
-        """What the budget leaves; negative where it isn't enough, None without a budget."""
-        return None if self.budget_bytes is None else self.budget_bytes - self.reserved_bytes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:

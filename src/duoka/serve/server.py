@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import uvicorn
 
@@ -32,8 +34,20 @@ class EngineFailure(MachineError):
         self.exit_code = code
 
 
+class _Server(uvicorn.Server):
+    """A server that a terminal's end (SIGHUP) stops as SIGTERM does, unless it was ignored."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        before = signal.getsignal(signal.SIGHUP)
+        with super().capture_signals():
+            signal.signal(signal.SIGHUP, before if before == signal.SIG_IGN else self.handle_exit)
+            yield
+            signal.signal(signal.SIGHUP, before)  # whom uvicorn sends at its end what it caught
+
+
 def serve(service: Service, address: Address, *, on_ready: Callable[[Service, str], None]) -> None:
-    """Serve a model until SIGINT or SIGTERM; open answers are ended first.
+    """Serve a model until SIGINT, SIGTERM or SIGHUP; open answers are ended first.
 
     Parameters
     ----------
@@ -61,7 +75,7 @@ async def _serve(
     on_ready: Callable[[Service, str], None],
 ) -> None:
     pool = service.pool
-    server = uvicorn.Server(config(service, address, Limits()))
+    server = _Server(config(service, address, Limits()))
     ending = asyncio.create_task(_close(pool, server))
     try:
         await pool.start()

@@ -77,14 +77,14 @@ def test_every_reason_has_its_numbers(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     words = " ".join(text.split())
     for wanted in (
-        "The tightest, cuda:0, has 317.44 MiB to spare; on 2 GPUs no placement leaves more to "
-        "spare than 317.44 MiB",
+        "The tightest, cuda:0, has 317.44 MiB of headroom; on 2 GPUs no placement leaves more "
+        "headroom than 317.44 MiB",
         "2 GPUs and not 1: on the largest one, cuda:0, at least 10.00 GiB are missing.",
         "cuda:1 has layers.24-39, lm_head",
-        "No less: layers.24 would go to cuda:0, which has 317.44 MiB to spare and needs 419.84 MiB "
-        "for it: 102.40 MiB are missing.",
+        "No less: layers.24 would go to cuda:0, which has 317.44 MiB of headroom and needs 419.84 "
+        "MiB for it: 102.40 MiB are missing.",
         "No more: with layers.0 of cuda:0 it would need 11.90 GiB of 12.00 GiB: the tightest GPU "
-        "would have 102.40 MiB to spare instead of 317.44 MiB.",
+        "would have 102.40 MiB of headroom instead of 317.44 MiB.",
         "cuda:0 → cuda:1: 8.00 KiB a token",
         "does not fit: cuda:1 would need 13.00 GiB of 12.00 GiB",
     ):
@@ -119,7 +119,7 @@ def test_other_objectives_have_their_own_amounts() -> None:
     latency = replace(EXPLANATION, objective="latency", value=0.0335, bound=0.0335)
     assert "A request takes 33.5 ms" in " ".join(printed(latency).split())
     balance = replace(EXPLANATION, objective="balance", value=0.0129, bound=0.0129)
-    assert "has 1.3% to spare" in " ".join(printed(balance).split())
+    assert "has 1.3% of headroom" in " ".join(printed(balance).split())
     order = replace(EXPLANATION, objective="order", value=2.0, bound=2.0)
     assert "each GPU filled as far as it goes" in " ".join(printed(order).split())
 

@@ -91,13 +91,13 @@ class Trial:
     def value(self, stages: Stages) -> float | None:
         """What the objective makes of it; None where it doesn't fit."""
         shares = self.shares(stages)
-        free = [share.free_bytes for share in shares]
+        headrooms = [share.headroom_bytes for share in shares]
         if not all(share.holds for share in shares):
             return None
         if self.objective == "headroom":
-            return float(min(free))
+            return float(min(headrooms))
         if self.objective == "balance":
-            return min(share.free_bytes / share.budget_bytes for share in shares)
+            return min(share.headroom_bytes / share.budget_bytes for share in shares)
         if self.objective == "order":
             return float(sum(s.stop - s.start for s in stages if s.device == 0))
         seconds = self.seconds(stages)
@@ -181,7 +181,7 @@ def _to_stages(cuts: Sequence[int], devices: Sequence[int]) -> Stages:
 def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
     """As many layers for each device; the stage that needs most on the largest, and so on down.
 
-    No other order of the devices leaves more free on the tightest one.
+    No other order of the devices leaves more headroom on the tightest one.
     """
     cuts = _equal_cuts(trial, len(devices))
     needs = [share.requested_bytes for share in trial.shares(_to_stages(cuts, devices))]

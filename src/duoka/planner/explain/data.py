@@ -26,17 +26,17 @@ class Share:
     @property
     def holds(self) -> bool:
         """Whether the device holds it as a plan is to be held."""
-        return self.free_bytes >= 0 and not self.is_tight
+        return self.headroom_bytes >= 0 and not self.is_tight
 
     @property
-    def free_bytes(self) -> int:
-        """What is left; negative where it doesn't fit."""
+    def headroom_bytes(self) -> int:
+        """Budget less what tensors ask for; negative where it doesn't fit."""
         return self.budget_bytes - self.requested_bytes
 
     @property
     def is_fragmented(self) -> bool:
         """Whether there are bytes enough, but not in one piece: said as one byte too many."""
-        return self.free_bytes == -1
+        return self.headroom_bytes == -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,9 +94,9 @@ class Alternative:
     is_plan: bool
 
     @property
-    def least_free_bytes(self) -> int:
-        """What the tightest device has left; negative where it doesn't fit."""
-        return min(share.free_bytes for share in self.shares)
+    def least_headroom_bytes(self) -> int:
+        """Headroom of the tightest device; negative where it doesn't fit."""
+        return min(share.headroom_bytes for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +104,10 @@ class Explanation:
     """Why a plan is as it is. `work` says what seconds are of: a request, or in training a step.
 
     The objective is the plan's, "given" where a person wrote the map; `value` and `bound` are bytes
-    for "headroom" and "given", the free share of a budget for "balance", blocks on the first device
-    for "order", else seconds. `changes` say what would come of moving a block from a stage to its
-    neighbour; there are none where the placement isn't one stage for each device. `fewer` is None
-    where it wasn't asked, or where one device is used. With `leaves_room` a placement is only
+    for "headroom" and "given", the share of headroom in a budget for "balance", blocks on the first
+    device for "order", else seconds. `changes` say what would come of moving a block from a stage
+    to its neighbour; there are none where the placement isn't one stage for each device. `fewer` is
+    None where it wasn't asked, or where one device is used. With `leaves_room` a placement is only
     compared where every device keeps the room that a plan leaves.
     """
 

@@ -160,7 +160,7 @@ def _outcome(
     trial: Trial, value: float | None, current: float | None, shares: Sequence[Share]
 ) -> Outcome:
     if value is None:
-        return "tight" if all(share.free_bytes >= 0 for share in shares) else "impossible"
+        return "tight" if all(share.headroom_bytes >= 0 for share in shares) else "impossible"
     if current is None or trial.is_better(value, current):
         return "better"
     return "worse" if trial.is_better(current, value) else "equal"

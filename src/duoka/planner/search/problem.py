@@ -26,7 +26,7 @@ from .limits import NO_LIMITS, Limits
 Objective = Literal["headroom", "latency", "throughput", "pages"]
 OBJECTIVES: tuple[Objective | Literal["auto"], ...] = ("auto", *get_args(Objective))
 Aim = Literal["headroom", "latency", "throughput", "pages", "balance"]
-"""What the programme optimises: an objective, or the largest least share of a budget left free."""
+"""What the programme optimises: an objective, or the largest least share of headroom."""
 
 # How often a more even placement among the optimal ones is looked for.
 _TIE_ROUNDS = 8

@@ -25,10 +25,10 @@ class Solution:
 
     Of the objective "auto" is resolved; "balance" and "order" are those of the strategies balanced
     and sequential. `value` is bytes of headroom on the fullest device; seconds; the share of the
-    budget that is free on the fullest device; or the blocks on the first device. `bound` is what no
+    budget that is headroom on the fullest; or the blocks on the first device. `bound` is what no
     placement with as few devices can beat, of "order" none in the order of the devices: the proof
     that `value` is optimal. `binding_device` limits the value: it has the least headroom, the
-    longest time, the least share free; or is the first one in use.
+    longest time, the least share of headroom; or is the first one in use.
     """
 
     stages: Stages
@@ -50,12 +50,12 @@ def search(
     """Find the optimal contiguous placement.
 
     By the strategy "auto" fewest devices come first, then the objective. By "balanced" every
-    device is used, and the share of its budget that the fullest one has free is the largest; of
-    equal devices that is the largest minimum of free memory. By "sequential" the devices are
-    filled in the user's order: among the placements in this order the one with the most blocks
+    device is used, and the share of its budget that the fullest one has as headroom is the largest;
+    of equal devices that is the largest least headroom. By "sequential" the devices are filled in
+    the user's order: among the placements in this order the one with the most blocks
     on the first device, of those the one with the most on the second, and so on.
 
-    Placements that the objective can't tell apart are ranked by how evenly they leave memory free
+    Placements that the objective can't tell apart are ranked by how evenly they leave headroom
     (this rank is sought in a few rounds, not proved), then by the user's order of devices.
     """
     _refuse_contradictions(strategy, objective, use_all)

@@ -112,7 +112,7 @@ def _problems(report: Report) -> Iterator[str]:
         yield format_count(len(report.faults), "fault")
     for peak in report.memory:
         if peak.overflows:
-            lacking = -(peak.free_bytes or 0)
+            lacking = peak.reserved_bytes - (peak.budget_bytes or peak.reserved_bytes)
             yield (
                 f"{peak.device} lacks {format_bytes(lacking)}"
                 if lacking > 0

@@ -15,15 +15,15 @@ from duoka.planner.explain import Alternative, Change, Explanation, Share
 from .words import count_layers, joined, name_modules
 
 _AIMS = {
-    "headroom": "what the tightest GPU has to spare, as large as can be",
+    "headroom": "what tensors leave of the tightest GPU's budget, as large as can be",
     "latency": "the time of a {work}, from its beginning to its end, as short as can be",
     "throughput": "the time that a {work} spends in its slowest stage, as short as can be",
-    "balance": "the share of its budget that the fullest GPU has to spare, as large as can be",
+    "balance": "the share of its budget that tensors leave of the fullest GPU, as large as can be",
     "order": "each GPU filled as far as it goes before the next one",
 }
 _REACHED = {
-    "headroom": ("The tightest, {},", "has", "leaves more to spare than"),
-    "balance": ("The fullest, {},", "has", "leaves more to spare than"),
+    "headroom": ("The tightest, {},", "has", "leaves more headroom than"),
+    "balance": ("The fullest, {},", "has", "leaves more headroom than"),
     "latency": ("A {work}", "takes", "takes less than"),
     "throughput": ("The slowest, on {},", "takes", "has one that takes less than"),
 }
@@ -58,7 +58,7 @@ def aim(explanation: Explanation) -> Iterator[str]:
     subject, verb, beyond = _REACHED[objective]
     who = subject.format(binding, work=explanation.work)
     yield f"Optimised was {objective}: {_AIMS[objective].format(work=explanation.work)}."
-    unit = "" if objective in ("latency", "throughput") else " to spare"
+    unit = "" if objective in ("latency", "throughput") else " of headroom"
     room = " with room on each" if explanation.leaves_room and num > 1 else ""
     proof = f"{where} no placement{room} {beyond} {bound}, which is the bound"
     yield f"{who} {verb} {reached}{unit}; {proof}."
@@ -84,9 +84,9 @@ def shortly(seconds: float) -> str:
 
 def holds(share: Share) -> str:
     """How full a device is."""
+    needed, budget = format_bytes(share.requested_bytes), format_bytes(share.budget_bytes)
     return (
-        f"It needs {format_bytes(share.requested_bytes)} of {format_bytes(share.budget_bytes)}: "
-        f"{format_bytes(share.free_bytes)} to spare."
+        f"Its tensors need {needed} of {budget}: {format_bytes(share.headroom_bytes)} of headroom."
     )
 
 
@@ -108,10 +108,10 @@ def _less(change: Change, now: dict[str, Share]) -> str:
     if taker.is_tight:
         return f"with {what} {taker.device} would have too little room left"
     more = taker.requested_bytes - now[taker.device].requested_bytes
-    free = now[taker.device].free_bytes
+    headroom = now[taker.device].headroom_bytes
     return (
-        f"{what} would go to {taker.device}, which has {format_bytes(free)} to spare and needs "
-        f"{format_bytes(more)} for it"
+        f"{what} would go to {taker.device}, which has {format_bytes(headroom)} of headroom and "
+        f"needs {format_bytes(more)} for it"
     )
 
 
@@ -134,11 +134,11 @@ def _judgement(change: Change, explanation: Explanation) -> str:
     if change.taker.is_fragmented or change.outcome == "tight":
         return "."
     if change.value is None:
-        return f": {_missing(-min(change.giver.free_bytes, change.taker.free_bytes))}."
+        return f": {_missing(-min(change.giver.headroom_bytes, change.taker.headroom_bytes))}."
     now = {share.device: share for share in explanation.shares}
     then = {**now, change.giver.device: change.giver, change.taker.device: change.taker}
-    least = [format_bytes(min(s.free_bytes for s in shares.values())) for shares in (then, now)]
-    tightest = f"the tightest GPU would have {least[0]} to spare instead of {least[1]}"
+    least = [format_bytes(min(s.headroom_bytes for s in shares.values())) for shares in (then, now)]
+    tightest = f"the tightest GPU would have {least[0]} of headroom instead of {least[1]}"
     if change.outcome == "equal":
         but = f", but {tightest}" if least[0] != least[1] else ""
         return f": as good for the objective{but}."
@@ -205,16 +205,16 @@ def _verdict(other: Alternative, explanation: Explanation) -> str:
         return "that is this plan"
     if other.value is None:
         over = [share for share in other.shares if not share.holds]
-        verdict = "leaves too little room" if other.least_free_bytes >= 0 else "does not fit"
+        verdict = "leaves too little room" if other.least_headroom_bytes >= 0 else "does not fit"
         return f"{verdict}: {_shortages(over)}"
     verdict = amount(explanation, other.value)
-    free = f"{format_bytes(other.least_free_bytes)} to spare on the tightest GPU"
+    headroom = f"{format_bytes(other.least_headroom_bytes)} of headroom on the tightest GPU"
     if explanation.objective in ("latency", "throughput"):
-        verdict += f", {free}"
+        verdict += f", {headroom}"
     elif other.request_seconds is not None:
-        verdict = f"{free}, {shortly(other.request_seconds)} for a {explanation.work}"
+        verdict = f"{headroom}, {shortly(other.request_seconds)} for a {explanation.work}"
     else:
-        verdict = free
+        verdict = headroom
     used, planned = len(other.shares), len(explanation.shares)
     return (
         verdict

@@ -113,17 +113,13 @@ def _table(plan: Plan) -> Table:
         numbers = [f"{size / divisor:.2f}" for size in sizes]
         table.add_row(device.device, _modules(plan, device.device), *numbers)
     table.caption = f"in {unit}; overhead is what the allocator holds and tensors don't use"
-    cached = [device for device in plan.forecast.devices if _gives_back(device)]
+    # Much of what is reserved is cached only: a tenth of the budget or more.
+    cached = [d for d in plan.forecast.devices if 10 * d.overhead_bytes >= d.budget_bytes]
     if cached:
         least = ", ".join(f"{d.device} {d.allocated_bytes / divisor:.2f}" for d in cached)
         table.caption += f";\nwhat is only cached it gives back when pressed; tensors take {least}"
     table.caption_justify = "left"
     return table
-
-
-def _gives_back(device: StageBytes) -> bool:
-    """Whether much of what is reserved is cached only: a tenth of the budget or more."""
-    return 10 * (device.reserved_bytes - device.allocated_bytes) >= device.budget_bytes
 
 
 def _list(plan: Plan) -> Group:
@@ -247,7 +243,7 @@ def left_over(plan: Plan, stage: StageBytes) -> dict[str, int]:
     kept_bytes = reserves(plan.request.constraints, plan.fleet).get(stage.device, 0)
     offered = device.budget_bytes + device.reserve_bytes
     return {
-        "free": max(stage.budget_bytes - stage.reserved_bytes, 0) + kept_bytes,
+        "free": max(stage.free_bytes, 0) + kept_bytes,
         "CUDA": max(device.reserve_bytes - kept_bytes, 0),
         "others": (device.memory_bytes or offered) - offered,
     }

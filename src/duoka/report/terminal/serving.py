@@ -32,7 +32,7 @@ def _by_stage(plan: Plan) -> str:
     for stage in plan.forecast.devices:
         size = stage.kv_cache_bytes // (pages + 1)
         if size:
-            left = stage.budget_bytes - room_bytes(stage.budget_bytes) - stage.reserved_bytes
+            left = stage.free_bytes - room_bytes(stage.budget_bytes)
             parts.append(f"{stage.device} holds {pages + max(left, 0) // size:,}")
     return ", ".join(parts)
 

@@ -93,10 +93,10 @@ def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
         advice = "\n".join(ways) or problem.hint or ""
         yield Finding("error", str(problem), "it can't be loaded as it is", advice)
         return
-    left = min(stage.budget_bytes - stage.reserved_bytes for stage in plan.forecast.devices)
+    least = min(stage.free_bytes for stage in plan.forecast.devices)
     text = (
         f"it fits on {', '.join(plan.devices)} with {plan.workload.context_tokens} tokens, in "
-        f"{plan.workload.dtype}; {format_bytes(left)} left on the fullest "
+        f"{plan.workload.dtype}; {format_bytes(least)} free on the fullest "
         f"({shlex.join(command)} shows it)"
     )
     yield Finding("ok", text)

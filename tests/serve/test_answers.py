@@ -1,0 +1,46 @@
+"""Answers: where each token of a completion begins in its text."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from pieces import encode, sentencepiece_like
+
+from duoka.engine.detokenizer import Detokenizer
+from duoka.models.text.token_bytes import TokenBytes
+from duoka.serve.answers import Choice, CompletionAnswer, Usage
+from duoka.serve.messages import Token
+
+
+@pytest.mark.parametrize("kind", ["prepend", "metaspace"])
+@pytest.mark.parametrize("text", ["def f(x):\n    return x", "a  a\n\n  x    r", "x 龘 a"])
+def test_offsets_are_where_tokens_begin(kind: str, text: str) -> None:
+    """Also where a token brings the blank that SentencePiece marks, or a byte of a character."""
+    tokenizer = sentencepiece_like(kind)
+    spelled, ids = TokenBytes(tokenizer), encode(tokenizer, text)
+    for end in range(1, len(ids)):
+        prompt = str(tokenizer.decode(ids[:end]))
+        if "\ufffd" in prompt:
+            continue  # it ends within a character
+        detokenizer = Detokenizer(tokenizer, (), ids[:end])
+        pieces = [*(detokenizer.add(token) for token in ids[end:]), detokenizer.finish()]
+        answer = "".join(pieces)
+        assert prompt + answer == text
+        data = [spelled.of(token) for token in ids[end:]]
+        tokens = [Token(each.decode(errors="replace"), each, 0.0) for each in data]
+        choice = Choice(texts={"content": [answer], "reasoning": []}, tokens=tokens)
+        told = CompletionAnswer("m").whole([("", choice)], Usage(), logprobs=True)
+        offsets = told["choices"][0]["logprobs"]["text_offset"]
+        # What stands before a token; of a character that is cut, nothing.
+        before = [b"".join(data[:number]).decode(errors="ignore") for number in range(len(data))]
+        assert offsets == [len(each) for each in before]
+        for token, (start, stop) in zip(tokens, pairwise([*offsets, len(answer)]), strict=True):
+            if "\ufffd" not in token.text:
+                assert answer[start:stop] == token.text
+        streamed = CompletionAnswer("m")
+        parts = [
+            streamed.piece(0, piece, [token], None, logprobs=True)["choices"][0]["logprobs"]
+            for piece, token in zip(pieces, tokens, strict=False)
+        ]
+        assert [offset for part in parts for offset in part["text_offset"]] == offsets
