@@ -94,7 +94,7 @@ class Int8Layer(DynamicLayer):
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
 
-    def update(  # type: ignore[override]
+    def update(
         self, key_states: Tensor, value_states: Tensor, *, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
         """Add tokens, and return the keys and values of all: [batch, heads, tokens, head_dim].
