@@ -25,6 +25,7 @@ from torch import nn
 from transformers import DynamicCache, GlmConfig, GlmForCausalLM
 
 from duoka import virtual
+from duoka.models.cache_argument import CACHE
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.dispatch.movers import Frame, Frames, Memory, Mover
@@ -65,7 +66,7 @@ def with_accelerate(model: nn.Module) -> nn.Module:
         model,
         execution_device=devices,
         offload=dict.fromkeys(devices, False),
-        skip_keys="past_key_values",
+        skip_keys=CACHE,
     )
     assert any(isinstance(getattr(m, "_hf_hook", None), AlignDevicesHook) for m in model.modules())
     return model
@@ -81,12 +82,12 @@ class Decoder:
     def restart(self) -> None:
         self.cache = DynamicCache(config=self.model.config)
         ids = torch.arange(PROMPT_TOKENS).unsqueeze(0)
-        self.logits = self.model(ids, past_key_values=self.cache, use_cache=True).logits
+        self.logits = self.model(ids, **{CACHE: self.cache}, use_cache=True).logits
 
     def step(self) -> float:
         token = self.logits[:, -1:].argmax(-1)
         start = time.thread_time()
-        self.logits = self.model(token, past_key_values=self.cache, use_cache=True).logits
+        self.logits = self.model(token, **{CACHE: self.cache}, use_cache=True).logits
         return time.thread_time() - start
 
 
@@ -132,7 +133,7 @@ def micro() -> Iterator[tuple[str, float]]:
         "attention_mask": mask,
         "position_embeddings": (torch.zeros(1, 1, 20), torch.zeros(1, 1, 20)),
         "position_ids": torch.zeros(1, 1, dtype=torch.long),
-        "past_key_values": DynamicCache(),
+        CACHE: DynamicCache(),
         "use_cache": True,
     }
     frames = Frames()

@@ -42,6 +42,7 @@ import duoka
 from duoka import models
 from duoka.base.serialization import to_dict
 from duoka.hardware.device import Device
+from duoka.models.cache_argument import CACHE
 from duoka.models.conversion import published_tensors
 from duoka.planner.placement import Placement
 from duoka.runtime import devices
@@ -308,7 +309,7 @@ def add_accelerate(model: nn.Module, placement: Placement) -> None:
         model,
         execution_device=where,
         offload=dict.fromkeys(where, False),
-        skip_keys="past_key_values",
+        skip_keys=CACHE,
     )
 
 

@@ -97,8 +97,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 
 UNSERVED = {
     "a configuration that the rules above don't make, or a library that isn't there": (
-        "chameleon", "dots3_note", "emu3", "fast_vlm", "gemma3n", "granite4_vision", "hunyuan_vl",
-        "inkling_mm_model", "muse_spark", "nemotron_h_omni", "perception_lm", "pp_formulanet",
+        "apertus1p5", "chameleon", "dots3_note", "emu3", "fast_vlm", "gemma3n", "granite4_vision",
+        "hunyuan_vl", "inkling_mm_model", "muse_spark", "nemotron_h_omni", "perception_lm",
+        "pp_formulanet",
     ),
     "pictures that need torchvision, or come in a way of the family's own": (
         "deepseek_ocr2", "deepseek_vl_hybrid", "fuyu", "gemma4_unified", "idefics", "inkling2",

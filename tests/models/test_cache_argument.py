@@ -18,7 +18,8 @@ CHATGLM = {
     "ffn_hidden_size": 48, "padded_vocab_size": 100, "seq_length": 131072, "rope_ratio": 500,
 }  # fmt: skip
 UNKNOWN = ("layer_past", "past_key_value", "cache_params", "attn_mask", "head_mask",
-           "attention_bias", "alibi", "mems")  # fmt: skip
+           "attention_bias", "alibi", "mems", "is_causal", "sliding_window", "softcap",
+           "s_aux")  # fmt: skip
 CODE = """
 from torch import nn
 

@@ -163,6 +163,13 @@ def test_pieces_of_a_prompt_without_positions(whole: Any, size: int) -> None:
     assert close(outputs.logits[:, -1], whole(**prompt).logits[:, -1])
 
 
+def test_the_tower_refuses_what_it_does_not_know(whole: Any) -> None:
+    pixels = prompts()[2]
+    with pytest.raises(TypeError, match="attention_mask"):
+        whole.get_image_features(pixels, attention_mask=torch.ones(1))
+    assert whole.get_image_features(pixels, return_dict=True).pooler_output.shape[0] == 3
+
+
 @torch.no_grad()
 def test_a_conversation_goes_on_over_its_cache(whole: Any) -> None:
     """With the new tokens alone, whose positions the cache knows, and with all of them."""

@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaConfig
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import Row
 from duoka.engine.step import Chunk
+from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity
+from duoka.models.cache_argument import CACHE
 from duoka.models.kv_cache import Int8Layer
+from duoka.runtime import paged_attention
 from duoka.runtime.paged_attention import PagedCache, attend
-from duoka.runtime.paged_steps import PagedStep
+from duoka.runtime.paged_steps import FIRST, PagedStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 ROW = Row(params=SamplingParams(), seed=0, place=0)
@@ -162,3 +167,63 @@ def test_every_step_is_of_a_known_size() -> None:
             if c.sequence in wanted
         ]
         assert step.last_rows[: len(named)] == named
+
+
+def attended(**options: Any) -> Tensor:
+    """What attention gives in the first step, with options of a model."""
+    torch.manual_seed(0)
+    step = PagedStep.of_size(FIRST, PagedCache(CAPACITY))
+    table = step.inputs(torch.device("cpu"))["step_table"]
+    query = torch.randn(1, HEADS, step.num_tokens, DIM)
+    key, value = (torch.randn(1, KEY_HEADS, step.num_tokens, DIM) for _ in range(2))
+    module: Any = SimpleNamespace(layer_idx=0, is_causal=True)
+    return attend(module, query, key, value, None, step=step, step_table=table, **options)[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"position_bias": torch.zeros(1)}, {"sinks": torch.zeros(HEADS)}, {"block_indices": [0]},
+     {"indices": torch.zeros(1)}, {"dropout": 0.1}, {"is_causal": False},
+     {"cu_seq_lens_q": torch.zeros(2)}, {"a_later_version": 1}],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_an_argument_that_is_not_known_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match=f"unknown '{next(iter(options))}'|looks ahead"):
+        attended(**options)
+
+
+def test_what_changes_nothing_is_taken() -> None:
+    usual = {
+        "position_ids": torch.zeros(1, 1), "dropout": 0.0, "use_cache": False, "is_causal": True,
+        "position_bias": None, "output_attentions": False, "output_router_logits": True,
+    }  # fmt: skip
+    assert torch.equal(attended(**usual), attended())
+
+
+def masked(make: Any = create_causal_mask, **options: Any) -> Any:
+    """What a model of transformers gets for a mask that it asks for."""
+    paged_attention.register()
+    config = LlamaConfig(attn_implementation=paged_attention.NAME, sliding_window=5)
+    given = {"attention_mask": None, CACHE: None, **options}
+    return make(config=config, inputs_embeds=torch.zeros(1, 4, 8), **given)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"or_mask_function": lambda batch, head, query, key: query == 1},
+     {"and_mask_function": lambda batch, head, query, key: key > 0},
+     {"block_sequence_ids": torch.tensor([[-1, 0, 0, -1]])},
+     {"attention_mask": torch.tensor([[0, 1, 1, 1]])}],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+@pytest.mark.parametrize("make", [create_causal_mask, create_sliding_window_causal_mask])
+def test_a_mask_that_is_more_than_causal_is_refused(make: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(ModelError, match="more than causal"):
+        masked(make, **options)
+
+
+def test_a_causal_mask_is_its_window_alone() -> None:
+    positions = torch.tensor([[0, 1, 0, 1]])  # of two sequences
+    for options in ({}, {"position_ids": positions}):
+        assert masked(**options).shape == (0, 0)
+        assert masked(create_sliding_window_causal_mask, **options).shape == (5, 0)

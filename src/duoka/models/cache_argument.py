@@ -20,21 +20,20 @@ CACHE: str = ALL_CACHE_NAMES[0]
 _EITHER = ("cache", "past_key_values")
 CACHE_NAMES = (*ALL_CACHE_NAMES, *_EITHER, "cache_params", "presents", "kv_caches", "kv_cache")
 """What models call a cache that they return, or take: transformers' names, and of older code."""
-_ASKED_FOR = (CACHE, "past_key_values", "cache_params", "state")
-_CHANGES_ATTENTION = re.compile(r"past|cache|attn|attention|mask|bias|alibi|^(state|mems)$")
+# Names of arguments that change attention, or what it reads.
+_CHANGES = re.compile(r"past|cache|att|mask|bias|alibi|causal|window|cap$|sink|aux$|^(state|mems)$")
 _CHANGES_NOTHING = {"use_cache", "cache_position", "output_attentions", "return_legacy_cache"}
 
 
 def cache_name(model: Any) -> str:
     """The argument of a model's `forward` that takes the cache."""
     accepted = inspect.signature(model.forward).parameters
-    return next((name for name in _ASKED_FOR if name in accepted), CACHE)
+    return next((name for name in (CACHE, "cache_params", "state") if name in accepted), CACHE)
 
 
 def cache_in(outputs: Mapping[str, Any]) -> Any:
     """The cache that a model returned by any name, or None."""
-    caches = (value for name, value in outputs.items() if name in CACHE_NAMES)
-    return next((cache for cache in caches if cache is not None), None)
+    return next((found for name in CACHE_NAMES if (found := outputs.get(name)) is not None), None)
 
 
 def takes_cache(function: Callable[..., Any], *, strict: bool = True) -> Any:
@@ -57,8 +56,10 @@ def takes_cache(function: Callable[..., Any], *, strict: bool = True) -> Any:
                 kwargs[accepted] = cache
             elif cache is not None:
                 raise TypeError(f"{function.__qualname__} got both {accepted!r} and {other!r}")
-        if strict:
-            _refuse_unknown(function, kwargs.keys() - signature.parameters.keys(), kwargs)
+        unknown = kwargs.keys() - signature.parameters.keys() - _CHANGES_NOTHING
+        for name in unknown if strict else ():
+            if kwargs[name] is not None and _CHANGES.search(name):
+                raise TypeError(f"{function.__qualname__} got an unknown argument {name!r}")
         return function(*args, **kwargs)
 
     parameters = [
@@ -67,11 +68,3 @@ def takes_cache(function: Callable[..., Any], *, strict: bool = True) -> Any:
     ]
     vars(renamed)["__signature__"] = signature.replace(parameters=parameters)
     return renamed
-
-
-def _refuse_unknown(
-    function: Callable[..., Any], names: set[str], arguments: Mapping[str, Any]
-) -> None:
-    for name in names - _CHANGES_NOTHING:
-        if arguments[name] is not None and _CHANGES_ATTENTION.search(name):
-            raise TypeError(f"{function.__qualname__} got an unknown argument {name!r}")

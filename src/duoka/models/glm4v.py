@@ -9,7 +9,7 @@ of a picture, which is the form that transformers can read in chunks. `ImageToke
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -64,7 +64,7 @@ class GLM4VModel(ChatGLMModel):
         super().__init__(config)
         self.vision = EvaClip(config)
 
-    def get_image_features(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+    def get_image_features(self, pixel_values: Tensor, return_dict: Literal[True] = True) -> Any:
         """Pictures as features for the decoder: `pooler_output` [pictures, tokens, width]."""
         return BaseModelOutputWithPooling(pooler_output=self.vision(pixel_values))
 
@@ -205,10 +205,9 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
             **kwargs,
         )
 
-    def get_image_features(self, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+    def get_image_features(self, pixel_values: Tensor, return_dict: Literal[True] = True) -> Any:
         """Pictures as features for the decoder; see `GLM4VModel`."""
-        outputs: BaseModelOutputWithPooling = self.model.get_image_features(pixel_values)
-        return outputs
+        return self.model.get_image_features(pixel_values, return_dict)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:

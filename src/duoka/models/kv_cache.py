@@ -89,16 +89,18 @@ class Int8Layer(DynamicLayer):
     computes.
     """
 
-    def __init__(self, **_: Any) -> None:
-        prepare: Any = super().__init__  # without types there
-        prepare()
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self.key_scales: Tensor | None = None
         self.value_scales: Tensor | None = None
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *, kwargs: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """Add tokens, and return the keys and values of all: [batch, heads, tokens, head_dim]."""
+        """Add tokens, and return the keys and values of all: [batch, heads, tokens, head_dim].
+
+        `kwargs` are what 5.24 of transformers has for caches of continuous batching.
+        """
         is_first = not self.is_initialized
         if is_first:
             self.lazy_initialization(key_states, value_states)

@@ -13,13 +13,14 @@ its tokens and the queries of a piece.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
 from duoka.errors import ModelError
 from duoka.forecast.serving import PIECE_ROWS, Capacity
@@ -34,6 +35,13 @@ NAME = "duoka_paged"
 _MOST_SCORES = 2**24
 # Fused kernels read heads of a multiple of so many elements.
 _ALIGNED = 8
+# Functions of transformers' masks that let each token see those before it in its own sequence.
+_CAUSAL_MASKS = {
+    "causal_mask_function", "sliding_window_overlay", "and_masks",
+    "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+}  # fmt: skip
+# What transformers' models pass on to attention functions that don't read it.
+_CHANGES_NOTHING = {"position_ids", "output_hidden_states", "output_router_logits"}
 
 
 class Pages(NamedTuple):
@@ -192,26 +200,36 @@ def attend(
     *,
     step: PagedStep | None = None,
     step_table: Tensor | None = None,
-    **options: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """Store a step's keys and values, and attend to those of each sequence.
 
     `query` is [1, heads, tokens, head_dim], `key` and `value` have their own numbers of heads; the
-    result is [1, tokens, heads, head_dim]. Of transformers' `options` count `scaling`, `softcap`,
-    `sliding_window`, and `s_aux`: sinks.
+    result is [1, tokens, heads, head_dim]. The arguments are those that transformers' models give
+    to attention functions; `s_aux` are sinks. Any of `others` that changes attention is refused.
     """
-    if step is None or step_table is None or not _is_plain(module, attention_mask, options):
-        raise ModelError(f"{type(module).__name__} has a mask or a bias of its own, or looks ahead")
-    window = _window_of(attention_mask, options.get("sliding_window"))
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_masked = attention_mask is not None and attention_mask.numel() > 0
+    if step is None or step_table is None or is_masked or not is_causal:
+        raise ModelError(f"{type(module).__name__} has a mask of its own, or looks ahead")
+    for name in others.keys() - _CHANGES_NOTHING:
+        if isinstance(others[name], Tensor) or others[name]:  # not False, 0.0 or None
+            raise ModelError(f"{type(module).__name__} gives its attention an unknown {name!r}")
+    # Some models say their window in their mask alone.
+    window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     step.enter(module.layer_idx, window)
     keys, values = step.cache.layer(module.layer_idx, key, value)
     slots, places, numbers = (step_table[part] for part in step.parts(window))
     for cached, new in ((keys, key), (values, value)):
         cached.store(slots, new[0].transpose(0, 1))
-    scaling, softcap, sinks = (options.get(name) for name in ("scaling", "softcap", "s_aux"))
-    scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
+    scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     is_aligned = not (query.shape[-1] % _ALIGNED or value.shape[-1] % _ALIGNED)
-    fused = softcap is None and sinks is None and is_aligned
+    fused = softcap is None and s_aux is None and is_aligned
     room = _Room.new(query, keys, values, step.cache.capacity.gathered_tokens, fused=fused)
     # [tokens, heads of keys, queries that share one, head_dim]
     heads = key.shape[1], query.shape[1] // key.shape[1]
@@ -356,21 +374,21 @@ def _shared(
     return attended.view(*query.shape[:4], value.shape[-1])
 
 
-def _window_alone(*_: Any, local_size: int | None = None, device: Any = "cpu", **__: Any) -> Tensor:
+def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) -> Tensor:
     """In the place of a mask, which is made from the step: the window, as a size of nothing."""
-    return torch.empty(local_size or 0, 0, device=device)
+    padding = options["attention_mask"]  # that of OPT in 5.17 of transformers hides nothing
+    if not _is_causal(mask_function) or not (padding is None or padding.all()):
+        raise ModelError("the model's mask is more than causal")
+    return torch.empty(local_size, 0, device=options["device"])
 
 
-def _is_plain(module: Any, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
-    """Whether each token sees those before it, and nothing else is added to scores."""
-    is_masked = mask is not None and mask.numel() > 0
-    is_causal = getattr(module, "is_causal", True)
-    return is_causal and not is_masked and options.get("position_bias") is None
-
-
-def _window_of(mask: Tensor | None, sliding_window: int | None) -> int:
-    """How many tokens a layer looks back; 0 for all. Some say so in their mask alone."""
-    return (sliding_window or 0) if mask is None else mask.shape[0]
+def _is_causal(mask: Any) -> bool:
+    """Return True if a mask function, and all in its closure that it is made of, are causal."""
+    name = mask.__qualname__.partition(".")[0]
+    if mask.__module__ != masking_utils.__name__ or name not in _CAUSAL_MASKS:
+        return False
+    parts = tree_leaves([cell.cell_contents for cell in mask.__closure__ or ()])
+    return all(_is_causal(part) for part in parts if callable(part))
 
 
 def register() -> None:

@@ -162,9 +162,10 @@ class PenalisedLlama(LlamaForCausalLM):
         super().__init__(config)
         self.penalties = [torch.ones(config.vocab_size)]
 
-    def forward(self, input_ids=None, past_key_values=None, **options):
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        out = super().forward(input_ids=input_ids, past_key_values=past_key_values, **options)
+    def forward(self, input_ids=None, **options):
+        cache = options.get("cache", options.get("past_key_values"))
+        past = 0 if cache is None else cache.get_seq_length()
+        out = super().forward(input_ids=input_ids, **options)
         if past > 0:
             out.logits = out.logits / self.penalties[0]  # fault: mixed-devices
         return out
