@@ -26,7 +26,7 @@ from .replay_serving import ServingReplay
 from .replay_training import ACCUMULATE, BACKWARD, FORWARD, TrainingReplay, in_flight
 from .serving import SERVING_MONOMIALS
 from .stage_bytes import StageBytes
-from .stages import Chain, between, lower_bounds
+from .stages import Chain, Growth, between, lower_bounds
 from .workload import Training, Workload
 
 Ints = NDArray[np.int64]
@@ -94,6 +94,7 @@ class Costs:
         self._chain = self._cache.chain(profile)
         self._peaks: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
         self.room: Room | None = None
+        self._growth: Growth | None = None
         # Stages that have too little room where they are, and would have enough elsewhere.
         self._narrow: set[tuple[tuple[int, ...], int]] = set()
         self.num_blocks = len(self._chain)
@@ -172,19 +173,13 @@ class Costs:
                 return None
         return self._with_room(self._peaks[key], budget_bytes)
 
-    def exceeds(self, start: int, stop: int, budget_bytes: int, *, place: int = 1) -> bool:
-        """Return True if no stage that contains this one leaves room on a device of this budget.
-
-        An assumption, not a proof: where a run of blocks reserves more than twice the budget
-        without a limit, a stage with these blocks leaves no room within it. Nine eighths were too
-        few: cached memory is returned under pressure.
-        """
-        usable = budget_bytes * 2
-        try:
-            self._full_at(place).run(self.blocks_of(start, stop), usable_bytes=usable)
-        except RoomExceeded:
-            return True
-        return False
+    def room_bounds(self, budget_bytes: int) -> Ints | None:
+        """[start, stop]: never more than what stages reserve that leave room; None without room."""
+        if self.room is None:
+            return None
+        if self._growth is None:
+            self._growth = Growth(self._chain, self._full_at(1))
+        return self._growth.bounds(self.room(budget_bytes))
 
     def _with_room(self, peaks: StageBytes | None, budget_bytes: int) -> StageBytes | None:
         if peaks is None or peaks.reserved_bytes > self.usable_bytes(budget_bytes):
@@ -324,6 +319,10 @@ class TrainingCosts(Costs):
     def has_returns(self) -> bool:
         """A replay of training knows nothing of copies by way of a third device."""
         return False
+
+    def room_bounds(self, budget_bytes: int) -> None:
+        """None: the steps of training are alike."""
+        return None
 
     @property
     def time_objective(self) -> Literal["latency", "throughput"]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -105,10 +105,14 @@ def rules_of(rules: Sequence[Rule]) -> Rules:
 
 def evaluate_all(rules: Rules, values: Sequence[int]) -> list[int]:
     """What `evaluate` gives for each of the rules, all at once, at most `END_OF_ADDRESSES`."""
-    both = min(rules.shape[1], len(values))
-    exact = np.rint(rules[:, :both] @ values[:both])
-    sizes: list[int] = np.minimum(exact, END_OF_ADDRESSES).astype(np.int64).tolist()
+    sizes: list[int] = evaluate_each(rules, np.asarray(values)).astype(np.int64).tolist()
     return sizes
+
+
+def evaluate_each(rules: Rules, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The same as numbers, for one step or for several, [monomials, steps]."""
+    both = min(rules.shape[1], len(values))
+    return np.minimum(np.rint(rules[:, :both] @ values[:both]), END_OF_ADDRESSES)
 
 
 Key = tuple[int, int]

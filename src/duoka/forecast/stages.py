@@ -6,6 +6,7 @@ search goes by it until it has to know better. It knows nothing of devices.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .alloc_program import StageProgram
-from .allocator import rounded_bytes
-from .profile import Profile, Ref, Tape, buffer_bytes, evaluate
+from .allocator import LARGE_REQUEST_BYTES, SEGMENT_ROUND_BYTES, rounded_bytes, segment_bytes
+from .profile import Profile, Ref, Tape, buffer_bytes, evaluate, evaluate_each, rules_of
 from .replay import Replay
 
 
@@ -127,6 +128,78 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
         bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
         np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
     return bounds + chain.weight_bytes + _buffers(chain)
+
+
+class Growth:
+    """Lower bounds of the bytes that stages reserve if they leave room.
+
+    PyTorch's allocator returns cached memory only if a new segment exceeds the budget. A stage that
+    leaves room never reserves more than the budget less the room. So as long as no segment is
+    larger than the room, no new one exceeds the budget, and nothing is returned.
+
+    A tensor that is larger than all segments of earlier steps needs a new segment. So each step
+    reserves at least the tensors of a block more that are so large and alive at the same time. The
+    sum over the steps is a lower bound for all stages with this block. It adds to the weights: they
+    are never freed, and what is free behind them is smaller than the least segment that counts.
+
+    Example: the steps of a block allocate 30, 40, 35 and 50 MiB, each freed at its end. The first,
+    second and fourth tensor need new segments, 120 MiB; the third one fits that of the second.
+    """
+
+    def __init__(self, chain: Chain, replay: Replay) -> None:
+        kinds, steps = chain.profile.kinds, replay.steps
+        self._kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
+        self._held_bytes = chain.weight_bytes + _buffers(chain)
+        sizes = list[tuple[int, list[int], Tape, NDArray[np.float64]]]()
+        largest = np.full(
+            len(steps) + 1, segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
+        )
+        for regime in {step.regime for step in steps}:
+            places = [place for place, step in enumerate(steps) if step.regime == regime]
+            values = np.array([steps[place].values for place in places], np.float64).T
+            for number, kind in enumerate(kinds):
+                tape = kind.tapes[regime]
+                made, moved = (
+                    evaluate_each(rules_of(rules), values)
+                    for rules in (tape.sizes, [read.size for read in tape.reads])
+                )
+                sizes.append((number, places, tape, made))
+                most = np.concatenate([made, moved]).max(axis=0, initial=0)
+                segments = -(-most // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+                after = np.add(places, 1)
+                largest[after] = np.maximum(largest[after], segments)
+        self._largest_segments = np.maximum.accumulate(largest)
+        grown = np.zeros((len(steps), len(kinds)), np.int64)
+        for number, places, tape, made in sizes:
+            grown[places, number] = _large_bytes(tape, made, self._largest_segments[places])
+        self._grown_bytes = np.cumsum(grown, axis=0)
+
+    def bounds(self, room_bytes: int) -> NDArray[np.int64]:
+        """[start, stop]: never more than what stages reserve that leave so much room."""
+        num_steps = int(np.searchsorted(self._largest_segments[1:], room_bytes, "right"))
+        bounds = self._held_bytes.copy()
+        if num_steps:
+            grown = self._grown_bytes[num_steps - 1, self._kinds]
+            bounds[:-1, 1:] += np.maximum.accumulate(np.triu(np.tile(grown, (len(grown), 1))), 1)
+        return bounds
+
+
+def _large_bytes(
+    tape: Tape, sizes: NDArray[np.float64], least: NDArray[np.int64]
+) -> NDArray[np.float64]:
+    """[steps]: the most bytes at a time of a block's own tensors that are larger than `least`."""
+    large = np.where(sizes > least, sizes, 0)
+    numbers = {*np.flatnonzero(large.any(axis=1)).tolist()}
+    alive = most = np.zeros(len(least))
+    made = itertools.count()
+    for event in tape.events:
+        if event is None:
+            if (number := next(made)) in numbers:
+                alive = alive + large[number]
+                most = np.maximum(most, alive)
+        elif event.origin == "own" and event.index in numbers:
+            alive = alive - large[event.index]
+    return most
 
 
 def between(values: ArrayLike) -> NDArray[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from duoka.forecast.costs import Costs
 
@@ -39,9 +38,8 @@ class KnownBytes:
             bound = np.where(stages, least, np.inf)
             self.bytes |= {(budget, place): bound for budget in budgets}
         self.fits = {key: bound <= costs.usable_bytes(key[0]) for key, bound in self.bytes.items()}
+        self._knows_room = False
         self._exact: set[tuple[tuple[int, int], int]] = set()
-        # The longest stages, by budget, that were looked at and don't exceed it by far.
-        self._modest = dict.fromkeys(budgets, 0)
 
     def key(self, budget: int, place: int) -> tuple[int, int]:
         """Where a stage at a place from the end is looked up."""
@@ -56,6 +54,10 @@ class KnownBytes:
         # mostly they are all needed. But what is tightest is likeliest to be refused, and then the
         # next optimum has other stages: the rest isn't worth its replays.
         as_thought = True
+        if not self._knows_room:
+            self._refuse_without_room()
+            if not all(self.fits[key][start, stop] for start, stop, key in stages):
+                return False
         for start, stop, key in sorted(
             stages, key=lambda stage: stage[2][0] - self.bytes[stage[2]][stage[:2]]
         ):
@@ -67,7 +69,7 @@ class KnownBytes:
             alike = self._alike == number
             requested = self._costs.requested_bytes(start, stop, budget, place=place)
             if requested is None or requested > budget:
-                self._refuse(start, stop, key)
+                self.fits[key] = self.fits[key] & ~alike
                 return False
             bounds = self.bytes[key][alike]
             assert requested >= bounds.max(), "the lower bound is none"
@@ -76,30 +78,10 @@ class KnownBytes:
                 self.bytes[key] = np.where(alike, requested, self.bytes[key])
         return as_thought
 
-    def _refuse(self, start: int, stop: int, key: tuple[int, int]) -> None:
-        """Rule out a stage that doesn't fit, and all that are like it.
-
-        Where room has to be left, look for a shorter stage that exceeds the budget by far, by
-        halves: it rules out every stage that contains it, on this budget and on smaller ones.
-        """
-        budget, place = key
-        self.fits[key] = self.fits[key] & (self._alike != self._alike[start, stop])
-        if self.usable_bytes(budget) == budget:
-            return
-        while (length := (self._modest[budget] + stop - start) // 2) > self._modest[budget]:
-            # A run behind the first block and before the last one is within most stages.
-            ends = stop == len(self._alike) - 1
-            start, stop = (start, start + length) if ends else (stop - length, stop)
-            if not self._costs.exceeds(start, stop, budget, place=place):
-                self._modest[budget] = length
-                return
-            refused = _containing(self._alike == self._alike[start, stop])
-            for other in self.fits:
-                if other[0] <= budget and other[1] == place:
-                    self.fits[other] = self.fits[other] & ~refused
-
-
-def _containing(stages: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """[start, stop]: whether a stage contains one of these."""
-    inside = np.logical_or.accumulate(stages, axis=1)
-    return np.asarray(np.logical_or.accumulate(inside[::-1], axis=0)[::-1])
+    def _refuse_without_room(self) -> None:
+        """Rule out the stages that leave no room by lower bounds of what they reserve."""
+        self._knows_room = True
+        for (budget, place), fits in self.fits.items():
+            reserved = self._costs.room_bounds(budget)
+            if reserved is not None:
+                self.fits[budget, place] = fits & (reserved <= self.usable_bytes(budget))
