@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from duoka.forecast.costs import Costs
+from duoka.hardware.fleet import Fleet
 
 from .dynamic_programme import Floats
 
@@ -20,23 +21,19 @@ class KnownBytes:
     """
 
     def __init__(
-        self,
-        costs: Costs,
-        budgets: Sequence[int],
-        num_places: int,
-        alternatives: Sequence[Costs] = (),
+        self, costs: Costs, fleet: Fleet, alternatives: Sequence[Costs] = ()
     ) -> None:
         shape = (costs.num_blocks + 1, costs.num_blocks + 1)
         stages = np.triu(np.ones(shape, dtype=bool), 1)
         self._costs = costs
         self.usable_bytes = costs.usable_bytes
         self._alike = np.where(stages, costs.alike, -1)
-        self.num_places = min(num_places, costs.num_places)
+        self.num_places = min(len(fleet.devices), costs.num_blocks, costs.num_places)
         self.bytes: dict[tuple[int, int], Floats] = {}
         for place in range(1, self.num_places + 1):
             least = np.minimum.reduce([c.bounds_at(place) for c in (costs, *alternatives)])
             bound = np.where(stages, least, np.inf)
-            self.bytes |= {(budget, place): bound for budget in budgets}
+            self.bytes |= {(device.budget_bytes, place): bound for device in fleet.devices}
         self.fits = {key: bound <= costs.usable_bytes(key[0]) for key, bound in self.bytes.items()}
         self._knows_room = False
         self._exact: set[tuple[tuple[int, int], int]] = set()
