@@ -22,6 +22,9 @@ from .device_memory import BACK, sizes_of
 from .profile import Key, Rule, evaluate
 
 
+_MOST_ALIVE = 64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
     """What a stage does in one step, whatever the sizes.
@@ -76,7 +79,8 @@ class StageCompiler:
         }
         self.alive = {key: next(slots) for key in alive}
         self._num_slots = next(slots)
-        self._moves = array("q")  # slot, index of a size or BACK, whether it is a cache
+        self._programs = list[bytes]()  # the moves so far, but for the last ones
+        self._moves: list[int] = []  # slot, index of a size or BACK, whether it is a cache
         # Copies of copies: they live as long as what they were made from.
         self._detoured: dict[Key, dict[tuple[str, ...], int]] = {}
         self._moved: list[Rule] = []
@@ -101,9 +105,10 @@ class StageCompiler:
             self._move_in(block)
             self._run_block(block)
             is_steady = before[2:] == (len(self._moved), len(self.alive)) and not self._detoured
-            if is_steady and alive is not None:
+            if is_steady and alive is not None:  # as long as before, too
                 index += self._repeat(block, order[index:], alive, before[0], before[1])
-            alive = dict(self.alive) if is_steady else None
+            # A backward pass needs much of what is alive, and copying it would take long.
+            alive = dict(self.alive) if len(self.alive) <= _MOST_ALIVE else None
 
     def _repeat(
         self, block: int, ahead: Sequence[int], before: dict[Key, int], move: int, slot: int
@@ -134,7 +139,8 @@ class StageCompiler:
             further = np.where(moves[:, 0] < self._num_inputs, kept, taken)
             moves = np.tile(moves, (number, 1, 1))
             moves[:, :, 0] += np.arange(1, number + 1)[:, None] * further
-            self._moves.frombytes(moves.tobytes())
+            self._programs += [array("q", self._moves).tobytes(), moves.tobytes()]
+            self._moves = []
             for times, index in enumerate(ahead[:number], 1):
                 self._caches[index] = [
                     old + times * (kept if old < self._num_inputs else taken)
@@ -162,10 +168,10 @@ class StageCompiler:
         """Free something, and its copies, if it is there."""
         slot = self.alive.pop(key, None)
         if slot is not None:
-            self._moves.extend((slot, BACK, False))
+            self._moves += (slot, BACK, False)
         if self._detoured:
             for copy in self._detoured.pop(key, {}).values():
-                self._moves.extend((copy, BACK, False))
+                self._moves += (copy, BACK, False)
 
     def release_all(self) -> None:
         """Free whatever there is but caches."""
@@ -176,7 +182,7 @@ class StageCompiler:
         """What was compiled."""
         caches = self._caches.values()
         return StageProgram(
-            moves=self._moves.tobytes(),
+            moves=b"".join([*self._programs, array("q", self._moves).tobytes()]),
             examples=tuple(self._examples.values()),
             moved=tuple(self._moved),
             num_kept=tuple(map(len, caches)),
@@ -200,7 +206,7 @@ class StageCompiler:
                 slot = caches[number]
                 assert slot is not None, "a cache entry is dropped twice"
                 caches[number] = None
-                self._moves.extend((slot, BACK, True))
+                self._moves += (slot, BACK, True)
             elif code == MULTIPLY:
                 if self._workspace_bytes and not self._takes_workspace:
                     self._take_moved((float(self._workspace_bytes),))
@@ -213,7 +219,7 @@ class StageCompiler:
         """Allocate by the index of a size; the slot."""
         slot = self._num_slots
         self._num_slots += 1
-        self._moves.extend((slot, size, is_cached))
+        self._moves += (slot, size, is_cached)
         return slot
 
     def _move_in(self, block: int) -> None:

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
+import numpy as np
+
 from .alloc_events import AllocEvents, Step
 from .alloc_program import StageCompiler, StageProgram
 from .allocator import OutOfCapacity, rounded_bytes, segment_bytes
-from .device_memory import Held, new_memory
+from .device_memory import Held, new_memory, sizes_of
 from .profile import Phase, Profile, buffer_bytes, evaluate
 from .stage_bytes import StageBytes
 from .workload import Workload
@@ -179,11 +181,11 @@ class StageRun:
     def run(self) -> StageBytes:
         """Replay it; `OutOfCapacity` where it doesn't fit."""
         memory = self.memory
-        for kind in self.kinds:
-            for size in kind.weight_bytes:
-                memory.hold(size)
-        for size in buffer_bytes(self.profile.streamed_bytes(self.blocks)):
-            memory.hold(size)
+        sizes = [size for kind in self.kinds for size in kind.weight_bytes]
+        sizes += buffer_bytes(self.profile.streamed_bytes(self.blocks))
+        numbers = np.arange(len(sizes))
+        moves = np.stack([numbers, numbers, np.zeros_like(numbers)], axis=1)
+        memory.run(moves.tobytes(), sizes_of(sizes), [], ())
         weights = memory.allocated
         caches, gradients = self.run_steps()
         optimizer = memory.aside_at_peak

@@ -55,15 +55,23 @@ class Chain:
         """[start, stop]: equal numbers only where the signatures are equal."""
         last, num = len(self.profile.blocks) - 1, len(self)
         alike = np.zeros((num + 1, num + 1), np.int64)
-        # A stage is what it is without its last block, that block, and how far it is behind.
-        numbers: dict[tuple[Any, ...], int] = {}
-        for start in range(num):
-            number = 0
-            for stop, index in enumerate(self.blocks[start:], start + 1):
-                gap = index - self.blocks[stop - 2] if stop > start + 1 else 0
-                kind, tied = self.profile.blocks[index].kind, tuple(self.attached[index])
-                key = number, kind, tied, gap, index == 0, index == last
-                number = alike[start, stop] = numbers.setdefault(key, len(numbers) + 1)
+        codes: dict[tuple[Any, ...], int] = {}
+        # [whether it begins the stage, block]: a number for what there is to a block in a stage.
+        blocks = np.zeros((2, num), np.int64)
+        for place, index in enumerate(self.blocks):
+            kind, tied = self.profile.blocks[index].kind, tuple(self.attached[index])
+            for begins in (0, 1):
+                gap = 0 if begins or not place else index - self.blocks[place - 1]
+                code = kind, tied, gap, index == 0, index == last
+                blocks[begins, place] = codes.setdefault(code, len(codes))
+        # A stage is what it is without its last block, and that block.
+        starts, numbers, most = np.arange(num), blocks[1], len(codes)
+        for length in range(1, num + 1):
+            _, numbers = np.unique(numbers, return_inverse=True)
+            alike[starts, starts + length] = numbers + most
+            most += int(numbers.max()) + 1
+            starts = starts[:-1]
+            numbers = numbers[:-1] * len(codes) + blocks[0, length:]
         return alike
 
     @cached_property
