@@ -21,7 +21,7 @@ from .allocator import rounded_bytes
 from .latency import LatencyModel
 from .optimizer_memory import MOST_TEMPORARIES, state_bytes
 from .profile import Kind, Profile, Ref, evaluate
-from .replay import Replay, RoomExceeded, stage_signature
+from .replay import Replay, stage_signature
 from .replay_serving import ServingReplay
 from .replay_training import ACCUMULATE, BACKWARD, FORWARD, TrainingReplay, in_flight
 from .serving import SERVING_MONOMIALS
@@ -163,14 +163,7 @@ class Costs:
         if key in self._narrow:
             return None
         if key not in self._peaks:
-            usable = self.usable_bytes(budget_bytes)
-            try:
-                self._peaks[key] = self._full_at(place).run(
-                    blocks, budget_bytes, usable_bytes=usable
-                )
-            except RoomExceeded:
-                self._narrow.add(key)
-                return None
+            self._peaks[key] = self._full_at(place).run(blocks, budget_bytes)
         return self._with_room(self._peaks[key], budget_bytes)
 
     def room_bounds(self, budget_bytes: int) -> Ints | None:
