@@ -22,9 +22,6 @@ from .device_memory import BACK, sizes_of
 from .profile import Key, Rule, evaluate
 
 
-_MOST_ALIVE = 64
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
     """What a stage does in one step, whatever the sizes.
@@ -79,8 +76,7 @@ class StageCompiler:
         }
         self.alive = {key: next(slots) for key in alive}
         self._num_slots = next(slots)
-        self._programs = list[bytes]()  # the moves so far, but for the last ones
-        self._moves: list[int] = []  # slot, index of a size or BACK, whether it is a cache
+        self._moves = array("q")  # slot, index of a size or BACK, whether it is a cache
         # Copies of copies: they live as long as what they were made from.
         self._detoured: dict[Key, dict[tuple[str, ...], int]] = {}
         self._moved: list[Rule] = []
@@ -90,42 +86,53 @@ class StageCompiler:
         *firsts, self._num_sizes = itertools.accumulate(numbers, initial=0)
         self._first_sizes = dict(zip(self._examples, firsts, strict=True))
 
-    def run(self, order: Sequence[int]) -> None:
+    def run(self, order: range) -> None:
         """Go through blocks, one after the other; those of other stages end things too."""
-        index, alive = 0, None
-        while index < len(order):
-            block = order[index]
-            index += 1
+        alive: dict[Key, int] | None = None
+        while order:
+            block, order = order[0], order[1:]
             if block not in self.blocks:
                 alive = None
                 for ref in self.events.foreign_frees(block, self.step):
                     self.release(self.events.key_of(block, ref, self.step))
                 continue
-            before = len(self._moves), self._num_slots, len(self._moved), len(self.alive)
+            move, slot, *before = (
+                len(self._moves),
+                self._num_slots,
+                len(self._moved),
+                len(self.alive),
+            )
             self._move_in(block)
             self._run_block(block)
-            is_steady = before[2:] == (len(self._moved), len(self.alive)) and not self._detoured
-            if is_steady and alive is not None:  # as long as before, too
-                index += self._repeat(block, order[index:], alive, before[0], before[1])
-            # A backward pass needs much of what is alive, and copying it would take long.
-            alive = dict(self.alive) if len(self.alive) <= _MOST_ALIVE else None
+            is_steady = before == [len(self._moved), len(self.alive)] and not self._detoured
+            if is_steady and alive is not None:
+                order = order[self._repeat(block, order, alive, move, slot) :]
+            alive = dict(self.alive) if is_steady else None
 
     def _repeat(
-        self, block: int, ahead: Sequence[int], before: dict[Key, int], move: int, slot: int
+        self, block: int, order: range, before: dict[Key, int], move: int, slot: int
     ) -> int:
-        """Repeat a block's moves, those from `move` on, for the blocks like it that follow.
+        """Repeat the moves of a block for the blocks like it that follow; how many these are.
 
-        Returns how many there are. If a block leaves alive the tensors that were alive `before` it,
-        each of one block later, then the next block of its kind finds the same situation: its moves
-        are the same but for the slots, which are as many further as the block has taken, from
-        `slot` on. Tensors from further back than the block refers to may stay alive as they are.
+        If a block leaves alive the tensors that were alive `before` it, each of one block later,
+        the next block of its kind finds what this one found: by induction, its moves are those from
+        `move` on. Only slots are others, as many further as this block has taken from `slot` on.
+        A tensor may also stay as it is if it is from further back than blocks of this kind refer.
         """
-        number, tape = 0, self.events.tape(block, self.step)
-        refs = [ref for ref in (*tape.events, *(read.ref for read in tape.reads)) if ref is not None]
+        profile, tape = self.events.profile, self.events.tape(block, self.step)
+        kept, taken = self._num_kept[block], self._num_slots - slot
+        refs = [*filter(None, tape.events), *(read.ref for read in tape.reads)]
         reach = block - max((ref.back for ref in refs), default=0)
-        if all(index in self.blocks for index in range(reach, block)):
-            number = self._num_alike(block, ahead)
-        taken, alive = self._num_slots - slot, dict[Key, int]()
+        if not (order and order[0] == block + 1 and self.blocks >= {*range(reach, block)}):
+            return 0
+        others = dict(profile.regimes[self.events.steps[self.step].regime].carried)
+        alike = (profile.blocks[block].kind, kept, False)
+        number = 0
+        for index in order:
+            if (profile.blocks[index].kind, self._num_kept.get(index), index in others) != alike:
+                break
+            number += 1
+        alive: dict[Key, int] = {}
         for (key, old), (later, new) in zip(before.items(), self.alive.items(), strict=True):
             if (later, new) == ((key[0] + 1, key[1]), old + taken):
                 alive[later[0] + number, later[1]] = new + number * taken
@@ -133,45 +140,26 @@ class StageCompiler:
                 alive[key] = old
             else:
                 return 0
-        if number:
-            moves = np.array(self._moves[move:]).reshape(-1, 3)
-            kept = self._num_kept[block]
-            further = np.where(moves[:, 0] < self._num_inputs, kept, taken)
-            moves = np.tile(moves, (number, 1, 1))
-            moves[:, :, 0] += np.arange(1, number + 1)[:, None] * further
-            self._programs += [array("q", self._moves).tobytes(), moves.tobytes()]
-            self._moves = []
-            for times, index in enumerate(ahead[:number], 1):
-                self._caches[index] = [
-                    old + times * (kept if old < self._num_inputs else taken)
-                    for old in self._caches[block]
-                ]
-            self.alive, self._num_slots = alive, self._num_slots + number * taken
+        self.alive, self._num_slots = alive, self._num_slots + number * taken
+        moves = np.tile(np.array(self._moves[move:]).reshape(-1, 3), (number, 1, 1))
+        further = np.where(moves[:, :, 0] < self._num_inputs, kept, taken)
+        moves[:, :, 0] += np.arange(1, number + 1)[:, None] * further
+        self._moves.frombytes(moves.tobytes())
+        for times, index in enumerate(order[:number], 1):
+            self._caches[index] = [
+                old + times * (kept if old < self._num_inputs else taken)
+                for old in self._caches[block]
+            ]
         return number
-
-    def _num_alike(self, block: int, ahead: Sequence[int]) -> int:
-        """How many blocks right behind a block are of its kind, with as many caches as it had."""
-        kinds = self.events.profile.blocks
-        regime = self.events.profile.regimes[self.events.steps[self.step].regime]
-        others = {maker for maker, _ in regime.carried}
-        for number, (index, expected) in enumerate(zip(ahead, itertools.count(block + 1))):
-            if (
-                index != expected
-                or index in others
-                or self._num_kept.get(index) != self._num_kept[block]
-                or kinds[index].kind != kinds[block].kind
-            ):
-                return number
-        return len(ahead)
 
     def release(self, key: Key) -> None:
         """Free something, and its copies, if it is there."""
         slot = self.alive.pop(key, None)
         if slot is not None:
-            self._moves += (slot, BACK, False)
+            self._moves.extend((slot, BACK, False))
         if self._detoured:
             for copy in self._detoured.pop(key, {}).values():
-                self._moves += (copy, BACK, False)
+                self._moves.extend((copy, BACK, False))
 
     def release_all(self) -> None:
         """Free whatever there is but caches."""
@@ -182,7 +170,7 @@ class StageCompiler:
         """What was compiled."""
         caches = self._caches.values()
         return StageProgram(
-            moves=b"".join([*self._programs, array("q", self._moves).tobytes()]),
+            moves=self._moves.tobytes(),
             examples=tuple(self._examples.values()),
             moved=tuple(self._moved),
             num_kept=tuple(map(len, caches)),
@@ -206,7 +194,7 @@ class StageCompiler:
                 slot = caches[number]
                 assert slot is not None, "a cache entry is dropped twice"
                 caches[number] = None
-                self._moves += (slot, BACK, True)
+                self._moves.extend((slot, BACK, True))
             elif code == MULTIPLY:
                 if self._workspace_bytes and not self._takes_workspace:
                     self._take_moved((float(self._workspace_bytes),))
@@ -219,7 +207,7 @@ class StageCompiler:
         """Allocate by the index of a size; the slot."""
         slot = self._num_slots
         self._num_slots += 1
-        self._moves += (slot, size, is_cached)
+        self._moves.extend((slot, size, is_cached))
         return slot
 
     def _move_in(self, block: int) -> None:

@@ -167,8 +167,8 @@ class Costs:
         return self._with_room(self._peaks[key], budget_bytes)
 
     def room_bounds(self, budget_bytes: int) -> Ints | None:
-        """[start, stop]: never more than what stages reserve that leave room; None without room."""
-        if self.room is None:
+        """[start, stop]: never more than what stages reserve that leave room; None if unknown."""
+        if self.room is None or self.workload.training is not None:
             return None
         if self._growth is None:
             self._growth = Growth(self._chain, self._full_at(1))
@@ -312,10 +312,6 @@ class TrainingCosts(Costs):
     def has_returns(self) -> bool:
         """A replay of training knows nothing of copies by way of a third device."""
         return False
-
-    def room_bounds(self, budget_bytes: int) -> None:
-        """None: the steps of training are alike."""
-        return None
 
     @property
     def time_objective(self) -> Literal["latency", "throughput"]:

@@ -103,16 +103,14 @@ def rules_of(rules: Sequence[Rule]) -> Rules:
     return np.array(padded, np.float64).reshape(len(rules), longest)
 
 
-def evaluate_all(rules: Rules, values: Sequence[int]) -> list[int]:
-    """What `evaluate` gives for each of the rules, all at once, at most `END_OF_ADDRESSES`."""
-    sizes: list[int] = evaluate_each(rules, np.asarray(values)).astype(np.int64).tolist()
-    return sizes
+def evaluate_all(rules: Rules, values: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """What `evaluate` gives for each of the rules, all at once, at most `END_OF_ADDRESSES`.
 
-
-def evaluate_each(rules: Rules, values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The same as numbers, for one step or for several, [monomials, steps]."""
+    The values are those of one step, or of several steps: [monomials, steps].
+    """
     both = min(rules.shape[1], len(values))
-    return np.minimum(np.rint(rules[:, :both] @ values[:both]), END_OF_ADDRESSES)
+    exact = np.rint(rules[:, :both] @ values[:both])
+    return np.minimum(exact, END_OF_ADDRESSES).astype(np.int64)
 
 
 Key = tuple[int, int]

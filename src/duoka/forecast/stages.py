@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .alloc_program import StageProgram
 from .allocator import LARGE_REQUEST_BYTES, SEGMENT_ROUND_BYTES, rounded_bytes, segment_bytes
-from .profile import Profile, Ref, Tape, buffer_bytes, evaluate, evaluate_each, rules_of
+from .profile import Profile, Ref, Tape, buffer_bytes, evaluate, evaluate_all, rules_of
 from .replay import Replay
 
 
@@ -53,25 +53,27 @@ class Chain:
     @cached_property
     def alike(self) -> NDArray[np.int64]:
         """[start, stop]: equal numbers only where the signatures are equal."""
-        last, num = len(self.profile.blocks) - 1, len(self)
+        kinds, last, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
         alike = np.zeros((num + 1, num + 1), np.int64)
         codes: dict[tuple[Any, ...], int] = {}
-        # [whether it begins the stage, block]: a number for what there is to a block in a stage.
-        blocks = np.zeros((2, num), np.int64)
-        for place, index in enumerate(self.blocks):
-            kind, tied = self.profile.blocks[index].kind, tuple(self.attached[index])
-            for begins in (0, 1):
-                gap = 0 if begins or not place else index - self.blocks[place - 1]
-                code = kind, tied, gap, index == 0, index == last
-                blocks[begins, place] = codes.setdefault(code, len(codes))
+        # A number for each block: where it begins a stage, and with its gap, where it doesn't.
+        first, later = (
+            np.array(
+                [
+                    codes.setdefault(
+                        (kinds[at].kind, *self.attached[at], gap, at == 0, at == last), len(codes)
+                    )
+                    for at, gap in zip(self.blocks, gaps, strict=True)
+                ]
+            )
+            for gaps in ([0] * num, np.diff(self.blocks, prepend=-1).tolist())
+        )
         # A stage is what it is without its last block, and that block.
-        starts, numbers, most = np.arange(num), blocks[1], len(codes)
+        starts, numbers = np.arange(num), first
         for length in range(1, num + 1):
             _, numbers = np.unique(numbers, return_inverse=True)
-            alike[starts, starts + length] = numbers + most
-            most += int(numbers.max()) + 1
-            starts = starts[:-1]
-            numbers = numbers[:-1] * len(codes) + blocks[0, length:]
+            alike[starts, starts + length] = numbers + alike.max() + 1
+            starts, numbers = starts[:-1], numbers[:-1] * len(codes) + later[length:]
         return alike
 
     @cached_property
@@ -155,59 +157,46 @@ class Growth:
     """
 
     def __init__(self, chain: Chain, replay: Replay) -> None:
-        kinds, steps = chain.profile.kinds, replay.steps
+        kinds, regimes = chain.profile.kinds, np.array([step.regime for step in replay.steps])
         self._kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
         self._held_bytes = chain.weight_bytes + _buffers(chain)
-        sizes = list[tuple[int, list[int], Tape, NDArray[np.float64]]]()
-        largest = np.full(
-            len(steps) + 1, segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
-        )
-        for regime in {step.regime for step in steps}:
-            places = [place for place, step in enumerate(steps) if step.regime == regime]
-            values = np.array([steps[place].values for place in places], np.float64).T
-            for number, kind in enumerate(kinds):
-                tape = kind.tapes[regime]
-                made, moved = (
-                    evaluate_each(rules_of(rules), values)
-                    for rules in (tape.sizes, [read.size for read in tape.reads])
-                )
-                sizes.append((number, places, tape, made))
-                most = np.concatenate([made, moved]).max(axis=0, initial=0)
-                segments = -(-most // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
-                after = np.add(places, 1)
-                largest[after] = np.maximum(largest[after], segments)
-        self._largest_segments = np.maximum.accumulate(largest)
-        grown = np.zeros((len(steps), len(kinds)), np.int64)
-        for number, places, tape, made in sizes:
-            grown[places, number] = _large_bytes(tape, made, self._largest_segments[places])
-        self._grown_bytes = np.cumsum(grown, axis=0)
+        most, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes)), np.int64)
+        sizes = dict[tuple[int, int], NDArray[np.int64]]()
+        for kind, regime in itertools.product(range(len(kinds)), {*regimes.tolist()}):
+            tape, at = kinds[kind].tapes[regime], regimes == regime
+            rules = rules_of([*tape.sizes, *(read.size for read in tape.reads)])
+            values = [step.values for step in replay.steps if step.regime == regime]
+            sizes[kind, regime] = evaluate_all(rules, np.array(values).T)
+            most[at] = np.maximum(most[at], sizes[kind, regime].max(axis=0, initial=0))
+        least = segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
+        segments = -(-most // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+        self._largest_segments = np.maximum.accumulate([least, *segments])
+        for (kind, regime), of_step in sizes.items():
+            at, alive = regimes == regime, _alive(kinds[kind].tapes[regime])
+            large = np.where(of_step > self._largest_segments[:-1][at], of_step, 0)[: len(alive)]
+            some = large.any(axis=1)
+            grown[kind, at] = (alive[:, some] @ large[some]).max(axis=0, initial=0)
+        self._grown_bytes = np.cumsum(grown, axis=1)
 
     def bounds(self, room_bytes: int) -> NDArray[np.int64]:
         """[start, stop]: never more than what stages reserve that leave so much room."""
         num_steps = int(np.searchsorted(self._largest_segments[1:], room_bytes, "right"))
         bounds = self._held_bytes.copy()
         if num_steps:
-            grown = self._grown_bytes[num_steps - 1, self._kinds]
+            grown = self._grown_bytes[self._kinds, num_steps - 1]
             bounds[:-1, 1:] += np.maximum.accumulate(np.triu(np.tile(grown, (len(grown), 1))), 1)
         return bounds
 
 
-def _large_bytes(
-    tape: Tape, sizes: NDArray[np.float64], least: NDArray[np.int64]
-) -> NDArray[np.float64]:
-    """[steps]: the most bytes at a time of a block's own tensors that are larger than `least`."""
-    large = np.where(sizes > least, sizes, 0)
-    numbers = {*np.flatnonzero(large.any(axis=1)).tolist()}
-    alive = most = np.zeros(len(least))
-    made = itertools.count()
+def _alive(tape: Tape) -> NDArray[np.float64]:
+    """[when one is made, tensors]: 1 where a tensor of a block's own is alive."""
+    alive, made = np.tri(len(tape.sizes)), 0
     for event in tape.events:
         if event is None:
-            if (number := next(made)) in numbers:
-                alive = alive + large[number]
-                most = np.maximum(most, alive)
-        elif event.origin == "own" and event.index in numbers:
-            alive = alive - large[event.index]
-    return most
+            made += 1
+        elif event.origin == "own":
+            alive[made:, event.index] = 0
+    return alive
 
 
 def between(values: ArrayLike) -> NDArray[Any]:

@@ -197,15 +197,13 @@ def _best(
 def _on_fewest(chunked: Sequence[Costs], problem: PlanProblem, source: str) -> Plan | NoPlacement:
     """The plan with the fewest devices, and of those the one with the largest chunk."""
     shortage = NoPlacement()
-    memories = dict[Costs, KnownBytes]()
+    memories = [KnownBytes(costs, problem.fleet) for costs in chunked]
     try:
         for limits in _limits_to_try(chunked, problem):
-            for costs in chunked:
+            for costs, memory in zip(chunked, memories, strict=True):
                 limited = replace(problem, limits=limits)
                 try:
-                    if costs not in memories:
-                        memories[costs] = KnownBytes(costs, problem.fleet)
-                    solution, peaks = _search(costs, limited, memories[costs])
+                    solution, peaks = _search(costs, limited, memory)
                     plan = _plan(costs, solution, peaks, problem, source)
                     return _with_pages(plan, costs, solution)
                 except NoPlacement as none:

@@ -20,9 +20,7 @@ class KnownBytes:
     these still hold. A stage that is refused is refused for all that are like it.
     """
 
-    def __init__(
-        self, costs: Costs, fleet: Fleet, alternatives: Sequence[Costs] = ()
-    ) -> None:
+    def __init__(self, costs: Costs, fleet: Fleet, alternatives: Sequence[Costs] = ()) -> None:
         shape = (costs.num_blocks + 1, costs.num_blocks + 1)
         stages = np.triu(np.ones(shape, dtype=bool), 1)
         self._costs = costs

@@ -144,10 +144,6 @@ class Problem:
             self._refuse_impossible()
         return NoPlacement(self)
 
-    def conceivable(self) -> bool:
-        """Whether any placement may fit, as far as is known."""
-        return self.fewest() is not None
-
     def fewest(self) -> int | None:
         """On how few devices a placement may fit, as far as is known; None where on no number."""
         optimum = self._programme().fewest()

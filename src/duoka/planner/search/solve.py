@@ -135,7 +135,7 @@ def conceivable(
     )
     if strategy == "sequential":
         return _furthest(problem, first.num_blocks, len(fleet.devices)) is not None
-    return problem.conceivable()
+    return problem.fewest() is not None
 
 
 def fewest(costs: Sequence[Costs], fleet: Fleet, *, limits: Limits = NO_LIMITS) -> int:
