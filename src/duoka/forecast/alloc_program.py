@@ -96,17 +96,12 @@ class StageCompiler:
                 for ref in self.events.foreign_frees(block, self.step):
                     self.release(self.events.key_of(block, ref, self.step))
                 continue
-            move, slot, *before = (
-                len(self._moves),
-                self._num_slots,
-                len(self._moved),
-                len(self.alive),
-            )
+            before = len(self._moves), self._num_slots, len(self._moved), len(self.alive)
             self._move_in(block)
             self._run_block(block)
-            is_steady = before == [len(self._moved), len(self.alive)] and not self._detoured
+            is_steady = before[2:] == (len(self._moved), len(self.alive)) and not self._detoured
             if is_steady and alive is not None:
-                order = order[self._repeat(block, order, alive, move, slot) :]
+                order = order[self._repeat(block, order, alive, *before[:2]) :]
             alive = dict(self.alive) if is_steady else None
 
     def _repeat(
@@ -127,11 +122,8 @@ class StageCompiler:
             return 0
         others = dict(profile.regimes[self.events.steps[self.step].regime].carried)
         alike = (profile.blocks[block].kind, kept, False)
-        number = 0
-        for index in order:
-            if (profile.blocks[index].kind, self._num_kept.get(index), index in others) != alike:
-                break
-            number += 1
+        each = ((profile.blocks[at].kind, self._num_kept.get(at), at in others) for at in order)
+        number = next((count for count, one in enumerate(each) if one != alike), len(order))
         alive: dict[Key, int] = {}
         for (key, old), (later, new) in zip(before.items(), self.alive.items(), strict=True):
             if (later, new) == ((key[0] + 1, key[1]), old + taken):
@@ -145,11 +137,10 @@ class StageCompiler:
         further = np.where(moves[:, :, 0] < self._num_inputs, kept, taken)
         moves[:, :, 0] += np.arange(1, number + 1)[:, None] * further
         self._moves.frombytes(moves.tobytes())
+        caches = np.array(self._caches[block], np.int64)
+        further = np.where(caches < self._num_inputs, kept, taken)
         for times, index in enumerate(order[:number], 1):
-            self._caches[index] = [
-                old + times * (kept if old < self._num_inputs else taken)
-                for old in self._caches[block]
-            ]
+            self._caches[index] = (caches + times * further).tolist()
         return number
 
     def release(self, key: Key) -> None:

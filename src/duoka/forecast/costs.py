@@ -166,10 +166,10 @@ class Costs:
             self._peaks[key] = self._full_at(place).run(blocks, budget_bytes)
         return self._with_room(self._peaks[key], budget_bytes)
 
-    def room_bounds(self, budget_bytes: int) -> Ints | None:
-        """[start, stop]: never more than what stages reserve that leave room; None if unknown."""
+    def room_bounds(self, budget_bytes: int) -> Ints:
+        """[start, stop]: never more than what stages reserve that leave the room asked for."""
         if self.room is None or self.workload.training is not None:
-            return None
+            return np.zeros_like(self.lower_bound_bytes)
         if self._growth is None:
             self._growth = Growth(self._chain, self._full_at(1))
         return self._growth.bounds(self.room(budget_bytes))

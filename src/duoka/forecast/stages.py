@@ -56,20 +56,12 @@ class Chain:
         kinds, last, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
         alike = np.zeros((num + 1, num + 1), np.int64)
         codes: dict[tuple[Any, ...], int] = {}
-        # A number for each block: where it begins a stage, and with its gap, where it doesn't.
-        first, later = (
-            np.array(
-                [
-                    codes.setdefault(
-                        (kinds[at].kind, *self.attached[at], gap, at == 0, at == last), len(codes)
-                    )
-                    for at, gap in zip(self.blocks, gaps, strict=True)
-                ]
-            )
-            for gaps in ([0] * num, np.diff(self.blocks, prepend=-1).tolist())
-        )
-        # A stage is what it is without its last block, and that block.
-        starts, numbers = np.arange(num), first
+        keys = [(kinds[at].kind, *self.attached[at], at == 0, at == last) for at in self.blocks]
+        gaps = np.diff(self.blocks, prepend=-1).tolist()
+        first = [codes.setdefault((0, *key), len(codes)) for key in keys]
+        later = [codes.setdefault(key, len(codes)) for key in zip(gaps, keys, strict=True)]
+        # A stage is what it is without its last block, and that block, with the gap before it.
+        starts, numbers = np.arange(num), np.array(first)
         for length in range(1, num + 1):
             _, numbers = np.unique(numbers, return_inverse=True)
             alike[starts, starts + length] = numbers + alike.max() + 1
@@ -128,7 +120,7 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     bounds = np.zeros((num + 1, num + 1), np.int64)
     ahead = np.triu(np.ones((num, num), np.bool_))
     starts, places = np.arange(num)[:, None], np.arange(num)
-    for step in _largest(replay, costs):
+    for step in range(len(replay.steps)):
         before, after, peaks, fuller, back = costs[step].T
         grown = np.concatenate([[0], np.cumsum(after)])
         to_grow = np.concatenate([[0], np.cumsum(before)])
@@ -160,7 +152,7 @@ class Growth:
         kinds, regimes = chain.profile.kinds, np.array([step.regime for step in replay.steps])
         self._kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
         self._held_bytes = chain.weight_bytes + _buffers(chain)
-        most, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes)), np.int64)
+        most, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
         sizes = dict[tuple[int, int], NDArray[np.int64]]()
         for kind, regime in itertools.product(range(len(kinds)), {*regimes.tolist()}):
             tape, at = kinds[kind].tapes[regime], regimes == regime
@@ -175,16 +167,15 @@ class Growth:
             at, alive = regimes == regime, _alive(kinds[kind].tapes[regime])
             large = np.where(of_step > self._largest_segments[:-1][at], of_step, 0)[: len(alive)]
             some = large.any(axis=1)
-            grown[kind, at] = (alive[:, some] @ large[some]).max(axis=0, initial=0)
+            grown[kind, 1:][at] = (alive[:, some] @ large[some]).max(axis=0, initial=0)
         self._grown_bytes = np.cumsum(grown, axis=1)
 
     def bounds(self, room_bytes: int) -> NDArray[np.int64]:
         """[start, stop]: never more than what stages reserve that leave so much room."""
         num_steps = int(np.searchsorted(self._largest_segments[1:], room_bytes, "right"))
+        grown = np.tile(self._grown_bytes[self._kinds, num_steps], (len(self._kinds), 1))
         bounds = self._held_bytes.copy()
-        if num_steps:
-            grown = self._grown_bytes[self._kinds, num_steps - 1]
-            bounds[:-1, 1:] += np.maximum.accumulate(np.triu(np.tile(grown, (len(grown), 1))), 1)
+        bounds[:-1, 1:] += np.maximum.accumulate(np.triu(grown), axis=1)
         return bounds
 
 
@@ -203,21 +194,6 @@ def between(values: ArrayLike) -> NDArray[Any]:
     """[start, stop]: sums of values, one for each place; below the diagonal their negatives."""
     total = np.cumsum(np.concatenate([[0], np.asarray(values)]))
     return np.asarray(total[None, :] - total[:, None])
-
-
-def _largest(replay: Replay, costs: NDArray[np.int64]) -> list[int]:
-    """The steps but those that a later one of their regime exceeds in everything."""
-    regimes = [step.regime for step in replay.steps]
-    return [
-        step
-        for step, regime in enumerate(regimes)
-        if not any(
-            regimes[later] == regime
-            # How far back a block frees something is the same in all of them.
-            and bool(np.all(costs[step] <= costs[later]))
-            for later in range(step + 1, len(regimes))
-        )
-    ]
 
 
 def _buffers(chain: Chain) -> NDArray[np.int64]:

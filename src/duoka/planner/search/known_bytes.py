@@ -33,7 +33,6 @@ class KnownBytes:
             bound = np.where(stages, least, np.inf)
             self.bytes |= {(device.budget_bytes, place): bound for device in fleet.devices}
         self.fits = {key: bound <= costs.usable_bytes(key[0]) for key, bound in self.bytes.items()}
-        self._knows_room = False
         self._exact: set[tuple[tuple[int, int], int]] = set()
 
     def key(self, budget: int, place: int) -> tuple[int, int]:
@@ -49,8 +48,10 @@ class KnownBytes:
         # mostly they are all needed. But what is tightest is likeliest to be refused, and then the
         # next optimum has other stages: the rest isn't worth its replays.
         as_thought = True
-        if not self._knows_room:
-            self._refuse_without_room()
+        if not self._exact:  # bounds for the room take longer: not where nothing can fit
+            for key, fits in self.fits.items():
+                usable = self.usable_bytes(key[0])
+                self.fits[key] = fits & (self._costs.room_bounds(key[0]) <= usable)
             if not all(self.fits[key][start, stop] for start, stop, key in stages):
                 return False
         for start, stop, key in sorted(
@@ -72,11 +73,3 @@ class KnownBytes:
                 as_thought = False
                 self.bytes[key] = np.where(alike, requested, self.bytes[key])
         return as_thought
-
-    def _refuse_without_room(self) -> None:
-        """Rule out the stages that leave no room by lower bounds of what they reserve."""
-        self._knows_room = True
-        for (budget, place), fits in self.fits.items():
-            reserved = self._costs.room_bounds(budget)
-            if reserved is not None:
-                self.fits[budget, place] = fits & (reserved <= self.usable_bytes(budget))

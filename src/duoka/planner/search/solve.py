@@ -66,8 +66,7 @@ def search(
         return _sequential(costs, fleet, limits)
     balanced = strategy == "balanced"
     aim: Aim = "balance" if balanced else _resolve(objective, costs, fleet)
-    use_all = use_all or balanced
-    problem = Problem(costs, fleet, aim, use_all=use_all, limits=limits, memory=memory)
+    problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits, memory=memory)
     optimum = problem.cheapest()
     if optimum is None:
         raise problem.none()
