@@ -16,5 +16,8 @@ class AnyPlace:
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes
 
+    def room_bounds(self, budget_bytes: int) -> np.ndarray:
+        return self.lower_bound_bytes
+
     def usable_bytes(self, budget_bytes: int) -> int:
         return budget_bytes

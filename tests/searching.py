@@ -43,6 +43,9 @@ class Costs:
     def bounds_at(self, place: int) -> np.ndarray:
         return self.lower_bound_bytes
 
+    def room_bounds(self, budget_bytes: int) -> np.ndarray:
+        return self.lower_bound_bytes
+
     def usable_bytes(self, budget_bytes: int) -> int:
         return budget_bytes
 

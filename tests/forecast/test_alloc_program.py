@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from duoka.forecast.device_memory import CompiledMemory, PlainMemory, sizes_of
 from duoka.forecast.profile import Key, Profile
 from duoka.forecast.replay import Replay
 from duoka.forecast.replay_training import replay_of
+from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 from duoka.hardware.gpu_generation import GpuGeneration
 
@@ -95,6 +97,30 @@ def test_models_are_played_as_the_oracle_plays_them(
         check(tiny.regular(name), workload, data)
 
 
+@pytest.mark.parametrize("name", ["made up", "llama"])
+def test_repeated_moves_are_those_of_each_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = tiny.made_up([100, *[200] * 9, 300, *[200] * 4, 100], tiny.Costs(cache=9000))
+    profile = layers if name == "made up" else tiny.regular(name)
+    workload = Workload(prompt_tokens=900, new_tokens=3, dtype="bfloat16", prefill_chunk_tokens=300)
+    repeats: list[int] = []
+    repeat = StageCompiler._repeat
+
+    def counted(self: StageCompiler, *args: Any) -> int:
+        repeats.append(repeat(self, *args))
+        return repeats[-1]
+
+    def runs() -> tuple[list[StageBytes | None], dict[tuple[object, ...], StageProgram]]:
+        replay, num = Replay(profile, workload), len(profile.blocks)
+        stages = itertools.combinations(range(num + 1), 2)
+        return [replay.run(range(*stage)) for stage in stages], replay.programs
+
+    monkeypatch.setattr(StageCompiler, "_repeat", counted)
+    repeated = runs()
+    assert sum(repeats) > (100 if name == "made up" else 0)
+    monkeypatch.setattr(StageCompiler, "_repeat", lambda *args: 0)
+    assert repeated == runs()
+
+
 def compiled(
     events: list[Event], num_kept: int, alive: Sequence[Key] = (), num_sizes: int = 0
 ) -> StageProgram:
@@ -105,7 +131,7 @@ def compiled(
         events=lambda block, step: events,
     )
     compiler = StageCompiler(cast(AllocEvents, trace), 0, {7: num_kept}, alive=alive)
-    compiler.run([7])
+    compiler.run(range(7, 8))
     return compiler.program()
 
 

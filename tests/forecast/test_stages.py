@@ -1,4 +1,4 @@
-"""Which runs of a chain are alike."""
+"""Which runs of a chain are alike, and what they reserve at the least if they leave room."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import itertools
 import numpy as np
 import pytest
 import tiny
+from fuzzing import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import MIB
 
 from duoka.forecast.profile import Profile
-from duoka.forecast.replay import stage_signature
-from duoka.forecast.stages import Chain
+from duoka.forecast.replay import Replay, stage_signature
+from duoka.forecast.stages import Chain, Growth
+from duoka.forecast.workload import Workload
 
 PROFILES = [
     tiny.made_up([MIB] * 7),
@@ -46,3 +50,62 @@ def test_what_lies_between_blocks_counts() -> None:
     assert chain.blocks[1:6] == [1, 2, 4, 5, 6]
     assert len({profile.blocks[block].kind for block in (2, 4, 5, 6)}) == 1
     assert chain.alike[2, 4] != chain.alike[3, 5] == chain.alike[4, 6]
+
+
+@pytest.mark.parametrize(
+    ("room_mib", "grown_mib"),
+    [(19, 0), (63, 0), (64, 64), (191, 64 + 128), (512, 64 * 36), (4096, 64 * 36)],
+)
+def test_a_tensor_larger_than_all_segments_of_earlier_steps_takes_one_more(
+    room_mib: int, grown_mib: int
+) -> None:
+    """The cache of a layer is made anew in each of 8 chunks, 64 MiB larger each time."""
+    profile = tiny.made_up([MIB, *[3 * MIB] * 3, MIB], tiny.Costs(cache=128 * 1024))
+    workload = Workload(
+        prompt_tokens=4096, new_tokens=1, dtype="bfloat16", prefill_chunk_tokens=512
+    )
+    replay = Replay(profile, workload)
+    bounds = Growth(Chain(profile), replay).bounds(room_mib * MIB)
+    assert bounds[1, 2] == (3 + grown_mib) * MIB
+    assert bounds[0, 4] == (10 + grown_mib) * MIB
+    assert bounds[0, 1] == MIB
+    found = replay.run([1])
+    assert found is not None
+    assert bounds[1, 2] <= found.reserved_bytes < (64 * 36 + 100) * MIB
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([MIB, 7 * MIB, 30 * MIB]), min_size=3, max_size=5),
+    costs=st.builds(
+        tiny.Costs,
+        cache=st.sampled_from([0, 900, 20_000, 150_000]),
+        result=st.sampled_from([1024, 60_000]),
+        work=st.sampled_from([4096, 90_000]),
+    ),
+    workload=st.builds(
+        Workload,
+        prompt_tokens=st.integers(2, 1500),
+        new_tokens=st.sampled_from([1, 5, 40]),
+        dtype=st.just("bfloat16"),
+        prefill_chunk_tokens=st.sampled_from([None, 64, 100, 300]),
+    ),
+    data=st.data(),
+)
+def test_no_stage_that_leaves_room_reserves_less_than_its_bound(
+    weights: list[int], costs: tiny.Costs, workload: Workload, data: st.DataObject
+) -> None:
+    profile = tiny.made_up(weights, costs)
+    replay = Replay(profile, workload)
+    growth = Growth(Chain(profile), replay)
+    for start, stop in itertools.combinations(range(len(weights) + 1), 2):
+        without_limit = replay.run(range(start, stop))
+        assert without_limit is not None
+        most, least = without_limit.reserved_bytes, without_limit.requested_bytes
+        assert growth.bounds(1 << 50)[start, stop] <= most
+        budget = data.draw(st.integers(least, most + 200 * MIB))
+        found = replay.run(range(start, stop), budget)
+        # What is left of the budget is the largest room that the stage leaves.
+        if found is not None:
+            room = budget - found.reserved_bytes
+            assert growth.bounds(room)[start, stop] <= found.reserved_bytes

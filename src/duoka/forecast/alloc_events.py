@@ -72,7 +72,7 @@ class AllocEvents:
             tape = self.tape(block, step)
             if id(tape) not in self._rules:
                 self._rules[id(tape)] = rules_of(tape.sizes)
-            self._sizes[key] = evaluate_all(self._rules[id(tape)], self.steps[step].values)
+            self._sizes[key] = evaluate_all(self._rules[id(tape)], self.steps[step].values).tolist()
         return self._sizes[key]
 
     def events(self, block: int, step: int) -> list[Event]:

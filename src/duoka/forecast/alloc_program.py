@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .alloc_events import DROP, KEEP, MALLOC, MULTIPLY, RELEASE, AllocEvents
 from .device_memory import BACK, sizes_of
 from .profile import Key, Rule, evaluate
@@ -66,14 +68,15 @@ class StageCompiler:
     ) -> None:
         self.events, self.step, self.device_of = events, step, device_of
         self._workspace_bytes, self._takes_workspace = workspace_bytes, False
-        self.blocks = num_kept.keys()
+        self.blocks, self._num_kept = num_kept.keys(), num_kept
+        self._num_inputs = sum(num_kept.values())
         slots = itertools.count()
         self._caches = {
             block: list(itertools.islice(slots, number)) for block, number in num_kept.items()
         }
         self.alive = {key: next(slots) for key in alive}
         self._num_slots = next(slots)
-        self._moves: list[int] = []  # slot, index of a size or BACK, whether it is a cache
+        self._moves = array("q")  # slot, index of a size or BACK, whether it is a cache
         # Copies of copies: they live as long as what they were made from.
         self._detoured: dict[Key, dict[tuple[str, ...], int]] = {}
         self._moved: list[Rule] = []
@@ -83,24 +86,71 @@ class StageCompiler:
         *firsts, self._num_sizes = itertools.accumulate(numbers, initial=0)
         self._first_sizes = dict(zip(self._examples, firsts, strict=True))
 
-    def run(self, order: Sequence[int]) -> None:
+    def run(self, order: range) -> None:
         """Go through blocks, one after the other; those of other stages end things too."""
-        for block in order:
-            if block in self.blocks:
-                self._move_in(block)
-                self._run_block(block)
+        alive: dict[Key, int] | None = None
+        while order:
+            block, order = order[0], order[1:]
+            if block not in self.blocks:
+                alive = None
+                for ref in self.events.foreign_frees(block, self.step):
+                    self.release(self.events.key_of(block, ref, self.step))
                 continue
-            for ref in self.events.foreign_frees(block, self.step):
-                self.release(self.events.key_of(block, ref, self.step))
+            before = len(self._moves), self._num_slots, len(self._moved), len(self.alive)
+            self._move_in(block)
+            self._run_block(block)
+            is_steady = before[2:] == (len(self._moved), len(self.alive)) and not self._detoured
+            if is_steady and alive is not None:
+                order = order[self._repeat(block, order, alive, *before[:2]) :]
+            alive = dict(self.alive) if is_steady else None
+
+    def _repeat(
+        self, block: int, order: range, before: dict[Key, int], move: int, slot: int
+    ) -> int:
+        """Repeat the moves of a block for the blocks like it that follow; how many these are.
+
+        If a block leaves alive the tensors that were alive `before` it, each of one block later,
+        the next block of its kind finds what this one found: by induction, its moves are those from
+        `move` on. Only slots are others, as many further as this block has taken from `slot` on.
+        A tensor may also stay as it is if it is from further back than blocks of this kind refer.
+        """
+        profile, tape = self.events.profile, self.events.tape(block, self.step)
+        kept, taken = self._num_kept[block], self._num_slots - slot
+        refs = [*filter(None, tape.events), *(read.ref for read in tape.reads)]
+        reach = block - max((ref.back for ref in refs), default=0)
+        if not (order and order[0] == block + 1 and self.blocks >= {*range(reach, block)}):
+            return 0
+        others = dict(profile.regimes[self.events.steps[self.step].regime].carried)
+        alike = (profile.blocks[block].kind, kept, False)
+        each = ((profile.blocks[at].kind, self._num_kept.get(at), at in others) for at in order)
+        number = next((count for count, one in enumerate(each) if one != alike), len(order))
+        alive: dict[Key, int] = {}
+        for (key, old), (later, new) in zip(before.items(), self.alive.items(), strict=True):
+            if (later, new) == ((key[0] + 1, key[1]), old + taken):
+                alive[later[0] + number, later[1]] = new + number * taken
+            elif (later, new) == (key, old) and key[0] <= reach:
+                alive[key] = old
+            else:
+                return 0
+        self.alive, self._num_slots = alive, self._num_slots + number * taken
+        moves = np.tile(np.array(self._moves[move:]).reshape(-1, 3), (number, 1, 1))
+        further = np.where(moves[:, :, 0] < self._num_inputs, kept, taken)
+        moves[:, :, 0] += np.arange(1, number + 1)[:, None] * further
+        self._moves.frombytes(moves.tobytes())
+        caches = np.array(self._caches[block], np.int64)
+        further = np.where(caches < self._num_inputs, kept, taken)
+        for times, index in enumerate(order[:number], 1):
+            self._caches[index] = (caches + times * further).tolist()
+        return number
 
     def release(self, key: Key) -> None:
         """Free something, and its copies, if it is there."""
         slot = self.alive.pop(key, None)
         if slot is not None:
-            self._moves += (slot, BACK, False)
+            self._moves.extend((slot, BACK, False))
         if self._detoured:
             for copy in self._detoured.pop(key, {}).values():
-                self._moves += (copy, BACK, False)
+                self._moves.extend((copy, BACK, False))
 
     def release_all(self) -> None:
         """Free whatever there is but caches."""
@@ -111,7 +161,7 @@ class StageCompiler:
         """What was compiled."""
         caches = self._caches.values()
         return StageProgram(
-            moves=array("q", self._moves).tobytes(),
+            moves=self._moves.tobytes(),
             examples=tuple(self._examples.values()),
             moved=tuple(self._moved),
             num_kept=tuple(map(len, caches)),
@@ -135,7 +185,7 @@ class StageCompiler:
                 slot = caches[number]
                 assert slot is not None, "a cache entry is dropped twice"
                 caches[number] = None
-                self._moves += (slot, BACK, True)
+                self._moves.extend((slot, BACK, True))
             elif code == MULTIPLY:
                 if self._workspace_bytes and not self._takes_workspace:
                     self._take_moved((float(self._workspace_bytes),))
@@ -148,7 +198,7 @@ class StageCompiler:
         """Allocate by the index of a size; the slot."""
         slot = self._num_slots
         self._num_slots += 1
-        self._moves += (slot, size, is_cached)
+        self._moves.extend((slot, size, is_cached))
         return slot
 
     def _move_in(self, block: int) -> None:

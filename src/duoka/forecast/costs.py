@@ -21,12 +21,12 @@ from .allocator import rounded_bytes
 from .latency import LatencyModel
 from .optimizer_memory import MOST_TEMPORARIES, state_bytes
 from .profile import Kind, Profile, Ref, evaluate
-from .replay import Replay, RoomExceeded, stage_signature
+from .replay import Replay, stage_signature
 from .replay_serving import ServingReplay
 from .replay_training import ACCUMULATE, BACKWARD, FORWARD, TrainingReplay, in_flight
 from .serving import SERVING_MONOMIALS
 from .stage_bytes import StageBytes
-from .stages import Chain, between, lower_bounds
+from .stages import Chain, Growth, between, lower_bounds
 from .workload import Training, Workload
 
 Ints = NDArray[np.int64]
@@ -94,6 +94,7 @@ class Costs:
         self._chain = self._cache.chain(profile)
         self._peaks: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
         self.room: Room | None = None
+        self._growth: Growth | None = None
         # Stages that have too little room where they are, and would have enough elsewhere.
         self._narrow: set[tuple[tuple[int, ...], int]] = set()
         self.num_blocks = len(self._chain)
@@ -162,29 +163,16 @@ class Costs:
         if key in self._narrow:
             return None
         if key not in self._peaks:
-            usable = self.usable_bytes(budget_bytes)
-            try:
-                self._peaks[key] = self._full_at(place).run(
-                    blocks, budget_bytes, usable_bytes=usable
-                )
-            except RoomExceeded:
-                self._narrow.add(key)
-                return None
+            self._peaks[key] = self._full_at(place).run(blocks, budget_bytes)
         return self._with_room(self._peaks[key], budget_bytes)
 
-    def exceeds(self, start: int, stop: int, budget_bytes: int, *, place: int = 1) -> bool:
-        """Return True if no stage that contains this one leaves room on a device of this budget.
-
-        An assumption, not a proof: where a run of blocks reserves more than twice the budget
-        without a limit, a stage with these blocks leaves no room within it. Nine eighths were too
-        few: cached memory is returned under pressure.
-        """
-        usable = budget_bytes * 2
-        try:
-            self._full_at(place).run(self.blocks_of(start, stop), usable_bytes=usable)
-        except RoomExceeded:
-            return True
-        return False
+    def room_bounds(self, budget_bytes: int) -> Ints:
+        """[start, stop]: never more than what stages reserve that leave the room asked for."""
+        if self.room is None or self.workload.training is not None:
+            return np.zeros_like(self.lower_bound_bytes)
+        if self._growth is None:
+            self._growth = Growth(self._chain, self._full_at(1))
+        return self._growth.bounds(self.room(budget_bytes))
 
     def _with_room(self, peaks: StageBytes | None, budget_bytes: int) -> StageBytes | None:
         if peaks is None or peaks.reserved_bytes > self.usable_bytes(budget_bytes):

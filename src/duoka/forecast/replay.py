@@ -53,17 +53,10 @@ class Replay(AllocEvents):
         capacity_bytes: int | None = None,
         *,
         device_of: Sequence[str] | None = None,
-        usable_bytes: int | None = None,
     ) -> StageBytes | None:
-        """The peaks of a stage; None where it doesn't fit its capacity.
-
-        The replay stops at the first step that reserves more than `usable_bytes`, and raises
-        `RoomExceeded`.
-        """
-        run = self._stage_run(blocks, capacity_bytes, device_of)
-        run.usable_bytes = usable_bytes
+        """The peaks of a stage; None where it doesn't fit its capacity."""
         try:
-            return run.run()
+            return self._stage_run(blocks, capacity_bytes, device_of).run()
         except OutOfCapacity:
             return None
 
@@ -162,10 +155,6 @@ def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
     return (*kinds, *gaps, int(blocks[0] == 0), int(ends_model))
 
 
-class RoomExceeded(Exception):
-    """A stage reserves more than it may use of its budget, which it may fit all the same."""
-
-
 class StageRun:
     """One replay of a stage on a device of its own; a subclass knows its steps."""
 
@@ -174,7 +163,6 @@ class StageRun:
         self.blocks = sorted(blocks)
         self.kinds = [self.profile.kinds[self.profile.blocks[block].kind] for block in self.blocks]
         self.memory = new_memory(capacity)
-        self.usable_bytes: int | None = None
 
     def run(self) -> StageBytes:
         """Replay it; `OutOfCapacity` where it doesn't fit."""
@@ -197,11 +185,6 @@ class StageRun:
             gradient_bytes=gradients,
             optimizer_bytes=optimizer,
         )
-
-    def refuse_excess(self) -> None:
-        """Raise `RoomExceeded` where more is reserved than is usable: it never becomes less."""
-        if self.usable_bytes is not None and self.memory.max_reserved > self.usable_bytes:
-            raise RoomExceeded
 
     def run_steps(self) -> tuple[int, int]:
         """Replay the steps; bytes of caches and of gradients at the peak."""
@@ -255,7 +238,6 @@ class InferenceRun(StageRun):
         self.caches = self.memory.run(program.moves, sizes, self.caches, program.out)
         self.num_kept = program.num_kept
         self._has_workspace |= program.takes_workspace
-        self.refuse_excess()
 
 
 def sample(items: Sequence[T]) -> list[tuple[T, float]]:

@@ -6,6 +6,7 @@ search goes by it until it has to know better. It knows nothing of devices.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from .alloc_program import StageProgram
-from .allocator import rounded_bytes
-from .profile import Profile, Ref, Tape, buffer_bytes, evaluate
+from .allocator import LARGE_REQUEST_BYTES, SEGMENT_ROUND_BYTES, rounded_bytes, segment_bytes
+from .profile import Profile, Ref, Tape, buffer_bytes, evaluate, evaluate_all, rules_of
 from .replay import Replay
 
 
@@ -52,17 +53,19 @@ class Chain:
     @cached_property
     def alike(self) -> NDArray[np.int64]:
         """[start, stop]: equal numbers only where the signatures are equal."""
-        last, num = len(self.profile.blocks) - 1, len(self)
+        kinds, last, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
         alike = np.zeros((num + 1, num + 1), np.int64)
-        # A stage is what it is without its last block, that block, and how far it is behind.
-        numbers: dict[tuple[Any, ...], int] = {}
-        for start in range(num):
-            number = 0
-            for stop, index in enumerate(self.blocks[start:], start + 1):
-                gap = index - self.blocks[stop - 2] if stop > start + 1 else 0
-                kind, tied = self.profile.blocks[index].kind, tuple(self.attached[index])
-                key = number, kind, tied, gap, index == 0, index == last
-                number = alike[start, stop] = numbers.setdefault(key, len(numbers) + 1)
+        codes: dict[tuple[Any, ...], int] = {}
+        keys = [(kinds[at].kind, *self.attached[at], at == 0, at == last) for at in self.blocks]
+        gaps = np.diff(self.blocks, prepend=-1).tolist()
+        first = [codes.setdefault((0, *key), len(codes)) for key in keys]
+        later = [codes.setdefault(key, len(codes)) for key in zip(gaps, keys, strict=True)]
+        # A stage is what it is without its last block, and that block, with the gap before it.
+        starts, numbers = np.arange(num), np.array(first)
+        for length in range(1, num + 1):
+            _, numbers = np.unique(numbers, return_inverse=True)
+            alike[starts, starts + length] = numbers + alike.max() + 1
+            starts, numbers = starts[:-1], numbers[:-1] * len(codes) + later[length:]
         return alike
 
     @cached_property
@@ -117,7 +120,7 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     bounds = np.zeros((num + 1, num + 1), np.int64)
     ahead = np.triu(np.ones((num, num), np.bool_))
     starts, places = np.arange(num)[:, None], np.arange(num)
-    for step in _largest(replay, costs):
+    for step in range(len(replay.steps)):
         before, after, peaks, fuller, back = costs[step].T
         grown = np.concatenate([[0], np.cumsum(after)])
         to_grow = np.concatenate([[0], np.cumsum(before)])
@@ -129,25 +132,68 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     return bounds + chain.weight_bytes + _buffers(chain)
 
 
+class Growth:
+    """Lower bounds of the bytes that stages reserve if they leave room.
+
+    PyTorch's allocator returns cached memory only if a new segment exceeds the budget. A stage that
+    leaves room never reserves more than the budget less the room. So as long as no segment is
+    larger than the room, no new one exceeds the budget, and nothing is returned.
+
+    A tensor that is larger than all segments of earlier steps needs a new segment. So each step
+    reserves at least the tensors of a block more that are so large and alive at the same time. The
+    sum over the steps is a lower bound for all stages with this block. It adds to the weights: they
+    are never freed, and what is free behind them is smaller than the least segment that counts.
+
+    Example: the steps of a block allocate 30, 40, 35 and 50 MiB, each freed at its end. The first,
+    second and fourth tensor need new segments, 120 MiB; the third one fits that of the second.
+    """
+
+    def __init__(self, chain: Chain, replay: Replay) -> None:
+        kinds, regimes = chain.profile.kinds, np.array([step.regime for step in replay.steps])
+        self._kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
+        self._held_bytes = chain.weight_bytes + _buffers(chain)
+        most, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
+        sizes = dict[tuple[int, int], NDArray[np.int64]]()
+        for kind, regime in itertools.product(range(len(kinds)), {*regimes.tolist()}):
+            tape, at = kinds[kind].tapes[regime], regimes == regime
+            rules = rules_of([*tape.sizes, *(read.size for read in tape.reads)])
+            values = [step.values for step in replay.steps if step.regime == regime]
+            sizes[kind, regime] = evaluate_all(rules, np.array(values).T)
+            most[at] = np.maximum(most[at], sizes[kind, regime].max(axis=0, initial=0))
+        least = segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
+        segments = -(-most // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+        self._largest_segments = np.maximum.accumulate([least, *segments])
+        for (kind, regime), of_step in sizes.items():
+            at, alive = regimes == regime, _alive(kinds[kind].tapes[regime])
+            large = np.where(of_step > self._largest_segments[:-1][at], of_step, 0)[: len(alive)]
+            some = large.any(axis=1)
+            grown[kind, 1:][at] = (alive[:, some] @ large[some]).max(axis=0, initial=0)
+        self._grown_bytes = np.cumsum(grown, axis=1)
+
+    def bounds(self, room_bytes: int) -> NDArray[np.int64]:
+        """[start, stop]: never more than what stages reserve that leave so much room."""
+        num_steps = int(np.searchsorted(self._largest_segments[1:], room_bytes, "right"))
+        grown = np.tile(self._grown_bytes[self._kinds, num_steps], (len(self._kinds), 1))
+        bounds = self._held_bytes.copy()
+        bounds[:-1, 1:] += np.maximum.accumulate(np.triu(grown), axis=1)
+        return bounds
+
+
+def _alive(tape: Tape) -> NDArray[np.float64]:
+    """[when one is made, tensors]: 1 where a tensor of a block's own is alive."""
+    alive, made = np.tri(len(tape.sizes)), 0
+    for event in tape.events:
+        if event is None:
+            made += 1
+        elif event.origin == "own":
+            alive[made:, event.index] = 0
+    return alive
+
+
 def between(values: ArrayLike) -> NDArray[Any]:
     """[start, stop]: sums of values, one for each place; below the diagonal their negatives."""
     total = np.cumsum(np.concatenate([[0], np.asarray(values)]))
     return np.asarray(total[None, :] - total[:, None])
-
-
-def _largest(replay: Replay, costs: NDArray[np.int64]) -> list[int]:
-    """The steps but those that a later one of their regime exceeds in everything."""
-    regimes = [step.regime for step in replay.steps]
-    return [
-        step
-        for step, regime in enumerate(regimes)
-        if not any(
-            regimes[later] == regime
-            # How far back a block frees something is the same in all of them.
-            and bool(np.all(costs[step] <= costs[later]))
-            for later in range(step + 1, len(regimes))
-        )
-    ]
 
 
 def _buffers(chain: Chain) -> NDArray[np.int64]:

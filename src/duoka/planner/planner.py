@@ -32,7 +32,7 @@ from .reasons import (
 )
 from .request import PlanProblem
 from .room import preferences
-from .search import NO_LIMITS, Limits, NoPlacement, Objective, Solution
+from .search import NO_LIMITS, KnownBytes, Limits, NoPlacement, Objective, Solution
 
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
@@ -197,12 +197,13 @@ def _best(
 def _on_fewest(chunked: Sequence[Costs], problem: PlanProblem, source: str) -> Plan | NoPlacement:
     """The plan with the fewest devices, and of those the one with the largest chunk."""
     shortage = NoPlacement()
+    memories = [KnownBytes(costs, problem.fleet) for costs in chunked]
     try:
         for limits in _limits_to_try(chunked, problem):
-            for costs in chunked:
+            for costs, memory in zip(chunked, memories, strict=True):
                 limited = replace(problem, limits=limits)
                 try:
-                    solution, peaks = _search(costs, limited)
+                    solution, peaks = _search(costs, limited, memory)
                     plan = _plan(costs, solution, peaks, problem, source)
                     return _with_pages(plan, costs, solution)
                 except NoPlacement as none:
@@ -225,7 +226,9 @@ def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[L
         yield replace(limits, num_devices=number)
 
 
-def _search(costs: Costs, problem: PlanProblem) -> tuple[Solution, list[StageBytes]]:
+def _search(
+    costs: Costs, problem: PlanProblem, memory: KnownBytes | None
+) -> tuple[Solution, list[StageBytes]]:
     """The optimum, and the peaks of its stages."""
     while True:
         solution = search.search(
@@ -235,7 +238,9 @@ def _search(costs: Costs, problem: PlanProblem) -> tuple[Solution, list[StageByt
             use_all=problem.use_all,
             strategy=problem.constraints.strategy,
             limits=_limits(problem),
+            memory=memory,
         )
+        memory = None  # copies by way of other devices may refuse what it takes as exact
         peaks = [*_peaks(costs, solution, problem.fleet)]
         known = [stage for stage in peaks if stage is not None]
         if len(known) == len(peaks):

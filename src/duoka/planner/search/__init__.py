@@ -22,6 +22,7 @@ It knows nothing of models, workloads or how costs come about.
 
 from .device_groups import exchangeable
 from .dynamic_programme import Stage, UnsearchableError
+from .known_bytes import KnownBytes
 from .limits import NO_LIMITS, Limits
 from .problem import OBJECTIVES, NoPlacement, Objective
 from .solve import Solution, conceivable, fewest, search
@@ -29,6 +30,7 @@ from .solve import Solution, conceivable, fewest, search
 __all__ = [
     "NO_LIMITS",
     "OBJECTIVES",
+    "KnownBytes",
     "Limits",
     "NoPlacement",
     "Objective",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from duoka.forecast.costs import Costs
+from duoka.hardware.fleet import Fleet
 
 from .dynamic_programme import Floats
 
@@ -20,28 +20,20 @@ class KnownBytes:
     these still hold. A stage that is refused is refused for all that are like it.
     """
 
-    def __init__(
-        self,
-        costs: Costs,
-        budgets: Sequence[int],
-        num_places: int,
-        alternatives: Sequence[Costs] = (),
-    ) -> None:
+    def __init__(self, costs: Costs, fleet: Fleet, alternatives: Sequence[Costs] = ()) -> None:
         shape = (costs.num_blocks + 1, costs.num_blocks + 1)
         stages = np.triu(np.ones(shape, dtype=bool), 1)
         self._costs = costs
         self.usable_bytes = costs.usable_bytes
         self._alike = np.where(stages, costs.alike, -1)
-        self.num_places = min(num_places, costs.num_places)
+        self.num_places = min(len(fleet.devices), costs.num_blocks, costs.num_places)
         self.bytes: dict[tuple[int, int], Floats] = {}
         for place in range(1, self.num_places + 1):
             least = np.minimum.reduce([c.bounds_at(place) for c in (costs, *alternatives)])
             bound = np.where(stages, least, np.inf)
-            self.bytes |= {(budget, place): bound for budget in budgets}
+            self.bytes |= {(device.budget_bytes, place): bound for device in fleet.devices}
         self.fits = {key: bound <= costs.usable_bytes(key[0]) for key, bound in self.bytes.items()}
         self._exact: set[tuple[tuple[int, int], int]] = set()
-        # The longest stages, by budget, that were looked at and don't exceed it by far.
-        self._modest = dict.fromkeys(budgets, 0)
 
     def key(self, budget: int, place: int) -> tuple[int, int]:
         """Where a stage at a place from the end is looked up."""
@@ -56,6 +48,12 @@ class KnownBytes:
         # mostly they are all needed. But what is tightest is likeliest to be refused, and then the
         # next optimum has other stages: the rest isn't worth its replays.
         as_thought = True
+        if not self._exact:  # bounds for the room take longer: not where nothing can fit
+            for key, fits in self.fits.items():
+                usable = self.usable_bytes(key[0])
+                self.fits[key] = fits & (self._costs.room_bounds(key[0]) <= usable)
+            if not all(self.fits[key][start, stop] for start, stop, key in stages):
+                return False
         for start, stop, key in sorted(
             stages, key=lambda stage: stage[2][0] - self.bytes[stage[2]][stage[:2]]
         ):
@@ -67,7 +65,7 @@ class KnownBytes:
             alike = self._alike == number
             requested = self._costs.requested_bytes(start, stop, budget, place=place)
             if requested is None or requested > budget:
-                self._refuse(start, stop, key)
+                self.fits[key] = self.fits[key] & ~alike
                 return False
             bounds = self.bytes[key][alike]
             assert requested >= bounds.max(), "the lower bound is none"
@@ -75,31 +73,3 @@ class KnownBytes:
                 as_thought = False
                 self.bytes[key] = np.where(alike, requested, self.bytes[key])
         return as_thought
-
-    def _refuse(self, start: int, stop: int, key: tuple[int, int]) -> None:
-        """Rule out a stage that doesn't fit, and all that are like it.
-
-        Where room has to be left, look for a shorter stage that exceeds the budget by far, by
-        halves: it rules out every stage that contains it, on this budget and on smaller ones.
-        """
-        budget, place = key
-        self.fits[key] = self.fits[key] & (self._alike != self._alike[start, stop])
-        if self.usable_bytes(budget) == budget:
-            return
-        while (length := (self._modest[budget] + stop - start) // 2) > self._modest[budget]:
-            # A run behind the first block and before the last one is within most stages.
-            ends = stop == len(self._alike) - 1
-            start, stop = (start, start + length) if ends else (stop - length, stop)
-            if not self._costs.exceeds(start, stop, budget, place=place):
-                self._modest[budget] = length
-                return
-            refused = _containing(self._alike == self._alike[start, stop])
-            for other in self.fits:
-                if other[0] <= budget and other[1] == place:
-                    self.fits[other] = self.fits[other] & ~refused
-
-
-def _containing(stages: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """[start, stop]: whether a stage contains one of these."""
-    inside = np.logical_or.accumulate(stages, axis=1)
-    return np.asarray(np.logical_or.accumulate(inside[::-1], axis=0)[::-1])

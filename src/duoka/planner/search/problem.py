@@ -85,6 +85,7 @@ class Problem:
         use_all: bool = False,
         limits: Limits = NO_LIMITS,
         alternatives: Sequence[Costs] = (),
+        memory: KnownBytes | None = None,
     ) -> None:
         num_devices = len(fleet.devices)
         if use_all and num_devices > costs.num_blocks:
@@ -111,8 +112,7 @@ class Problem:
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
         self._page_bytes = costs.page_bytes
-        budgets = [group.budget_bytes for group in self._groups]
-        self.memory = KnownBytes(costs, budgets, most, alternatives)
+        self.memory = memory or KnownBytes(costs, fleet, alternatives)
         self.places = range(1, self.memory.num_places + 1)
         self._is_limited = bool(limits) and limits.num_devices is None
 
@@ -143,10 +143,6 @@ class Problem:
         if self._is_limited:
             self._refuse_impossible()
         return NoPlacement(self)
-
-    def conceivable(self) -> bool:
-        """Whether any placement may fit, as far as is known."""
-        return self.fewest() is not None
 
     def fewest(self) -> int | None:
         """On how few devices a placement may fit, as far as is known; None where on no number."""

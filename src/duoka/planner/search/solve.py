@@ -15,6 +15,7 @@ from duoka.hardware.fleet import Fleet
 
 from ..constraints import STRATEGIES, Strategy
 from .dynamic_programme import Stage, Stages
+from .known_bytes import KnownBytes
 from .limits import NO_LIMITS, Limits
 from .problem import OBJECTIVES, Aim, Objective, Problem
 
@@ -46,6 +47,7 @@ def search(
     use_all: bool = False,
     strategy: Strategy = "auto",
     limits: Limits = NO_LIMITS,
+    memory: KnownBytes | None = None,
 ) -> Solution:
     """Find the optimal contiguous placement.
 
@@ -57,13 +59,14 @@ def search(
 
     Placements that the objective can't tell apart are ranked by how evenly they leave headroom
     (this rank is sought in a few rounds, not proved), then by the user's order of devices.
+    `memory` is what other searches of these costs on this fleet have found out.
     """
     _refuse_contradictions(strategy, objective, use_all)
     if strategy == "sequential":
         return _sequential(costs, fleet, limits)
     balanced = strategy == "balanced"
     aim: Aim = "balance" if balanced else _resolve(objective, costs, fleet)
-    problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits)
+    problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits, memory=memory)
     optimum = problem.cheapest()
     if optimum is None:
         raise problem.none()
@@ -131,7 +134,7 @@ def conceivable(
     )
     if strategy == "sequential":
         return _furthest(problem, first.num_blocks, len(fleet.devices)) is not None
-    return problem.conceivable()
+    return problem.fewest() is not None
 
 
 def fewest(costs: Sequence[Costs], fleet: Fleet, *, limits: Limits = NO_LIMITS) -> int:
