@@ -49,7 +49,7 @@ class PlanOutput(NamesOption):
     export: str | None = option(
         "TOOL",
         "Print the plan as another tool takes it: accelerate, vllm, sglang, llama.cpp, "
-        "torch-pipelining or torchtitan.",
+        "torch-pipelining, torchtitan or deepspeed.",
         values=TOOLS,
     )
     json: bool = flag("--json", "Print the plan as JSON.")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from duoka.api.plan import plan as make_plan

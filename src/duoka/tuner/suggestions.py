@@ -30,8 +30,8 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--quantize": ("quantize", str),
 }
 _SHARDED = (
-    "; to share the optimizer's states among GPUs, export a plan to torchtitan "
-    "(duoka plan --train full --export torchtitan)"
+    "; to share the optimizer's states among GPUs, export a plan to torchtitan or DeepSpeed "
+    "(duoka plan --train full --export)"
 )
 
 

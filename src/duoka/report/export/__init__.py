@@ -6,7 +6,7 @@ of them.
 
 - `export`: from a plan to one tool's words, and which tools there are
 - `text`, `common`, `stages`: what several tools share: shell text, GPUs and models, whole layers
-- `accelerate`, `vllm`, `sglang`, `llamacpp`, `torch_pipelining`: the tools
+- `accelerate`, `vllm`, `sglang`, `llamacpp`, `torch_pipelining`, `deepspeed`: the tools
 """
 
 from .export import TOOLS, export, plan_for_tool, refuse_names, refuse_unknown

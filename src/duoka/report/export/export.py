@@ -11,7 +11,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import CONVENTIONS, Convention, cached_profile
 
-from . import accelerate, llamacpp, sglang, torch_pipelining, vllm
+from . import accelerate, deepspeed, llamacpp, sglang, torch_pipelining, vllm
 from .stages import Pins, pipeline_pins, read_pipeline
 from .text import Export
 
@@ -21,6 +21,7 @@ _EXPORTERS: dict[str, Callable[[Plan, Profile | None], Export]] = {
     "llama.cpp": llamacpp.export,
     "torch-pipelining": torch_pipelining.export_torch,
     "torchtitan": torch_pipelining.export_titan,
+    "deepspeed": deepspeed.export,
 }
 TOOLS = (accelerate.NAME, *_EXPORTERS)
 _SERVERS = ("vllm", "sglang", "llama.cpp")
@@ -35,7 +36,8 @@ def export(
     ----------
     plan : Plan
     tool : str
-        "accelerate", "vllm", "sglang", "llama.cpp", "torch-pipelining" or "torchtitan".
+        "accelerate", "vllm", "sglang", "llama.cpp", "torch-pipelining", "torchtitan" or
+        "deepspeed".
     profile : Profile, optional
         Of the plan's model, for the bytes of its cache; by default the one in the cache, and
         without any they are left to the tool.
@@ -57,7 +59,7 @@ def export(
     if tool in _SERVERS and plan.workload.training is not None:
         raise UsageError(
             f"{tool} serves models, and the plan is for training one",
-            hint="plan without training, or export to torch-pipelining or torchtitan",
+            hint="plan without training, or export to torch-pipelining, torchtitan or deepspeed",
         )
     refuse_names(tool, names)
     if tool == accelerate.NAME:

@@ -1,0 +1,70 @@
+"""DeepSpeed: stages for its `PipelineModule`.
+
+Source: deepspeed.readthedocs.io, "Pipeline Parallelism"; deepspeed 0.19.8,
+``deepspeed/runtime/pipe/module.py`` (`PipelineModule._partition_layers`): boundaries can't be
+given, only a method, "uniform", "parameters" or "type:…". As many layers as stages, each of which
+is a whole stage, are dealt one to each by "uniform" (``deepspeed/runtime/utils.py``,
+`partition_uniform`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from duoka.forecast.profile import Profile
+from duoka.planner.plan import Plan
+
+from . import common
+from .stages import Pipeline, read_pipeline
+from .text import Export, assignments
+
+NAME = "DeepSpeed"
+
+
+def export(plan: Plan, profile: Profile | None) -> Export:
+    """The plan as Python."""
+    del profile  # numbers of layers say it all
+    pipeline = read_pipeline(plan, NAME)
+    bounds = boundaries(pipeline)
+    environment = assignments(common.visible(NAME, [stage.device for stage in pipeline.stages]))
+    text = "\n".join(
+        [
+            f"# {environment} torchrun --nproc-per-node {len(pipeline.stages)} THIS_FILE",
+            "from itertools import pairwise",
+            "",
+            "from deepspeed.pipe import PipelineModule",
+            "from torch import nn",
+            "",
+            "# `layers` is the model as a list: its embedding, its layers, its norm and head, each",
+            "# taking what the one before returns.",
+            f"boundaries = {bounds!r}",
+            "stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(boundaries)]",
+            "model = PipelineModule(",
+            f'    layers=stages, num_stages={len(pipeline.stages)}, partition_method="uniform",',
+            "    loss_fn=loss_fn,",
+            ")",
+        ]
+    )
+    return Export(tool=NAME, text=text, notes=tuple(_notes(plan, pipeline)))
+
+
+def boundaries(pipeline: Pipeline) -> list[int]:
+    """Where stages begin in the list of embedding, layers, norm and head, and where it ends."""
+    inner = [1 + stage.start for stage in pipeline.stages[1:]]
+    return [0, *inner, 1 + pipeline.num_layers + 2]
+
+
+def _notes(plan: Plan, pipeline: Pipeline) -> Iterator[str]:
+    yield from common.common_notes(plan, pipeline)
+    yield (
+        "PipelineModule takes no boundaries: as many layers as stages, each a whole stage, are "
+        "dealt one to each GPU. Activation checkpointing then spans stages, not layers."
+    )
+    yield (
+        "NOTE: DeepSpeed's pipelines train (with ZeRO 0 or 1). Its inference splits every layer "
+        "evenly over GPUs (tensor_parallel): unequal GPUs, and this plan, can't be told to it."
+    )
+    if pipeline.returning:
+        yield "NOTE: tied weights need a TiedLayerSpec in both stages, outside of nn.Sequential."
+    if plan.workload.training is None:
+        yield "NOTE: the plan is for generating; training needs far more memory: --train plans it."
