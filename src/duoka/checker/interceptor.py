@@ -243,21 +243,21 @@ class Interceptor(TorchFunctionMode):
         if torch._C._current_graph_task_id() != -1 and key in self._chosen:
             # A checkpointed region computes again what it computed, where it did.
             return self._chosen[key]
-        held: Counter[torch.device] = Counter()
+        held_bytes: Counter[torch.device] = Counter()
         gpu = [tensor for tensor in tensors if tensor.device.type != "cpu"] or tensors
         for tensor in gpu:
-            held[tensor.device] += tensor.nbytes
+            held_bytes[tensor.device] += tensor.nbytes
         largest = max(gpu, key=lambda tensor: tensor.nbytes)
         # A weight that is larger than all that it meets: a copy of it for each call costs more.
-        dear_bytes = max(held.total() - held[largest.device], _DEAR_BYTES)
+        dear_bytes = max(held_bytes.total() - held_bytes[largest.device], _DEAR_BYTES)
         is_dear = isinstance(largest, torch.nn.Parameter) and largest.nbytes > dear_bytes
         target = self.stage
         if target is None or target not in devices or is_dear:
-            target = held.most_common(1)[0][0]
+            target = held_bytes.most_common(1)[0][0]
         elif caller is not None:
-            moved_bytes = held.total() - held[target]
-            other = next((it for it, _ in held.most_common() if it != target), target)
-            if held[other] > held[target] or moved_bytes > _DEAR_BYTES:
+            moved_bytes = held_bytes.total() - held_bytes[target]
+            other = next((it for it, _ in held_bytes.most_common() if it != target), target)
+            if held_bytes[other] > held_bytes[target] or moved_bytes > _DEAR_BYTES:
                 self.choices[spot_of(caller)] += moved_bytes
                 target = other if spot_of(caller) in self._elsewhere else target
         self._chosen[key] = target

@@ -189,7 +189,7 @@ def learning(workload: Workload, training: Training) -> Workload:
         prompt_tokens=workload.context_tokens,
         new_tokens=0,
         prefill_chunk_tokens="auto",
-        vision_batch="auto",
+        vision_batch=None,
         training=training,
     )
 
