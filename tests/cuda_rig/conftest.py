@@ -7,6 +7,7 @@ settings (README.md). `make cuda` runs these tests; elsewhere they are skipped.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 from functools import partial
 from typing import Any
@@ -56,6 +57,7 @@ def _run(item: pytest.Function, settings: dict[str, Any]) -> tuple[str, str]:
         del os.environ[name]
     for name, value in settings.items():
         os.environ[f"RIG_{name.upper()}"] = str(value)
+    gc.unfreeze()  # a repair looks for the functions that hold code
     assert ctypes.CDLL(None).rig_restart() == 0
     outcome = "passed", ""
     try:

@@ -5,6 +5,7 @@ They know nothing of planning or hardware. Nothing is registered with transforme
 
 - `build`, `meta`: any class of transformers, or code that comes with a checkpoint
 - `remote_code`, `transformers4`: that code's import, and what transformers 4 gave to such code
+- `flash_attention`: what such code finds in the place of flash_attn where that isn't installed
 - `chatglm`: ChatGLM2, ChatGLM3 and GLM-4 in their published format
 - `glm4v`, `eva_clip`, `image_tokens`: GLM-4V, its vision tower, and pictures in its prompts
 - `from_checkpoint`, `quantized_checkpoint`: a checkpoint → its model, in the form of its weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,31 +19,33 @@ from transformers import modeling_flash_attention_utils as padding
 flash_attn_interface = bert_padding = layers = rotary = sys.modules[__name__]
 
 
-def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    deterministic: bool = False,
-) -> Tensor:
+class FlashAttnOptions(NamedTuple):
+    """What follows queries, keys and values in a call of flash_attn."""
+
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    deterministic: bool = False
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> Tensor:
     """Attention of [batch, queries, heads, head_dim] to [batch, keys, key_heads, head_dim].
 
     The last query belongs to the last key. A window is how many keys before that and behind it a
     query sees; a negative number is all of them.
     """
-    ahead, (left, right) = k.shape[1] - q.shape[1], window_size
-    right = 0 if causal else right
+    options = FlashAttnOptions(*args, **named)
+    ahead, (left, right) = k.shape[1] - q.shape[1], options.window_size
+    right = 0 if options.causal else right
     is_causal, mask = ahead == right == 0 and left < 0, None
     if not is_causal and (left >= 0 or right >= 0):
         mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
         mask = mask.tril(ahead + right if right >= 0 else k.shape[1])
         mask = mask.triu(ahead - left if left >= 0 else -q.shape[1])
-    sizes: Any = {"scale": softmax_scale, "enable_gqa": q.shape[2] != k.shape[2]}
+    sizes: Any = {"scale": options.softmax_scale, "enable_gqa": q.shape[2] != k.shape[2]}
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    mixed = scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, **sizes)
+    mixed = scaled_dot_product_attention(q, k, v, mask, options.dropout_p, is_causal, **sizes)
     return mixed.transpose(1, 2)
 
 

@@ -50,8 +50,8 @@ def mapped(
         return change(value)
     if isinstance(value, PackedSequence):
         data, sizes, *indices = value  # the batch sizes stay on the CPU
-        first, *others = mapped((data, *indices), change)
-        return value if first is data else PackedSequence(first, sizes, *others)
+        changed, *indices = mapped((data, *indices), change)
+        return value if changed is data else PackedSequence(changed, sizes, *indices)
     if isinstance(value, (tuple, list)):
         items = [mapped(item, change, other) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
