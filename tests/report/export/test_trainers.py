@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import tuning
 from accelerate.utils import get_max_memory
 from accelerate.utils.modeling import check_device_map
 from staged import placed, staged
 from torch import nn
 from torch.distributed.pipelining import SplitPoint, pipeline
 from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
-from transformers import BitsAndBytesConfig, TorchAoConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from duoka import Plan, export, plan
 from duoka.errors import UsageError
@@ -87,6 +90,25 @@ def test_accelerates_program_is_one() -> None:
     compile(export(staged([3, 2]), "accelerate").text, "export", "exec")
     told = str(export(replace(staged([3]), model="ChatGLMForCausalLM"), "accelerate"))
     assert "transformers 5 has no ChatGLMForCausalLM" in told
+
+
+@pytest.mark.parametrize("family", ["llama", "tied"])
+def test_accelerates_program_runs(family: str, tmp_path: Path) -> None:
+    """With the real libraries; the processor is in the place of both GPUs."""
+    path = tuning.write_model(family, tmp_path / family)
+    workload = Workload(prompt_tokens=8, new_tokens=4)
+    split = plan(path, "virtual:2x64MiB", workload, use_all=True)
+    text = export(split, "accelerate").text
+    device_map = assigned(text)["device_map"]
+    assert set(device_map.values()) == {0, 1}
+    names: dict[str, Any] = {}
+    exec(re.sub(r"(?m)^(    '.*': )[01],$", r"\1'cpu',", text), names)
+    model = names["model"]
+    assert model.dtype == getattr(torch, split.workload.dtype)
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=model.dtype)
+    check_device_map(whole, device_map)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, whole(IDS).logits)
 
 
 def test_accelerates_program_pins_the_revision_and_quantizes() -> None:

@@ -106,9 +106,9 @@ class Dataset:
         # costs[i, j]: all tokens of a group from the i-th length up to, not with, the j-th.
         costs = (rows - rows[:, None]) * np.append(0, tops)
         costs[np.tril_indices(len(rows))] = 2**57  # no group; 32 of them are still a number
-        least, starts = costs[0], []
-        most = min(_MOST_LENGTHS, len(tops)) - 1
-        while least[-1] > 1.05 * len(self.ids) and len(starts) < most:
+        least = costs[0]
+        starts: list[npt.NDArray[np.int64]] = []
+        while least[-1] > 1.05 * len(self.ids) and len(starts) < min(_MOST_LENGTHS, len(tops)) - 1:
             starts.append((least[:, None] + costs).argmin(axis=0))
             least = (least[:, None] + costs).min(axis=0)
         stops = [len(tops)]
