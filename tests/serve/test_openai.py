@@ -7,6 +7,7 @@ process, which has a plan of its own.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -423,8 +424,11 @@ def test_how_it_is(served: Served) -> None:
     for path in ("/health", "/ready"):
         assert httpx2.get(f"{served.url}{path}").status_code == 200
     assert httpx2.get(f"{served.url}/version").json() == {"version": duoka.__version__}
-    metrics = httpx2.get(f"{served.url}/metrics").text
-    assert 'vllm:num_requests_running{engine="0",model_name="llama"} 0.0' in metrics
+    idle = 'vllm:num_requests_running{engine="0",model_name="llama"} 0.0'
+    deadline = time.monotonic() + 60  # what an earlier test broke off may still be running
+    while idle not in (metrics := httpx2.get(f"{served.url}/metrics").text):
+        assert time.monotonic() < deadline, metrics
+        time.sleep(0.05)
     assert 'duoka:engine_up{engine="0",model_name="llama"} 1.0' in metrics
     assert httpx2.get(f"{served.url}/no/such/path").json()["error"]["type"] == "not_found_error"
     refused = httpx2.get(f"{served.url}/v1/chat/completions")
