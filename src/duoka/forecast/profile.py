@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -103,14 +103,14 @@ def rules_of(rules: Sequence[Rule]) -> Rules:
     return np.array(padded, np.float64).reshape(len(rules), longest)
 
 
-def evaluate_all(rules: Rules, values: Sequence[Any]) -> npt.NDArray[np.int64]:
+def evaluate_all(rules: Rules, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """What `evaluate` gives for each of the rules, all at once, at most `END_OF_ADDRESSES`.
 
     The values are those of one step, or of several steps: [monomials, steps].
     """
-    both = min(rules.shape[1], len(values))
-    exact = np.rint(rules[:, :both] @ values[:both])
-    return np.minimum(exact, END_OF_ADDRESSES).astype(np.int64)
+    known = np.asarray(values)[: rules.shape[1]]
+    exact = np.rint(rules[:, : len(known)] @ known)
+    return np.asarray(np.minimum(exact, END_OF_ADDRESSES), np.int64)
 
 
 Key = tuple[int, int]
