@@ -33,7 +33,7 @@ def cache_name(model: Any) -> str:
 
 def cache_in(outputs: Mapping[str, Any]) -> Any:
     """The cache that a model returned by any name, or None."""
-    return next((found for name in CACHE_NAMES if (found := outputs.get(name)) is not None), None)
+    return next((cache for name in CACHE_NAMES if (cache := outputs.get(name)) is not None), None)
 
 
 def takes_cache(function: Callable[..., Any], *, strict: bool = True) -> Any:

@@ -40,6 +40,7 @@ _CAUSAL_MASKS = {
     "causal_mask_function", "sliding_window_overlay", "and_masks",
     "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
 }  # fmt: skip
+_OPTIONS = ("scaling", "softcap", "sliding_window", "s_aux", "is_causal")
 # What transformers' models pass on to attention functions that don't read it.
 _CHANGES_NOTHING = {"position_ids", "output_hidden_states", "output_router_logits"}
 
@@ -200,25 +201,21 @@ def attend(
     *,
     step: PagedStep | None = None,
     step_table: Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    sliding_window: int | None = None,
-    s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Store a step's keys and values, and attend to those of each sequence.
 
     `query` is [1, heads, tokens, head_dim], `key` and `value` have their own numbers of heads; the
-    result is [1, tokens, heads, head_dim]. The arguments are those that transformers' models give
-    to attention functions; `s_aux` are sinks. Any of `others` that changes attention is refused.
+    result is [1, tokens, heads, head_dim]. Of transformers' `options` count `_OPTIONS`, where
+    `s_aux` are sinks; others that change attention are refused.
     """
+    scaling, softcap, sliding_window, sinks, is_causal = (options.pop(x, None) for x in _OPTIONS)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_masked = attention_mask is not None and attention_mask.numel() > 0
     if step is None or step_table is None or is_masked or not is_causal:
         raise ModelError(f"{type(module).__name__} has a mask of its own, or looks ahead")
-    for name in others.keys() - _CHANGES_NOTHING:
-        if isinstance(others[name], Tensor) or others[name]:  # not False, 0.0 or None
+    for name in options.keys() - _CHANGES_NOTHING:
+        if isinstance(options[name], Tensor) or options[name]:  # not False, 0.0 or None
             raise ModelError(f"{type(module).__name__} gives its attention an unknown {name!r}")
     # Some models say their window in their mask alone.
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
@@ -227,9 +224,9 @@ def attend(
     slots, places, numbers = (step_table[part] for part in step.parts(window))
     for cached, new in ((keys, key), (values, value)):
         cached.store(slots, new[0].transpose(0, 1))
-    scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
     is_aligned = not (query.shape[-1] % _ALIGNED or value.shape[-1] % _ALIGNED)
-    fused = softcap is None and s_aux is None and is_aligned
+    fused = softcap is None and sinks is None and is_aligned
     room = _Room.new(query, keys, values, step.cache.capacity.gathered_tokens, fused=fused)
     # [tokens, heads of keys, queries that share one, head_dim]
     heads = key.shape[1], query.shape[1] // key.shape[1]
