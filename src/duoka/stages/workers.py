@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 _POLL_SECONDS = 0.1
 # After one has failed the others notice by themselves, or they are ended.
@@ -49,7 +49,7 @@ class Workers:
     ) -> None:
         threads = threads or max(1, len(os.sched_getaffinity(0)) // number)
         # Their store is here: a free port that one of them were told of could be taken by then.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
