@@ -49,7 +49,8 @@ class Workers:
     ) -> None:
         threads = threads or max(1, len(os.sched_getaffinity(0)) // number)
         # Their store is here: a free port that one of them were told of could be taken by then.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = dist.TCPStore  # type: ignore[attr-defined]  # public, though not in its types
+        self._store = store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             **os.environ,
             "MASTER_ADDR": "127.0.0.1",
