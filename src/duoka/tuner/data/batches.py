@@ -18,7 +18,6 @@ from .packing import pack
 
 IGNORED = -100
 """The label of a token that isn't trained, as transformers' losses have it."""
-_WINDOW = 256  # micro-batches that share out their rows by length
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,9 +109,8 @@ class Batches:
     Order and packs follow from the dataset and the seed alone. A step has `batch` rows (samples, or
     with packing rows of up to ``dataset.seq_length`` tokens, see `refuse_packing`), the last one of
     an epoch what is left; `micro_batch` of them run at once. How many replicas share a step changes
-    nothing of it. Rows of like lengths share a micro-batch, so that little of it is padding, and
-    which micro-batches make a step is drawn. Without `shuffle` samples come in the order of the
-    files, and with micro-batches of several rows by length, 256 micro-batches at a time.
+    nothing of it. Without `shuffle` samples come in the order of the files. Rows of a step are
+    sorted by length where several run at once, so that less of a micro-batch is padding.
     """
 
     def __init__(
@@ -158,6 +156,8 @@ class Batches:
             self._cached = epoch, self._order(self.num_rows, epoch)
         numbers = self._cached[1][place * self.batch : (place + 1) * self.batch].tolist()
         packs = self._packs
+        if self.micro_batch > 1 and packs is None and self.dataset.has_row_lengths:
+            numbers.sort(key=lambda sample: self.dataset.lengths[sample])
         rows = [(at,) if packs is None else tuple(packs[at]) for at in numbers]
         return Step(
             epoch=epoch,
@@ -169,15 +169,7 @@ class Batches:
 
     def _order(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
         """So many numbers as they come in an epoch."""
+        if self._seed is None:
+            return np.arange(number)
         # Of two numbers, so that no seed's epoch is another seed's.
-        generator = np.random.default_rng([self._seed or 0, epoch + 1])
-        order = np.arange(number) if self._seed is None else generator.permutation(number)
-        size = self.micro_batch
-        if size > 1 and self.dataset.has_row_lengths and not self.packing:
-            for start in range(0, number, _WINDOW * size):
-                window = order[start : start + _WINDOW * size]  # a view of the order
-                window[:] = window[np.argsort(self.dataset.lengths[window], kind="stable")]
-                if self._seed is not None:
-                    # What is left is shorter than a micro-batch, and stays the epoch's last.
-                    generator.shuffle(window[: len(window) // size * size].reshape(-1, size))
-        return order
+        return np.random.default_rng([self._seed, epoch + 1]).permutation(number)
