@@ -15,6 +15,7 @@ import tuning
 from image_checkpoints import write_family, write_glm4v
 from PIL import Image
 from tiers import only
+from transformers.generation import utils as generation
 
 import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams, open_executor
@@ -68,6 +69,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tuning.write_model("llama", tmp_path_factory.mktemp("model") / "llama")
 
 
+def skip_unless_read_in_chunks(chunk: int | None) -> None:
+    """Skip pictures in chunks where transformers has no code for them yet."""
+    if chunk is not None and not hasattr(generation, "_slice_mm_encoder_output"):
+        pytest.skip("this version of transformers reads prompts with images whole")
+
+
 @pytest.fixture(scope="module")
 def glm4v(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_glm4v(tmp_path_factory.mktemp("glm-4v"))
@@ -82,6 +89,7 @@ def glm4v(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ))  # fmt: skip
 def test_pictures(case: tuple[str, int | None], number: int, glm4v: Path, tmp_path: Path) -> None:
     name, chunk = case
+    skip_unless_read_in_chunks(chunk)
     path = glm4v if name == "glm-4v" else write_family(name, tmp_path)
     work = replace(SEEING, prefill_chunk_tokens=chunk)
     plan = duoka.plan(path, f"virtual:{number}x256MiB", work, use_all=True)
@@ -139,6 +147,7 @@ def test_8_bit_caches_are_within_the_forecast(
 
 @pytest.mark.parametrize(("number", "chunk"), [(1, None), (2, 20)])
 def test_pictures_are_within_the_forecast(number: int, chunk: int | None, glm4v: Path) -> None:
+    skip_unless_read_in_chunks(chunk)
     work = replace(SEEING, prefill_chunk_tokens=chunk)
     plan = duoka.plan(glm4v, f"virtual:{number}x256MiB", work, use_all=True)
     reader = PromptReader.open(duoka.Checkpoint.open(plan.source), plan.workload)
