@@ -108,8 +108,8 @@ def test_all_is_well(tiny: Path, program: Program) -> None:
     assert (done.returncode, without_progress(done.stderr)) == (0, "")
     first = done.stdout.splitlines()[0]
     assert first.startswith("✓ ")
-    ran = done.stdout.splitlines()[1]
-    assert ran.startswith("bfloat16 · batch 1 · context 96 (64 + 32 new)")
+    ran = done.stdout.splitlines()[2]
+    assert ran.startswith("float32 · batch 1 · context 96 (64 + 32 new)")
     assert "memory at its peak" in done.stdout
     assert "fault 1" not in done.stdout
 
@@ -120,7 +120,7 @@ def test_json_is_the_report(tiny: Path, program: Program) -> None:
     report = json.loads(done.stdout)
     jsonschema.validate(report, schemas.report_schema())
     assert report["ok"] is True
-    ran = {"prompt_tokens": 64, "new_tokens": 32, "batch": 1, "dtype": "bfloat16", "images": 0}
+    ran = {"prompt_tokens": 64, "new_tokens": 32, "batch": 1, "dtype": "float32", "images": 0}
     assert {name: report["workload"][name] for name in ran} == ran
     assert [peak["budget_bytes"] for peak in report["memory"]] == [64 * 2**20] * 2
 
