@@ -49,7 +49,12 @@ def running_cluster(**nodes: str) -> Iterator[RayCluster]:
     """A cluster of a head and nodes with GPUs, as ``DUOKA_GPUS`` has them."""
     mark = f"DUOKA_TEST_CLUSTER={os.getpid()}"
     command = [sys.executable, __file__, *(f"{name}={gpus}" for name, gpus in nodes.items())]
-    environment = {**os.environ, **dict([mark.split("=")]), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **os.environ,
+        **dict([mark.split("=")]),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",  # by default other tests' processes come before its workers
+    }
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:

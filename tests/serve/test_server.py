@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ STREAM = {**LONG, "stream": True}
 GPUS = ["--gpus", "virtual:1x256MiB", "--context", "128", "--sequences", "4"]
 _PATIENCE_SECONDS = 120
 _ENGINE_LOST = 12
+
+
+@pytest.fixture(autouse=True)
+def hang_ups_are_heard() -> Iterator[None]:
+    """Also where the tests themselves run under `nohup`, whose processes ignore SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -238,15 +246,14 @@ def test_streams_that_a_lost_terminal_cuts_are_told(llama: Path, tmp_path: Path)
 def test_a_hang_up_that_was_ignored_stays_ignored() -> None:
     """As `nohup` leaves it."""
     server = _Server(uvicorn.Config(app=""))
-    before = signal.getsignal(signal.SIGHUP)
-    try:
-        for handler, during in ((signal.SIG_IGN, signal.SIG_IGN), (before, server.handle_exit)):
-            signal.signal(signal.SIGHUP, handler)
-            with server.capture_signals():
-                assert signal.getsignal(signal.SIGHUP) == during
-            assert signal.getsignal(signal.SIGHUP) == handler
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    for handler, during in (
+        (signal.SIG_IGN, signal.SIG_IGN),
+        (signal.SIG_DFL, server.handle_exit),
+    ):
+        signal.signal(signal.SIGHUP, handler)
+        with server.capture_signals():
+            assert signal.getsignal(signal.SIGHUP) == during
+        assert signal.getsignal(signal.SIGHUP) == handler
 
 
 @pytest.mark.slow
