@@ -31,8 +31,8 @@ def make(llama: Path) -> Make:
 
 
 def batch(number: int = 0) -> dict[str, torch.Tensor]:
-    """Micro-batches 0 and 1 have 16 tokens, 2 has 8."""
-    micro_batches = make_batches(TuneSettings(**OPTIONS), [12, 9, 7])[0].micro_batches
+    """Micro-batches 0 and 1 have 12 tokens, 2 has 7."""
+    micro_batches = make_batches(TuneSettings(**OPTIONS), [12, 12, 7])[0].micro_batches
     return sorted((m.tensors() for m in micro_batches), key=lambda t: -t["labels"].shape[1])[number]
 
 
