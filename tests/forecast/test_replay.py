@@ -11,6 +11,7 @@ from tiny import MIB
 
 from duoka.forecast import replay
 from duoka.forecast.allocator import LARGE_SEGMENT_BYTES
+from duoka.forecast.profile import Profile
 from duoka.forecast.replay import Replay
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
@@ -144,3 +145,58 @@ def test_nothing_stays_alive_but_weights_and_caches() -> None:
     run.run()
     assert run.memory.cached == 2 * -(-69 * 512 // 512) * 512
     assert run.memory.allocated == run.memory.requested == 4 * MIB + run.memory.cached
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    load=st.builds(
+        Workload,
+        prompt_tokens=st.integers(2, 900),
+        new_tokens=st.integers(1, 40),
+        prefill_chunk_tokens=st.sampled_from([None, 64, 200]),
+    ),
+    cache=st.sampled_from([0, 512, 40_000]),
+    limits=st.lists(st.integers(0, 400), max_size=4),
+)
+def test_a_replay_that_paused_goes_on_to_what_it_would_have_come_to(
+    load: Workload, cache: int, limits: list[int]
+) -> None:
+    profile = tiny.made_up([2 * MIB, 4 * MIB, 4 * MIB, 2 * MIB], tiny.Costs(cache=cache))
+    whole, paused, budget = Replay(profile, load), Replay(profile, load), 300 * MIB
+    expected = whole.run([1, 2], budget)
+    for limit in sorted(limits):
+        found = paused.run([1, 2], budget, usable_bytes=limit * MIB)
+        if paused.is_paused([1, 2], budget):
+            assert found is not None
+            assert limit * MIB < found.reserved_bytes
+            assert expected is None or found.reserved_bytes <= expected.reserved_bytes
+        else:
+            assert found == expected
+    assert paused.run([1, 2], budget) == expected
+    assert not paused.is_paused([1, 2], budget)
+
+
+def test_a_stage_that_reserves_too_much_pauses_at_once_and_is_not_replayed_again() -> None:
+    profile = tiny.made_up([2 * MIB, 4 * MIB, 4 * MIB, 2 * MIB], tiny.Costs(cache=40_000))
+    load = workload(900, 40, chunk=64)
+    steps = replay_steps(profile, load, usable_mib=40)
+    assert 0 < steps[0] < steps[1] == len(Replay(profile, load).steps)
+
+
+def replay_steps(profile: Profile, load: Workload, *, usable_mib: int) -> tuple[int, int]:
+    """How many steps are replayed up to the pause, and in all when the replay goes on."""
+    steps: list[int] = []
+    run_step = replay.InferenceRun._run_step
+
+    def count(run: replay.InferenceRun, step: int) -> None:
+        steps.append(step)
+        run_step(run, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay.InferenceRun, "_run_step", count)
+        stage = Replay(profile, load)
+        stage.run([1, 2], usable_bytes=usable_mib * MIB)
+        before = len(steps)
+        stage.run([1, 2])
+    assert steps == sorted(steps)
+    return before, len(steps)

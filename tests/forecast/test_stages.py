@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import MIB
 
+from duoka.forecast import stages
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay import Replay, stage_signature
-from duoka.forecast.stages import Chain, Growth
+from duoka.forecast.stages import Chain, Growth, lower_bounds
 from duoka.forecast.workload import Workload
 
 PROFILES = [
@@ -28,13 +29,56 @@ PROFILES = [
 @pytest.mark.parametrize("profile", PROFILES)
 def test_stages_are_alike_where_their_signatures_are(profile: Profile) -> None:
     chain = Chain(profile)
-    stages = list(itertools.combinations(range(len(chain) + 1), 2))
-    signatures = [stage_signature(profile, chain.stage(*stage)) for stage in stages]
-    numbers = [chain.alike[stage] for stage in stages]
+    runs = list(itertools.combinations(range(len(chain) + 1), 2))
+    signatures = [stage_signature(profile, chain.stage(*run)) for run in runs]
+    numbers = [chain.alike[run] for run in runs]
     for (one, number), (other, again) in itertools.combinations(
         zip(signatures, numbers, strict=True), 2
     ):
         assert number != again or one == other
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([200, 5000, MIB]), min_size=3, max_size=6),
+    numbers=st.data(),
+    num_steps=st.integers(1, 6),
+)
+def test_steps_that_are_left_out_decide_about_no_bound(
+    weights: list[int], numbers: st.DataObject, num_steps: int
+) -> None:
+    profile = tiny.made_up(weights)
+    workload = Workload(prompt_tokens=8, dtype="bfloat16", prefill_chunk_tokens=None)
+    replay = Replay(profile, workload)
+    chain = Chain(profile)
+    drawn = {
+        kind: [
+            (*numbers.draw(st.tuples(*[st.integers(0, 2)] * 2)), peak, peak + more, back)
+            for peak, more, back in numbers.draw(
+                st.lists(
+                    st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 2)),
+                    min_size=num_steps,
+                    max_size=num_steps,
+                )
+            )
+        ]
+        for kind in range(len(profile.kinds))
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            stages,
+            "_cache_and_peaks",
+            lambda chain, _, block: drawn[chain.profile.blocks[block].kind],
+        )
+        few = lower_bounds(chain, replay)
+        patch.setattr(stages, "_undominated", lambda costs: costs)
+        assert np.array_equal(few, lower_bounds(chain, replay))
+
+
+def test_of_equal_steps_one_is_kept_and_of_others_the_larger_ones() -> None:
+    small, large, deep = (1, 1, 2, 4, 1), (1, 2, 2, 4, 1), (1, 1, 2, 4, 0)
+    costs = np.array([[small, small, large, deep], [small, small, small, small]])
+    assert stages._undominated(costs).tolist() == [[[*deep], [*large]], [[*small], [*small]]]
 
 
 def test_repeated_layers_are_alike() -> None:

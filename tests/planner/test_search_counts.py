@@ -28,39 +28,39 @@ GLM_4_9B = {
 # Layers, GPUs, context, room: replays, steps of them, and layers of states of the programme, at
 # most. Cells that aren't here take none.
 MOST = {
-    (40, 2, 8192, "roomy"): (2, 14, 0),
-    (40, 2, 8192, "tight"): (8, 44, 12),
-    (40, 2, 131072, "roomy"): (27, 562, 27),
+    (40, 2, 8192, "roomy"): (2, 10, 0),
+    (40, 2, 8192, "tight"): (8, 28, 12),
+    (40, 2, 131072, "roomy"): (27, 495, 27),
     (40, 2, 131072, "tight"): (9, 742, 27),
     (40, 4, 8192, "roomy"): (9, 45, 18),
-    (40, 4, 8192, "tight"): (20, 150, 96),
+    (40, 4, 8192, "tight"): (20, 96, 96),
     (40, 4, 8192, "short"): (0, 0, 3),
     (40, 4, 131072, "roomy"): (11, 534, 62),
-    (40, 8, 8192, "roomy"): (31, 232, 150),
+    (40, 8, 8192, "roomy"): (31, 171, 150),
     (40, 8, 8192, "tight"): (27, 468, 178),
     (40, 8, 131072, "roomy"): (0, 0, 25),
-    (80, 2, 8192, "roomy"): (2, 11, 0),
+    (80, 2, 8192, "roomy"): (2, 7, 0),
     (80, 2, 8192, "tight"): (4, 20, 6),
-    (80, 2, 131072, "roomy"): (11, 220, 11),
+    (80, 2, 131072, "roomy"): (11, 187, 11),
     (80, 2, 131072, "tight"): (7, 150, 27),
     (80, 4, 8192, "roomy"): (9, 45, 18),
-    (80, 4, 8192, "tight"): (13, 75, 46),
-    (80, 4, 131072, "roomy"): (48, 730, 186),
+    (80, 4, 8192, "tight"): (13, 63, 46),
+    (80, 4, 131072, "roomy"): (48, 674, 186),
     (80, 4, 131072, "tight"): (19, 3301, 81),
-    (80, 8, 8192, "roomy"): (19, 104, 78),
+    (80, 8, 8192, "roomy"): (19, 84, 78),
     (80, 8, 8192, "tight"): (19, 131, 186),
     (80, 8, 131072, "roomy"): (39, 4731, 276),
     (160, 2, 8192, "roomy"): (1, 5, 0),
     (160, 2, 8192, "tight"): (4, 20, 6),
-    (160, 2, 131072, "roomy"): (24, 112, 19),
+    (160, 2, 131072, "roomy"): (24, 64, 19),
     (160, 2, 131072, "tight"): (40, 653, 84),
-    (160, 4, 8192, "roomy"): (12, 72, 24),
+    (160, 4, 8192, "roomy"): (12, 52, 24),
     (160, 4, 8192, "tight"): (11, 55, 31),
-    (160, 4, 131072, "roomy"): (111, 1906, 245),
+    (160, 4, 131072, "roomy"): (111, 1504, 245),
     (160, 4, 131072, "tight"): (37, 1478, 155),
     (160, 8, 8192, "roomy"): (12, 60, 46),
-    (160, 8, 8192, "tight"): (23, 172, 130),
-    (160, 8, 131072, "roomy"): (72, 1173, 533),
+    (160, 8, 8192, "tight"): (23, 143, 130),
+    (160, 8, 131072, "roomy"): (68, 952, 513),
     (160, 8, 131072, "tight"): (1, 194, 55),
 }
 MARGIN = 1.1  # traces of other versions of PyTorch differ by a tensor here and there
@@ -93,7 +93,8 @@ def test_plans_take_no_more_replays_steps_and_states(
     config.write_text(plan_time.json.dumps(GLM_4_9B), encoding="utf-8")
     profile, _ = plan_time.profile_of(config, layers, tmp_path)
     counts: Counter[str] = Counter()
-    counted(monkeypatch, replay.StageRun, "run", counts)
+    # One that goes on after a pause is the same.
+    counted(monkeypatch, replay.StageRun, "__init__", counts)
     counted(monkeypatch, replay.InferenceRun, "_run_step", counts)
     counted(monkeypatch, Programme, "_extend", counts)
     excess = {}
@@ -104,7 +105,7 @@ def test_plans_take_no_more_replays_steps_and_states(
                 counts.clear()
                 fleet = plan_time.fleet_of(profile, workload, gpus, factor)
                 attempt(profile, PlanProblem(fleet=fleet, workload=workload))
-                now = tuple(counts[name] for name in ("run", "_run_step", "_extend"))
+                now = tuple(counts[name] for name in ("__init__", "_run_step", "_extend"))
                 most = MOST.get((layers, gpus, context, room), (0, 0, 0))
                 if any(count > MARGIN * limit for count, limit in zip(now, most, strict=True)):
                     excess[layers, gpus, context, room] = now, most

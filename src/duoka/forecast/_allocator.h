@@ -32,22 +32,40 @@ typedef struct {
 typedef struct {
     Pair *at;
     ptrdiff_t count, room;
+    ptrdiff_t guesses[256]; /* by a hash of an address: where it was found last */
 } Pairs;
 
-/* The first pair that isn't less than these two. Without branches: they can't be foreseen. */
+/* The first pair that isn't less than these two. Without branches, which can't be foreseen: what is
+   compared is a number to count with, and not a condition. */
 static ptrdiff_t
 find(const Pairs *pairs, int64_t major, int64_t minor)
 {
     const Pair *first = pairs->at;
-    ptrdiff_t count = pairs->count;
-    while (count > 0) {
-        ptrdiff_t half = (count + 1) / 2;
+    for (size_t count = (size_t)pairs->count, half; count > 0; count -= half) {
+        half = (count + 1) / 2;
         const Pair *pair = &first[half - 1];
-        int is_less = (pair->major < major) | ((pair->major == major) & (pair->minor < minor));
-        first += is_less ? half : 0;
-        count -= half;
+        first += half & -(size_t)(pair->major - major < (int64_t)(pair->minor < minor));
     }
     return first - pairs->at;
+}
+
+/* The same of pairs whose first numbers all differ, by those alone; any number may be sought. One
+   step of a model is much like the one before: where an address was found last is tried first. */
+static ptrdiff_t
+find_address(Pairs *pairs, int64_t address)
+{
+    const Pair *at = pairs->at;
+    ptrdiff_t *guess = &pairs->guesses[((uint64_t)address / ROUND * 0x9E3779B97F4A7C15u) >> 56];
+    if (*guess > pairs->count || (*guess < pairs->count && at[*guess].major < address)
+        || (*guess > 0 && at[*guess - 1].major >= address)) {
+        const Pair *first = at;
+        for (size_t count = (size_t)pairs->count, half; count > 0; count -= half) {
+            half = (count + 1) / 2;
+            first += half & -(size_t)(first[half - 1].major < address);
+        }
+        *guess = first - at;
+    }
+    return *guess;
 }
 
 /* For one more. */
@@ -143,7 +161,7 @@ take_free(Pool *pool, int64_t asked, Block *block)
         return FULL;
     }
     int64_t size = pool->by_size.at[index].major, address = pool->by_size.at[index].minor;
-    ptrdiff_t start = find(&pool->by_start, address, size);
+    ptrdiff_t start = find_address(&pool->by_start, address);
     if (size - asked < pool->least_rest) {
         delete_at(&pool->by_size, index);
         delete_at(&pool->by_start, start);
@@ -158,9 +176,12 @@ take_free(Pool *pool, int64_t asked, Block *block)
 
 /* Whether a block is part of a segment. */
 static int
-is_inside(const Pool *pool, const Block *block)
+is_inside(Pool *pool, const Block *block)
 {
-    ptrdiff_t behind = find(&pool->segments, block->address, INT64_MAX);
+    if (block->address < 0 || block->address >= END_OF_ADDRESSES) {
+        return 0;
+    }
+    ptrdiff_t behind = find_address(&pool->segments, block->address + 1);
     if (behind == 0) {
         return 0;
     }
@@ -224,7 +245,7 @@ drop_free_segments(Pool *pool)
     int64_t dropped = 0;
     for (ptrdiff_t index = pool->segments.count - 1; index >= 0; index--) {
         Pair segment = pool->segments.at[index];
-        ptrdiff_t start = find(&pool->by_start, segment.major, 0);
+        ptrdiff_t start = find_address(&pool->by_start, segment.major);
         if (start < pool->by_start.count && pool->by_start.at[start].major == segment.major
             && pool->by_start.at[start].minor == segment.minor) {
             delete(&pool->by_size, segment.minor, segment.major);

@@ -109,7 +109,7 @@ give(Memory *memory, const Block *block, int is_cached)
     if (block->asked <= 0 || block->asked > block->size || !is_inside(pool, block)) {
         return NOT_HELD;
     }
-    ptrdiff_t behind = find(&pool->by_start, block->address, 0);
+    ptrdiff_t behind = find_address(&pool->by_start, block->address);
     int64_t allocated = memory->allocated - block->size;
     int64_t requested = memory->requested - block->asked;
     int64_t cached = memory->cached - (is_cached ? block->size : 0);

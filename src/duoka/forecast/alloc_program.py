@@ -133,14 +133,15 @@ class StageCompiler:
             else:
                 return 0
         self.alive, self._num_slots = alive, self._num_slots + number * taken
-        moves = np.tile(np.array(self._moves[move:]).reshape(-1, 3), (number, 1, 1))
-        further = np.where(moves[:, :, 0] < self._num_inputs, kept, taken)
-        moves[:, :, 0] += np.arange(1, number + 1)[:, None] * further
-        self._moves.frombytes(moves.tobytes())
+        moves = np.array(self._moves[move:]).reshape(-1, 3)
+        further = np.zeros_like(moves)
+        further[:, 0] = np.where(moves[:, 0] < self._num_inputs, kept, taken)
+        times = np.arange(1, number + 1)[:, None, None]
+        self._moves.frombytes((times * further + moves).view(np.uint8).data)
         caches = np.array(self._caches[block], np.int64)
-        further = np.where(caches < self._num_inputs, kept, taken)
-        for times, index in enumerate(order[:number], 1):
-            self._caches[index] = (caches + times * further).tolist()
+        shift = np.where(caches < self._num_inputs, kept, taken)
+        for count, index in enumerate(order[:number], 1):
+            self._caches[index] = (caches + count * shift).tolist()
         return number
 
     def release(self, key: Key) -> None:

@@ -95,7 +95,7 @@ class Costs:
         self._peaks: dict[tuple[tuple[int, ...], int], StageBytes | None] = {}
         self.room: Room | None = None
         self._growth: Growth | None = None
-        # Stages that have too little room where they are, and would have enough elsewhere.
+        # Stages that have too little room: where they are, or before their replay's end.
         self._narrow: set[tuple[tuple[int, ...], int]] = set()
         self.num_blocks = len(self._chain)
         self.lower_bound_bytes = self._cache.bounds(profile, workload, self._lower_bounds)
@@ -163,7 +163,12 @@ class Costs:
         if key in self._narrow:
             return None
         if key not in self._peaks:
-            self._peaks[key] = self._full_at(place).run(blocks, budget_bytes)
+            full, usable = self._full_at(place), self.usable_bytes(budget_bytes)
+            peaks = full.run(blocks, budget_bytes, usable_bytes=usable)
+            if full.is_paused(blocks, budget_bytes):
+                self._narrow.add(key)
+                return None
+            self._peaks[key] = peaks
         return self._with_room(self._peaks[key], budget_bytes)
 
     def room_bounds(self, budget_bytes: int) -> Ints:

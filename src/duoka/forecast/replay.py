@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from math import inf
 from typing import TypeVar
 
 from .alloc_events import AllocEvents, Step
@@ -45,6 +46,7 @@ class Replay(AllocEvents):
         self.brief = brief
         self.workspace_bytes = workload.gpu_generation.workspace_bytes
         self.programs: dict[tuple[object, ...], StageProgram] = {}
+        self._paused: dict[tuple[tuple[int, ...], int | None], StageRun] = {}
         super().__init__(profile, workload)
 
     def run(
@@ -53,12 +55,26 @@ class Replay(AllocEvents):
         capacity_bytes: int | None = None,
         *,
         device_of: Sequence[str] | None = None,
+        usable_bytes: float = inf,
     ) -> StageBytes | None:
-        """The peaks of a stage; None where it doesn't fit its capacity."""
+        """The peaks of a stage; None where it doesn't fit its capacity.
+
+        A replay may pause where more than what is usable is reserved; a later one goes on there.
+        """
+        key = (stage_signature(self.profile, blocks), capacity_bytes)
         try:
-            return self._stage_run(blocks, capacity_bytes, device_of).run()
+            stage_run = self._paused.pop(key, None) if device_of is None else None
+            stage_run = stage_run or self._stage_run(blocks, capacity_bytes, device_of)
+            peaks = stage_run.run(usable_bytes)
         except OutOfCapacity:
             return None
+        if stage_run.is_paused:
+            self._paused[key] = stage_run
+        return peaks
+
+    def is_paused(self, blocks: Sequence[int], capacity_bytes: int) -> bool:
+        """Whether the peaks of a stage are those of its first steps alone."""
+        return (stage_signature(self.profile, blocks), capacity_bytes) in self._paused
 
     def _stage_run(
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
@@ -162,17 +178,18 @@ class StageRun:
         self.profile = replay.profile
         self.blocks = sorted(blocks)
         self.kinds = [self.profile.kinds[self.profile.blocks[block].kind] for block in self.blocks]
-        self.memory = new_memory(capacity)
-
-    def run(self) -> StageBytes:
-        """Replay it; `OutOfCapacity` where it doesn't fit."""
-        memory = self.memory
+        self.memory = memory = new_memory(capacity)
+        self.usable_bytes, self.is_paused = inf, False
         for kind in self.kinds:
             for size in kind.weight_bytes:
                 memory.hold(size)
         for size in buffer_bytes(self.profile.streamed_bytes(self.blocks)):
             memory.hold(size)
-        weights = memory.allocated
+        self._weight_bytes = memory.allocated
+
+    def run(self, usable_bytes: float = inf) -> StageBytes:
+        """Replay it; `OutOfCapacity` where it doesn't fit."""
+        memory, weights, self.usable_bytes = self.memory, self._weight_bytes, usable_bytes
         caches, gradients = self.run_steps()
         optimizer = memory.aside_at_peak
         return StageBytes(
@@ -208,14 +225,19 @@ class InferenceRun(StageRun):
         self.caches: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
         self._has_workspace = False
+        self._left = iter(range(len(replay.steps)))
         # A program that follows the copies by way of other devices holds there alone.
         self._programs = replay.programs if device_of is None else {}
         self._signature = stage_signature(self.profile, self.blocks)
 
     def run_steps(self) -> tuple[int, int]:
-        """Replay all steps; bytes of caches at the peak, and none of gradients."""
-        for step in range(len(self.replay.steps)):
+        """Replay the steps that are left; bytes of caches at the peak, and none of gradients."""
+        self.is_paused = False
+        for step in self._left:
             self._run_step(step)
+            if self.memory.max_reserved > self.usable_bytes:
+                self.is_paused = True
+                break
         return self.memory.cached_at_peak, 0
 
     def _run_step(self, step: int) -> None:

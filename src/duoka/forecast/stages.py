@@ -116,12 +116,13 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     of_kind = {kind: [*_cache_and_peaks(chain, replay, block)] for kind, block in block_of.items()}
     rows = {kind: row for row, kind in enumerate(of_kind)}
     # [steps, places, numbers]
-    costs = np.array([*of_kind.values()])[[rows[kind] for kind in kinds]].swapaxes(0, 1)
+    costs = _undominated(np.array([*of_kind.values()]))[[rows[kind] for kind in kinds]]
+    costs = costs.swapaxes(0, 1)
     bounds = np.zeros((num + 1, num + 1), np.int64)
     ahead = np.triu(np.ones((num, num), np.bool_))
     starts, places = np.arange(num)[:, None], np.arange(num)
-    for step in range(len(replay.steps)):
-        before, after, peaks, fuller, back = costs[step].T
+    for of_step in costs:
+        before, after, peaks, fuller, back = of_step.T
         grown = np.concatenate([[0], np.cumsum(after)])
         to_grow = np.concatenate([[0], np.cumsum(before)])
         busiest = np.where(starts <= places - back, fuller, peaks)
@@ -130,6 +131,20 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
         bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
         np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
     return bounds + chain.weight_bytes + _buffers(chain)
+
+
+def _undominated(costs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of [kinds, steps, numbers] of `_cache_and_peaks` the steps that may decide about a bound.
+
+    It grows with each number but the last, how many blocks back the fuller peak begins, with which
+    it falls. So a step counts for nothing beside one that has no less of any kind of block.
+    """
+    signed = costs.swapaxes(0, 1) * [1, 1, 1, 1, -1]
+    kept: list[int] = []
+    for step in reversed(range(len(signed))):  # the last ones are mostly the largest
+        if not (signed[kept] >= signed[step]).all(axis=(1, 2)).any():
+            kept.append(step)
+    return costs[:, kept]
 
 
 class Growth:

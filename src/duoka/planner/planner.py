@@ -197,9 +197,11 @@ def _best(
 def _on_fewest(chunked: Sequence[Costs], problem: PlanProblem, source: str) -> Plan | NoPlacement:
     """The plan with the fewest devices, and of those the one with the largest chunk."""
     shortage = NoPlacement()
-    memories = [KnownBytes(costs, problem.fleet) for costs in chunked]
+    memories: list[KnownBytes] = []
     try:
         for limits in _limits_to_try(chunked, problem):
+            # Only now: mostly it is known by then where nothing fits.
+            memories = memories or [KnownBytes(costs, problem.fleet) for costs in chunked]
             for costs, memory in zip(chunked, memories, strict=True):
                 limited = replace(problem, limits=limits)
                 try:

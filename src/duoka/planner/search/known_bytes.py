@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from duoka.forecast.costs import Costs
 from duoka.hardware.fleet import Fleet
@@ -25,7 +27,6 @@ class KnownBytes:
         stages = np.triu(np.ones(shape, dtype=bool), 1)
         self._costs = costs
         self.usable_bytes = costs.usable_bytes
-        self._alike = np.where(stages, costs.alike, -1)
         self.num_places = min(len(fleet.devices), costs.num_blocks, costs.num_places)
         self.bytes: dict[tuple[int, int], Floats] = {}
         for place in range(1, self.num_places + 1):
@@ -34,6 +35,10 @@ class KnownBytes:
             self.bytes |= {(device.budget_bytes, place): bound for device in fleet.devices}
         self.fits = {key: bound <= costs.usable_bytes(key[0]) for key, bound in self.bytes.items()}
         self._exact: set[tuple[tuple[int, int], int]] = set()
+
+    @cached_property
+    def _alike(self) -> npt.NDArray[np.int64]:
+        return np.where(np.triu(np.ones_like(self._costs.alike), 1), self._costs.alike, -1)
 
     def key(self, budget: int, place: int) -> tuple[int, int]:
         """Where a stage at a place from the end is looked up."""
