@@ -108,8 +108,14 @@ def assert_alike(one: TuneResult, other: TuneResult) -> None:
     here, there = trained(one), trained(other)
     assert here.keys() == there.keys()
     for name, value in here.items():
+        difference = (value - there[name]).abs()
+        if name.endswith("c_attn.bias"):
+            # Softmax takes no notice of a bias of keys: its gradient is rounding, which AdamW makes
+            # as large as any other.
+            queries, _, values = difference.chunk(3)
+            difference = torch.cat([queries, values])
         # AdamW divides by what may be next to nothing: single values differ by kernels' rounding.
-        assert (value - there[name]).abs().mean() < 1e-4, name
+        assert difference.mean() < 1e-4, name
 
 
 SLOW = pytest.mark.slow

@@ -147,7 +147,10 @@ def test_forks_while_other_threads_work() -> None:
 
     def run() -> float:
         for work in works:
-            work()
+            if (
+                work is not backward
+            ):  # there is none in forks of a process that has done it on a GPU
+                work()
         return float((ones @ ones).sum())
 
     try:
