@@ -134,8 +134,7 @@ class StageCompiler:
                 return 0
         self.alive, self._num_slots = alive, self._num_slots + number * taken
         moves = np.array(self._moves[move:]).reshape(-1, 3)
-        further = np.zeros_like(moves)
-        further[:, 0] = np.where(moves[:, 0] < self._num_inputs, kept, taken)
+        further = np.where(moves[:, :1] < self._num_inputs, kept, taken) * [1, 0, 0]
         times = np.arange(1, number + 1)[:, None, None]
         self._moves.frombytes((times * further + moves).view(np.uint8).data)
         caches = np.array(self._caches[block], np.int64)
