@@ -195,12 +195,12 @@ class Growth:
 
 def _alive(tape: Tape) -> NDArray[np.float64]:
     """[when one is made, tensors]: 1 where a tensor of a block's own is alive."""
-    alive, made = np.tri(len(tape.sizes)), 0
+    alive, num_made = np.tri(len(tape.sizes)), 0
     for event in tape.events:
         if event is None:
-            made += 1
+            num_made += 1
         elif event.origin == "own":
-            alive[made:, event.index] = 0
+            alive[num_made:, event.index] = 0
     return alive
 
 
