@@ -71,14 +71,14 @@ def test_steps_that_are_left_out_decide_about_no_bound(
             lambda chain, _, block: drawn[chain.profile.blocks[block].kind],
         )
         few = lower_bounds(chain, replay)
-        patch.setattr(stages, "_undominated", lambda costs: costs)
+        patch.setattr(stages, "_undominated", lambda costs: costs.swapaxes(0, 1))
         assert np.array_equal(few, lower_bounds(chain, replay))
 
 
 def test_of_equal_steps_one_is_kept_and_of_others_the_larger_ones() -> None:
     small, large, deep = (1, 1, 2, 4, 1), (1, 2, 2, 4, 1), (1, 1, 2, 4, 0)
     costs = np.array([[small, small, large, deep], [small, small, small, small]])
-    assert stages._undominated(costs).tolist() == [[[*deep], [*large]], [[*small], [*small]]]
+    assert stages._undominated(costs).tolist() == [[[*deep], [*small]], [[*large], [*small]]]
 
 
 def test_repeated_layers_are_alike() -> None:

@@ -115,15 +115,15 @@ class StageCompiler:
         A tensor may also stay as it is if it is from further back than blocks of this kind refer.
         """
         profile, tape = self.events.profile, self.events.tape(block, self.step)
-        kept, taken = self._num_kept[block], self._num_slots - slot
+        num_kept, taken = self._num_kept[block], self._num_slots - slot
         refs = [*filter(None, tape.events), *(read.ref for read in tape.reads)]
         reach = block - max((ref.back for ref in refs), default=0)
         if not (order and order[0] == block + 1 and self.blocks >= {*range(reach, block)}):
             return 0
-        others = dict(profile.regimes[self.events.steps[self.step].regime].carried)
-        alike = (profile.blocks[block].kind, kept, False)
-        each = ((profile.blocks[at].kind, self._num_kept.get(at), at in others) for at in order)
-        number = next((count for count, one in enumerate(each) if one != alike), len(order))
+        makers = dict(profile.regimes[self.events.steps[self.step].regime].carried)
+        alike = (profile.blocks[block].kind, num_kept, False)
+        kinds = ((profile.blocks[at].kind, self._num_kept.get(at), at in makers) for at in order)
+        number = next((count for count, one in enumerate(kinds) if one != alike), len(order))
         alive: dict[Key, int] = {}
         for (key, old), (later, new) in zip(before.items(), self.alive.items(), strict=True):
             if (later, new) == ((key[0] + 1, key[1]), old + taken):
@@ -134,12 +134,11 @@ class StageCompiler:
                 return 0
         self.alive, self._num_slots = alive, self._num_slots + number * taken
         moves = np.array(self._moves[move:]).reshape(-1, 3)
-        further = np.zeros_like(moves)
-        further[:, 0] = np.where(moves[:, 0] < self._num_inputs, kept, taken)
+        further = np.where(moves[:, :1] < self._num_inputs, num_kept, taken) * [1, 0, 0]
         times = np.arange(1, number + 1)[:, None, None]
         self._moves.frombytes((times * further + moves).view(np.uint8).data)
         caches = np.array(self._caches[block], np.int64)
-        shift = np.where(caches < self._num_inputs, kept, taken)
+        shift = np.where(caches < self._num_inputs, num_kept, taken)
         for count, index in enumerate(order[:number], 1):
             self._caches[index] = (caches + count * shift).tolist()
         return number

@@ -232,12 +232,11 @@ class InferenceRun(StageRun):
 
     def run_steps(self) -> tuple[int, int]:
         """Replay the steps that are left; bytes of caches at the peak, and none of gradients."""
-        self.is_paused = False
         for step in self._left:
             self._run_step(step)
             if self.memory.max_reserved > self.usable_bytes:
-                self.is_paused = True
                 break
+        self.is_paused = self.memory.max_reserved > self.usable_bytes
         return self.memory.cached_at_peak, 0
 
     def _run_step(self, step: int) -> None:

@@ -116,8 +116,7 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     of_kind = {kind: [*_cache_and_peaks(chain, replay, block)] for kind, block in block_of.items()}
     rows = {kind: row for row, kind in enumerate(of_kind)}
     # [steps, places, numbers]
-    costs = _undominated(np.array([*of_kind.values()]))[[rows[kind] for kind in kinds]]
-    costs = costs.swapaxes(0, 1)
+    costs = _undominated(np.array([*of_kind.values()]))[:, [rows[kind] for kind in kinds]]
     bounds = np.zeros((num + 1, num + 1), np.int64)
     ahead = np.triu(np.ones((num, num), np.bool_))
     starts, places = np.arange(num)[:, None], np.arange(num)
@@ -134,17 +133,17 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
 
 
 def _undominated(costs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of [kinds, steps, numbers] of `_cache_and_peaks` the steps that may decide about a bound.
+    """[steps, kinds, numbers], from [kinds, steps, numbers]: the steps that may decide on a bound.
 
-    It grows with each number but the last, how many blocks back the fuller peak begins, with which
-    it falls. So a step counts for nothing beside one that has no less of any kind of block.
+    A bound grows with each number but the last (how many blocks back the fuller peak begins), with
+    which it falls. So a step counts for nothing beside one that has no less of any kind of block.
     """
     signed = costs.swapaxes(0, 1) * [1, 1, 1, 1, -1]
-    kept: list[int] = []
+    kept_steps: list[int] = []
     for step in reversed(range(len(signed))):  # the last ones are mostly the largest
-        if not (signed[kept] >= signed[step]).all(axis=(1, 2)).any():
-            kept.append(step)
-    return costs[:, kept]
+        if not (signed[kept_steps] >= signed[step]).all(axis=(1, 2)).any():
+            kept_steps.append(step)
+    return costs.swapaxes(0, 1)[kept_steps]
 
 
 class Growth:
@@ -196,12 +195,12 @@ class Growth:
 
 def _alive(tape: Tape) -> NDArray[np.float64]:
     """[when one is made, tensors]: 1 where a tensor of a block's own is alive."""
-    alive, made = np.tri(len(tape.sizes)), 0
+    alive, num_made = np.tri(len(tape.sizes)), 0
     for event in tape.events:
         if event is None:
-            made += 1
+            num_made += 1
         elif event.origin == "own":
-            alive[made:, event.index] = 0
+            alive[num_made:, event.index] = 0
     return alive
 
 

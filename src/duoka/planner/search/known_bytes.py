@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from duoka.forecast.costs import Costs
 from duoka.hardware.fleet import Fleet
@@ -36,10 +34,6 @@ class KnownBytes:
         self.fits = {key: bound <= costs.usable_bytes(key[0]) for key, bound in self.bytes.items()}
         self._exact: set[tuple[tuple[int, int], int]] = set()
 
-    @cached_property
-    def _alike(self) -> npt.NDArray[np.int64]:
-        return np.where(np.triu(np.ones_like(self._costs.alike), 1), self._costs.alike, -1)
-
     def key(self, budget: int, place: int) -> tuple[int, int]:
         """Where a stage at a place from the end is looked up."""
         return budget, min(place, self.num_places)
@@ -54,6 +48,8 @@ class KnownBytes:
         # next optimum has other stages: the rest isn't worth its replays.
         as_thought = True
         if not self._exact:  # bounds for the room take longer: not where nothing can fit
+            numbers = self._costs.alike
+            self._alike = np.where(np.tri(len(numbers), dtype=bool), -1, numbers)
             for key, fits in self.fits.items():
                 usable = self.usable_bytes(key[0])
                 self.fits[key] = fits & (self._costs.room_bounds(key[0]) <= usable)
