@@ -120,12 +120,9 @@ def test_forks_while_other_threads_work() -> None:
     """OpenMP's threads, malloc, autograd, logging and libraries that are loaded meanwhile."""
     is_over = threading.Event()
     ones, log = torch.ones(300, 300), logging.getLogger("forks")
+    weight = torch.ones(1000, requires_grad=True)
     log.addHandler(logging.NullHandler())
     log.propagate = False  # pytest writes to a file, whose buffer's lock would be lost
-
-    def backward() -> None:
-        weight = torch.ones(1000, requires_grad=True)
-        (weight * weight).sum().backward()
 
     def load() -> None:
         _ctypes.dlclose(ctypes.CDLL("libutil.so.1")._handle)
@@ -138,8 +135,8 @@ def test_forks_while_other_threads_work() -> None:
         lambda: (ones @ ones).sum(),
         lambda: [bytearray(1000 * size) for size in range(60)],
         lambda: log.warning("working"),
-        backward,
         load,
+        lambda: (weight * weight).sum().backward(),
     ]
     workers = [threading.Thread(target=repeat, args=(work,)) for work in works]
     for worker in workers:
