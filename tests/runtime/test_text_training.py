@@ -16,18 +16,20 @@ from duoka.runtime.text_training import find_unreached, make_text_trainable
 
 WORK = Workload(new_tokens=0, dtype="float32", training=Training())
 UNREACHED = {
-    "llava": ["model.vision_tower", "model.multi_modal_projector"],
-    "llava_next": ["model.image_newline", "model.vision_tower", "model.multi_modal_projector"],
-    "qwen2_vl": ["model.visual"],
-    "qwen2_5_omni_thinker": ["model.audio_tower", "model.visual"],
+    "llava": ["vision_tower", "multi_modal_projector"],
+    "llava_next": ["image_newline", "vision_tower", "multi_modal_projector"],
+    "qwen2_vl": ["visual"],
+    "qwen2_5_omni_thinker": ["audio_tower", "visual"],
     "kosmos-2.5": ["vision_model", "image_to_text_projection"],
-    "t5gemma2": ["model.encoder.vision_tower", "model.encoder.multi_modal_projector"],
+    "t5gemma2": ["encoder.vision_tower", "encoder.multi_modal_projector"],
 }
 
 
 @pytest.mark.parametrize("name", UNREACHED)
 def test_no_text_reaches_a_tower(name: str) -> None:
-    assert find_unreached(towers.build(name)) == UNREACHED[name]
+    # Some are in a module of the model's in newer versions of transformers.
+    unreached = [name.removeprefix("model.") for name in find_unreached(towers.build(name))]
+    assert unreached == UNREACHED[name]
 
 
 def test_images_reach_a_tower() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from image_checkpoints import FAMILIES, write_family, write_glm4v
@@ -64,7 +65,7 @@ def test_prompts_of_glm4v(glm4v: Path) -> None:
     assert isinstance(prompt, ImagePrompt)
     mean = torch.tensor([0.48145466, 0.4578275, 0.40821073])[:, None, None]
     deviation = torch.tensor([0.26862954, 0.26130258, 0.27577711])[:, None, None]
-    pixels = torch.tensor(PICTURE.get_flattened_data()).reshape(56, 56, 3).permute(2, 0, 1) / 255
+    pixels = torch.tensor(np.array(PICTURE)).permute(2, 0, 1) / 255
     torch.testing.assert_close(prompt.pictures["pixel_values"], ((pixels - mean) / deviation)[None])
     wide = prompts.prompt("What?", images=[OTHER.resize((200, 30)), OTHER])
     assert isinstance(wide, ImagePrompt)
