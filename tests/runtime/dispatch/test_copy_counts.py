@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import duoka
 from duoka import virtual
+from duoka.models.cache_argument import cache_name
 
 HIDDEN, HEAD, VOCABULARY = 64, 16, 320
 WORK = duoka.Workload(prompt_tokens=64, new_tokens=32)
@@ -46,14 +47,12 @@ def expected(num_gpus: int, tokens: int) -> Counter[tuple[str, str, tuple[int, .
 @pytest.mark.parametrize("num_gpus", [2, 3])
 def test_each_step_copies_one_hidden_state_over_each_boundary(llama: Path, num_gpus: int) -> None:
     model: Any = duoka.load(duoka.plan(llama, f"virtual:{num_gpus}x64MiB", WORK, use_all=True))
-    ids, cache = torch.arange(10, 20)[None].to(model.device), None
+    ids, cache, name = torch.arange(10, 20)[None].to(model.device), None, cache_name(model)
     with torch.no_grad():
         for tokens in (10, 1, 1, 1):
             counts = Counts()
             with virtual.observe(counts):
-                cache = model(ids[:, :tokens], past_key_values=cache, use_cache=True)[
-                    "past_key_values"
-                ]
+                cache = model(ids[:, :tokens], use_cache=True, **{name: cache})[name]
             assert counts.between_gpus == expected(num_gpus, tokens)
             # Layers make their caches in the first step, of nothing.
             assert not set(counts.copies) - set(counts.between_gpus)
