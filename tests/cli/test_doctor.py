@@ -28,9 +28,10 @@ def test_a_machine_without_gpus(program: Program, monkeypatch: pytest.MonkeyPatc
     done = program("doctor")
     assert done.returncode == 0
     lines = [line.rstrip() for line in done.stdout.splitlines()]
-    assert lines[:2] == ["GPUs", " note    driver: no NVIDIA GPU is here"]
+    words = [line.split() for line in lines]  # older versions of rich leave more between columns
+    assert words[:2] == [["GPUs"], "note driver: no NVIDIA GPU is here".split()]
     assert done.stdout.count("NVIDIA") == 1
-    assert " ok      libraries: all libraries are in the ranges" in done.stdout
+    assert "ok libraries: all libraries are in the ranges".split() in [line[:8] for line in words]
     assert lines[-1] == "0 errors, 0 warnings, 1 note; 1 ok"
     assert max(map(len, lines)) <= 80
 
