@@ -53,7 +53,7 @@ Where = Placement | Plan | DeviceMap | Mapping[str, Any] | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CheckRequest:
-    """What is to be checked, besides the model; the notes are taken while that is found out."""
+    """The arguments of a check besides the model, and notes collected while they are resolved."""
 
     placement: Where | None
     inputs: Inputs | None
@@ -176,7 +176,7 @@ def _unplanned(error: DuokaError) -> Stop:
 def _subject(
     model: str | os.PathLike[str] | Checkpoint | nn.Module, request: _CheckRequest
 ) -> Subject | Report:
-    """What is checked: a model in its places; a report where the code can't even be built."""
+    """Return the model on its devices, or a report where its code can't be built."""
     if isinstance(model, nn.Module):
         if request.training not in (None, Training(method="full")):
             raise UsageError(
@@ -288,7 +288,7 @@ def _placed(
     workload: Workload,
     fleet: Fleet | None,
 ) -> Subject:
-    """What is checked of a model in its places."""
+    """Return the subject of a check: a model on its devices."""
     return Subject(
         model=model,
         name=type(model).__name__,
@@ -303,7 +303,7 @@ def _placed(
 
 
 def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
-    """The arguments of one call, where that is what the inputs are."""
+    """Return the inputs if they are the arguments of one call, else None."""
     if isinstance(inputs, Mapping) or inputs is None:
         return inputs
     if isinstance(inputs, torch.Tensor):
@@ -349,7 +349,7 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
 def _outline(
     checkpoint: Checkpoint, workload: Workload, model: nn.Module, request: _CheckRequest
 ) -> Outline:
-    """What must stay whole; where the model's code can't be traced, the names of its tensors."""
+    """Return the blocks of a model, or its tensor names where its code can't be traced."""
     try:
         return find_or_trace(checkpoint, workload).outline
     except (ModelError, UnknownValueError) as error:
@@ -381,7 +381,7 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
 
 
 def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
-    """Whether a plan would keep all layers on one device, so that nothing could be found there.
+    """Tell if a plan would put all layers on one device, where no devices can be mixed.
 
     A strategy that somebody said is that of a plan.
     """

@@ -367,7 +367,7 @@ class Interceptor(TorchFunctionMode):
         return tuple(operands)
 
     def _operand(self, path: Path, tensor: torch.Tensor, written: OperandText) -> Operand:
-        """A tensor that moves, of which it isn't known where it comes from."""
+        """Return the operand for a tensor that moves and whose origin is unknown."""
         return Operand(
             argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
             expression=written.text,

@@ -103,7 +103,7 @@ def _refuse_scripted(subject: Subject) -> None:
 
 
 def _further(report: Report, real: Report, is_small: bool) -> Report:
-    """Of a run that stopped and one with other numbers, the one that came further."""
+    """Return the report that came further: of a run that stopped, or of one on other values."""
     assert report.stop is not None
     needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
     if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):

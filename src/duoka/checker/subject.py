@@ -1,4 +1,4 @@
-"""What is checked: a model, where its modules are, and what it is asked to do.
+"""The subject of a check: a model, the devices of its modules, and its inputs or workload.
 
 A checkpoint's own model code is built from where it lies, or it is said where that code stopped.
 """
@@ -120,7 +120,7 @@ def device_name(device: object) -> str:
 
 
 def complete(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
-    """What a map misses and invents, and the map with every tensor in it.
+    """Return a device map with an entry for every tensor, and the entries missing or unknown.
 
     What has no entry goes to the device of the tensor before it, in the order of registration.
     """
@@ -183,7 +183,7 @@ def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
 
 
 def placed_modules(model: nn.Module, entries: Entries) -> dict[nn.Module, str]:
-    """The modules that a map places: those that it names, or, of a mere container, its parts."""
+    """Return the modules that a map names, or the parts of a container that is never called."""
     devices = dict(entries)
     modules = dict(model.named_modules(remove_duplicate=False))
     placed: dict[nn.Module, str] = {}

@@ -43,7 +43,7 @@ _TOKENIZER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFile:
-    """One file of the model code that comes with a checkpoint: what is hashed, and what runs."""
+    """One file of the model code that comes with a checkpoint, as it is hashed and as it runs."""
 
     name: str
     sha256: str
@@ -199,7 +199,7 @@ class Checkpoint:
 
     @property
     def has_weights(self) -> bool:
-        """Whether there are weights; those on the Hub need not be here yet."""
+        """True if the checkpoint has weights, here or still on the Hub."""
         return self.format != "none"
 
     @property
@@ -408,7 +408,7 @@ _PARTS = ("config.json", "the names, shapes, types or files of its tensors", "it
 
 
 def differences(one: str, other: str) -> tuple[str, ...]:
-    """What two checkpoints differ in by their fingerprints; all of it if one is no checkpoint's."""
+    """Return the parts in which two fingerprints differ; all parts if one isn't a checkpoint's."""
     pairs = list(zip(one.split("-"), other.split("-"), strict=False))
     if len(pairs) != len(_PARTS):
         return _PARTS

@@ -104,7 +104,7 @@ def rules_of(rules: Sequence[Rule]) -> Rules:
 
 
 def evaluate_all(rules: Rules, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """What `evaluate` gives for each of the rules, all at once, at most `END_OF_ADDRESSES`.
+    """Evaluate all rules at once, each clipped to `END_OF_ADDRESSES`.
 
     The values are those of one step, or of several steps: [monomials, steps].
     """

@@ -73,7 +73,7 @@ class Replay(AllocEvents):
         return peaks
 
     def is_paused(self, blocks: Sequence[int], capacity_bytes: int) -> bool:
-        """Whether the peaks of a stage are those of its first steps alone."""
+        """True if the peaks of a stage are those of its first steps alone."""
         return (stage_signature(self.profile, blocks), capacity_bytes) in self._paused
 
     def _stage_run(

@@ -1,4 +1,4 @@
-"""What stands in for flash_attn where it isn't installed, for code that can't do without.
+"""A stand-in for flash_attn where it isn't installed, for code that imports it anyway.
 
 This module is the package and each of its modules: it has the functions that published model code
 imports, with the same numbers and shapes. They run on any device, by PyTorch's
@@ -20,7 +20,7 @@ flash_attn_interface = bert_padding = layers = rotary = sys.modules[__name__]
 
 
 class FlashAttnOptions(NamedTuple):
-    """What follows queries, keys and values in a call of flash_attn."""
+    """The options of flash_attn, in the order of its positional arguments after q, k and v."""
 
     dropout_p: float = 0.0
     softmax_scale: float | None = None
@@ -70,7 +70,7 @@ def flash_attn_varlen_func(
 
 
 def unpad_input(tensor: Tensor, attention_mask: Tensor) -> Any:
-    """The tokens that count, their places in the batch, where sequences end, and the longest."""
+    """Return unpadded tokens, their indices, cumulative lengths, and the longest length."""
     return padding._unpad_input(tensor, attention_mask)[:4]
 
 

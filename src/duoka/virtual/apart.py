@@ -94,7 +94,7 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
 
 
 def _is_asleep(pid: int) -> bool:
-    """Whether no thread of a process runs or waits for a disk, and it has no process of its own.
+    """Tell if all threads of a process sleep, and it has no child process.
 
     One that has ended, whose answer another process could still give, is asleep, too.
     """

@@ -28,7 +28,7 @@ def is_healthy(host: str, port: int) -> bool:
 
 
 def read_cache(host: str, port: int) -> dict[str, float]:
-    """What the metrics say of the cache: the labels of its configuration that are numbers."""
+    """Read the cache's configuration from the metrics: its labels that are numbers."""
     text = (_get(host, port, "/metrics") or b"").decode("utf-8", "replace")
     match = _METRIC.search(text)
     numbers = {}

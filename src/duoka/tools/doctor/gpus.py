@@ -125,7 +125,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_state(facts: Facts) -> Iterator[Finding]:
-    """Whether the cards are well: memory errors, clocks that are held back."""
+    """Check the cards' health: memory errors, and throttled clocks."""
     return or_ok(by_gpu(facts.cards, _state), "no GPU tells of memory errors, or is slowed down")
 
 
