@@ -23,3 +23,10 @@ def test_matplotlib_may_be_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pictures need matplotlib"):
         picture.new_figure([1.0])
+
+
+def test_a_page_is_no_picture(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="'html' is not supported") as refused:
+        picture.save_picture(picture.new_figure([1.0])[0], tmp_path / "page.html")
+    assert ".png, .svg or .pdf" in (refused.value.hint or "")
+    assert not (tmp_path / "page.html").exists()

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _INCHES_WIDE = 8.0
 BLUE, ORANGE = "#2f6db5", "#d9822b"
 _DOTS_PER_INCH = 150
-_KINDS = ("svg", "pdf")
 # Of a row, as far as a bar goes up and down from its middle, and a mark across it.
 _HALF_BAR, _HALF_MARK = 0.25, 0.38
 
@@ -72,7 +71,7 @@ def draw_bars(
 
 
 def save_picture(figure: Figure, file: Path) -> Path:
-    """Write a figure to a file, and return that: a PNG, or by the name's ending SVG or PDF.
+    """Write a figure to a file, and return that: PNG, SVG or PDF by the name's ending.
 
     Raises
     ------
@@ -81,10 +80,10 @@ def save_picture(figure: Figure, file: Path) -> Path:
     """
     kind = file.suffix.lower().removeprefix(".")
     try:
-        figure.savefig(file, format=kind if kind in _KINDS else "png", dpi=_DOTS_PER_INCH)
-    except OSError as error:
+        figure.savefig(file, format=kind or "png", dpi=_DOTS_PER_INCH)
+    except (OSError, ValueError) as error:  # of a format that matplotlib doesn't know
         raise UsageError(
             f"{file} can't be written: {why(error)}",
-            hint="name a file in a directory that is there and that you may write to",
+            hint="name a .png, .svg or .pdf in a directory that is there and that you may write to",
         ) from error
     return file
