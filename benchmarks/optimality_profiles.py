@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from duoka.forecast.costs import Costs
 from duoka.forecast.profile import (
     MONOMIALS,
-    Block,
-    Kind,
+    BlockKind,
     Phase,
     Profile,
+    ProfileBlock,
     Read,
     Ref,
     Regime,
@@ -100,7 +100,7 @@ def draw_profile(rng: random.Random) -> Profile:
     num = rng.randint(2, 6)
     patterns = [Pattern.draw(rng) for _ in range(rng.randint(1, 3))]
     tied = num > 2 and rng.random() < 0.2
-    kinds: dict[Kind, int] = {}
+    kinds: dict[BlockKind, int] = {}
     blocks = []
     for index in range(num):
         pattern, is_tied = rng.choice(patterns), tied and index == num - 1
@@ -109,10 +109,10 @@ def draw_profile(rng: random.Random) -> Profile:
             for phase in PHASES
             for _ in (False, True)
         ]
-        kind = Kind(weight_bytes=() if is_tied else (pattern.weight,), tapes=tuple(tapes))
+        kind = BlockKind(weight_bytes=() if is_tied else (pattern.weight,), tapes=tuple(tapes))
         number = kinds.setdefault(kind, len(kinds))
         root = 0 if is_tied else None
-        blocks.append(Block(modules=(f"block.{index}",), kind=number, tied_to=root))
+        blocks.append(ProfileBlock(modules=(f"block.{index}",), kind=number, tied_to=root))
     regimes = tuple(
         Regime(phase=phase, many=many, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE)
         for phase in PHASES

@@ -27,8 +27,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import duoka
 from duoka import Placement, Training, Workload
 from duoka.stages.channels import ProcessChannel
-from duoka.stages.execute import Pipeline
-from duoka.stages.interceptor import Interceptor
+from duoka.stages.execute import StagePipeline
+from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.route import find_route
 from duoka.stages.schedule import busy_shares, order_passes
 from duoka.stages.workers import Workers, end_with_parent
@@ -131,9 +131,9 @@ class Stage:
         optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
 
         def run() -> None:
-            interceptor = Interceptor(self.model, placement)
+            interceptor = BlockInterceptor(self.model, placement)
             channel = ProcessChannel([0, 1], CPU)
-            Pipeline(interceptor, channel, [CPU, CPU], local=[self.rank]).run(
+            StagePipeline(interceptor, channel, [CPU, CPU], local=[self.rank]).run(
                 [route] * MICRO_BATCHES,
                 [timed.step for timed in passes],
                 lambda number, device: self.loss(number),

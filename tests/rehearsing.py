@@ -16,9 +16,9 @@ from duoka.forecast.optimizer_memory import TrainedTensor
 from duoka.forecast.profile import (
     TRAINING_MONOMIALS,
     TRAINING_PHASES,
-    Block,
-    Kind,
+    BlockKind,
     Profile,
+    ProfileBlock,
     Read,
     Ref,
     Regime,
@@ -69,7 +69,9 @@ def made_up(layers: Sequence[Layer]) -> Profile:
         fingerprint="made up",
         model="MadeUp",
         dtype="bfloat16",
-        blocks=tuple(Block(modules=(f"b{number}",), kind=number) for number in range(len(layers))),
+        blocks=tuple(
+            ProfileBlock(modules=(f"b{number}",), kind=number) for number in range(len(layers))
+        ),
         kinds=tuple(kinds),
         regimes=tuple(
             Regime(phase=phase, many=many, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE)
@@ -92,7 +94,7 @@ def _rule(name: str, value: int) -> Rule:
 _SAVED, _RESULT, _GRADIENT, _BACK = range(4)
 
 
-def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> Kind:
+def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> BlockKind:
     before = Ref(origin="earlier", index=_RESULT, back=1)
     after = Ref(origin="earlier", index=_BACK, back=-1)
     forward = Tape(
@@ -109,7 +111,7 @@ def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> Kind:
     # A gradient that is added to one that is there ends at once.
     added = (None, Ref(origin="own", index=_GRADIENT), None, *ends)
     accumulate = Tape(sizes=sizes, events=added, reads=reads)
-    return Kind(
+    return BlockKind(
         weight_bytes=(layer.weight,),
         tapes=(forward, backward, accumulate) * 2,
         trained=(TrainedTensor(shape=(1, layer.weight // 2), item_bytes=2),),

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from duoka.serve.app import make_app
 from duoka.serve.errors import HttpError
 from duoka.serve.messages import Ask, Begun, Delta, Ended, Event, Failed, Token
-from duoka.serve.pool import Pool
+from duoka.serve.pool import EnginePool
 from duoka.serve.service import Service
 
 MODEL = "scripted"
@@ -39,7 +39,7 @@ def app_of(
     *events: Event, key: str | None = None, fetches_images: bool = False
 ) -> tuple[FastAPI, ScriptedPool]:
     pool = ScriptedPool(events)
-    service = Service(cast(Pool, pool), MODEL, fetches_images=fetches_images)
+    service = Service(cast(EnginePool, pool), MODEL, fetches_images=fetches_images)
     return make_app(service, key=key), pool
 
 

@@ -17,10 +17,10 @@ import torch
 from duoka import Fleet, Placement, Plan, Workload, models, virtual
 from duoka.forecast.profile import (
     MONOMIALS,
-    Block,
-    Kind,
+    BlockKind,
     Phase,
     Profile,
+    ProfileBlock,
     Read,
     Ref,
     Regime,
@@ -220,11 +220,11 @@ def made_up(
     A block makes something to work with, its cache anew, and its result; then it drops the work,
     the old cache and the result of the block before. The first and the last one have no cache.
     """
-    kinds: dict[Kind, int] = {}
+    kinds: dict[BlockKind, int] = {}
     blocks = []
     for index, size in enumerate(weights):
         tapes = [_tape(index, len(weights), phase, costs) for phase in PHASES]
-        kind = Kind(
+        kind = BlockKind(
             weight_bytes=() if index in tied_to else (size,),
             tapes=tuple(tape for tape in tapes for _ in (False, True)),
         )
@@ -232,7 +232,7 @@ def made_up(
         tied = tied_to.get(index)
         streams = tied is None and index not in tied_to.values()
         name = f"block.{index}"
-        blocks.append(Block(modules=(name,), kind=number, tied_to=tied, streams=streams))
+        blocks.append(ProfileBlock(modules=(name,), kind=number, tied_to=tied, streams=streams))
     everywhere = (0, ENDLESS)
     names = [
         NamedTensor(

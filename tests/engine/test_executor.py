@@ -15,7 +15,7 @@ from duoka.engine.generation_rules import GenerationRules
 from duoka.engine.request import SamplingParams
 from duoka.engine.scheduler import Scheduler
 from duoka.engine.sequence import Sequence
-from duoka.engine.step import Step
+from duoka.engine.step import EngineStep
 from duoka.forecast.serving import Capacity
 
 NEW_TOKENS = 10
@@ -79,7 +79,7 @@ def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.
         if not pieces:
             continue
         assert sum(piece.num_tokens for piece in pieces) <= max(capacity.step_tokens, len(pieces))
-        executor.submit(Step(0, [piece.chunk for piece in pieces]))
+        executor.submit(EngineStep(0, [piece.chunk for piece in pieces]))
         result = executor.wait()
         assert isinstance(result, Result)
         assert not isinstance(result.outcomes, Exception)

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from duoka.engine.paged_model import PagedModel, find_routes
 from duoka.engine.request import SamplingParams
-from duoka.engine.sampler import Row
+from duoka.engine.sampler import SamplingRow
 from duoka.engine.step import Chunk
 from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity
 from duoka.runtime.paged_steps import reads_pages
 from duoka.stages.channels import LocalChannel
-from duoka.stages.interceptor import Interceptor
-from duoka.stages.micro_batch import MicroBatch
+from duoka.stages.interceptor import BlockInterceptor
+from duoka.stages.micro_batch import StageMicroBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ROW = Row(params=SamplingParams(), seed=0, place=0)
+ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 NOT_BUILT = {name for names in families.UNBUILT.values() for name in names}
 OTHERS = sorted(set(families.all_names()) - set(families.FAST) - NOT_BUILT)
 CPU = torch.device("cpu")
@@ -50,7 +50,10 @@ def steps_of(rng: random.Random, number: int = 4) -> list[list[Chunk]]:
 
 def in_stages(model: Any, placement: Any, steps: list[list[Chunk]]) -> list[Tensor]:
     routes = find_routes(model, placement)
-    interceptor, channel = Interceptor(model, placement), LocalChannel([CPU] * len(routes.devices))
+    interceptor, channel = (
+        BlockInterceptor(model, placement),
+        LocalChannel([CPU] * len(routes.devices)),
+    )
     # Each device has pages of its own.
     models = {name: PagedModel(model, CAPACITY) for name in routes.devices}
     logits = []
@@ -59,7 +62,7 @@ def in_stages(model: Any, placement: Any, steps: list[list[Chunk]]) -> list[Tens
         step = paged[routes.devices[0]]
         route = routes.at(step.num_tokens, len(step.last_rows))
         for stage, name in enumerate(routes.devices):
-            part = MicroBatch(route, stage, number, channel, CPU, learns=False)
+            part = StageMicroBatch(route, stage, number, channel, CPU, learns=False)
             result = part.forward(interceptor, models[name].call(paged[name], CPU))
         assert result is not None
         logits.append(result)

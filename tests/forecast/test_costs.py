@@ -24,7 +24,7 @@ from duoka.forecast.workload import OPTIMIZERS
 from duoka.hardware.device import Link
 from duoka.planner.planner import attempt, solve
 from duoka.planner.request import PlanProblem
-from duoka.planner.search import Limits, NoPlacement, search
+from duoka.planner.search import NoPlacement, PlacementLimits, search
 
 MIB = 2**20
 
@@ -234,7 +234,7 @@ def test_the_first_stage_holds_the_most_micro_batches() -> None:
 
 def test_pins_hold_where_places_count() -> None:
     workload = load(1, method="full", micro_batches=8, schedule="1f1b")
-    limits = Limits(pins=((5, 0),))
+    limits = PlacementLimits(pins=((5, 0),))
     costs = costs_of(PROFILE, workload)
     found = search(costs, FLEET, use_all=True, limits=limits)
     assert found.stages[-1].device == 0

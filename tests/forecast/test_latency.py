@@ -14,7 +14,7 @@ from duoka import Device, Fleet, Workload
 from duoka.errors import FormatError
 from duoka.forecast.costs import Costs
 from duoka.forecast.latency import LAUNCH_SECONDS, LatencyModel, rate
-from duoka.forecast.profile import Kind, Profile
+from duoka.forecast.profile import BlockKind, Profile
 from duoka.forecast.replay_training import replay_of
 from duoka.hardware.device import Link
 from duoka.planner.planner import solve
@@ -48,7 +48,7 @@ def gpu(number: int = 0, memory: float = 1.0, flops: float = 1e9, **others: obje
 def launching(profile: Profile, launches: float) -> Profile:
     """The profile with blocks that start so many kernels in each step."""
     kinds = tuple(
-        Kind(
+        BlockKind(
             weight_bytes=kind.weight_bytes,
             tapes=tuple(replace(tape, launches=(launches,)) for tape in kind.tapes),
         )
@@ -124,7 +124,7 @@ def test_rates_are_those_of_the_dtype() -> None:
 def test_decode_steps_are_summed_up_though_not_all_are_computed() -> None:
     cached = tiny.made_up([8 * MIB] * 5, tiny.Costs(cache=64))
     kinds = tuple(
-        Kind(
+        BlockKind(
             weight_bytes=kind.weight_bytes,
             tapes=tuple(replace(tape, moved_bytes=tiny.rule(bk=3.0)) for tape in kind.tapes),
         )

@@ -87,7 +87,9 @@ def test_links_to_other_things_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_isnt_supported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "unified-gb10")
     (gpu,) = nvml.read().gpus
-    assert gpu == nvml.Gpu(index=0, name="NVIDIA GB10", uuid=gpu.uuid, compute_capability=(12, 1))
+    assert gpu == nvml.NvmlGpu(
+        index=0, name="NVIDIA GB10", uuid=gpu.uuid, compute_capability=(12, 1)
+    )
 
 
 def test_instances_of_mig(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,13 +205,13 @@ def test_without_an_answer_the_error_says_what_to_do(
 # ── what they are doing ──
 
 
-def look(watch: nvml.Watch) -> list[nvml.Activity]:
+def look(watch: nvml.NvmlSession) -> list[nvml.Activity]:
     return [part for part in watch.look() if isinstance(part, nvml.Activity)]
 
 
 def test_what_gpus_are_doing(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "eight-3090")
-    watch = nvml.Watch()
+    watch = nvml.NvmlSession()
     activities = look(watch)
     assert activities == look(watch)
     assert [activity.index for activity in activities] == list(range(8))
@@ -224,7 +226,7 @@ def test_what_gpus_are_doing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_instances_are_told_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "mig")
-    whole, *instances = look(nvml.Watch())
+    whole, *instances = look(nvml.NvmlSession())
     expected = nvml.read().gpus[1].instances
     assert whole.uuid.startswith("GPU-")
     assert [(i.index, i.uuid, i.name, i.free_bytes) for i in instances] == [
@@ -234,7 +236,7 @@ def test_instances_are_told_for_themselves(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_card_that_is_lost_while_one_looks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "eight-3090")
-    watch = nvml.Watch()
+    watch = nvml.NvmlSession()
     assert len(look(watch)) == 8
     recording.data["devices"][2]["nvmlDeviceGetUtilizationRates"] = {
         "error": pynvml.NVML_ERROR_GPU_IS_LOST
@@ -248,21 +250,21 @@ def test_a_card_that_is_lost_while_one_looks_is_told(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("-driver")])
 def test_a_session_is_open_while_one_watches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, name)
-    watch = nvml.Watch()
+    watch = nvml.NvmlSession()
     assert len(watch.look()) >= len(recording.data["devices"])
     assert recording.open_sessions == 1
     watch.close()
     assert recording.open_sessions == 0
     recording.data["nvmlDeviceGetCount"] = {"error": pynvml.NVML_ERROR_UNKNOWN}
     with pytest.raises(FleetError, match="doesn't answer: Unknown Error"):
-        nvml.Watch()
+        nvml.NvmlSession()
     assert recording.open_sessions == 0
 
 
 def test_without_a_driver_there_is_nothing_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "no-driver")
     with pytest.raises(FleetError, match="is not here"):
-        nvml.Watch()
+        nvml.NvmlSession()
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import pytest
 from duoka.serve.engine_client import EngineClient
 from duoka.serve.errors import HttpError
 from duoka.serve.messages import Ask, Event, Prompt, Ready
-from duoka.serve.pool import EngineLost, Pool
+from duoka.serve.pool import EngineLost, EnginePool
 
 READY = Ready(context_tokens=8, sequences=2, pages=4, page_tokens=4)
 ASK = Ask(number=-1, prompt=Prompt(text="a"), params={})
@@ -30,9 +30,9 @@ class Silent:
         return
 
 
-def pool_of(number: int, max_queue: int = 1) -> Pool:
+def pool_of(number: int, max_queue: int = 1) -> EnginePool:
     begin: Any = None  # no process is started
-    pool = Pool([begin] * number, max_queue)
+    pool = EnginePool([begin] * number, max_queue)
     for engine in pool.engines:
         be_ready(engine)
     return pool
@@ -43,7 +43,7 @@ def be_ready(engine: EngineClient) -> None:
     engine.ready, engine.state, engine._writer = READY, "ready", writer
 
 
-async def open_request(pool: Pool, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
+async def open_request(pool: EnginePool, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
     """A request that waits for its first event."""
     events = pool.ask(ASK, tokens, key)
     task = asyncio.ensure_future(anext(events))
@@ -114,7 +114,7 @@ def test_a_pool_whose_engine_cant_be_opened_says_so(monkeypatch: pytest.MonkeyPa
 
     async def run() -> None:
         begin: Any = None
-        pool = Pool([begin], 1)
+        pool = EnginePool([begin], 1)
         try:
             await pool.start()
         finally:

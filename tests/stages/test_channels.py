@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from duoka.stages.channels import LocalChannel, Message
+from duoka.stages.channels import LocalChannel, TensorMessage
 from duoka.stages.workers import Workers
 
 CPU = torch.device("cpu")
-MESSAGES = [Message(0, 1, transfer, batch, False) for batch in range(2) for transfer in range(3)]
+MESSAGES = [
+    TensorMessage(0, 1, transfer, batch, False) for batch in range(2) for transfer in range(3)
+]
 WORKER = """
 import json, sys
 import torch, torch.distributed as dist

@@ -21,8 +21,8 @@ from duoka.errors import ModelError
 from duoka.forecast.workload import Training
 from duoka.models import initialize_adapters, make_trainable
 from duoka.stages.channels import LocalChannel
-from duoka.stages.interceptor import Interceptor
-from duoka.stages.micro_batch import MicroBatch
+from duoka.stages.interceptor import BlockInterceptor
+from duoka.stages.micro_batch import StageMicroBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -135,10 +135,10 @@ def test_code_that_reads_values_of_another_stage_is_refused() -> None:
     model, batch = Reads(), {"values": torch.ones(1, 2)}
     route = route_of(model, TWO, batch)
     channel, device = LocalChannel([torch.device("cpu")] * 2), torch.device("cpu")
-    interceptor = Interceptor(model, TWO)
-    MicroBatch(route, 0, 0, channel, device).forward(interceptor, lambda: model(**batch))
+    interceptor = BlockInterceptor(model, TWO)
+    StageMicroBatch(route, 0, 0, channel, device).forward(interceptor, lambda: model(**batch))
     with pytest.raises(ModelError, match="reads values of another stage"):
-        MicroBatch(route, 1, 0, channel, device).forward(interceptor, lambda: model(**batch))
+        StageMicroBatch(route, 1, 0, channel, device).forward(interceptor, lambda: model(**batch))
     assert model(**batch).requires_grad  # and runs as ever when no pass is on
 
 
@@ -158,9 +158,9 @@ class Chain(nn.Module):
 def test_another_course_than_the_planned_one_is_refused() -> None:
     model, batch = Chain(), {"values": torch.ones(1, 2)}
     route = route_of(model, TWO, batch)
-    micro_batch = MicroBatch(route, 0, 0, LocalChannel([]), torch.device("cpu"))
+    micro_batch = StageMicroBatch(route, 0, 0, LocalChannel([]), torch.device("cpu"))
     with pytest.raises(ModelError, match="not as it did"):
-        micro_batch.forward(Interceptor(model, TWO), lambda: model.second(batch["values"]))
+        micro_batch.forward(BlockInterceptor(model, TWO), lambda: model.second(batch["values"]))
 
 
 def test_a_device_that_comes_back_has_several_stages() -> None:
@@ -181,6 +181,6 @@ def test_nothing_but_its_place_in_the_graph_is_kept_of_what_was_sent() -> None:
             super().send(message, tensor)
 
     device = torch.device("cpu")
-    micro_batch = MicroBatch(route_of(model, TWO, batch), 0, 0, Noting([device] * 2), device)
-    assert micro_batch.forward(Interceptor(model, TWO), lambda: model(**batch)) is None
+    micro_batch = StageMicroBatch(route_of(model, TWO, batch), 0, 0, Noting([device] * 2), device)
+    assert micro_batch.forward(BlockInterceptor(model, TWO), lambda: model(**batch)) is None
     assert [reference() for reference in sent] == [None]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from duoka.forecast.flash_splits import FlashShape, PartBytes
 from duoka.forecast.profile import MONOMIALS, Phase, Ref, Tape, evaluate, monomials
-from duoka.tracing.fit import Sample, Unlike, fit
-from duoka.tracing.record import Home, Pass, RawTape
+from duoka.tracing.fit import RecordedStep, Unlike, fit
+from duoka.tracing.record import Home, RawTape, RecordedPass
 
 Size = Callable[[int, int, int], int]
 """Of batch, query tokens and key tokens."""
@@ -28,16 +28,18 @@ LENGTHS: dict[Phase, list[tuple[int, int]]] = {
 
 def samples(
     size: Size, phase: Phase, *, batches: tuple[int, ...] = (1,), flops: Size | None = None
-) -> list[Sample]:
+) -> list[RecordedStep]:
     made = []
     for batch, (query, keys) in itertools.product(batches, LENGTHS[phase]):
         tape = RawTape(sizes=[size(batch, query, keys)], events=[None, (0, 0, 0)])
         tape.flops = (flops or size)(batch, query, keys)
-        made.append(Sample(phase, batch, query, keys, Pass(tapes=[tape], like=[0], number=0)))
+        made.append(
+            RecordedStep(phase, batch, query, keys, RecordedPass(tapes=[tape], like=[0], number=0))
+        )
     return made
 
 
-def fitted(found: list[Sample]) -> Tape:
+def fitted(found: list[RecordedStep]) -> Tape:
     (tape,), _ = fit(found)
     return tape
 
@@ -114,7 +116,9 @@ def test_work_may_be_met_nearly_and_sizes_may_not() -> None:
 
 def test_one_call_has_constants() -> None:
     tape = RawTape(sizes=[1000, 0], events=[None, None], flops=77)
-    found = fitted([Sample("prefill", 1, 0, 0, Pass(tapes=[tape], like=[0], number=0))])
+    found = fitted(
+        [RecordedStep("prefill", 1, 0, 0, RecordedPass(tapes=[tape], like=[0], number=0))]
+    )
     assert found.sizes == ((1000.0,), ())
     assert evaluate(found.flops, monomials(1, 5, 5)) == 77
 
@@ -130,7 +134,7 @@ def test_structure_must_agree() -> None:
         fit(found)
 
 
-def chain(number: int, *, like: list[int], cached: Home | None = None) -> Pass:
+def chain(number: int, *, like: list[int], cached: Home | None = None) -> RecordedPass:
     """Three blocks: the first makes something that the last frees, and each feeds the next."""
     first = RawTape(sizes=[10, 20], events=[None, None])
     second = RawTape(sizes=[30], events=[None, (number, 0, 1)], reads={(number, 0, 1): 20})
@@ -142,12 +146,12 @@ def chain(number: int, *, like: list[int], cached: Home | None = None) -> Pass:
     if cached is not None:
         second.slots = {cached: 1}
         second.events.append(cached)
-    return Pass(tapes=[first, second, third], like=like, number=number)
+    return RecordedPass(tapes=[first, second, third], like=like, number=number)
 
 
 def test_references_say_where_from() -> None:
     cached = (3, 1, 7)
-    sample = Sample("decode", 1, 0, 0, chain(5, like=[0, 1, 2], cached=cached))
+    sample = RecordedStep("decode", 1, 0, 0, chain(5, like=[0, 1, 2], cached=cached))
     (first, second, third), carried = fit([sample])
     assert carried == ((0, 0),)
     assert first.events == (None, None)
@@ -167,7 +171,7 @@ def test_references_say_where_from() -> None:
 
 
 def test_what_is_from_before_and_no_cache_is_the_callers() -> None:
-    sample = Sample("decode", 1, 0, 0, chain(5, like=[0, 1, 2], cached=(3, 1, 7)))
+    sample = RecordedStep("decode", 1, 0, 0, chain(5, like=[0, 1, 2], cached=(3, 1, 7)))
     sample.recorded.tapes[1].slots = {}
     (_, second, _), _ = fit([sample])
     assert second.events[-1] == Ref(origin="input", index=0)
@@ -175,13 +179,13 @@ def test_what_is_from_before_and_no_cache_is_the_callers() -> None:
 
 def test_blocks_that_are_alike_share_a_tape() -> None:
     passed = chain(0, like=[0, 1, 1])
-    tapes, _ = fit([Sample("decode", 1, 0, 0, passed)])
+    tapes, _ = fit([RecordedStep("decode", 1, 0, 0, passed)])
     assert tapes[2] is tapes[1]
 
 
 def test_samples_must_agree_on_what_is_alike() -> None:
-    one = Sample("prefill", 1, 9, 9, chain(0, like=[0, 1, 1]))
-    other = Sample("prefill", 1, 19, 19, chain(0, like=[0, 1, 2]))
+    one = RecordedStep("prefill", 1, 9, 9, chain(0, like=[0, 1, 1]))
+    other = RecordedStep("prefill", 1, 19, 19, chain(0, like=[0, 1, 2]))
     with pytest.raises(Unlike, match="alike"):
         fit([one, other])
 

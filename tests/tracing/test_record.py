@@ -17,9 +17,9 @@ from duoka.forecast.profile import Phase, Tape
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.place_tensors import place
 from duoka.runtime.steps import Stepper
-from duoka.tracing.blocks import Group, find_groups
-from duoka.tracing.fit import Sample, fit
-from duoka.tracing.record import Pass, Recorder, signature
+from duoka.tracing.blocks import ModuleGroup, find_groups
+from duoka.tracing.fit import RecordedStep, fit
+from duoka.tracing.record import RecordedPass, Recorder, signature
 
 WIDTH = 256
 DEVICE: Any = "vgpu:0"  # a device only once there are virtual GPUs
@@ -32,7 +32,7 @@ def on_gpu(model: nn.Module) -> None:
     place(model, Placement(entries=(("", "vgpu:0"),)))
 
 
-def record(model: nn.Module, call: Callable[[], Any], *, skip: bool = False) -> list[Pass]:
+def record(model: nn.Module, call: Callable[[], Any], *, skip: bool = False) -> list[RecordedPass]:
     """Two passes of one call, in a world without data that is there already."""
     groups = find_groups(model, call)
     with Recorder(model, groups, skip=skip) as recorder:
@@ -50,7 +50,7 @@ def tapes_of(name: str, *, batch: int, skip: bool) -> list[tuple[list[Tape], Any
         with Recorder(model, groups, skip=skip) as recorder:
             for phase, tokens in STEPS:
                 recorded = recorder.record(partial(stepper.step, tokens))
-                sample = Sample(phase, batch, tokens, stepper.past, recorded)
+                sample = RecordedStep(phase, batch, tokens, stepper.past, recorded)
                 found.append(fit([sample]))
         return found
 
@@ -62,7 +62,7 @@ def test_what_is_skipped_would_have_been_the_same(name: str, batch: int) -> None
     assert tapes_of(name, batch=batch, skip=True) == tapes_of(name, batch=batch, skip=False)
 
 
-def language_model() -> tuple[PreTrainedModel, list[Group]]:
+def language_model() -> tuple[PreTrainedModel, list[ModuleGroup]]:
     model = models.build({**tiny.CONFIGS["llama"], "num_hidden_layers": 6}, dtype=torch.bfloat16)
     on_gpu(model)
     return model, find_groups(model, lambda: Stepper(model, 1, torch.device(DEVICE)).step(8))

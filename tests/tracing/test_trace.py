@@ -20,7 +20,7 @@ from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import Irregular, TraceSpec, trace, trace_call, trace_workload
-from duoka.tracing.record import Pass, Recorder
+from duoka.tracing.record import RecordedPass, Recorder
 from duoka.tracing.trace import whole
 
 SPEC = TraceSpec(fingerprint="x")
@@ -293,7 +293,7 @@ def test_code_that_loops_over_its_tokens_is_not_recorded_at_more_lengths(
 ) -> None:
     recorded, record = [], Recorder.record
 
-    def noted(recorder: Recorder, *args: Any, **options: Any) -> Pass:
+    def noted(recorder: Recorder, *args: Any, **options: Any) -> RecordedPass:
         recorded.append(record(recorder, *args, **options))
         return recorded[-1]
 

@@ -33,7 +33,7 @@ from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.planner.resolve import learning, native_training, whole_prompt_note, workload_for
-from duoka.report.check_report import Report, Stop
+from duoka.report.check_report import CheckReport, Stop
 from duoka.runtime.dispatch.place_tensors import empty_modules, tensor_names
 from duoka.runtime.image_inputs import ImagePrompts
 from duoka.virtual import UnknownValueError
@@ -81,7 +81,7 @@ def check(
     *,
     fleet: Fleet | str | None = None,
     images: Sequence[tuple[int, int]] = (),
-) -> Report:
+) -> CheckReport:
     """Run a model's own code on a placement's virtual GPUs, and say all that is wrong with it.
 
     No weight is read and no GPU is touched. After a fault the run goes on with the tensors moved,
@@ -143,7 +143,7 @@ def check(
         constraints=Constraints(strategy=strategy or "auto"),
     )
     subject = _subject(model, request)
-    if isinstance(subject, Report):
+    if isinstance(subject, CheckReport):
         return subject
     subject = _with_images(_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
@@ -175,7 +175,7 @@ def _unplanned(error: DuokaError) -> Stop:
 
 def _subject(
     model: str | os.PathLike[str] | Checkpoint | nn.Module, request: _CheckRequest
-) -> Subject | Report:
+) -> Subject | CheckReport:
     """Return the model on its devices, or a report where its code can't be built."""
     if isinstance(model, nn.Module):
         if request.training not in (None, Training(method="full")):
@@ -199,7 +199,7 @@ def _subject(
         if stop is None:
             raise
         is_trained = request.training is not None
-        return Report(model=checkpoint.source, devices=(), stop=stop, train=is_trained)
+        return CheckReport(model=checkpoint.source, devices=(), stop=stop, train=is_trained)
     subject = _trainable(subject, request.training)
     if checkpoint.builds_own_model:
         note = "" if subject.train else whole_prompt_note(checkpoint, subject.workload)

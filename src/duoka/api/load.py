@@ -22,7 +22,7 @@ from duoka.hardware.host import refuse_more
 from duoka.models.chatglm import ChatGLMPreTrainedModel
 from duoka.models.chunked_loss import chunk_loss
 from duoka.models.from_checkpoint import build_model, tokenizer_of
-from duoka.models.lora import Adapter, merge_adapter, native_form
+from duoka.models.lora import LoraAdapter, merge_adapter, native_form
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.trainable import known_targets
 from duoka.planner.placement import Placement
@@ -102,7 +102,7 @@ def load_proved(
     checkpoint: Checkpoint,
     *,
     progress: Progress | None = None,
-    lora: Adapter | None = None,
+    lora: LoraAdapter | None = None,
     outputs_stay: bool = False,
 ) -> PreTrainedModel:
     """Load what `prove_here` has returned; see `load`."""
@@ -166,7 +166,7 @@ def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> Pr
     return model
 
 
-def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> Adapter:
+def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter:
     """Read an adapter that is to be added to the weights of a plan."""
     if plan.workload.quantize != "none" or plan.offloaded:
         raise UsageError(

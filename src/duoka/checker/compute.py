@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from duoka.report.check_report import Report, Stop
+from duoka.report.check_report import CheckReport, Stop
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
 from duoka.virtual import REAL_BYTES
 
 from .execute import DECODE_STEPS
-from .run import Run, random_state_kept
+from .run import CheckRun, random_state_kept
 from .subject import Subject
 
 _SEED = 20
@@ -30,7 +30,7 @@ class Numbers:
 
     tensors: Mapping[str, Tensor]
     """What each call of the model and the whole run returned, and the parameters' gradients."""
-    report: Report
+    report: CheckReport
 
 
 def is_computable(subject: Subject) -> bool:
@@ -52,7 +52,7 @@ def compute(subject: Subject, *, on_one: bool = False) -> Numbers:
     return Numbers(run.tensors, report)
 
 
-class _Computation(Run):
+class _Computation(CheckRun):
     """A run that keeps what it computes."""
 
     def __init__(self, subject: Subject, *, on_one: bool) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from duoka.base.model_code import Spot, is_installed, is_own_code
-from duoka.report.check_report import Call, Fault, FaultKind, Operand, Origin, Place
+from duoka.report.check_report import CallSite, Fault, FaultKind, Operand, Origin, Place
 from duoka.runtime.dispatch.arguments import must_move
 from duoka.virtual import MixedDevicesError, settled_by
 
@@ -39,7 +39,7 @@ from .hardcoded import (
 )
 from .mixed_call import (
     CAUSE,
-    Finding,
+    FaultRecord,
     MixedCall,
     Path,
     cause_of_result,
@@ -82,7 +82,7 @@ _DEAR_BYTES = 2**20
 """A weight as small as this may be moved to where it is used: that takes fewer changes of code."""
 
 
-class Interceptor(TorchFunctionMode):
+class FunctionInterceptor(TorchFunctionMode):
     """Watches every call of PyTorch's functions, and goes on where they mix devices."""
 
     def __init__(self, names: ReportNames, elsewhere: frozenset[Spot] = frozenset()) -> None:
@@ -96,12 +96,12 @@ class Interceptor(TorchFunctionMode):
         self.step = 0
         self.stage: torch.device | None = None
         self.running: list[PlacedModule] = []
-        self.findings: dict[tuple[Any, ...], Finding] = {}
+        self.findings: dict[tuple[Any, ...], FaultRecord] = {}
         self.hard_coded: dict[Spot, tuple[str, str, int]] = {}
         self.current = CurrentDevice()
         self._calls = _Calls()
         self._explained: set[Spot | None] = set()
-        self._reads: dict[Place, Finding] = {}
+        self._reads: dict[Place, FaultRecord] = {}
         self._chosen: dict[tuple[Any, ...], torch.device] = {}
 
     @contextmanager
@@ -269,7 +269,7 @@ class Interceptor(TorchFunctionMode):
         tensors: list[tuple[Path, torch.Tensor]],
         moved: set[int],
         target: torch.device,
-    ) -> Finding:
+    ) -> FaultRecord:
         caller = model_frame(mixed.frame) or library_frame(mixed.frame)
         where = self.names.device(target)
         devices = frozenset(self.names.device(tensor.device) for _, tensor in tensors)
@@ -281,7 +281,7 @@ class Interceptor(TorchFunctionMode):
                 return read
         finding = self.findings.get(key)
         if finding is None:
-            finding = Finding(self._fault(mixed, caller, tensors, moved, where))
+            finding = FaultRecord(self._fault(mixed, caller, tensors, moved, where))
             self.findings[key] = finding
             home = self.names.device(self.running[-1].device) if self.running else None
             cause = earlier_cause(tensors, moved, where, mixed.written, devices, home)
@@ -311,10 +311,10 @@ class Interceptor(TorchFunctionMode):
                 place=place,
                 message=f"Function {function.__name__}Backward returned an invalid gradient at "
                 f"index {index} - expected device {where} but got {got}",
-                path=(Call(place=place),),
+                path=(CallSite(place=place),),
                 phase=self.phase,
             )
-            self.findings[key] = Finding(fault)
+            self.findings[key] = FaultRecord(fault)
         self.findings[key].count_in(self.step, "", ())
 
     def _fault(

@@ -100,15 +100,15 @@ def is_direct(frame: FrameType) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Finding:
+class FaultRecord:
     """A fault in the making: the same place in forty layers is met forty times."""
 
     first: Fault
     """It, as it was met first."""
-    cause: Finding | None = None
+    cause: FaultRecord | None = None
     modules: dict[str, None] = field(default_factory=dict)
     count: int = 0
-    followups: list[Finding] = field(default_factory=list)
+    followups: list[FaultRecord] = field(default_factory=list)
     at_hand: tuple[str, ...] | None = None
     _step: int = -1
     _in_step: int = 0
@@ -172,11 +172,11 @@ def sampled(
 # ── which fault decided a tensor's device ──
 
 
-def cause_of_result(args: Any, device: torch.device) -> Finding | None:
+def cause_of_result(args: Any, device: torch.device) -> FaultRecord | None:
     """The fault that brought an argument to the device that it shares with the result."""
     for value in args:
         if isinstance(value, torch.Tensor):
-            cause: Finding | None = vars(value).get(CAUSE)
+            cause: FaultRecord | None = vars(value).get(CAUSE)
             if cause is not None and value.device == device:
                 return cause
         elif isinstance(value, (list, tuple)):
@@ -193,14 +193,14 @@ def earlier_cause(
     written: torch.Tensor | None,
     devices: frozenset[str],
     home: str | None,
-) -> Finding | None:
+) -> FaultRecord | None:
     """The earlier fault without which this one would not be.
 
     `home` is the device of the placed module whose code is running: what an earlier fault took
     away from there causes a fault where it meets something of that module.
     """
     for _, tensor in tensors:
-        cause: Finding | None = vars(tensor).get(CAUSE)
+        cause: FaultRecord | None = vars(tensor).get(CAUSE)
         if cause is None:
             continue
         met = set(cause.first.devices)
@@ -213,7 +213,7 @@ def earlier_cause(
     return None
 
 
-def mark_cause(result: Any, finding: Finding) -> None:
+def mark_cause(result: Any, finding: FaultRecord) -> None:
     """Remember that a fault decided where a result is."""
     for tensor in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(tensor, torch.Tensor):

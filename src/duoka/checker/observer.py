@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from duoka.base.model_code import Spot
-from duoka.report.check_report import PeakMemory, Sync, Transfer
-from duoka.virtual import Gpu, VirtualTensor
+from duoka.report.check_report import DeviceTransfer, PeakMemory, Sync
+from duoka.virtual import VirtualGpu, VirtualTensor
 
 from .execute import BETWEEN
 from .report_names import ReportNames
@@ -63,8 +63,8 @@ class Observer:
     def __init__(self, names: ReportNames) -> None:
         self.names = names
         self.steps: list[_StepCounts] = []
-        self._live: dict[Gpu, dict[int, int]] = {}
-        self._peaks: dict[Gpu, _Peak] = {}
+        self._live: dict[VirtualGpu, dict[int, int]] = {}
+        self._peaks: dict[VirtualGpu, _Peak] = {}
         self._kinds: dict[int, str] = {}
 
     def begin(self, phase: str) -> None:
@@ -84,7 +84,7 @@ class Observer:
 
     # ── what the listener hears ──
 
-    def allocated(self, gpu: Gpu, storage_id: int, num_bytes: int) -> None:
+    def allocated(self, gpu: VirtualGpu, storage_id: int, num_bytes: int) -> None:
         """Hear of a new storage, and keep the line that asked for it if that is a new peak."""
         live = self._live.setdefault(gpu, {})
         live[storage_id] = num_bytes
@@ -96,7 +96,7 @@ class Observer:
             peak.spot = None if frame is None else spot_of(frame)
             peak.module = self.names.module_of(frame)
 
-    def freed(self, gpu: Gpu, storage_id: int) -> None:
+    def freed(self, gpu: VirtualGpu, storage_id: int) -> None:
         """Hear of a storage that is gone; the first after a peak ends its moment."""
         live = self._live.get(gpu, {})
         peak = self._peaks.get(gpu)
@@ -140,7 +140,7 @@ class Observer:
 
     # ── what it comes to ──
 
-    def memory(self, gpu: Gpu, name: str, budget: int | None) -> PeakMemory:
+    def memory(self, gpu: VirtualGpu, name: str, budget: int | None) -> PeakMemory:
         """The peak of a GPU, and what it was made of."""
         peak = self._peaks.get(gpu, _Peak())
         live = self._live.get(gpu, {}) if peak.is_open else peak.live
@@ -162,15 +162,15 @@ class Observer:
             module=peak.module,
         )
 
-    def transfers(self) -> tuple[Transfer, ...]:
+    def transfers(self) -> tuple[DeviceTransfer, ...]:
         """What goes over each link in the dearest step of each phase."""
-        dearest: dict[tuple[str, str, str], Transfer] = {}
+        dearest: dict[tuple[str, str, str], DeviceTransfer] = {}
         num_steps = Counter(step.phase for step in self.steps)
         for step in self.steps:
             for link, num_bytes in step.transfers.items():
                 key = (step.phase, *link)
                 if key not in dearest or dearest[key].num_bytes < num_bytes:
-                    dearest[key] = Transfer(
+                    dearest[key] = DeviceTransfer(
                         phase=step.phase,
                         source=link[0],
                         target=link[1],

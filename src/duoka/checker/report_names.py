@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from duoka.base.model_code import is_model_code
-from duoka.report.check_report import Call, Origin, OriginKind
+from duoka.report.check_report import CallSite, Origin, OriginKind
 
 from .source_map import locals_of, place_of, spot_of
 
@@ -62,7 +62,7 @@ class ReportNames:
             frame = frame.f_back
         return ""
 
-    def path(self, frame: FrameType | None) -> Iterator[Call]:
+    def path(self, frame: FrameType | None) -> Iterator[CallSite]:
         """The calls in model code from the model's top to a frame."""
         frames = []
         while frame is not None:
@@ -74,7 +74,7 @@ class ReportNames:
             running = self._module(caller)
             module = module if running is None else running
             if is_model_code(caller.f_code) and not _passes_on(caller):
-                yield Call(place=place_of(spot_of(caller)), module=module)
+                yield CallSite(place=place_of(spot_of(caller)), module=module)
 
     def _module(self, frame: FrameType) -> str | None:
         if not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:

@@ -19,13 +19,13 @@ from duoka.base.model_code import raised_in
 from duoka.errors import DuokaError, ModelError
 from duoka.models.quantization import parts
 from duoka.planner.placement import Placement
-from duoka.report.check_report import PeakMemory, Report, Stop
+from duoka.report.check_report import CheckReport, PeakMemory, Stop
 from duoka.runtime.dispatch.install_movers import moving_modules
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
 
 from .entry_hooks import watch_entries
 from .execute import StepListener, run
-from .interceptor import Interceptor
+from .interceptor import FunctionInterceptor
 from .observer import Observer
 from .report_names import ReportNames
 from .snapshot import globals_restored, on_virtual_gpus
@@ -44,7 +44,7 @@ _MOST_TRIED = 4
 _MOST_GPUS = 8
 
 
-def check_subject(subject: Subject) -> Report:
+def check_subject(subject: Subject) -> CheckReport:
     """Run a subject on virtual GPUs, going on after each fault, and say what was found."""
     started = time.perf_counter()
     forget_sources()
@@ -53,7 +53,7 @@ def check_subject(subject: Subject) -> Report:
     return replace(report, seconds=time.perf_counter() - started, subject=subject)
 
 
-def _run(subject: Subject) -> Report:
+def _run(subject: Subject) -> CheckReport:
     # Not within a caller's inference mode, whose tensors have no history.
     with random_state_kept(), torch.inference_mode(False):
         report = _cheapest(subject, "meta")
@@ -64,17 +64,17 @@ def _run(subject: Subject) -> Report:
         return _further(report, _cheapest(subject, "cpu" if is_small else "even"), is_small)
 
 
-def _cheapest(subject: Subject, data: str) -> Report:
+def _cheapest(subject: Subject, data: str) -> CheckReport:
     """Run a subject, and each operation that mixes devices where fewest bytes are copied in all.
 
     What runs after a fault decides what its choice costs: spliced embeddings are moved on to the
     first layer. So another choice is tried, one place after another, and measured.
     """
-    run = Run(subject, data)
+    run = CheckRun(subject, data)
     report = run.report()
     for spot, _ in run.interceptor.choices.most_common(_MOST_TRIED):
         other = replace(subject, elsewhere=subject.elsewhere | {spot})
-        tried = Run(other, data).report()
+        tried = CheckRun(other, data).report()
         is_as_good = tried.stop == report.stop and tried.fits >= report.fits
         copied, num_faults = _costs(tried)
         if is_as_good and copied < _costs(report)[0] and num_faults <= _costs(report)[1]:
@@ -82,7 +82,7 @@ def _cheapest(subject: Subject, data: str) -> Report:
     return report
 
 
-def _costs(report: Report) -> tuple[int, int]:
+def _costs(report: CheckReport) -> tuple[int, int]:
     """The bytes that are copied between devices, and the number of faults with what follows."""
     copied_bytes = sum(transfer.num_bytes * transfer.steps for transfer in report.transfers)
     return copied_bytes, sum(1 + len(fault.followups) for fault in report.faults)
@@ -102,7 +102,7 @@ def _refuse_scripted(subject: Subject) -> None:
         )
 
 
-def _further(report: Report, real: Report, is_small: bool) -> Report:
+def _further(report: CheckReport, real: CheckReport, is_small: bool) -> CheckReport:
     """Return the report that came further: of a run that stopped, or of one on other values."""
     assert report.stop is not None
     needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
@@ -129,7 +129,7 @@ class _FirstFound(BaseException):
     """The first placed module was entered. No code of a model's catches it."""
 
 
-class Run(StepListener):
+class CheckRun(StepListener):
     """One run; `data` says what holds the numbers: "meta", "even" or "cpu"."""
 
     def __init__(self, subject: Subject, data: str) -> None:
@@ -145,7 +145,7 @@ class Run(StepListener):
         ]
         self._noted: list[str] = []
 
-    def report(self) -> Report:
+    def report(self) -> CheckReport:
         """Run, and say what was found."""
         first = self._find_first()
         model = self.subject.model
@@ -164,16 +164,16 @@ class Run(StepListener):
                 names.learn(named_tensors(model))
                 for tensor in (*model.parameters(), *model.buffers()):
                     self.observer.mark("weights", parts(tensor).values())
-                self.interceptor = Interceptor(names, self.subject.elsewhere)
+                self.interceptor = FunctionInterceptor(names, self.subject.elsewhere)
                 stop = self._run(first)
                 memory = tuple(self._memory(world))
         return self._assembled(stop, memory)
 
-    def _assembled(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> Report:
+    def _assembled(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> CheckReport:
         interceptor = self.interceptor
         findings = interceptor.findings.values()
         faults = tuple(finding.fault() for finding in findings if finding.cause is None)
-        return Report(
+        return CheckReport(
             model=self.subject.name,
             code=code_of(self.subject.model),
             not_run=self.subject.not_run,
@@ -235,7 +235,7 @@ class Run(StepListener):
             placed.pop(subject.model, None)
             watch_entries(placed, enter, [])
             # Whatever goes wrong before is told by the run that counts.
-            with suppress(_FirstFound, Exception), Interceptor(self._names()).watching():
+            with suppress(_FirstFound, Exception), FunctionInterceptor(self._names()).watching():
                 run(subject, first, StepListener())
         return entered[0] if entered else first
 

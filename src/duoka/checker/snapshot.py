@@ -52,9 +52,9 @@ def on_virtual_gpus(
     devices: Mapping[str, torch.device],
     placed: Mapping[nn.Module, torch.device],
     offloaded: Sequence[str] = (),
-) -> Iterator[Snapshot]:
+) -> Iterator[ModelSnapshot]:
     """Put a model on virtual GPUs inside the scope."""
-    snapshot = Snapshot(model)
+    snapshot = ModelSnapshot(model)
     hosts = on_host(model, devices, offloaded)
     try:
         snapshot.move({name: device for name, device in devices.items() if name not in hosts})
@@ -70,7 +70,7 @@ def on_virtual_gpus(
         snapshot.restore()
 
 
-class Snapshot:
+class ModelSnapshot:
     """What a model holds: its parameters' contents, and every module's attributes."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from duoka.errors import CheckpointError
 from .headers import TensorInfo, is_plain_name, read_header, reading
 
 if TYPE_CHECKING:
-    from .hub.snapshot import Snapshot
+    from .hub.snapshot import HubSnapshot
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far, and the bytes there are."""
@@ -40,7 +40,7 @@ _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024  # what git-lfs allows
 CHAT_TEMPLATES = "additional_chat_templates"
 
-Folder: TypeAlias = "LocalFolder | Snapshot"
+Folder: TypeAlias = "LocalFolder | HubSnapshot"
 """Files of one checkpoint, here or on a server."""
 
 

@@ -30,7 +30,7 @@ from .terminal import stderr, stdout, working
 if TYPE_CHECKING:
     from duoka.serve.address import Address
     from duoka.serve.messages import Begin
-    from duoka.serve.pool import Pool
+    from duoka.serve.pool import EnginePool
     from duoka.serve.service import Service
 
 _KEY_VARIABLE = "DUOKA_API_KEY"
@@ -148,14 +148,14 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 
 def _on_this_machine(
     server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
-) -> tuple[Pool, str]:
+) -> tuple[EnginePool, str]:
     """Engines on this machine, and what clients call the model."""
-    from duoka.serve.pool import Pool
+    from duoka.serve.pool import EnginePool
 
     plans = _plans(options, model)
     for plan in plans:
         stderr().print(f"loading {plan.model} on {', '.join(plan.devices)}", markup=False)
-    pool = Pool([_begin(plan, server, options, model) for plan in plans], queue)
+    pool = EnginePool([_begin(plan, server, options, model) for plan in plans], queue)
     return pool, server.name or Path(plans[0].source).name
 
 
@@ -175,10 +175,10 @@ def _begin(
 
 def _on_ray(
     server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
-) -> tuple[Pool, str]:
+) -> tuple[EnginePool, str]:
     """Replicas on the nodes of a Ray cluster, and what clients call the model."""
     from duoka.serve.on_ray.nodes import connect, deal, find_kinds, read_bounds
-    from duoka.serve.on_ray.pool import Part, RayPool
+    from duoka.serve.on_ray.pool import RayPool, ReplicaSettings
 
     refuse_beside(given_options(options, "plan_file"), "--on ray", "each kind of nodes has a plan")
     bounds = read_bounds(options.replicas)
@@ -197,7 +197,9 @@ def _on_ray(
 
     kinds, left_out = find_kinds(options.gpus, checkpoint.source, plan_for)
     parts = [
-        Part(kind=kind, begin=_begin(kind.plan, server, options, model), low=low, high=high)
+        ReplicaSettings(
+            kind=kind, begin=_begin(kind.plan, server, options, model), low=low, high=high
+        )
         for kind, (low, high) in zip(kinds, deal(bounds, [k.room for k in kinds]), strict=True)
         if high
     ]

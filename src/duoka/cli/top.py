@@ -21,7 +21,7 @@ from .options import refuse_beside
 from .terminal import check_file, stdout
 
 if TYPE_CHECKING:
-    from duoka.tools.top.snapshot import Monitor, Snapshot
+    from duoka.tools.top.snapshot import GpuSnapshot, Monitor
 
 
 @with_groups
@@ -66,7 +66,7 @@ def top(
     console = stdout()
     with ExitStack() as opened:
         monitor = opened.enter_context(closing(Monitor()))
-        takers: list[Callable[[Snapshot], None]] = []
+        takers: list[Callable[[GpuSnapshot], None]] = []
         if csv is not None:
             takers.append(opened.enter_context(csv_file(csv)))
         if prometheus is not None:
@@ -83,8 +83,8 @@ def top(
 
 
 def _watch(
-    monitor: Monitor, takers: Sequence[Callable[[Snapshot], None]], interval: float | None
-) -> Snapshot:
+    monitor: Monitor, takers: Sequence[Callable[[GpuSnapshot], None]], interval: float | None
+) -> GpuSnapshot:
     """Look once, or again and again until Ctrl-C, which is how one leaves; the last snapshot."""
     snapshot = monitor.look()
     try:

@@ -18,12 +18,12 @@ from duoka.runtime.paged_steps import PagedStep, PagedStepper
 from duoka.stages.route import Routes, find_route
 
 from .request import SamplingParams
-from .sampler import Row
+from .sampler import SamplingRow
 from .step import Chunk
 
 WarmUp = Literal["first", "largest", "every"]
 """The steps that are computed before anybody asks: the one that makes pages, and which others."""
-_GREEDY_ROW = Row(params=SamplingParams(), seed=0, place=0)
+_GREEDY_ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 # The steps of which routes are found: tokens, and rows of logits. Each of the two is larger once,
 # and none of them is padded.
 _SIZES = (10, 2), (14, 2), (10, 4)

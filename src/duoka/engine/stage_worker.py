@@ -23,7 +23,7 @@ from duoka.errors import GpuLostError
 from duoka.forecast.serving import Capacity
 from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model
-from duoka.models.lora import Adapter, merge_adapter
+from duoka.models.lora import LoraAdapter, merge_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime.draw import draw_in_every_way
@@ -32,15 +32,15 @@ from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
 from duoka.runtime.paged_steps import PagedStep
 from duoka.runtime.publisher import BusyShares, Publisher
-from duoka.stages.interceptor import Interceptor
-from duoka.stages.micro_batch import MicroBatch
+from duoka.stages.interceptor import BlockInterceptor
+from duoka.stages.micro_batch import StageMicroBatch
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import Notes, SharedMemory, SharedMemoryChannel
 from duoka.stages.workers import end_with_parent
 
 from .executor import outcomes_of
 from .paged_model import PagedModel
-from .step import Outcome, Step
+from .step import EngineStep, Outcome
 
 _BEAT_SECONDS = 0.25
 LOST, DEFECT = 75, 70
@@ -48,7 +48,7 @@ LOST, DEFECT = 75, 70
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class WorkerSettings:
     """What a process is to have: the stages of a plan that are on a device.
 
     `memory` and `sockets` are how tensors reach the others, and `rank` is the number that it has
@@ -58,7 +58,7 @@ class Part:
     plan: Plan
     device: str
     trust_remote_code: bool
-    adapter: Adapter | None
+    adapter: LoraAdapter | None
     capacity: Capacity
     routes: Routes
     memory: SharedMemory
@@ -66,7 +66,7 @@ class Part:
     sockets: tuple[int, ...]
 
 
-class Report(NamedTuple):
+class StageReport(NamedTuple):
     """What a process tells of a step: that it has failed, or what came of it in the last stage."""
 
     number: int
@@ -77,7 +77,7 @@ class Report(NamedTuple):
 class _StageWorker:
     """The stages of one process."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: WorkerSettings) -> None:
         plan, names = part.plan, part.routes.devices
         devices.materialise(Fleet(devices=(plan.fleet.device(part.device),)))
         self._device = torch.device(part.device)
@@ -90,7 +90,7 @@ class _StageWorker:
             merge_adapter(model, part.adapter)
         shares = BusyShares(lambda: {part.device: self._busy_seconds})
         self.publisher = Publisher(plan, model, [part.device], busy_shares=shares)
-        self._interceptor = Interceptor(model, plan.placement)
+        self._interceptor = BlockInterceptor(model, plan.placement)
         self._paged = PagedModel(model, part.capacity)
         self._routes = part.routes
         ranks = [plan.devices.index(name) for name in names]
@@ -99,7 +99,7 @@ class _StageWorker:
         self._memory, self._rank = part.memory, part.rank
         self._busy_seconds = 0.0
         # Visits of steps to this process's later stages.
-        self._later: deque[tuple[Step, PagedStep, int]] = deque()
+        self._later: deque[tuple[EngineStep, PagedStep, int]] = deque()
 
     def serve(self, driver: Connection) -> None:
         """Compute steps until there are no more."""
@@ -107,7 +107,7 @@ class _StageWorker:
         while True:
             while self._later and not driver.poll():
                 self._visit(driver, *self._later.popleft())
-            step: Step | None = driver.recv()
+            step: EngineStep | None = driver.recv()
             if step is None:
                 self._note_peaks()
                 return
@@ -122,10 +122,10 @@ class _StageWorker:
             self._memory.note(self._rank, notes)
 
     @torch.no_grad()
-    def _visit(self, driver: Connection, step: Step, paged: PagedStep, stage: int) -> None:
+    def _visit(self, driver: Connection, step: EngineStep, paged: PagedStep, stage: int) -> None:
         """Compute what a stage has to do for a step, and tell of it."""
         route = self._routes.at(paged.num_tokens, len(paged.last_rows))
-        part = MicroBatch(route, stage, step.number, self._channel, self._device, learns=False)
+        part = StageMicroBatch(route, stage, step.number, self._channel, self._device, learns=False)
         begin, waited = time.perf_counter(), self._channel.waited_seconds
         is_last = stage == len(self._routes.devices) - 1
         failure = None
@@ -134,7 +134,7 @@ class _StageWorker:
             if logits is not None:
                 if step.size is not None:
                     draw_in_every_way(logits)
-                driver.send(Report(step.number, outcomes_of(step, logits), is_last))
+                driver.send(StageReport(step.number, outcomes_of(step, logits), is_last))
         except (EOFError, OSError):  # another process is gone
             raise
         except Exception as error:
@@ -148,7 +148,7 @@ class _StageWorker:
         else:
             self._note_peaks()
         if failure is not None:  # which the driver knows before anything more comes of the step
-            driver.send(Report(step.number, failure, is_last))
+            driver.send(StageReport(step.number, failure, is_last))
             if isinstance(failure, GpuLostError):
                 raise failure
             if isinstance(failure, torch.OutOfMemoryError):
@@ -175,7 +175,7 @@ def main() -> None:
 
 
 def _serve(driver: Connection) -> None:
-    part: Part = driver.recv()
+    part: WorkerSettings = driver.recv()
     threading.Thread(target=_beat, args=(part.memory, part.rank), daemon=True).start()
     try:
         worker = _StageWorker(part)

@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from duoka.base.files import why
 from duoka.errors import GpuLostError, MachineError
 from duoka.forecast.serving import FIRST, Capacity, StepSize
-from duoka.models.lora import Adapter
+from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.stages.route import Routes
@@ -30,8 +30,8 @@ from duoka.stages.workers import Workers, describe_end
 
 from .executor import Result
 from .paged_model import WarmUp
-from .stage_worker import LOST, Part, Report
-from .step import Step
+from .stage_worker import LOST, StageReport, WorkerSettings
+from .step import EngineStep
 
 _MODULE = "duoka.engine"
 # A step that takes so many times as long as reading all prompts at once does by the forecast hangs;
@@ -80,7 +80,7 @@ class StagedExecutor:
         *,
         warm_up: WarmUp = "first",
         trust_remote_code: bool = False,
-        adapter: Adapter | None = None,
+        adapter: LoraAdapter | None = None,
     ) -> None:
         self.capacity = replace(capacity, whole_prompts=False)
         self.num_steps = len(plan.devices)
@@ -140,7 +140,7 @@ class StagedExecutor:
             opened.callback(self._end_workers)
         return sockets
 
-    def submit(self, step: Step) -> None:
+    def submit(self, step: EngineStep) -> None:
         """See `Executor`."""
         message = pickle.dumps(step)
         self._num_open, self._heard_at = self._num_open + 1, time.monotonic()
@@ -243,7 +243,7 @@ class StagedExecutor:
 
     def _load(self, sockets: Sequence[Sequence[int]]) -> None:
         for rank, (driver, name) in enumerate(zip(self._drivers, self._plan.devices, strict=True)):
-            part = Part(
+            part = WorkerSettings(
                 plan=self._plan,
                 device=name,
                 trust_remote_code=self._trust_remote_code,
@@ -283,7 +283,7 @@ class StagedExecutor:
 
     def _try_out(self, sizes: Sequence[StepSize]) -> None:
         for number, size in enumerate(sizes):
-            self.submit(Step(number, [], size))
+            self.submit(EngineStep(number, [], size))
             while (result := self._wait()) is None:
                 pass  # somebody asks already
             if isinstance(result.outcomes, Exception):
@@ -299,7 +299,7 @@ class StagedExecutor:
     def _take(self, rank: int) -> None:
         """Take what a process tells."""
         with self._watched(rank):
-            report: Report = self._drivers[rank].recv()
+            report: StageReport = self._drivers[rank].recv()
         self._heard_at = time.monotonic()
         if isinstance(report.outcome, GpuLostError):
             raise report.outcome

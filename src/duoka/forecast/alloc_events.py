@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from .device_memory import sizes_of
 from .profile import (
+    BlockKind,
     Key,
-    Kind,
     Phase,
     Profile,
     Ref,
@@ -30,7 +30,7 @@ release (blocks back, number), drop (slot, 0), release far (block, number), mult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ForecastStep:
     """One call of the model: its phase, sizes and regime."""
 
     phase: Phase
@@ -58,7 +58,7 @@ class AllocEvents:
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self.steps = self._schedule()
 
-    def _schedule(self) -> list[Step]:
+    def _schedule(self) -> list[ForecastStep]:
         raise NotImplementedError
 
     def tape(self, block: int, step: int) -> Tape:
@@ -128,7 +128,7 @@ class AllocEvents:
         if tape.matmul_at == len(tape.events):
             yield MULTIPLY, 0, 0
 
-    def _kind(self, block: int) -> Kind:
+    def _kind(self, block: int) -> BlockKind:
         return self.profile.kinds[self.profile.blocks[block].kind]
 
     def _values(self, query: int, keys: int) -> tuple[int, ...]:

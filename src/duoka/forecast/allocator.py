@@ -94,7 +94,7 @@ END_OF_ADDRESSES = 1 << ADDRESS_BITS  # what would lie behind it is refused, cap
 ADDRESS = END_OF_ADDRESSES - 1
 
 
-class Pool:
+class SegmentPool:
     """The segments of one size class, and their free blocks.
 
     `free` has the free ones, each as large as can be, in order. Nothing else decides what comes
@@ -209,8 +209,8 @@ class CachingAllocator:
         self.reserved_bytes = 0
         self.max_allocated_bytes = 0
         self.max_reserved_bytes = 0
-        self.small = Pool(least_rest=ROUND_BYTES)
-        self.large = Pool(least_rest=SMALL_REQUEST_BYTES + ROUND_BYTES)
+        self.small = SegmentPool(least_rest=ROUND_BYTES)
+        self.large = SegmentPool(least_rest=SMALL_REQUEST_BYTES + ROUND_BYTES)
         self._next_address = 0
 
     def malloc(self, num_bytes: int) -> Allocation:
@@ -260,7 +260,7 @@ class CachingAllocator:
         self.max_allocated_bytes = self.allocated_bytes
         self.max_reserved_bytes = self.reserved_bytes
 
-    def _reserve(self, pool: Pool, size: int) -> None:
+    def _reserve(self, pool: SegmentPool, size: int) -> None:
         segment = segment_bytes(size)
         if not self.has_room_for(segment):
             self.is_pressed = True

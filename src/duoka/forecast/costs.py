@@ -20,7 +20,7 @@ from duoka.hardware.device import Device
 from .allocator import rounded_bytes
 from .latency import LatencyModel
 from .optimizer_memory import MOST_TEMPORARIES, state_bytes
-from .profile import Kind, Profile, Ref, evaluate
+from .profile import BlockKind, Profile, Ref, evaluate
 from .replay import Replay, stage_signature
 from .replay_serving import ServingReplay
 from .replay_training import ACCUMULATE, BACKWARD, FORWARD, TrainingReplay, in_flight
@@ -386,7 +386,7 @@ class _TrainingBounds:
         return np.triu(needed, 1)
 
     def _tensor_sums(
-        self, places: Sequence[Sequence[int]], sizes: Callable[[Kind], Sequence[int]]
+        self, places: Sequence[Sequence[int]], sizes: Callable[[BlockKind], Sequence[int]]
     ) -> Ints:
         """[start, stop]: what tensors of a stage take together."""
         profile = self.costs.profile

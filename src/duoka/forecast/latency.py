@@ -31,7 +31,7 @@ from duoka.errors import FormatError
 from duoka.hardware.device import Device, Link
 from duoka.hardware.fleet import Fleet
 
-from .alloc_events import Step
+from .alloc_events import ForecastStep
 from .optimizer_memory import state_bytes
 from .profile import TRAINING_PHASES, Profile, Rule
 from .replay import Replay, sample
@@ -166,7 +166,7 @@ class LatencyModel:
         chosen = [(step, weight, 0.0) for step, weight in replay.prompt_steps()]
         chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in sample(lengths)]
         self._num_decodes = len(lengths)
-        self._steps: list[Step] = [step for step, _, _ in chosen]
+        self._steps: list[ForecastStep] = [step for step, _, _ in chosen]
         self._weights = np.array([weights for _, *weights in chosen]).T  # [2, steps]
         self._values = np.array([step.values for step in self._steps], np.float64)
         self._known: dict[tuple[object, ...], Floats] = {}

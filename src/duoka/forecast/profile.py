@@ -198,7 +198,7 @@ class Regime:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class BlockKind:
     """What blocks of one kind cost.
 
     `weight_bytes` has each parameter and buffer, in the model's order; tied ones only where they
@@ -215,7 +215,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class ProfileBlock:
     """Modules that stay whole on one device.
 
     The names of its `modules` are disjoint, and hold all its parameters and buffers; without any,
@@ -252,8 +252,8 @@ class Profile:
     fingerprint: str
     model: str
     dtype: str
-    blocks: tuple[Block, ...]
-    kinds: tuple[Kind, ...]
+    blocks: tuple[ProfileBlock, ...]
+    kinds: tuple[BlockKind, ...]
     regimes: tuple[Regime, ...]
     max_context_tokens: int | None = None
     tensor_names: tuple[tuple[NamedTensor, ...], ...] | None = None

@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from math import inf
 from typing import TypeVar
 
-from .alloc_events import AllocEvents, Step
+from .alloc_events import AllocEvents, ForecastStep
 from .alloc_program import StageCompiler, StageProgram
 from .allocator import OutOfCapacity, rounded_bytes, segment_bytes
 from .device_memory import Held, new_memory
@@ -81,9 +81,9 @@ class Replay(AllocEvents):
     ) -> StageRun:
         return InferenceRun(self, blocks, capacity, device_of)
 
-    def _step(self, phase: Phase, query: int, keys: int) -> Step:
+    def _step(self, phase: Phase, query: int, keys: int) -> ForecastStep:
         batch = self.workload.batch
-        return Step(
+        return ForecastStep(
             phase=phase,
             query=query,
             keys=keys,
@@ -91,7 +91,7 @@ class Replay(AllocEvents):
             values=self._values(query, keys),
         )
 
-    def step_over(self, query: int, past: int) -> Step:
+    def step_over(self, query: int, past: int) -> ForecastStep:
         """A step of so many tokens after so many others."""
         # A one-token step after others is what decoding does.
         phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
@@ -99,12 +99,12 @@ class Replay(AllocEvents):
             query = max(query, 2)  # rules are made from several tokens; one takes no more
         return self._step(phase, query, past + query)
 
-    def prompt_steps(self) -> list[tuple[Step, float]]:
+    def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
         """The steps that run over the prompt, each with how many it stands for; in training all."""
         chunks = [self.step_over(*chunk) for chunk in self.workload.chunks()]
         return [(step, 1.0) for step in self.encoding_steps()] + sample(chunks)
 
-    def _schedule(self) -> list[Step]:
+    def _schedule(self) -> list[ForecastStep]:
         chunks = self.workload.chunks()
         steps = [self.step_over(*chunk) for chunk in (_ends(chunks) if self.brief else chunks)]
         if encoding := self.encoding_steps():
@@ -112,7 +112,7 @@ class Replay(AllocEvents):
         keys = range(self.workload.prompt_tokens + 1, self.workload.context_tokens)
         return steps + [self._step("decode", 1, length) for length in self._decode_lengths(keys)]
 
-    def encoding_steps(self) -> list[Step]:
+    def encoding_steps(self) -> list[ForecastStep]:
         """The steps before the prompt in which images are encoded, if there are any."""
         if not self.profile.encodes_images:
             return []

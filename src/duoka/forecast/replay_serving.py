@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .alloc_events import Step
+from .alloc_events import ForecastStep
 from .allocator import OutOfCapacity
 from .profile import Phase, Profile
 from .replay import InferenceRun, Replay, StageRun
@@ -25,7 +25,7 @@ class ServingReplay(Replay):
         self.capacity = Capacity.of(workload)
         super().__init__(profile, workload, brief=brief)
 
-    def step_over(self, query: int, past: int) -> Step:
+    def step_over(self, query: int, past: int) -> ForecastStep:
         """What a step computes: a chunk of a prompt, or a token of each sequence."""
         answering = query == 1 and past >= self.workload.prompt_tokens
         sequences = self.workload.batch if answering else 1
@@ -34,12 +34,12 @@ class ServingReplay(Replay):
         pairs = (past + (query + 1) // 2) * query * sequences
         return self._serve(size, keys, pairs=pairs)
 
-    def prompt_steps(self) -> list[tuple[Step, float]]:
+    def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
         """The steps in which the prompts of all sequences are read, one after another."""
         steps = super().prompt_steps()
         return [(step, weight * self.workload.batch) for step, weight in steps]
 
-    def _schedule(self) -> list[Step]:
+    def _schedule(self) -> list[ForecastStep]:
         sizes = self.capacity.steps()
         first = self._serve(FIRST, is_first=True)
         return [first, *map(self._serve, sizes[:1] if self.brief else sizes)]
@@ -51,7 +51,7 @@ class ServingReplay(Replay):
         *,
         pairs: int | None = None,
         is_first: bool = False,
-    ) -> Step:
+    ) -> ForecastStep:
         phase: Phase = "start" if is_first else "serve"
         gathered = self.capacity.gathered_tokens if gathered is None else gathered
         values = serving_monomials(
@@ -63,7 +63,7 @@ class ServingReplay(Replay):
         )
         tokens = size.tokens
         regime = self.profile.regime_of(phase, batch=1, query=tokens, keys=tokens)
-        return Step(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
+        return ForecastStep(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
 
     def _stage_run(
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .alloc_events import Step
+from .alloc_events import ForecastStep
 from .alloc_program import StageCompiler, StageProgram
 from .allocator import rounded_bytes
 from .device_memory import Held
@@ -52,7 +52,7 @@ class TrainingReplay(Replay):
         """Micro-batches that have run forward and not backward, at most."""
         return in_flight(self.training, self.place)
 
-    def prompt_steps(self) -> list[tuple[Step, float]]:
+    def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
         """The passes of a step of training, each with how often it runs."""
         number = self.training.micro_batches
         return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
@@ -72,11 +72,11 @@ class TrainingReplay(Replay):
                 if ref is not None and ref.origin in ("own", "earlier", "carried"):
                     yield self.key_of(block, ref, BACKWARD), block
 
-    def _schedule(self) -> list[Step]:
+    def _schedule(self) -> list[ForecastStep]:
         batch, tokens = self.workload.batch, self.workload.prompt_tokens
         values = self.profile.values(training_monomials(batch, tokens), batch, tokens, tokens)
         return [
-            Step(
+            ForecastStep(
                 phase=phase,
                 query=tokens,
                 keys=tokens,

@@ -61,7 +61,7 @@ class PresentGpu:
     says why it can't be used.
     """
 
-    gpu: nvml.Gpu
+    gpu: nvml.NvmlGpu
     instance: nvml.Instance | None = None
     figures: GpuFigures | None = None
     torch_name: str | None = None
@@ -79,7 +79,7 @@ class PresentGpu:
         return f"GPU {index}" if self.instance is None else f"an instance of GPU {index}"
 
     @property
-    def part(self) -> nvml.Gpu | nvml.Instance:
+    def part(self) -> nvml.NvmlGpu | nvml.Instance:
         """What of the GPU it is."""
         return self.instance or self.gpu
 
@@ -208,7 +208,7 @@ class _View:
             numbers += f"; those are --gpus {','.join(str(index) for _, index in seen)}"
         lost = [
             PresentGpu(
-                gpu=nvml.Gpu(index=gpu.index, name="", uuid=""),
+                gpu=nvml.NvmlGpu(index=gpu.index, name="", uuid=""),
                 trouble=Trouble("lost", f"it doesn't answer: {gpu.reason}", _FELL_OFF),
             )
             for gpu in machine.lost
@@ -307,7 +307,7 @@ def _hidden(gpu: PresentGpu, numbers: str) -> Trouble:
     return Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
 
 
-def _closed(gpu: nvml.Gpu) -> Trouble | None:
+def _closed(gpu: nvml.NvmlGpu) -> Trouble | None:
     """Why its compute mode keeps this process out; None where it doesn't."""
     advice = f"an administrator can open it to all: nvidia-smi -i {gpu.index} -c DEFAULT"
     if gpu.compute_mode == "prohibited":
@@ -356,7 +356,7 @@ def _device(gpu: PresentGpu) -> Device:
     return calibration.with_figures(device, gpu.figures)
 
 
-def _has_bfloat16(gpu: nvml.Gpu, card: catalogue.Card | None) -> bool | None:
+def _has_bfloat16(gpu: nvml.NvmlGpu, card: catalogue.Card | None) -> bool | None:
     if gpu.compute_capability is not None:
         return gpu.compute_capability >= _BFLOAT16_SINCE
     return None if card is None else card.has_bfloat16
@@ -371,7 +371,7 @@ def _way(one: PresentGpu, other: PresentGpu) -> Way | None:
     return through_host(_connector(one.gpu), _connector(other.gpu))
 
 
-def _nvlink_speed(one: nvml.Gpu, other: nvml.Gpu) -> float | None:
+def _nvlink_speed(one: nvml.NvmlGpu, other: nvml.NvmlGpu) -> float | None:
     """Bytes per second in one direction: straight, or both over switches."""
     for source, target in ((one, other), (other, one)):
         for peer in source.peers:
@@ -387,7 +387,7 @@ def _nvlink_speed(one: nvml.Gpu, other: nvml.Gpu) -> float | None:
     return min(map(sum, known)) or None
 
 
-def _connector(gpu: nvml.Gpu) -> tuple[int | None, int | None]:
+def _connector(gpu: nvml.NvmlGpu) -> tuple[int | None, int | None]:
     """PCIe generation and lanes. An idle card lowers its generation, but not its lanes."""
     return (
         gpu.max_pcie_generation or gpu.pcie_generation,

@@ -117,7 +117,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu(Instance):
+class NvmlGpu(Instance):
     """One GPU. None stands for what the card or the driver doesn't tell.
 
     `index` is the number that `nvidia-smi` shows. What isn't free is used or reserved by the
@@ -164,7 +164,7 @@ class Machine:
     `cuda_version` is the newest that the driver knows.
     """
 
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[NvmlGpu, ...]
     lost: tuple[Lost, ...] = ()
     driver_version: str = ""
     cuda_version: tuple[int, int] | None = None
@@ -183,7 +183,7 @@ def read() -> Machine:
         answers = _ask_all(_count(), _gpu)
         cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
         return Machine(
-            gpus=tuple(gpu for gpu in answers if isinstance(gpu, Gpu)),
+            gpus=tuple(gpu for gpu in answers if isinstance(gpu, NvmlGpu)),
             lost=tuple(gpu for gpu in answers if isinstance(gpu, Lost)),
             driver_version=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
             cuda_version=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
@@ -202,7 +202,7 @@ class Activity(Instance):
     power_limit_watts: float | None = None
 
 
-class Watch:
+class NvmlSession:
     """A session with the driver that stays open, and asks for no more than what changes."""
 
     def __init__(self) -> None:
@@ -307,10 +307,10 @@ def _watts(function: Callable[..., Any], handle: Any) -> float | None:
     return None if milliwatts is None else milliwatts / 1e3
 
 
-def _gpu(index: int, handle: Any) -> Iterator[Gpu]:
+def _gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
     is_mig = _is_mig(handle)
     capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
-    yield Gpu(
+    yield NvmlGpu(
         **asdict(_instance(handle)),
         **_health(handle),
         index=index,

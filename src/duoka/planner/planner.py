@@ -32,7 +32,7 @@ from .reasons import (
 )
 from .request import PlanProblem
 from .room import preferences
-from .search import NO_LIMITS, KnownBytes, Limits, NoPlacement, Objective, Solution
+from .search import NO_LIMITS, KnownBytes, NoPlacement, Objective, PlacementLimits, Solution
 
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
@@ -137,7 +137,7 @@ def _ready(profile: Profile, problem: PlanProblem) -> PlanProblem:
     return replace(problem, fleet=fleet, limits=limits)
 
 
-def _limits(problem: PlanProblem) -> Limits:
+def _limits(problem: PlanProblem) -> PlacementLimits:
     return NO_LIMITS if problem.limits is None else problem.limits
 
 
@@ -215,7 +215,7 @@ def _on_fewest(chunked: Sequence[Costs], problem: PlanProblem, source: str) -> P
     return shortage
 
 
-def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[Limits]:
+def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[PlacementLimits]:
     """One number of devices after the other, where fewer are better than larger chunks."""
     limits = _limits(problem)
     wants_pages = chunked[0].page_bytes is not None and problem.objective in ("auto", "pages")

@@ -1,7 +1,7 @@
 """What a check found: faults, memory, transfers and synchronisations, as frozen data.
 
-A `Report` is made by `checker` from one run of a model's own code on virtual GPUs. It knows nothing
-of torch; `terminal` prints it, `sarif` turns it into what code hosts annotate.
+A `CheckReport` is made by `checker` from one run of a model's own code on virtual GPUs. It knows
+nothing of torch; `terminal` prints it, `sarif` turns it into what code hosts annotate.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CallSite:
     """One step of the way from the model's top to a fault.
 
     `place` is the line that is being run, and in it the expression; the module whose method runs is
@@ -120,7 +120,7 @@ class Fault:
     target: str
     place: Place
     message: str
-    path: tuple[Call, ...] = ()
+    path: tuple[CallSite, ...] = ()
     phase: str = "forward"
     modules: tuple[str, ...] = ()
     count: int = 1
@@ -177,7 +177,7 @@ class PeakMemory(PeakBytes):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class DeviceTransfer:
     """What goes from one device to another in one step of a phase.
 
     Hops are copies a step. So many steps of that phase were run; hops and bytes are of the dearest.
@@ -219,7 +219,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class CheckReport:
     """What `duoka.check` decided about a model on a placement.
 
     Parameters
@@ -260,7 +260,7 @@ class Report:
     faults: tuple[Fault, ...] = ()
     warnings: tuple[Fault, ...] = ()
     memory: tuple[PeakMemory, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[DeviceTransfer, ...] = ()
     syncs: tuple[Sync, ...] = ()
     notes: tuple[str, ...] = ()
     stop: Stop | None = None

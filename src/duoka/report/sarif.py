@@ -20,7 +20,7 @@ from urllib.parse import quote
 
 from duoka.base.units import format_bytes
 
-from .check_report import Call, Fault, Operand, PeakMemory, Place, Report
+from .check_report import CallSite, CheckReport, Fault, Operand, PeakMemory, Place
 from .terminal.words import map_faults
 
 _SCHEMA = (
@@ -72,14 +72,14 @@ _RULES = (
 _INDEX = {name: index for index, (name, *_) in enumerate(_RULES)}
 
 
-def dumps(report: Report, root: str | os.PathLike[str] | None = None) -> str:
+def dumps(report: CheckReport, root: str | os.PathLike[str] | None = None) -> str:
     """Write a report as a SARIF log."""
     base = Path(root or ".").resolve()
     return json.dumps(_Log(report, base).to_dict(), indent=1, ensure_ascii=False)
 
 
 class _Log:
-    def __init__(self, report: Report, root: Path) -> None:
+    def __init__(self, report: CheckReport, root: Path) -> None:
         self._report = report
         self._root = root
         self._seen: Counter[str] = Counter()
@@ -177,7 +177,7 @@ class _Log:
         for number, (place, said) in enumerate(places.items(), 1):
             yield {"id": number, **self._location(place), "message": {"text": said}}
 
-    def _flow(self, path: Iterable[Call]) -> _Json:
+    def _flow(self, path: Iterable[CallSite]) -> _Json:
         """The calls from the model's top (§3.36)."""
         steps = [
             {

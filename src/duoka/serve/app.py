@@ -17,10 +17,10 @@ from starlette.staticfiles import StaticFiles
 from .answers import ChatAnswer, CompletionAnswer, Usage, collected, finish_reason
 from .anthropic import add_messages
 from .errors import HttpError, invalid
-from .limits import Gate, JsonRoute, Limits
+from .limits import ClientLimits, Gate, JsonRoute
 from .messages import Delta, Ended, Prompt, Spell
 from .requests import (
-    ChatRequest,
+    ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     Sampled,
@@ -47,7 +47,7 @@ def make_app(
     *,
     key: str | None = None,
     is_local: bool = False,
-    limits: Limits | None = None,
+    limits: ClientLimits | None = None,
 ) -> FastAPI:
     """The application of a service; see `Gate`."""
     app = FastAPI(
@@ -59,7 +59,7 @@ def make_app(
     )
     app.router.route_class = JsonRoute
     app.add_middleware(
-        Gate, memory=service.memory, limits=limits or Limits(), key=key, is_local=is_local
+        Gate, memory=service.memory, limits=limits or ClientLimits(), key=key, is_local=is_local
     )
     app.add_exception_handler(HttpError, _tell)
     app.add_exception_handler(RequestValidationError, _tell_invalid)
@@ -132,7 +132,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 def _add_chat(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat(request: ChatRequest, http: Request) -> Response:
+    async def chat(request: ChatCompletionRequest, http: Request) -> Response:
         """Answer a chat."""
         service.check_model(request.model)
         form, n = ChatAnswer(service.model), request.n or 1

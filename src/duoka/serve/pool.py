@@ -24,7 +24,7 @@ class EngineLost(Exception):
         self.code = code
 
 
-class Pool:
+class EnginePool:
     """Engines that are kept there, and a bound on what waits for them.
 
     Parameters

@@ -17,8 +17,8 @@ from duoka.errors import MachineError
 
 from .address import Address
 from .app import make_app
-from .limits import MOST_HEADER_BYTES, Limits, TimedProtocol
-from .pool import EngineLost, Pool
+from .limits import MOST_HEADER_BYTES, ClientLimits, TimedProtocol
+from .pool import EngineLost, EnginePool
 from .service import Service
 
 # For open answers to end, and for those that are cut to be told so.
@@ -75,7 +75,7 @@ async def _serve(
     on_ready: Callable[[Service, str], None],
 ) -> None:
     pool = service.pool
-    server = _Server(config(service, address, Limits()))
+    server = _Server(config(service, address, ClientLimits()))
     ending = asyncio.create_task(_close(pool, server))
     try:
         await pool.start()
@@ -96,7 +96,7 @@ async def _serve(
         await ending
 
 
-def config(service: Service, address: Address, limits: Limits) -> uvicorn.Config:
+def config(service: Service, address: Address, limits: ClientLimits) -> uvicorn.Config:
     """How uvicorn serves it."""
     # Each malformed request would be a line.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
@@ -120,7 +120,7 @@ def config(service: Service, address: Address, limits: Limits) -> uvicorn.Config
     )
 
 
-async def _close(pool: Pool, server: uvicorn.Server) -> None:
+async def _close(pool: EnginePool, server: uvicorn.Server) -> None:
     """End the engines when the server is to stop, or none will answer again.
 
     Open answers have some time, unless it is to stop at once; those that are cut are told so.

@@ -13,7 +13,7 @@ from .errors import HttpError
 from .limits import RequestMemory
 from .messages import Ask, Count, Event, Prompt
 from .metrics import Metrics
-from .pool import Pool
+from .pool import EnginePool
 from .remote_images import RemoteImages
 
 Events = AsyncGenerator[Event, None]
@@ -29,7 +29,7 @@ class Service:
 
     Parameters
     ----------
-    pool : Pool
+    pool : EnginePool
     model : str
         Its name for clients.
     has_key : bool
@@ -39,7 +39,7 @@ class Service:
     """
 
     def __init__(
-        self, pool: Pool, model: str, *, has_key: bool = False, fetches_images: bool = False
+        self, pool: EnginePool, model: str, *, has_key: bool = False, fetches_images: bool = False
     ) -> None:
         self.pool = pool
         self.model = model

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from duoka.forecast.profile import Block, Kind, Profile, Regime, Tape
+from duoka.forecast.profile import BlockKind, Profile, ProfileBlock, Regime, Tape
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
 from duoka.models.quantization import is_composed, parts
 from duoka.runtime.dispatch.place_tensors import empty_modules
 
-from .blocks import Group, find_containers
+from .blocks import ModuleGroup, find_containers
 from .published_names import by_block
 
 ENDLESS = 2**40
 EVERYWHERE = (0, ENDLESS)
 
-CALLER = Group(names=(), owners=())
+CALLER = ModuleGroup(names=(), owners=())
 """What a caller does with what the model returns: `generate` samples from the logits of a step."""
 
 RegimeTapes = tuple[Regime, list[Tape]]
@@ -50,7 +50,7 @@ class TraceSpec:
 
 def as_profile(
     model: nn.Module,
-    groups: Sequence[Group],
+    groups: Sequence[ModuleGroup],
     spec: TraceSpec,
     regimes: Sequence[RegimeTapes],
     named: Sequence[NamedTensor],
@@ -63,18 +63,20 @@ def as_profile(
     or where it draws tokens.
     """
     weights, ties = weights_and_ties(model, groups)
-    kinds: dict[Kind, int] = {}
+    kinds: dict[BlockKind, int] = {}
     blocks = []
     inside = find_containers(model, groups)
     # Packages load quantized weights where they compute; nothing brings them there for each call.
     may_stream = not any(map(is_composed, model.parameters()))
     for index, group in enumerate(groups):
-        kind = Kind(weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in regimes))
+        kind = BlockKind(
+            weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in regimes)
+        )
         number = kinds.setdefault(kind, len(kinds))
         at = ties.get(caller_at, caller_at)
         tied_to = at if group == CALLER else ties.get(index, group.returns_to)
         blocks.append(
-            Block(
+            ProfileBlock(
                 modules=group.names,
                 kind=number,
                 tied_to=tied_to,
@@ -99,7 +101,7 @@ def as_profile(
 
 
 def weights_and_ties(
-    model: nn.Module, groups: Sequence[Group]
+    model: nn.Module, groups: Sequence[ModuleGroup]
 ) -> tuple[list[tuple[int, ...]], dict[int, int]]:
     """Bytes of each block's tensors, and for each tied block the one that it shares with."""
     block_of = {owner: index for index, group in enumerate(groups) for owner in group.owners}

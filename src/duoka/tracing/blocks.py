@@ -36,7 +36,7 @@ _ENTERED = " entered"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ModuleGroup:
     """The modules and parameters of one block: disjoint names that cover all its owners.
 
     `streams` says whether all of its tensors are used within calls of the modules named. One
@@ -52,7 +52,7 @@ class Group:
 
 def find_groups(
     model: nn.Module, run: Callable[[], Any], *, hears_moves: bool = False, joins_work: bool = True
-) -> list[Group]:
+) -> list[ModuleGroup]:
     """Run a model once and derive its blocks, in execution order.
 
     With `hears_moves` a tensor that model code moves may lie apart from its source. Without
@@ -75,14 +75,14 @@ def find_groups(
     blocks = _without_empty(model, blocks, returns)
     inside = _blocks_inside(blocks)
     groups = [
-        Group(names=_names(model, number, block, inside), owners=tuple(block))
+        ModuleGroup(names=_names(model, number, block, inside), owners=tuple(block))
         for number, block in enumerate(blocks)
     ]
     groups = [replace(group, streams=experiment.streams(group)) for group in groups]
     return _with_returns(groups, returns)
 
 
-def find_containers(model: nn.Module, groups: Sequence[Group]) -> list[tuple[int, ...]]:
+def find_containers(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[tuple[int, ...]]:
     """For each block the first blocks of what contains it and others, and is called itself.
 
     The outermost first; what begins with the model's first block is left out, since nothing was
@@ -237,7 +237,7 @@ class _Experiment:
     def _leave(self, *_: Any) -> None:
         self.stack.pop()
 
-    def streams(self, group: Group) -> bool:
+    def streams(self, group: ModuleGroup) -> bool:
         """Whether all that uses a group's tensors happens within calls of its modules."""
         for name in group.names:
             used = [
@@ -336,15 +336,15 @@ def _returns(experiment: _Experiment, blocks: list[list[str]]) -> list[tuple[str
     return list(returns)
 
 
-def _with_returns(groups: list[Group], returns: list[tuple[str, str]]) -> list[Group]:
+def _with_returns(groups: list[ModuleGroup], returns: list[tuple[str, str]]) -> list[ModuleGroup]:
     """The blocks, with one that has no modules behind each move back."""
-    all_groups: list[Group] = []
+    all_groups: list[ModuleGroup] = []
     for group in groups:
         all_groups.append(group)
         for running, place in returns:
             if running in group.owners:
                 target = next(i for i, other in enumerate(all_groups) if place in other.owners)
-                all_groups.append(Group(names=(), owners=(), returns_to=target))
+                all_groups.append(ModuleGroup(names=(), owners=(), returns_to=target))
     return all_groups
 
 

@@ -31,7 +31,7 @@ from duoka.forecast.profile import (
 )
 from duoka.forecast.serving import SERVING_MONOMIALS
 
-from .record import Home, Pass, RawTape, homes_in
+from .record import Home, RawTape, RecordedPass, homes_in
 from .record_training import ChunkBytes
 
 
@@ -40,14 +40,14 @@ class Unlike(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RecordedStep:
     """One recorded step and its sizes."""
 
     phase: Phase
     batch: int
     query: int
     keys: int
-    recorded: Pass
+    recorded: RecordedPass
     serving: tuple[int, ...] = ()
 
     @property
@@ -66,7 +66,7 @@ class Sample:
 
 
 def fit(
-    samples: Sequence[Sample], shapes: list[FlashShape] | None = None
+    samples: Sequence[RecordedStep], shapes: list[FlashShape] | None = None
 ) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
     """Turn the samples of one regime into a tape per block, and what is carried.
 
@@ -103,7 +103,7 @@ class _Resolved:
     passing: tuple[int, ...]
 
 
-def _carried(recorded: Pass) -> set[tuple[int, int]]:
+def _carried(recorded: RecordedPass) -> set[tuple[int, int]]:
     """Storages of this step that a block other than the maker's neighbour refers to."""
     return {
         (maker, index)
@@ -196,7 +196,7 @@ _TOLERANCE = 0.05
 class _Solver:
     """Rules that meet what one phase's samples say, exactly."""
 
-    def __init__(self, samples: Sequence[Sample], shapes: list[FlashShape] | None) -> None:
+    def __init__(self, samples: Sequence[RecordedStep], shapes: list[FlashShape] | None) -> None:
         self._of_chunks: _Basis | None = None
         self._known: dict[tuple[int, ...], Rule | None] = {}
         self._samples, self._shapes = samples, [] if shapes is None else shapes

@@ -11,18 +11,18 @@ from typing import NamedTuple
 from duoka.forecast.profile import ALIGNED_TOKENS, Phase
 
 
-class Run(NamedTuple):
+class ProbeRun(NamedTuple):
     """Steps over one cache: phases with their query tokens; None fills the cache alone."""
 
     batch: int
     steps: tuple[tuple[Phase | None, int], ...]
 
-    def aligned(self) -> Run:
+    def aligned(self) -> ProbeRun:
         """Much the same run at multiples of `ALIGNED_TOKENS`, in its decode step too."""
         (phase, tokens), *rest, last = self.steps
         aligned = _ceiled(tokens)
         steps = ((phase, aligned), *rest, (None, ALIGNED_TOKENS - 1), last)
-        return Run(self.batch, steps)
+        return ProbeRun(self.batch, steps)
 
 
 # How many tokens past a multiple of `ALIGNED_TOKENS` the runs of one range begin: different ones,
@@ -30,7 +30,7 @@ class Run(NamedTuple):
 _ODD = (1, 3, 4, 6)
 
 
-def plain_runs(many: bool, start: int, stop: int) -> Iterator[Run]:
+def plain_runs(many: bool, start: int, stop: int) -> Iterator[ProbeRun]:
     """The runs to record: for each phase more samples than its rules have coefficients."""
     low = _ceiled(start + 1)
     step = _floored((stop - low) // 11)
@@ -40,17 +40,19 @@ def plain_runs(many: bool, start: int, stop: int) -> Iterator[Run]:
         for (past, queries), odd in zip(plans, _ODD, strict=True):
             steps: list[tuple[Phase, int]] = [("prefill", low + past * step + odd)]
             steps += [("extend", tokens * step) for tokens in queries]
-            yield Run(batch, (*steps, ("decode", 1)))
+            yield ProbeRun(batch, (*steps, ("decode", 1)))
 
 
-def image_runs(runs: Sequence[Run], least_tokens: int) -> Iterator[Run]:
+def image_runs(runs: Sequence[ProbeRun], least_tokens: int) -> Iterator[ProbeRun]:
     """The same runs with room for images in the first step, which is all of the prompt."""
     for run in runs:
         (phase, tokens), *_, last = run.steps
         yield run._replace(steps=((phase, tokens + _ceiled(least_tokens)), last))
 
 
-def crossing_runs(many: bool, before: tuple[int, int], after: tuple[int, int]) -> Iterator[Run]:
+def crossing_runs(
+    many: bool, before: tuple[int, int], after: tuple[int, int]
+) -> Iterator[ProbeRun]:
     """Runs with one step out of one range into another."""
     low, width = _ceiled(before[0] + 1), _floored((before[1] - before[0]) // 8)
     first, step = _ceiled(after[0] + 1), _floored((after[1] - after[0]) // 8)
@@ -59,7 +61,7 @@ def crossing_runs(many: bool, before: tuple[int, int], after: tuple[int, int]) -
         for (past, keys), odd in zip(ends, (*_ODD, 2, 5), strict=True):
             begin = low + past * width + odd
             tokens = first + keys * step - low - past * width
-            yield Run(batch, (("prefill", begin), ("extend", tokens), ("decode", 1)))
+            yield ProbeRun(batch, (("prefill", begin), ("extend", tokens), ("decode", 1)))
 
 
 def _ceiled(tokens: int) -> int:

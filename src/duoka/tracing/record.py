@@ -21,7 +21,7 @@ from duoka.base.text import containing
 from duoka.models.quantization import parts
 from duoka.runtime.dispatch.arguments import bring, caches_in, caches_of, mapped_call, tensors_in
 
-from .blocks import Group
+from .blocks import ModuleGroup
 from .op_costs import count_bytes, count_flops, launches
 
 Home = tuple[int, int, int]
@@ -45,14 +45,14 @@ class RawTape:
 
 
 @dataclass(slots=True)
-class Pass:
+class RecordedPass:
     """One step: a tape for each block that ran, and for each that didn't, the one like it."""
 
     tapes: list[RawTape]
     like: list[int]
     number: int
 
-    def is_like(self, other: Pass) -> bool:
+    def is_like(self, other: RecordedPass) -> bool:
         """Whether as much happens in both: where that grows with them, long ones take minutes."""
         pairs = zip(self.tapes, other.tapes, strict=True)
         return all(len(tape.events) == len(same.events) for tape, same in pairs)
@@ -73,7 +73,7 @@ class Recorder:
     without modules at the end stands for what the caller does with the outputs.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ModuleGroup], *, skip: bool) -> None:
         self._model = model
         self._groups = groups
         self._homes: dict[int, Home] = {}
@@ -128,7 +128,7 @@ class Recorder:
             handle.remove()
         self._handles.clear()
 
-    def record(self, step: Callable[[], None], *, alone: bool = False) -> Pass:
+    def record(self, step: Callable[[], None], *, alone: bool = False) -> RecordedPass:
         """Run one step and return what it did; `alone` if that is one token of one sequence."""
         self._alone = alone
         self._number += 1
@@ -145,7 +145,7 @@ class Recorder:
         with virtual.observe(self):
             step()
         self._keep()
-        return Pass(tapes=self._tapes, like=like, number=self._number)
+        return RecordedPass(tapes=self._tapes, like=like, number=self._number)
 
     def forget(self) -> None:
         """Start a new sequence: what the last one kept doesn't count."""
@@ -325,7 +325,7 @@ class Recorder:
 class Skipper:
     """Recognises blocks that would do what an earlier one did, and stands in for them."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ModuleGroup]) -> None:
         alone: list[Any] = []
         for group in groups:
             module = _submodule(model, group.names[0]) if len(group.names) == 1 else None

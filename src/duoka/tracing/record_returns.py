@@ -10,8 +10,8 @@ from torch import nn
 
 from duoka import virtual
 
-from .blocks import Group, Moves
-from .record import Pass, Recorder, Skipper
+from .blocks import ModuleGroup, Moves
+from .record import RecordedPass, Recorder, Skipper
 
 
 class ReturningRecorder(Recorder):
@@ -21,11 +21,11 @@ class ReturningRecorder(Recorder):
     the group that `returns_to` that block.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ModuleGroup], *, skip: bool) -> None:
         super().__init__(model, groups, skip=skip)
         self._skipper = _TextSkipper(model, groups) if skip else None
 
-    def record(self, step: Callable[[], None], *, alone: bool = False) -> Pass:
+    def record(self, step: Callable[[], None], *, alone: bool = False) -> RecordedPass:
         """Run one step and return what it did; `alone` if that is one token of one sequence."""
         with Moves(self._made_by, self._moved_back):
             return super().record(step, alone=alone)
@@ -62,7 +62,7 @@ class ReturningRecorder(Recorder):
 class _TextSkipper(Skipper):
     """Runs all of a tower: what keeps its layers' results says for each when it ends."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ModuleGroup]) -> None:
         super().__init__(model, groups)
         self._begin = max(i for i, group in enumerate(groups) if group.returns_to is not None)
 

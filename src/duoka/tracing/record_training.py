@@ -28,8 +28,8 @@ from duoka import virtual
 from duoka.models.chunked_loss import chunked_head
 from duoka.runtime.dispatch.arguments import tensors_in
 
-from .blocks import Group
-from .record import Home, Pass, Recorder, Skipper, device_of, picture_made
+from .blocks import ModuleGroup
+from .record import Home, RecordedPass, Recorder, Skipper, device_of, picture_made
 from .record_returns import ReturningRecorder
 
 
@@ -37,17 +37,17 @@ class ChunkBytes(int):
     """Bytes for a chunk of the loss, which has `loss_chunk_tokens`."""
 
 
-class MicroBatch(NamedTuple):
+class RecordedMicroBatch(NamedTuple):
     """What one micro-batch did."""
 
-    forward: Pass
-    backward: Pass
+    forward: RecordedPass
+    backward: RecordedPass
 
 
 class TrainingRecorder(Recorder):
     """A listener that sorts the events of training into blocks."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group], *, skip: bool) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ModuleGroup], *, skip: bool) -> None:
         super().__init__(model, groups, skip=False)
         if skip:
             self._skipper = TrainingSkipper(model, groups)
@@ -87,7 +87,7 @@ class TrainingRecorder(Recorder):
     def _call(self, module: nn.Module, args: Any) -> None:
         self.computes_again |= self._is_backward
 
-    def record_training(self, forward: Callable[[], torch.Tensor]) -> MicroBatch:
+    def record_training(self, forward: Callable[[], torch.Tensor]) -> RecordedMicroBatch:
         """Run one micro-batch: a forward pass, whose loss is returned, and the backward pass."""
         self._is_backward = False
         self._first_numbers = [0] * len(self._groups)
@@ -109,7 +109,7 @@ class TrainingRecorder(Recorder):
         second.like = first.like
         self._resolve(second)
         _keep_arguments(first, second)
-        return MicroBatch(first, second)
+        return RecordedMicroBatch(first, second)
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
         """Put an allocation on the tape of the block that runs."""
@@ -181,7 +181,7 @@ class TrainingRecorder(Recorder):
         leaf: Any = tensor
         leaf.register_hook(note)
 
-    def _resolve(self, second: Pass) -> None:
+    def _resolve(self, second: RecordedPass) -> None:
         """Give the gradients that stand-ins made the numbers of those that they stand for."""
 
         def real(home: Home) -> Home:
@@ -226,7 +226,7 @@ class ReturningTrainingRecorder(TrainingRecorder, ReturningRecorder):
         return super()._moved_back(result, source, block)
 
 
-def _keep_arguments(forward: Pass, backward: Pass) -> None:
+def _keep_arguments(forward: RecordedPass, backward: RecordedPass) -> None:
     """Take away frees of what a block that was left out keeps for its backward pass.
 
     Its stand-in keeps no arguments, so that they end in the forward pass, in some other block.
@@ -252,7 +252,7 @@ def placeholder(position: int) -> int:
 class TrainingSkipper(Skipper):
     """Recognises blocks that are alike, and stands in for them with a way back."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[Group]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ModuleGroup]) -> None:
         super().__init__(model, groups)
         # Of each block that ran the homes of its arguments that get gradients.
         self._differentiated: dict[int, set[Home]] = {}

@@ -35,10 +35,10 @@ from duoka.runtime.steps import Stepper
 
 from .assemble import CALLER, ENDLESS, EVERYWHERE, RegimeTapes, TraceSpec, as_profile
 from .blocks import find_groups
-from .fit import Sample, Unlike, fit
-from .probe_sizes import Run, crossing_runs, image_runs, plain_runs
+from .fit import RecordedStep, Unlike, fit
+from .probe_sizes import ProbeRun, crossing_runs, image_runs, plain_runs
 from .published_names import name_tensors
-from .record import Pass, Recorder
+from .record import RecordedPass, Recorder
 from .record_returns import ReturningRecorder
 
 # Rules are made from steps up to this length, counted from the start of a range. Nothing changes
@@ -97,7 +97,7 @@ def trace_call(
         # Labels are moved to the logits, as a classifier's code moves what it knows of its inputs.
         groups = [*find_groups(model, call, hears_moves=True), CALLER]
         with ReturningRecorder(model, groups, skip=False) as recorder:
-            sample = Sample("prefill", 1, 0, 0, recorder.record(call))
+            sample = RecordedStep("prefill", 1, 0, 0, recorder.record(call))
         regime = Regime(
             phase="prefill", many=False, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE
         )
@@ -310,24 +310,26 @@ class _Tracer:
                     past=EVERYWHERE,
                     keys=(before + 1, keys + 1),
                 )
-                yield _fitted(regime, [Sample(phase, workload.batch, query, keys, recorded)])
+                yield _fitted(regime, [RecordedStep(phase, workload.batch, query, keys, recorded)])
                 before = keys
                 if keys == workload.prompt_tokens:
                     for sample in self._released(stepper):
                         yield _fitted(_release_regime(many), [sample])
 
-    def _encoded(self, stepper: Stepper) -> Iterator[Sample]:
+    def _encoded(self, stepper: Stepper) -> Iterator[RecordedStep]:
         """Record the passes in which images are encoded; their keys are how many there are now."""
         encoded = 0
         for images in stepper.passes:
             encoded += images
             recorded = self.recorder.record(stepper.encode)
-            yield Sample("encode", stepper.batch, images, encoded, recorded)
+            yield RecordedStep("encode", stepper.batch, images, encoded, recorded)
 
-    def _released(self, stepper: Stepper) -> Iterator[Sample]:
+    def _released(self, stepper: Stepper) -> Iterator[RecordedStep]:
         """Record how features of images end, if there are any, once their prompt is read."""
         if stepper.passes:
-            yield Sample("release", stepper.batch, 0, 0, self.recorder.record(stepper.release))
+            yield RecordedStep(
+                "release", stepper.batch, 0, 0, self.recorder.record(stepper.release)
+            )
 
     def _cell(self, many: bool, start: int, stop: int) -> Iterator[RegimeTapes]:
         """The regimes of one range, for one sequence or several."""
@@ -346,7 +348,7 @@ class _Tracer:
             )
             yield from self._split(regime, samples)
 
-    def _passes(self, samples: Sequence[Sample], many: bool) -> Iterator[RegimeTapes]:
+    def _passes(self, samples: Sequence[RecordedStep], many: bool) -> Iterator[RegimeTapes]:
         """The regimes of the passes in which images are encoded."""
         encoding = [sample for sample in samples if sample.phase == "encode"]
         if self.spec.conditions.vision_batch is None:  # one pass, with all images of the batch
@@ -384,9 +386,9 @@ class _Tracer:
         for aligned in (False, True):
             yield _fitted(replace(regime, aligned=aligned), samples.where(aligned), self.shapes)
 
-    def _record(self, runs: Iterable[Run]) -> list[Sample]:
-        samples: list[Sample] = []
-        extended: Pass | None = None
+    def _record(self, runs: Iterable[ProbeRun]) -> list[RecordedStep]:
+        samples: list[RecordedStep] = []
+        extended: RecordedPass | None = None
         with self.recorder as recorder:
             for run in runs:
                 stepper = self.stepper(run.batch)
@@ -398,7 +400,7 @@ class _Tracer:
                     )
                     if phase is not None:
                         sizes = run.batch, tokens, stepper.past
-                        samples.append(Sample(phase, *sizes, recorded))
+                        samples.append(RecordedStep(phase, *sizes, recorded))
                     if phase == "extend" and not samples[-1].is_aligned:
                         extended = extended or recorded
                         if not recorded.is_like(extended):
@@ -411,7 +413,9 @@ class _Tracer:
 class _Samples:
     """What was recorded for one range: at lengths that aren't aligned, and at some that are."""
 
-    def __init__(self, runs: Sequence[Run], record: Callable[[list[Run]], list[Sample]]) -> None:
+    def __init__(
+        self, runs: Sequence[ProbeRun], record: Callable[[list[ProbeRun]], list[RecordedStep]]
+    ) -> None:
         first, *self._rest = (run.aligned() for run in runs)
         self._record = record
         self.all = record([*runs, first])
@@ -421,7 +425,7 @@ class _Samples:
         self.all += self._record(self._rest)
         self._rest = []
 
-    def where(self, aligned: bool) -> list[Sample]:
+    def where(self, aligned: bool) -> list[RecordedStep]:
         """Those whose keys are a multiple of `ALIGNED_TOKENS`, or those whose aren't."""
         return [sample for sample in self.all if sample.is_aligned == aligned]
 
@@ -446,7 +450,7 @@ def _decodes(workload: Workload) -> list[tuple[int, int]]:
     return [(1, past) for past in chosen]
 
 
-def _pass_regime(sample: Sample, many: bool) -> Regime:
+def _pass_regime(sample: RecordedStep, many: bool) -> Regime:
     """Where a pass holds that encodes some images: after so many others."""
     query, keys = sample.query, sample.keys
     return Regime(
@@ -463,7 +467,7 @@ def _release_regime(many: bool) -> Regime:
 
 
 def _fitted(
-    regime: Regime, samples: Sequence[Sample], shapes: list[FlashShape] | None = None
+    regime: Regime, samples: Sequence[RecordedStep], shapes: list[FlashShape] | None = None
 ) -> RegimeTapes:
     tapes, carried = fit([sample for sample in samples if sample.phase == regime.phase], shapes)
     return replace(regime, carried=carried), tapes

@@ -22,7 +22,7 @@ from duoka.runtime.paged_steps import PagedStep, PagedStepper, reads_pages
 
 from .assemble import CALLER, ENDLESS, EVERYWHERE, RegimeTapes, TraceSpec, as_profile
 from .blocks import find_groups
-from .fit import Sample, Unlike, fit
+from .fit import RecordedStep, Unlike, fit
 from .published_names import name_tensors
 from .record import Recorder
 from .trace import FAILURES, Irregular, running, whole
@@ -95,9 +95,9 @@ class _Tracer:
         return PagedStepper(self.model, capacity, self.device)
 
     def _regimes(self) -> Iterator[RegimeTapes]:
-        firsts: list[Sample] = []
+        firsts: list[RecordedStep] = []
         for sizes, query in ((_ONE, (1, 2)), (_SEVERAL, (2, ENDLESS))):
-            samples: list[Sample] = []
+            samples: list[RecordedStep] = []
             for number, size in enumerate(sizes):
                 first, later = self._record(number, StepSize(**_named(size)))
                 firsts.append(first)
@@ -105,7 +105,7 @@ class _Tracer:
             yield _fitted("serve", query, samples)
         yield _fitted("start", (1, 2), firsts)
 
-    def _record(self, number: int, size: StepSize) -> tuple[Sample, Sample]:
+    def _record(self, number: int, size: StepSize) -> tuple[RecordedStep, RecordedStep]:
         stepper = self._stepper(number)
         capacity, samples = stepper.cache.capacity, []
         runs: tuple[tuple[Phase, StepSize, Callable[[], None]], ...] = (
@@ -122,7 +122,7 @@ class _Tracer:
                     numbers=capacity.page_numbers,
                     pages=capacity.pages,
                 )
-                samples.append(Sample(phase, 1, now.tokens, 0, recorded, serving=values))
+                samples.append(RecordedStep(phase, 1, now.tokens, 0, recorded, serving=values))
         return samples[0], samples[1]
 
     def _try_out(self, stepper: PagedStepper, size: StepSize) -> None:
@@ -137,7 +137,7 @@ def _named(size: tuple[int, int, int]) -> dict[str, int]:
     return dict(zip(("tokens", "rows", "logits"), size, strict=True))
 
 
-def _fitted(phase: Phase, query: tuple[int, int], samples: Sequence[Sample]) -> RegimeTapes:
+def _fitted(phase: Phase, query: tuple[int, int], samples: Sequence[RecordedStep]) -> RegimeTapes:
     regime = Regime(phase=phase, many=False, query=query, past=EVERYWHERE, keys=EVERYWHERE)
     tapes, carried = fit(samples)
     return replace(regime, carried=carried), tapes

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from duoka.errors import ModelError
 from duoka.forecast.flash_splits import FlashShape
 from duoka.forecast.optimizer_memory import TrainedTensor
-from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, Kind, Profile, Regime
+from duoka.forecast.profile import ALIGNED_TOKENS, TRAINING_PHASES, BlockKind, Profile, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Training, Workload
 from duoka.models import base_name
@@ -37,8 +37,8 @@ from .assemble import (
     as_profile,
     weights_and_ties,
 )
-from .blocks import Group, find_groups
-from .fit import Sample, Unlike, fit
+from .blocks import ModuleGroup, find_groups
+from .fit import RecordedStep, Unlike, fit
 from .published_names import name_tensors
 from .record_training import ReturningTrainingRecorder, TrainingRecorder
 from .trace import FAILURES, Irregular, ranges, running, whole
@@ -107,7 +107,7 @@ class _Tracer:
         self.model: Any = model
         self.spec = spec
         self.training: Training = workload.training
-        self.groups: list[Group] = []
+        self.groups: list[ModuleGroup] = []
         self.trained: dict[str, list[TrainedTensor]] = {}
         self.shapes: list[FlashShape] = []
         self.needs_movers = False
@@ -164,7 +164,7 @@ class _Tracer:
         self,
         many: bool,
         keys: tuple[int, int],
-        samples: Sequence[Sample],
+        samples: Sequence[RecordedStep],
         *,
         aligned: bool | None = None,
     ) -> list[RegimeTapes]:
@@ -185,9 +185,9 @@ class _Tracer:
             regimes.append((regime, tapes))
         return regimes
 
-    def record(self, sizes: Sequence[tuple[int, int]]) -> list[Sample]:
+    def record(self, sizes: Sequence[tuple[int, int]]) -> list[RecordedStep]:
         """Micro-batches of these batches and lengths."""
-        samples: list[Sample] = []
+        samples: list[RecordedStep] = []
         with self._recorder(self.model, self.groups, skip=self.skip) as recorder:
             for batch, length in sizes:
                 learner = self._learner(batch, length)
@@ -204,7 +204,7 @@ class _Tracer:
                 again = recorder.record_training(learner.forward)
                 recorded = (first.forward, first.backward, again.backward)
                 samples += [
-                    Sample(phase, batch, length, length, taken)
+                    RecordedStep(phase, batch, length, length, taken)
                     for phase, taken in zip(TRAINING_PHASES, recorded, strict=True)
                 ]
                 self._note_trained(first.forward.like)
@@ -219,7 +219,7 @@ class _Tracer:
             for group in self.groups
         ]
         profile = as_profile(self.model, groups, self.spec, regimes, named)
-        kinds: dict[Kind, int] = {}
+        kinds: dict[BlockKind, int] = {}
         blocks = []
         for block, group in zip(profile.blocks, groups, strict=True):
             trained = [item for owner in group.owners for item in self.trained.get(owner, ())]
@@ -257,7 +257,7 @@ class _Tracer:
             self.trained |= {owner: self.trained[model] for owner, model in pairs}
 
 
-def _joined(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
+def _joined(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[ModuleGroup]:
     """The blocks, with those together that the backward pass computes again together.
 
     Where it does so on two devices, what is moved between them is moved again, and kept until
@@ -276,21 +276,21 @@ def _joined(model: nn.Module, groups: Sequence[Group]) -> list[Group]:
         name for name in layers if not any(0 < _share(group, name) < 1 for group in groups)
     ]
 
-    def layer_of(group: Group) -> str | None:
+    def layer_of(group: ModuleGroup) -> str | None:
         return next((name for name in whole_ones if _share(group, name) == 1), None)
 
-    joined: list[Group] = []
+    joined: list[ModuleGroup] = []
     for layer, neighbours in itertools.groupby(groups, layer_of):
         members = list(neighbours)
         if layer is None or len(members) == 1:
             joined += members
             continue
         owners = tuple(owner for group in members for owner in group.owners)
-        joined.append(Group(names=(layer,), owners=owners))
+        joined.append(ModuleGroup(names=(layer,), owners=owners))
     return joined
 
 
-def _share(group: Group, name: str) -> float:
+def _share(group: ModuleGroup, name: str) -> float:
     """The part of a block's owners that a module contains."""
     inside = [owner == name or owner.startswith(f"{name}.") for owner in group.owners]
     return sum(inside) / max(len(inside), 1)

@@ -21,7 +21,7 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model, tokenizer_of
-from duoka.models.lora import Adapter, fill_adapter, native_form, refuse_other_model
+from duoka.models.lora import LoraAdapter, fill_adapter, native_form, refuse_other_model
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.text.prompts import chat_format
 from duoka.planner.plan import Plan
@@ -52,7 +52,7 @@ class TuneRun:
         One for each replica.
     samples, eval_samples : Dataset
         What is learnt, and what the loss is measured on; the latter may be None.
-    adapter : Adapter, optional
+    adapter : LoraAdapter, optional
         What is learnt starts from it; in native form.
     """
 
@@ -61,7 +61,7 @@ class TuneRun:
     plans: tuple[Plan, ...]
     samples: Dataset
     eval_samples: Dataset | None = None
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -163,7 +163,7 @@ def _plans(
         raise error.with_ways_out(error.ways_out, because) from None
 
 
-def _refuse_unfit(adapter: Adapter, checkpoint: Checkpoint, workload: Workload) -> None:
+def _refuse_unfit(adapter: LoraAdapter, checkpoint: Checkpoint, workload: Workload) -> None:
     """Refuse an adapter that isn't for the model, before anything is planned for it."""
     model = build_model(checkpoint, Workload(dtype="float32"))
     refuse_other_model(model, adapter)

@@ -33,11 +33,11 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import LoadError, MachineError, UsageError
 from duoka.forecast.workload import Workload
-from duoka.models.boxes import Piece
+from duoka.models.boxes import TensorCopy
 from duoka.models.build import resolve
 from duoka.models.conversion import Recipe, plan_tensors
 from duoka.models.from_checkpoint import build_model, tokenizer_of
-from duoka.models.lora import Adapter, LowRank, published_form, put_adapter
+from duoka.models.lora import LoraAdapter, LowRank, published_form, put_adapter
 from duoka.models.text.prompts import ChatGLM3Format, GLM4Format, chat_format
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
@@ -76,7 +76,7 @@ def claim_directory(directory: Path) -> Path:
 
 
 def write_adapter(
-    directory: Path, adapter: Adapter, base: Checkpoint, *, names: Names = "native"
+    directory: Path, adapter: LoraAdapter, base: Checkpoint, *, names: Names = "native"
 ) -> None:
     """Write an adapter that peft loads, in its native form, into a new directory.
 
@@ -98,7 +98,7 @@ def write_adapter(
         _save(tensors, place / "adapter_model.safetensors")
 
 
-def _is_on_all(adapter: Adapter, base: Checkpoint) -> bool:
+def _is_on_all(adapter: LoraAdapter, base: Checkpoint) -> bool:
     """Whether ends of names say which modules an adapter is on: it is on all that are called so."""
     ends = {name.rpartition(".")[2] for name in adapter.layers}
     modules = build_model(base, Workload(dtype="float32")).named_modules()
@@ -107,7 +107,7 @@ def _is_on_all(adapter: Adapter, base: Checkpoint) -> bool:
     return like <= adapter.layers.keys() and not base.config.get("vision_config")
 
 
-def _peft_config(adapter: Adapter, base: Checkpoint, *, ends_suffice: bool) -> Any:
+def _peft_config(adapter: LoraAdapter, base: Checkpoint, *, ends_suffice: bool) -> Any:
     """What peft has to know of an adapter."""
     from peft import LoraConfig
 
@@ -156,7 +156,7 @@ def write_merged(
     directory: Path,
     base: Checkpoint,
     *,
-    adapter: Adapter | None = None,
+    adapter: LoraAdapter | None = None,
     parameters: Mapping[str, Tensor] | None = None,
     names: Names = "original",
 ) -> None:
@@ -197,7 +197,7 @@ class _Changes:
     """What training has made of a model's parameters, by their names."""
 
     def __init__(
-        self, model: nn.Module, adapter: Adapter | None, parameters: Mapping[str, Tensor]
+        self, model: nn.Module, adapter: LoraAdapter | None, parameters: Mapping[str, Tensor]
     ) -> None:
         self._parameters = parameters
         self._modules: dict[str, Any] = {}
@@ -222,7 +222,7 @@ class _Changes:
                 f"parts of these: {', '.join(unplaced[:4])}"
             )
 
-    def apply(self, piece: Piece, values: Tensor) -> None:
+    def apply(self, piece: TensorCopy, values: Tensor) -> None:
         """Change what the files have of a piece, in place."""
         if piece.target in self._parameters:
             values.copy_(piece.place(self._parameters[piece.target]))
@@ -250,7 +250,7 @@ def _added(module: Any) -> Tensor:
     return delta
 
 
-def _refuse_tied(model: nn.Module, adapter: Adapter) -> None:
+def _refuse_tied(model: nn.Module, adapter: LoraAdapter) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -268,7 +268,7 @@ def _published_outputs(
     recipe: Recipe, sources: Mapping[str, Source], changes: _Changes, reader: Reader
 ) -> dict[str, _Output]:
     """The tensors of the published files, changed where they were trained."""
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[TensorCopy]] = {}
     for piece in (*recipe.pieces, *recipe.duplicates):
         if piece.target in changes:
             pieces.setdefault(piece.source, []).append(piece)
@@ -291,7 +291,7 @@ def _native_outputs(
 ) -> dict[str, _Output]:
     """The parameters of a ChatGLM model, each of which is a part of one tensor in the files."""
 
-    def make(piece: Piece) -> Tensor:
+    def make(piece: TensorCopy) -> Tensor:
         tensor = piece.orient(reader.read(sources[piece.source])[piece.source_slices]).clone()
         if piece.target in changes:
             changes.apply(piece, tensor)

@@ -24,7 +24,7 @@ from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, FormatError, MachineError, UsageError
 from duoka.hardware.fleet import Fleet
-from duoka.models.lora import Adapter
+from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.runtime.load.adapter import read_adapter
 
@@ -38,7 +38,7 @@ _ANEW = "start the run anew, in another directory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class TuneJob:
     """What the processes of a run are to do."""
 
     settings: TuneSettings
@@ -170,7 +170,7 @@ class RunDirectory:
             with suppress(OSError):  # it isn't there, or something else lies in it
                 path.rmdir()
 
-    def read(self) -> Run:
+    def read(self) -> TuneJob:
         """What the processes are to do.
 
         Raises
@@ -196,7 +196,7 @@ class RunDirectory:
         if not isinstance(plans, list) or not plans:
             raise FormatError(f"{self._run} has no plan", hint=_ANEW)
         try:
-            run = Run(
+            run = TuneJob(
                 settings=from_dict(TuneSettings, content.get("settings")),
                 plans=tuple(Plan.from_json(json.dumps(plan)) for plan in plans),
                 trust_remote_code=content.get("trust_remote_code") is True,
@@ -260,7 +260,7 @@ class RunDirectory:
         """Keep what was measured beside what was forecast."""
         _write(self.path / "report.json", json.dumps(report, indent=1) + "\n")
 
-    def read_first_adapter(self) -> Adapter | None:
+    def read_first_adapter(self) -> LoraAdapter | None:
         """What the run starts from, in native form; None where that is no adapter."""
         return read_adapter(self.first_adapter) if self.first_adapter.is_dir() else None
 

@@ -22,7 +22,7 @@ from duoka.forecast.workload import (
     read_quantization,
     whole_number,
 )
-from duoka.models.lora import Adapter
+from duoka.models.lora import LoraAdapter
 
 from .learning_rate import DECAYS, Decay
 
@@ -192,7 +192,7 @@ class TuneSettings:
         """The highest learning rate."""
         return _RATES[self.method] if self.lr is None else self.lr
 
-    def starting_from(self, adapter: Adapter) -> TuneSettings:
+    def starting_from(self, adapter: LoraAdapter) -> TuneSettings:
         """The same settings, for adapters of an adapter's rank and scale on the modules it has."""
         if self.method == "full":
             raise UsageError(

@@ -18,7 +18,7 @@ _LINES = 100
 _BAR_WIDTH = 20
 
 
-class Progress:
+class TuneProgress:
     """Shows the steps of a run, by default on the standard error."""
 
     def __init__(self, num_steps: int, console: Console | None = None) -> None:

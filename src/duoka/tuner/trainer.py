@@ -16,10 +16,10 @@ from duoka.errors import TrainingError
 from duoka.runtime import devices
 from duoka.runtime.optimizers import make_optimizer, update
 from duoka.stages.channels import ProcessChannel
-from duoka.stages.execute import Pipeline
-from duoka.stages.schedule import Pass, order_passes
+from duoka.stages.execute import StagePipeline
+from duoka.stages.schedule import ScheduledPass, order_passes
 
-from .data import MicroBatch, Step
+from .data import OptimizerStep, TrainingMicroBatch
 from .dropout import seed_dropout
 from .layout import GradientSum, Layout
 from .learning_rate import LearningRate
@@ -97,7 +97,7 @@ class Trainer:
         self.scale = _FIRST_SCALE if self._is_scaled else 1.0
         self.steps_since_scaled = 0
 
-    def step(self, number: int, step: Step) -> StepReport:
+    def step(self, number: int, step: OptimizerStep) -> StepReport:
         """Learn from a step's micro-batches."""
         begin = time.perf_counter()
         replicas = len(self._layout.plans)
@@ -127,7 +127,7 @@ class Trainer:
             processes=tuple(self._reports(gathered, seconds)),
         )
 
-    def evaluate(self, steps: Sequence[Step]) -> float:
+    def evaluate(self, steps: Sequence[OptimizerStep]) -> float:
         """The mean loss over the trained tokens of some steps."""
         total = sum(step.trained_tokens for step in steps)
         self._part.model.eval()
@@ -145,7 +145,7 @@ class Trainer:
         return float(_gather([sum(losses)])[:, 0].sum())
 
     def _run(
-        self, micro_batches: Sequence[MicroBatch], total: int, *, number: int | None = None
+        self, micro_batches: Sequence[TrainingMicroBatch], total: int, *, number: int | None = None
     ) -> tuple[list[float], float]:
         """Run all passes, of a step that is learnt by its number.
 
@@ -169,7 +169,7 @@ class Trainer:
                 seed_dropout(self._settings.seed, number, place)
             return part.loss(batches[at], device) * (weights[at] * scale)
 
-        pipeline = Pipeline(
+        pipeline = StagePipeline(
             part.interceptor,
             channel,
             [part.device] * len(names),
@@ -180,10 +180,12 @@ class Trainer:
         channel.flush()
         return [float(loss) / scale for loss in losses], channel.waited_seconds
 
-    def _passes(self, names: Sequence[str], number: int, *, learns: bool) -> list[Pass]:
+    def _passes(self, names: Sequence[str], number: int, *, learns: bool) -> list[ScheduledPass]:
         if not learns:
             stages = range(len(names))
-            return [Pass(stage, batch, False) for batch in range(number) for stage in stages]
+            return [
+                ScheduledPass(stage, batch, False) for batch in range(number) for stage in stages
+            ]
         return [timed.step for timed in order_passes(names, self._part.training, number)]
 
     def _wait(self) -> float:
@@ -252,7 +254,7 @@ class Trainer:
     def _refuse_no_loss(
         self,
         number: int,
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[TrainingMicroBatch],
         losses: Sequence[float],
         all_losses: Tensor,
     ) -> None:

@@ -28,7 +28,7 @@ from .layout import Layout
 from .prepare import NumReplicas, TuneRun, plans_for, prepare, prove_plans
 from .report import RunReport, make_report
 from .result import write_adapter, write_merged
-from .run import Run, RunDirectory
+from .run import RunDirectory, TuneJob
 from .settings import TuneSettings
 from .worker import work
 
@@ -221,7 +221,7 @@ def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneRes
     return TuneResult(directory=directory.path, steps=steps, result=result, report=report)
 
 
-def _write_result(directory: RunDirectory, run: Run, steps: int) -> Path:
+def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
     """Make of the last checkpoint what others load."""
     say("writing the result")
     checkpoint, workload, names = run.checkpoint(), run.plans[0].workload, run.settings.names

@@ -22,11 +22,11 @@ from duoka.runtime.publisher import Publisher
 from duoka.stages.workers import end_with_parent
 
 from .checkpoints import TrainingCheckpoints
-from .data import Batches, Dataset, Step
+from .data import Batches, Dataset, OptimizerStep
 from .layout import Layout
 from .part import ModelPart
-from .run import Run, RunDirectory
-from .show import Progress
+from .run import RunDirectory, TuneJob
+from .show import TuneProgress
 from .tensorboard import TensorBoard
 from .trainer import PeerError, StepReport, Trainer
 
@@ -117,7 +117,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 class _Worker:
     """One process, from its weights to the last step."""
 
-    def __init__(self, directory: RunDirectory, run: Run, rank: int) -> None:
+    def __init__(self, directory: RunDirectory, run: TuneJob, rank: int) -> None:
         settings, layout = run.settings, Layout(run.plans)
         self._directory = directory
         self._settings = settings
@@ -135,7 +135,7 @@ class _Worker:
             seed=settings.seed,
         )
         self._batches = make_batches(dataset)
-        self._eval_steps: list[Step] = []
+        self._eval_steps: list[OptimizerStep] = []
         if directory.eval_samples.is_file():
             measured = make_batches(Dataset.load(directory.eval_samples), shuffle=False)
             self._eval_steps = [measured[step] for step in range(measured.steps_per_epoch)]
@@ -150,7 +150,7 @@ class _Worker:
             "method": training.method,
         }
         self._checkpoints = TrainingCheckpoints(directory.checkpoints, identity, keep=settings.keep)
-        self._progress = Progress(self._num_steps) if self._is_first else None
+        self._progress = TuneProgress(self._num_steps) if self._is_first else None
         self._busy_shares: dict[str, float] = {}
         self._board: TensorBoard | None = None
 

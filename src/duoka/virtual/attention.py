@@ -24,7 +24,7 @@ from . import attention_numbers, op_call
 from .attention_numbers import Inputs, differentiate
 from .operators import below, handlers
 from .tensor import VirtualTensor, place
-from .world import Gpu
+from .world import VirtualGpu
 
 Kernel = Literal["flash", "efficient", "math"]
 
@@ -297,7 +297,7 @@ def _by_tokens(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _placed(
-    results: tuple[torch.Tensor, ...], likes: tuple[torch.Tensor, ...], gpu: Gpu
+    results: tuple[torch.Tensor, ...], likes: tuple[torch.Tensor, ...], gpu: VirtualGpu
 ) -> tuple[VirtualTensor, ...]:
     """Place results in memory of their own, each laid out as another tensor is."""
     placed = []

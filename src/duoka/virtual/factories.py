@@ -12,7 +12,7 @@ from . import known_values
 from .operators import run
 from .tensor import VirtualTensor, place
 from .transfers import gpu_of
-from .world import Gpu, arm, thread
+from .world import VirtualGpu, arm, thread
 
 _libraries: list[torch.library.Library] = []
 
@@ -38,7 +38,7 @@ def _factory(
     return factory
 
 
-def _ready(device: torch.device | None) -> Gpu:
+def _ready(device: torch.device | None) -> VirtualGpu:
     if not thread.armed:
         arm()
     return gpu_of(device)

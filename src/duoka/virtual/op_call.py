@@ -12,7 +12,7 @@ import torch
 
 from . import faults, known_values
 from .tensor import VirtualTensor, place
-from .world import Gpu, thread
+from .world import VirtualGpu, thread
 
 
 class Plain:
@@ -21,7 +21,7 @@ class Plain:
     __slots__ = ("args", "gpu", "kwargs", "mixed")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.gpu: Gpu | None = None
+        self.gpu: VirtualGpu | None = None
         self.mixed = False
         self.args = [self._plain(value) for value in args]
         self.kwargs = {name: self._plain(value) for name, value in kwargs.items()}
@@ -46,7 +46,7 @@ class Plain:
         return value
 
 
-def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plain, Gpu]:
+def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plain, VirtualGpu]:
     """Unwrap a call's arguments and judge their devices."""
     plain = Plain(args, kwargs)
     gpu = plain.gpu
@@ -64,7 +64,7 @@ def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Pl
     return plain, gpu
 
 
-def execute(func: Any, plain: Plain, gpu: Gpu) -> Any:
+def execute(func: Any, plain: Plain, gpu: VirtualGpu) -> Any:
     """Compute on the backing tensors."""
     if gpu.meta:
         even = known_values.even_choice if gpu.data == "even" else known_values.execute
@@ -72,7 +72,7 @@ def execute(func: Any, plain: Plain, gpu: Gpu) -> Any:
     return func(*plain.args, **plain.kwargs)
 
 
-def wrap_results(out: Any, gpu: Gpu) -> Any:
+def wrap_results(out: Any, gpu: VirtualGpu) -> Any:
     """Wrap what a call returned; results that share memory with what exists aren't charged."""
     if isinstance(out, torch.Tensor):
         return place(out, gpu)

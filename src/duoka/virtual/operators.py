@@ -19,7 +19,7 @@ from . import known_values, op_call
 from .device_module import can_do_backward, give_name
 from .faults import MixedDevicesError
 from .tensor import VirtualTensor, place, resync, wrap
-from .world import Gpu, arm, thread
+from .world import VirtualGpu, arm, thread
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -215,7 +215,7 @@ class _Write:
         out: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        gpu: Gpu,
+        gpu: VirtualGpu,
     ) -> Any:
         return op_call.wrap_results(out, gpu) if source is None else _argument(source, args, kwargs)
 
@@ -249,7 +249,7 @@ def _argument(source: tuple[int | None, str], args: tuple[Any, ...], kwargs: dic
     return kwargs.get(name)
 
 
-def _follow(tensor: VirtualTensor, gpu: Gpu) -> None:
+def _follow(tensor: VirtualTensor, gpu: VirtualGpu) -> None:
     backing = tensor.backing
     if tensor.shape != backing.shape or tensor.stride() != backing.stride():
         resync(tensor)

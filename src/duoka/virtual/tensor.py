@@ -11,7 +11,7 @@ import torch
 from duoka.errors import VirtualDeviceError
 
 from .naming import NAME, PLACE
-from .world import Block, Gpu, arm, blocks_by_storage, thread
+from .world import StorageBlock, VirtualGpu, arm, blocks_by_storage, thread
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -41,7 +41,7 @@ class VirtualTensor(torch.Tensor):
     """
 
     backing: torch.Tensor
-    block: Block
+    block: StorageBlock
 
     # Subclass handling in Python would only cost time: everything happens in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -57,7 +57,7 @@ class VirtualTensor(torch.Tensor):
         return _runner(func, args, kwargs or {})
 
     @property
-    def gpu(self) -> Gpu:
+    def gpu(self) -> VirtualGpu:
         """The GPU that the tensor lives on."""
         return self.block.gpu
 
@@ -184,7 +184,7 @@ class VirtualTensor(torch.Tensor):
 class VirtualStorage:
     """The identity and size of a storage on a virtual GPU: what code that looks for ties reads."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: StorageBlock) -> None:
         self._block = block
         self.device = block.gpu.device
 
@@ -208,7 +208,7 @@ class VirtualStorage:
         return self._block.num_bytes
 
 
-def wrap(backing: torch.Tensor, block: Block) -> VirtualTensor:
+def wrap(backing: torch.Tensor, block: StorageBlock) -> VirtualTensor:
     """Show a backing tensor as a tensor on the GPU of its block."""
     tensor: VirtualTensor = _make(
         VirtualTensor,
@@ -228,7 +228,7 @@ def wrap(backing: torch.Tensor, block: Block) -> VirtualTensor:
     return tensor
 
 
-def place(backing: torch.Tensor, gpu: Gpu) -> VirtualTensor:
+def place(backing: torch.Tensor, gpu: VirtualGpu) -> VirtualTensor:
     """Wrap the result of an operation: charged, unless it shares the memory of what exists."""
     if backing.layout is not torch.strided or backing.is_quantized:
         raise VirtualDeviceError(
@@ -239,7 +239,7 @@ def place(backing: torch.Tensor, gpu: Gpu) -> VirtualTensor:
     known = blocks_by_storage.get(storage._cdata)
     block = known() if known is not None else None
     if block is None or block.gpu is not gpu:
-        block = Block(gpu, storage)
+        block = StorageBlock(gpu, storage)
     return wrap(backing, block)
 
 
@@ -258,9 +258,9 @@ def _deepcopy(tensor: VirtualTensor, memo: dict[int, Any]) -> VirtualTensor:
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
             "protocol at the moment."
         )
-    block: Block | None = memo.get(id(tensor.block))
+    block: StorageBlock | None = memo.get(id(tensor.block))
     if block is None:
-        block = Block(tensor.gpu, tensor.block.storage.clone())
+        block = StorageBlock(tensor.gpu, tensor.block.storage.clone())
         memo[id(tensor.block)] = block
     data = torch.empty(0, dtype=tensor.dtype, device=tensor.backing.device)
     data.set_(block.storage, tensor.storage_offset(), tensor.shape, tensor.stride())

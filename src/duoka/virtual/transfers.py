@@ -12,7 +12,7 @@ from . import known_values, op_call
 from .naming import is_virtual
 from .operators import handlers
 from .tensor import VirtualTensor, place, resync
-from .world import Gpu, active_world, thread
+from .world import VirtualGpu, active_world, thread
 
 _aten = torch.ops.aten
 _CONSTANT = frozenset(
@@ -37,7 +37,7 @@ _LIKE = (
 )
 
 
-def gpu_of(device: torch.device | None, near: Gpu | None = None) -> Gpu:
+def gpu_of(device: torch.device | None, near: VirtualGpu | None = None) -> VirtualGpu:
     """Find the GPU that a device names: among the siblings of `near`, or in the active world."""
     world = active_world() if near is None else near.world
     if device is None:

@@ -35,10 +35,10 @@ _block_ids = itertools.count(1)
 class Listener(Protocol):
     """Who hears every allocation, free and operation of one thread."""
 
-    def allocated(self, gpu: Gpu, storage_id: int, num_bytes: int) -> None:
+    def allocated(self, gpu: VirtualGpu, storage_id: int, num_bytes: int) -> None:
         """Hear that a storage of `num_bytes` (not rounded) was allocated."""
 
-    def freed(self, gpu: Gpu, storage_id: int) -> None:
+    def freed(self, gpu: VirtualGpu, storage_id: int) -> None:
         """Hear that a storage was given back."""
 
     def operation(
@@ -100,7 +100,7 @@ def armed() -> Iterator[None]:
         thread.armed = before[2]
 
 
-class Gpu:
+class VirtualGpu:
     """One virtual GPU of a world.
 
     `data` says what holds the numbers: "cpu", "meta" (nothing does) or "even" (nor then, but
@@ -213,7 +213,7 @@ class Gpu:
         )
 
 
-class Block:
+class StorageBlock:
     """One storage on one GPU, charged to its allocator as long as a tensor uses it.
 
     `unknown` becomes the meta storage that takes over when a value that nobody knows is written
@@ -225,7 +225,7 @@ class Block:
         "unknown",
     )  # fmt: skip
 
-    def __init__(self, gpu: Gpu, storage: torch.UntypedStorage) -> None:
+    def __init__(self, gpu: VirtualGpu, storage: torch.UntypedStorage) -> None:
         # First what __del__ reads: the GPU may refuse.
         self._allocation: Allocation | None = None
         self._key = self._unknown_key = 0
@@ -283,7 +283,7 @@ class Block:
             listener.freed(self.gpu, self.id)
 
 
-blocks_by_storage: dict[int, weakref.ref[Block]] = {}
+blocks_by_storage: dict[int, weakref.ref[StorageBlock]] = {}
 """The block of every live backing storage, by the storage's identity.
 
 An operator whose result shares memory with an argument, whatever its schema says, is found here.
@@ -298,10 +298,11 @@ class World:
     ) -> None:
         self.generation = generation
         self.gpus = [
-            Gpu(index, capacity, data, self) for index, capacity in enumerate(capacities_bytes)
+            VirtualGpu(index, capacity, data, self)
+            for index, capacity in enumerate(capacities_bytes)
         ]
 
-    def gpu(self, index: int) -> Gpu:
+    def gpu(self, index: int) -> VirtualGpu:
         """Return one GPU by its index."""
         if not 0 <= index < len(self.gpus):
             raise RuntimeError(

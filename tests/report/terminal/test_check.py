@@ -11,7 +11,7 @@ from reports import bad_report, good_report, loss_fault, table_fault, write_mode
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
-from duoka.report.check_report import Fault, Report
+from duoka.report.check_report import CheckReport, Fault
 from duoka.report.terminal import plain, render_report
 
 
@@ -28,8 +28,8 @@ def printed(what: RenderableType, width: int, encoding: str = "utf-8") -> str:
     return raw.getvalue().decode(encoding)
 
 
-def report_of(*faults: Fault) -> Report:
-    return Report(model="Tiny", devices=("cuda:0", "cuda:1"), faults=faults)
+def report_of(*faults: Fault) -> CheckReport:
+    return CheckReport(model="Tiny", devices=("cuda:0", "cuda:1"), faults=faults)
 
 
 def words(text: str) -> str:
@@ -130,7 +130,7 @@ def test_what_a_file_says_is_no_markup(tmp_path: Path) -> None:
 
 
 def test_a_report_with_next_to_nothing_is_printed() -> None:
-    empty = Report(model="m", devices=())
+    empty = CheckReport(model="m", devices=())
     assert plain(render_report(empty)) == "✓ m: runs without a fault\n"
 
 

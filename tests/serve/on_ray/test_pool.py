@@ -22,8 +22,8 @@ from duoka.serve.messages import (
     Ready,
     Status,
 )
-from duoka.serve.on_ray.pool import Part, RayPool, ReplicasClient
-from duoka.serve.on_ray.replica import Board, Report
+from duoka.serve.on_ray.pool import RayPool, ReplicasClient, ReplicaSettings
+from duoka.serve.on_ray.replica import Board, ReplicaReport
 
 BEGUN = Begun(number=0, prompt_tokens=1)
 TEXT = Delta(number=0, choice=0, text="a")
@@ -62,17 +62,18 @@ class Answer:
         self.handle.num_cancelled += 1
 
 
-def reports(*names: str, running: int = 1) -> dict[str, Report]:
+def reports(*names: str, running: int = 1) -> dict[str, ReplicaReport]:
     ready = Ready(context_tokens=8, sequences=2, pages=4, page_tokens=4)
     status = Status(running=running, waiting=0, pages=4, free_pages=3, reserved_bytes={"vgpu:0": 5})
     return {
-        name: Report(application="a", node_id="n", ready=ready, status=status) for name in names
+        name: ReplicaReport(application="a", node_id="n", ready=ready, status=status)
+        for name in names
     }
 
 
 def pool_of(*handles: Handle, max_queue: int = 8) -> RayPool:
     nothing: Any = None
-    part = Part(kind=nothing, begin=nothing, low=1, high=1)
+    part = ReplicaSettings(kind=nothing, begin=nothing, low=1, high=1)
     pool = RayPool([part] * len(handles), "model", max_queue)
     for client, handle in zip(pool.engines, handles, strict=True):
         assert isinstance(client, ReplicasClient)

@@ -18,11 +18,11 @@ from duoka.errors import UsageError
 from duoka.report import live
 from duoka.tools.top import record
 from duoka.tools.top.record import COLUMNS, Exporter, csv_file
-from duoka.tools.top.snapshot import Monitor, Snapshot
+from duoka.tools.top.snapshot import GpuSnapshot, Monitor
 
 
 @pytest.fixture
-def moment(monkeypatch: pytest.MonkeyPatch) -> Snapshot:
+def moment(monkeypatch: pytest.MonkeyPatch) -> GpuSnapshot:
     """Two processes on the fourth of eight cards, and one on a virtual GPU."""
     recording = replay(monkeypatch, "eight-3090")
     devices = [
@@ -39,13 +39,13 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def record_to(path: Path, *moments: Snapshot) -> None:
+def record_to(path: Path, *moments: GpuSnapshot) -> None:
     with csv_file(path) as take:
         for moment in moments:
             take(moment)
 
 
-def test_a_row_for_each_gpu(moment: Snapshot, tmp_path: Path) -> None:
+def test_a_row_for_each_gpu(moment: GpuSnapshot, tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     record_to(path, moment)
     content = rows(path)
@@ -67,7 +67,7 @@ def test_a_row_for_each_gpu(moment: Snapshot, tmp_path: Path) -> None:
     assert content[8]["total_bytes"] == str(4 * GIB)
 
 
-def test_rows_are_appended_and_there_at_once(moment: Snapshot, tmp_path: Path) -> None:
+def test_rows_are_appended_and_there_at_once(moment: GpuSnapshot, tmp_path: Path) -> None:
     path = tmp_path / "run.csv"
     record_to(path, moment)
     with csv_file(path) as take:
@@ -112,7 +112,7 @@ def metrics(port: int) -> dict[str, dict[tuple[str, ...], float]]:
         }
 
 
-def test_the_last_moment_is_exported(exporter: Exporter, port: int, moment: Snapshot) -> None:
+def test_the_last_moment_is_exported(exporter: Exporter, port: int, moment: GpuSnapshot) -> None:
     assert metrics(port)["duoka:gpu_total_bytes"] == {}
     exporter.take(replace(moment, gpus=()))
     exporter.take(moment)

@@ -13,10 +13,10 @@ from watching import GIB, MIB, live_device
 from duoka.report import live
 from duoka.report.live import LiveDevice
 from duoka.tools.top.show import View
-from duoka.tools.top.snapshot import Monitor, Snapshot
+from duoka.tools.top.snapshot import GpuSnapshot, Monitor
 
 
-def shown(snapshot: Snapshot, *, encoding: str = "utf-8") -> str:
+def shown(snapshot: GpuSnapshot, *, encoding: str = "utf-8") -> str:
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
     console = Console(file=file, width=80, color_system=None)
     console.print(View(snapshot, " · leave" if encoding == "utf-8" else ""))
@@ -26,7 +26,7 @@ def shown(snapshot: Snapshot, *, encoding: str = "utf-8") -> str:
     return buffer.getvalue().decode(encoding)
 
 
-def looked(*devices: LiveDevice) -> Snapshot:
+def looked(*devices: LiveDevice) -> GpuSnapshot:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(live, "read", lambda: list(devices))
         return Monitor().look()

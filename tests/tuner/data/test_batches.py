@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from duoka.errors import UsageError
-from duoka.tuner.data import Batches, Dataset, MicroBatch, Step
+from duoka.tuner.data import Batches, Dataset, OptimizerStep, TrainingMicroBatch
 
 PACKINGS = pytest.mark.parametrize("packing", [False, True])
 
 
-def samples_of(step: Step) -> list[int]:
+def samples_of(step: OptimizerStep) -> list[int]:
     return [s for micro_batch in step.micro_batches for row in micro_batch.rows for s in row]
 
 
-def rows_of(step: Step) -> list[tuple[int, ...]]:
+def rows_of(step: OptimizerStep) -> list[tuple[int, ...]]:
     return [row for micro_batch in step.micro_batches for row in micro_batch.rows]
 
 
@@ -187,13 +187,13 @@ def test_rows_of_a_step_run_at_once_by_length(make_dataset: Any) -> None:
 def test_rows_have_few_lengths(make_dataset: Any, seq_length: int) -> None:
     longest = range(2, seq_length + 1, max(1, seq_length // 200))
     data = make_dataset(longest, seq_length)
-    lengths = {MicroBatch(data, ((at,),), False).length for at in range(len(data))}
+    lengths = {TrainingMicroBatch(data, ((at,),), False).length for at in range(len(data))}
     assert len(lengths) <= 32
     assert max(lengths) <= seq_length, "as was planned"
     assert all(length % 8 == 0 or length < 128 or length == seq_length for length in lengths)
     for at, tokens in enumerate(longest):
-        assert MicroBatch(data, ((at,),), False).length >= tokens
-        assert MicroBatch(data, ((at,),), True).length == seq_length + 1, "always one"
+        assert TrainingMicroBatch(data, ((at,),), False).length >= tokens
+        assert TrainingMicroBatch(data, ((at,),), True).length == seq_length + 1, "always one"
 
 
 @settings(max_examples=examples(60))

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from duoka.errors import UsageError
 from duoka.models import build
-from duoka.tuner.data import Batches, MicroBatch, refuse_packing
+from duoka.tuner.data import Batches, TrainingMicroBatch, refuse_packing
 from duoka.tuner.data.packing import FAMILIES, pack
 
 LENGTHS = (6, 9, 5)
@@ -39,7 +39,7 @@ def test_packs_are_the_fullest_ones() -> None:
     assert pack(lengths, [*reversed(range(7))], 10) == [[0, 5], [2, 1], [6, 4, 3]]
 
 
-def assert_apart(model: Any, micro_batch: MicroBatch) -> None:
+def assert_apart(model: Any, micro_batch: TrainingMicroBatch) -> None:
     """A packed row's logits are those of its samples alone."""
     batch = micro_batch.tensors()
     assert len(micro_batch.rows[0]) == len(LENGTHS)

@@ -11,18 +11,18 @@ from torch import nn
 
 from duoka import virtual
 from duoka.errors import UsageError
-from duoka.report.check_report import Report, Stop
+from duoka.report.check_report import CheckReport, Stop
 
 from ..run import check_subject
 from ..subject import Subject
 from .live_code import ClosureError, SwapError, live_functions, swapped
 from .patch import Patch, Repairs, unified_diff
-from .search import Draft, Outcome, search
+from .search import Draft, FixOutcome, search
 from .sources import Sources
 from .verify import Proof, prove
 
 
-def repair(report: Report) -> Repairs:
+def repair(report: CheckReport) -> Repairs:
     """Find the smallest changes of source that cure a report's faults, and prove them.
 
     Neither files nor the model are changed: while it is checked again, the model's live functions
@@ -30,7 +30,7 @@ def repair(report: Report) -> Repairs:
 
     Parameters
     ----------
-    report : Report
+    report : CheckReport
         As `duoka.check` returns it.
 
     Returns
@@ -68,7 +68,7 @@ def repair(report: Report) -> Repairs:
         with swapped(functions, before, draft):
             yield
 
-    def check(draft: Draft) -> Report:
+    def check(draft: Draft) -> CheckReport:
         try:
             with patched(draft, subject.model):
                 return check_subject(subject)
@@ -88,7 +88,7 @@ def repair(report: Report) -> Repairs:
     return _assembled(outcome, sources, proof)
 
 
-def _left_over(outcome: Outcome) -> Proof | None:
+def _left_over(outcome: FixOutcome) -> Proof | None:
     """What the last check of the patched code still found, if anything."""
     report = outcome.report
     if report.stop is not None:
@@ -99,7 +99,7 @@ def _left_over(outcome: Outcome) -> Proof | None:
     return None
 
 
-def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
+def _assembled(outcome: FixOutcome, sources: Sources, proof: Proof) -> Repairs:
     patches = tuple(
         Patch(
             file=file,

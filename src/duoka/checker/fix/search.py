@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import libcst as cst
 
-from duoka.report.check_report import Fault, Place, Report
+from duoka.report.check_report import CheckReport, Fault, Place
 
 from ..source_map import parse_quietly
 from ..subject import Subject
@@ -33,11 +33,11 @@ _MOST_TEXTS = 16
 
 Draft = Mapping[str, str]
 """Patched texts by file."""
-Check = Callable[[Draft], Report]
+Check = Callable[[Draft], CheckReport]
 """Checks again with a draft in place of the code."""
 
 
-class Choice:
+class CandidateSearch:
     """A fault, and which of the candidates to cure it is being tried."""
 
     def __init__(self, fault: Fault, options: Iterator[Candidate]) -> None:
@@ -76,13 +76,13 @@ def _is_python(candidate: Candidate) -> bool:
 class Round:
     """The faults of one check, cured together on top of what the rounds before came to."""
 
-    report: Report
-    choices: Sequence[Choice]
+    report: CheckReport
+    choices: Sequence[CandidateSearch]
     sources: Sources
     base: Draft
-    postponed: list[Choice] = field(default_factory=list)
+    postponed: list[CandidateSearch] = field(default_factory=list)
 
-    def run(self, check: Check, max_checks: int) -> tuple[Draft, Report, int]:
+    def run(self, check: Check, max_checks: int) -> tuple[Draft, CheckReport, int]:
         """Change candidates until none of these faults is left that could be cured.
 
         The result is what came of it, and how many checks are left.
@@ -121,7 +121,7 @@ class Round:
             for choice in self.choices
         )
 
-    def _failed(self, draft: Draft, report: Report) -> Iterator[Choice]:
+    def _failed(self, draft: Draft, report: CheckReport) -> Iterator[CandidateSearch]:
         """The choices whose candidate didn't cure, or broke the code."""
         stop = report.stop
         broken = None if stop is None or stop == self.report.stop else stop.place
@@ -132,7 +132,7 @@ class Round:
             if is_broken or self._is_left(choice, report.faults, draft):
                 yield choice
 
-    def _is_left(self, choice: Choice, faults: Iterable[Fault], draft: Draft) -> bool:
+    def _is_left(self, choice: CandidateSearch, faults: Iterable[Fault], draft: Draft) -> bool:
         """Whether a choice's fault is among those of a draft."""
         line, after = choice.fault.line, draft.get(choice.fault.file)
         if after is not None:
@@ -140,7 +140,7 @@ class Round:
         return any(is_same(choice.fault, fault, line) for fault in faults)
 
 
-def _changes(choice: Choice, place: Place) -> bool:
+def _changes(choice: CandidateSearch, place: Place) -> bool:
     """Whether a candidate changes the function that a place is in."""
     name = place.function.rpartition(".")[2]
     for edit in choice.edits:
@@ -189,19 +189,19 @@ def is_same(before: Fault, after: Fault, line: int) -> bool:
 
 
 @dataclass(slots=True)
-class Outcome:
+class FixOutcome:
     """What all rounds came to."""
 
     draft: Draft
-    choices: list[Choice]
-    report: Report
+    choices: list[CandidateSearch]
+    report: CheckReport
     """Of the last check."""
     late: Sequence[Fault] = ()
     """What came up when others were cured, and was not cured itself."""
 
     def cures(self, file: str) -> Iterator[Cure]:
         """What is changed in a file, each change with all that it cures."""
-        by_edits: dict[tuple[Edit, ...], list[Choice]] = {}
+        by_edits: dict[tuple[Edit, ...], list[CandidateSearch]] = {}
         for choice in self.choices:
             if any(edit.tree.file == file for edit in choice.edits):
                 by_edits.setdefault(choice.edits, []).append(choice)
@@ -219,14 +219,14 @@ class Outcome:
             yield fault, "it came up when others were cured, and was not cured itself"
 
 
-def search(report: Report, sources: Sources, subject: Subject, check: Check) -> Outcome:
+def search(report: CheckReport, sources: Sources, subject: Subject, check: Check) -> FixOutcome:
     """Find changes that cure the faults of a report, round by round."""
-    outcome = Outcome({}, [], report)
+    outcome = FixOutcome({}, [], report)
     max_checks = MAX_CHECKS
     faults: Sequence[Fault] = report.faults
     for _ in range(MAX_ROUNDS):
         texts = Sources({**sources.texts, **outcome.draft})
-        choices = [Choice(fault, candidates(fault, texts, subject)) for fault in faults]
+        choices = [CandidateSearch(fault, candidates(fault, texts, subject)) for fault in faults]
         outcome.choices += choices
         if not any(choice.candidate for choice in choices):
             return outcome

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
 from duoka.models.meta import construct
-from duoka.report.check_report import Report
+from duoka.report.check_report import CheckReport
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
 
 from ..compute import Numbers, compute, is_computable
@@ -52,7 +52,7 @@ class Proof:
     reason: str = ""
 
 
-def prove(report: Report, subject: Subject, patched: Patched) -> Proof:
+def prove(report: CheckReport, subject: Subject, patched: Patched) -> Proof:
     """Hold patched code on several devices against the original on one."""
     if is_computable(subject):
         difference = why_not_equal(subject, patched)
@@ -74,7 +74,7 @@ def prove(report: Report, subject: Subject, patched: Patched) -> Proof:
     return Proof(not difference, f"{place}: {difference}" if difference else place)
 
 
-def _places(report: Report) -> set[tuple[str, int, str]]:
+def _places(report: CheckReport) -> set[tuple[str, int, str]]:
     return {(fault.file, fault.line, fault.op) for fault in report.faults}
 
 

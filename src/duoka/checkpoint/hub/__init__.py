@@ -11,6 +11,6 @@ sends is believed as little as a file.
 """
 
 from .repo_name import HubName, parse_name
-from .snapshot import Snapshot, open_snapshot
+from .snapshot import HubSnapshot, open_snapshot
 
-__all__ = ["HubName", "Snapshot", "open_snapshot", "parse_name"]
+__all__ = ["HubName", "HubSnapshot", "open_snapshot", "parse_name"]

@@ -48,12 +48,12 @@ _FIRST_BYTES = 2**16
 _HEADERS_AT_ONCE = 8
 
 
-def open_snapshot(name: HubName) -> Snapshot:
+def open_snapshot(name: HubName) -> HubSnapshot:
     """Find out which commit a revision is, and what it holds; no file is fetched."""
     if is_offline_mode():
-        return Snapshot(name.repo, kept_listing(name) or _cached_listing(name))
+        return HubSnapshot(name.repo, kept_listing(name) or _cached_listing(name))
     known = kept_listing(name) if COMMIT.fullmatch(name.revision) else None
-    return Snapshot(name.repo, known or ask_listing(name))
+    return HubSnapshot(name.repo, known or ask_listing(name))
 
 
 def _cached_listing(name: HubName) -> Listing:
@@ -78,7 +78,7 @@ def _etag(path: Path) -> str:
     return path.readlink().name if path.is_symlink() else ""
 
 
-class Snapshot:
+class HubSnapshot:
     """A repository of the Hub at one commit."""
 
     def __init__(self, repo: str, listing: Listing) -> None:

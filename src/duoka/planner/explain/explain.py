@@ -18,9 +18,9 @@ from ..plan import Plan
 from ..plan_profile import needed_profile
 from ..planner import with_chunks
 from ..room import is_large_chunk, is_tight, room_bytes
-from ..search import NoPlacement, Stage, search
+from ..search import BlockRange, NoPlacement, search
 from .alternatives import Stages, Trial, alternatives
-from .data import Change, Crossing, Explanation, Fewer, Outcome, Share
+from .data import BoundaryMove, Crossing, Explanation, Fewer, Outcome, Share
 
 
 def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
@@ -90,10 +90,10 @@ def _runs(costs: Costs, plan: Plan) -> Stages:
         if at is None and (modules or not devices):
             raise FormatError(f"the plan says nothing of {modules[0] if modules else 'the model'}")
         devices.append(devices[-1] if at is None else names.index(at))
-    runs: list[Stage] = []
+    runs: list[BlockRange] = []
     for device, places in groupby(range(len(devices)), key=devices.__getitem__):
         first, *rest = places
-        runs.append(Stage(start=first, stop=first + len(rest) + 1, device=device))
+        runs.append(BlockRange(start=first, stop=first + len(rest) + 1, device=device))
     return tuple(runs)
 
 
@@ -132,7 +132,7 @@ def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
         )
 
 
-def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
+def _changes(trial: Trial, stages: Stages) -> Iterator[BoundaryMove]:
     """At each boundary, the last block before it given on, and the first behind it taken in."""
     current = trial.value(stages)
     for number in range(len(stages) - 1):
@@ -145,7 +145,7 @@ def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
             shares = trial.shares(changed)[number : number + 2]
             giver, taker = shares if cut < after.start else shares[::-1]
             value = trial.value(changed)
-            yield Change(
+            yield BoundaryMove(
                 giver=giver,
                 taker=taker,
                 modules=trial.modules(min(cut, after.start), max(cut, after.start)),

@@ -13,7 +13,7 @@ from duoka.forecast.tensor_names import layer_of
 from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 
-from .stages import Pipeline
+from .stages import LayerPipeline
 from .text import refusal
 
 _PLACEHOLDER = "MODEL"
@@ -36,7 +36,7 @@ def visible(tool: str, devices: Sequence[Device]) -> list[tuple[str, str]]:
     return [("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("CUDA_VISIBLE_DEVICES", ",".join(numbers))]
 
 
-def common_notes(plan: Plan, pipeline: Pipeline | None = None) -> Iterator[str]:
+def common_notes(plan: Plan, pipeline: LayerPipeline | None = None) -> Iterator[str]:
     """What is true of every tool but duoka."""
     if any(name.startswith("vgpu") for name in plan.devices):
         yield "NOTE: planned for virtual GPUs; their numbers are taken for those of CUDA's."
@@ -69,7 +69,7 @@ def code_option(plan: Plan) -> list[str]:
     return ["--trust-remote-code"] if is_needed else []
 
 
-def class_notes(plan: Plan, pipeline: Pipeline, tool: str) -> tuple[str, ...]:
+def class_notes(plan: Plan, pipeline: LayerPipeline, tool: str) -> tuple[str, ...]:
     """Refuse several stages for a class that a tool runs on one; note one that it doesn't have."""
     text = (Path(__file__).parent / "pipelines.json").read_text(encoding="utf-8")
     known = json.loads(text)[tool.lower()]
@@ -147,7 +147,9 @@ def cache_tokens(plan: Plan) -> int:
     return workload.batch * workload.context_tokens
 
 
-def layer_token_bytes(plan: Plan, profile: Profile | None, pipeline: Pipeline) -> list[int] | None:
+def layer_token_bytes(
+    plan: Plan, profile: Profile | None, pipeline: LayerPipeline
+) -> list[int] | None:
     """Bytes of one sequence's cache in each layer, for a token of the plan's context.
 
     None where they aren't known: without a profile, for training, and where the cache isn't the

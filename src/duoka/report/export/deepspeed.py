@@ -15,7 +15,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import Pipeline, read_pipeline
+from .stages import LayerPipeline, read_pipeline
 from .text import Export, assignments
 
 NAME = "DeepSpeed"
@@ -48,13 +48,13 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     return Export(tool=NAME, text=text, notes=tuple(_notes(plan, pipeline)))
 
 
-def boundaries(pipeline: Pipeline) -> list[int]:
+def boundaries(pipeline: LayerPipeline) -> list[int]:
     """Where stages begin in the list of embedding, layers, norm and head, and where it ends."""
     inner = [1 + stage.start for stage in pipeline.stages[1:]]
     return [0, *inner, 1 + pipeline.num_layers + 2]
 
 
-def _notes(plan: Plan, pipeline: Pipeline) -> Iterator[str]:
+def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield (
         "PipelineModule takes no boundaries: as many layers as stages, each a whole stage, are "

@@ -23,7 +23,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import Pipeline, read_pipeline
+from .stages import LayerPipeline, read_pipeline
 from .text import Export, command_line
 
 NAME = "llama.cpp"
@@ -63,7 +63,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     )
 
 
-def _notes(plan: Plan, pipeline: Pipeline) -> Iterator[str]:
+def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield (
         f"NOTE: {_FILE} stands for the model in llama.cpp's own format; the plan's bytes are those "

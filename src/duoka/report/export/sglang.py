@@ -17,7 +17,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import Pipeline, read_pipeline
+from .stages import LayerPipeline, read_pipeline
 from .text import Export, command_line, refusal
 
 NAME = "SGLang"
@@ -57,7 +57,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     )
 
 
-def _fractions(pipeline: Pipeline, sizes: Sequence[int], tokens: int) -> list[float]:
+def _fractions(pipeline: LayerPipeline, sizes: Sequence[int], tokens: int) -> list[float]:
     """Weights and cache of each stage as a share of its GPU, rounded up to hundredths."""
     return [
         min(
@@ -74,7 +74,7 @@ def _fractions(pipeline: Pipeline, sizes: Sequence[int], tokens: int) -> list[fl
 
 
 def _notes(
-    plan: Plan, pipeline: Pipeline, sizes: Sequence[int] | None, tokens: int
+    plan: Plan, pipeline: LayerPipeline, sizes: Sequence[int] | None, tokens: int
 ) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield from common.source_note(plan)

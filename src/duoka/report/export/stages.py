@@ -18,7 +18,7 @@ _OTHER = "plan with another objective or other GPUs, or load the plan with duoka
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class LayerStage:
     """The layers from `start` up to, not with, `stop`, and what is beside them on one device."""
 
     device: Device
@@ -33,7 +33,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class LayerPipeline:
     """A plan in stages of whole layers, in execution order.
 
     `layers` is the name of the model's list of layers, empty where the plan names none, on one
@@ -43,7 +43,7 @@ class Pipeline:
     """
 
     layers: str
-    stages: tuple[Stage, ...]
+    stages: tuple[LayerStage, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
     returning: tuple[str, ...]
@@ -59,7 +59,7 @@ class Pipeline:
         return [stage.num_layers for stage in self.stages]
 
 
-def read_pipeline(plan: Plan, tool: str) -> Pipeline:
+def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
     """Read a plan as stages of whole layers."""
     _refuse_offload(plan, tool)
     entries = plan.placement.entries
@@ -79,7 +79,7 @@ def read_pipeline(plan: Plan, tool: str) -> Pipeline:
     _refuse_elsewhere(
         tool, [entry for entry in after if entry[0] not in returning], at[-1], "after them", main
     )
-    return Pipeline(
+    return LayerPipeline(
         layers=main,
         stages=_stages(plan, tool, at),
         before=tuple(name for name, _ in before),
@@ -130,12 +130,12 @@ def _refuse_offload(plan: Plan, tool: str) -> None:
         raise refusal(tool, "modules compute on the processor", "plan for GPUs alone")
 
 
-def _whole(plan: Plan, tool: str) -> Pipeline:
+def _whole(plan: Plan, tool: str) -> LayerPipeline:
     """A plan that names no layers: fine on one device."""
     if len(plan.devices) > 1:
         raise refusal(tool, "its modules are in no numbered list of layers", _OTHER)
     stages = _stages(plan, tool, [plan.devices[0]])
-    return Pipeline(layers="", stages=stages, before=(), after=(), returning=())
+    return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
 
 
 def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
@@ -169,14 +169,14 @@ def _refuse_elsewhere(
         )
 
 
-def _stages(plan: Plan, tool: str, at: Sequence[str]) -> tuple[Stage, ...]:
+def _stages(plan: Plan, tool: str, at: Sequence[str]) -> tuple[LayerStage, ...]:
     forecasts = {forecast.device: forecast for forecast in plan.forecast.devices}
-    stages: list[Stage] = []
+    stages: list[LayerStage] = []
     start = 0
     for name, same in groupby(at):
         stop = start + len(list(same))
         device = plan.fleet.device(name)
-        stages.append(Stage(device=device, forecast=forecasts[name], start=start, stop=stop))
+        stages.append(LayerStage(device=device, forecast=forecasts[name], start=start, stop=stop))
         start = stop
     used = [stage.device.name for stage in stages]
     if len(set(used)) < len(used):

@@ -15,7 +15,7 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import Pipeline, read_pipeline
+from .stages import LayerPipeline, read_pipeline
 from .text import Export, assignments, refusal
 
 TORCH = "torch.distributed.pipelining"
@@ -110,7 +110,7 @@ def export_titan(plan: Plan, profile: Profile | None) -> Export:
     return Export(tool=TITAN, text=text, notes=tuple(_titan_notes(plan, pipeline)))
 
 
-def titan_names(pipeline: Pipeline) -> list[list[str]]:
+def titan_names(pipeline: LayerPipeline) -> list[list[str]]:
     """The modules of each stage, as torchtitan calls those of its models."""
     if not pipeline.layers:
         raise refusal(TITAN, "it names no layers", "plan the model without a device map")
@@ -124,7 +124,7 @@ def titan_names(pipeline: Pipeline) -> list[list[str]]:
     return parts
 
 
-def _titan_notes(plan: Plan, pipeline: Pipeline) -> Iterator[str]:
+def _titan_notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield (
         "torchtitan trains its own models, whose modules are called tok_embeddings, layers.N, norm "

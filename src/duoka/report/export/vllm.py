@@ -25,7 +25,7 @@ from duoka.forecast.workload import Workload
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import Pipeline, read_pipeline
+from .stages import LayerPipeline, read_pipeline
 from .text import Export, command_line
 
 NAME = "vLLM"
@@ -44,7 +44,7 @@ class VllmCommand:
     that isn't known, and vLLM isn't told.
     """
 
-    pipeline: Pipeline
+    pipeline: LayerPipeline
     model: str
     environment: tuple[tuple[str, str], ...]
     options: tuple[tuple[str, str], ...]
@@ -112,7 +112,9 @@ def planned_blocks(workload: Workload, block_tokens: int = BLOCK_TOKENS) -> int:
     return blocks + 1  # vLLM keeps one that it never gives out
 
 
-def _rank_bytes(plan: Plan, profile: Profile | None, pipeline: Pipeline) -> tuple[int, ...] | None:
+def _rank_bytes(
+    plan: Plan, profile: Profile | None, pipeline: LayerPipeline
+) -> tuple[int, ...] | None:
     """What each rank's share of the cache takes; None where that isn't known, or nothing."""
     if plan.workload.cache == "paged":
         # Pages are there all the time, and duoka keeps one that it never gives out as well.
@@ -125,7 +127,7 @@ def _rank_bytes(plan: Plan, profile: Profile | None, pipeline: Pipeline) -> tupl
     return tuple(tokens * sum(layer_bytes[stage.start : stage.stop]) for stage in pipeline.stages)
 
 
-def _utilization(pipeline: Pipeline) -> list[tuple[str, str]]:
+def _utilization(pipeline: LayerPipeline) -> list[tuple[str, str]]:
     """The share of each GPU that has to be free at the start, where that is less than usual."""
     shares = [
         (stage.device.budget_bytes + stage.device.reserve_bytes) / stage.device.memory_bytes

@@ -16,7 +16,7 @@ from rich.text import Text
 from duoka.base.units import format_bytes, format_count, unit_for
 from duoka.errors import Faults
 
-from ..check_report import Call, Fault, Operand, PeakMemory, Place, Report, Stop
+from ..check_report import CallSite, CheckReport, Fault, Operand, PeakMemory, Place, Stop
 from . import words
 from .excerpt import Excerpt, Mark
 from .plan import workload_facts
@@ -38,7 +38,7 @@ _MOST_SYNCS = 12
 _LONGEST_TEXT = 40
 
 
-def render_report(report: Report, *, advice: bool = True) -> RenderableType:
+def render_report(report: CheckReport, *, advice: bool = True) -> RenderableType:
     """What rich prints for a report."""
     return _View(report, advice=advice)
 
@@ -52,7 +52,7 @@ def plain(what: RenderableType, width: int = _PLAIN_COLUMNS) -> str:
 
 
 class _View:
-    def __init__(self, report: Report, *, advice: bool) -> None:
+    def __init__(self, report: CheckReport, *, advice: bool) -> None:
         self._report = report
         self._advice = advice
 
@@ -76,7 +76,7 @@ class _View:
             yield from _advice(report)
 
 
-def _verdict(report: Report, *, ascii_only: bool) -> Text:
+def _verdict(report: CheckReport, *, ascii_only: bool) -> Text:
     sign, style = ("✓", "bold green") if report.ok else ("✗", "bold red")
     if ascii_only:
         sign = "ok:" if report.ok else "fails:"
@@ -92,7 +92,7 @@ def _verdict(report: Report, *, ascii_only: bool) -> Text:
     return text
 
 
-def _not_run(report: Report) -> Iterator[Text]:
+def _not_run(report: CheckReport) -> Iterator[Text]:
     if report.not_run:
         files = words.joined(report.not_run)
         verb = "was" if len(report.not_run) == 1 else "were"
@@ -103,7 +103,7 @@ def _not_run(report: Report) -> Iterator[Text]:
         )
 
 
-def _problems(report: Report) -> Iterator[str]:
+def _problems(report: CheckReport) -> Iterator[str]:
     if not report.complete:
         yield _of_map(report.completeness)
     if report.stop is not None:
@@ -125,13 +125,13 @@ def _of_map(faults: Faults) -> str:
     return "the map is incomplete" if any(names) else _CUT
 
 
-def _all_well(report: Report) -> str:
+def _all_well(report: CheckReport) -> str:
     ran = "runs and trains" if report.train else "runs"
     budgets = [peak for peak in report.memory if peak.budget_bytes is not None]
     return f"{ran} without a fault" + (", memory fits" if budgets else "")
 
 
-def _incomplete(report: Report) -> Iterator[RenderableType]:
+def _incomplete(report: CheckReport) -> Iterator[RenderableType]:
     if report.complete:
         return
     lines: list[RenderableType] = []
@@ -148,7 +148,7 @@ def _incomplete(report: Report) -> Iterator[RenderableType]:
     yield Group(heading, Padding(Group(*lines), (0, 0, 0, 2)))
 
 
-def _stopped(report: Report) -> Iterator[RenderableType]:
+def _stopped(report: CheckReport) -> Iterator[RenderableType]:
     if report.stop is not None:
         yield _stop(report.stop)
 
@@ -172,7 +172,7 @@ def _stop(stop: Stop) -> RenderableType:
     return Group(heading, Padding(Group(*inner), (0, 0, 0, 2)))
 
 
-def _faults(report: Report) -> Iterator[RenderableType]:
+def _faults(report: CheckReport) -> Iterator[RenderableType]:
     for name, style, faults in (
         ("fault", "bold red", report.faults),
         ("warning", "bold yellow", report.warnings),
@@ -182,12 +182,12 @@ def _faults(report: Report) -> Iterator[RenderableType]:
             yield render_fault(fault, title, style)
 
 
-def _caveats(report: Report) -> Iterator[str]:
+def _caveats(report: CheckReport) -> Iterator[str]:
     if report.ok and len(report.devices) == 1:
         yield "on one device nothing is mixed: to check a split, give more GPUs or a map"
 
 
-def _advice(report: Report) -> Iterator[RenderableType]:
+def _advice(report: CheckReport) -> Iterator[RenderableType]:
     hints = []
     if report.faults:
         hints.append(
@@ -301,7 +301,7 @@ def _path(fault: Fault) -> Table:
     return calls
 
 
-def _call(call: Call, file: str) -> tuple[Text, Text, Text]:
+def _call(call: CallSite, file: str) -> tuple[Text, Text, Text]:
     place = call.place
     line = f"line {place.line}" if place.file == file else words.where(place, brief=True)
     module = words.cropped(call.module or "the model", _LONGEST_MODULE)
@@ -320,7 +320,7 @@ def _followup(fault: Fault) -> Text:
     return Text.assemble(f"{words.what(fault)} at ", place, source)
 
 
-def render_costs(report: Report) -> Iterator[RenderableType]:
+def render_costs(report: CheckReport) -> Iterator[RenderableType]:
     """Memory, transfers and synchronisations, each if there are any."""
     if report.memory:
         yield _Memory(report.memory)
@@ -390,7 +390,7 @@ def _set_by(peak: PeakMemory) -> Text:
     return Text(text)
 
 
-def _transfers(report: Report) -> RenderableType:
+def _transfers(report: CheckReport) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(2):
         table.add_column()
@@ -403,7 +403,7 @@ def _transfers(report: Report) -> RenderableType:
     return Padding(table, (0, 0, 0, 2))
 
 
-def _syncs(report: Report) -> RenderableType:
+def _syncs(report: CheckReport) -> RenderableType:
     # Two on one line are told as one.
     counts: Counter[tuple[str, str, str]] = Counter()
     for sync in report.syncs:

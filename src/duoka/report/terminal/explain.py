@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from duoka.base.units import format_bytes, format_count
-from duoka.planner.explain import Alternative, Change, Explanation, Share
+from duoka.planner.explain import Alternative, BoundaryMove, Explanation, Share
 
 from .words import count_layers, joined, name_modules
 
@@ -101,7 +101,7 @@ def why_not_else(explanation: Explanation, device: str) -> Iterator[str]:
             yield f"No more: {_more(change)}{_judgement(change, explanation)}"
 
 
-def _less(change: Change, now: dict[str, Share]) -> str:
+def _less(change: BoundaryMove, now: dict[str, Share]) -> str:
     what, taker = name_modules(change.modules), change.taker
     if taker.is_fragmented:
         return f"with {what} the memory of {taker.device} would be too fragmented"
@@ -115,7 +115,7 @@ def _less(change: Change, now: dict[str, Share]) -> str:
     )
 
 
-def _more(change: Change) -> str:
+def _more(change: BoundaryMove) -> str:
     what, taker = name_modules(change.modules), change.taker
     if taker.is_fragmented:
         return f"with {what} of {change.giver.device} its memory would be too fragmented"
@@ -127,7 +127,7 @@ def _more(change: Change) -> str:
     )
 
 
-def _judgement(change: Change, explanation: Explanation) -> str:
+def _judgement(change: BoundaryMove, explanation: Explanation) -> str:
     """What becomes of the objective, as the end of a sentence."""
     if change.outcome == "forbidden":
         return ": the pins forbid it."

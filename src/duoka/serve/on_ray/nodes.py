@@ -37,7 +37,7 @@ Node = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class NodeKind:
     """Nodes with the same GPUs, which have room for so many replicas.
 
     A replica there has a `plan`, and Ray keeps so many `gpus` for it; `foreign_ids` are the other
@@ -68,7 +68,9 @@ def connect() -> None:
         signal.signal(signal.SIGTERM, handler)  # Ray takes it
 
 
-def find_kinds(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[list[Kind], list[str]]:
+def find_kinds(
+    gpus: str | None, source: str, plan_for: PlanFor
+) -> tuple[list[NodeKind], list[str]]:
     """The kinds of nodes that hold the model, and why others don't.
 
     A node gives `gpus`, where its environment doesn't say.
@@ -95,7 +97,9 @@ def find_kinds(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[list[K
     return sorted(kinds, key=lambda kind: -kind.room), left_out
 
 
-def _kind(fleet: Fleet, group: Sequence[Node], nodes: Sequence[Node], plan_for: PlanFor) -> Kind:
+def _kind(
+    fleet: Fleet, group: Sequence[Node], nodes: Sequence[Node], plan_for: PlanFor
+) -> NodeKind:
     are_alike = len({replace(device, name="cuda:0") for device in fleet.devices}) == 1
     plan, num_gpus = plan_for(fleet, are_alike), len(fleet.devices)
     if are_alike:  # Ray gives a replica any of them, and torch counts those from 0 on
@@ -104,7 +108,7 @@ def _kind(fleet: Fleet, group: Sequence[Node], nodes: Sequence[Node], plan_for: 
         plan = plan.moved(
             {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
         )
-    return Kind(
+    return NodeKind(
         nodes=tuple(map(_name, group)),
         plan=plan,
         gpus=num_gpus,

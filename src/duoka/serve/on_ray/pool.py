@@ -19,10 +19,10 @@ from duoka.errors import UsageError
 from duoka.serve.engine_client import EngineClient
 from duoka.serve.errors import HttpError
 from duoka.serve.messages import Ask, Begin, Begun, Cancel, Count, Event, Failed, Spell, Status
-from duoka.serve.pool import EngineLost, Pool
+from duoka.serve.pool import EngineLost, EnginePool
 
-from .nodes import Kind
-from .replica import Board, Replica, Report
+from .nodes import NodeKind
+from .replica import Board, Replica, ReplicaReport
 
 _POLL_SECONDS = 0.5
 _MOST_TRIES = 4
@@ -33,10 +33,10 @@ _COUNTS = ("running", "waiting", "pages", "free_pages", "preemptions", "shared_t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ReplicaSettings:
     """A kind of nodes, how an engine is opened there, and the least and the most replicas."""
 
-    kind: Kind
+    kind: NodeKind
     begin: Begin
     low: int
     high: int
@@ -61,7 +61,7 @@ class ReplicasClient(EngineClient):
         """How many tokens a replica has to do."""
         return super().open_tokens // max(1, self.num_replicas)
 
-    def hear(self, reports: dict[str, Report]) -> None:
+    def hear(self, reports: dict[str, ReplicaReport]) -> None:
         """Take what the replicas that are there tell."""
         lost = self._replicas - reports.keys()
         if self._replicas != reports.keys():
@@ -113,13 +113,13 @@ class ReplicasClient(EngineClient):
             queue.put_nowait(_lost(type(error).__name__))
 
 
-class RayPool(Pool):
+class RayPool(EnginePool):
     """Replicas on a Ray cluster, and a bound on what waits for them.
 
     The applications are called after `model`.
     """
 
-    def __init__(self, parts: Sequence[Part], model: str, max_queue: int) -> None:
+    def __init__(self, parts: Sequence[ReplicaSettings], model: str, max_queue: int) -> None:
         super().__init__((), max_queue)
         self._parts = parts
         name = re.sub(r"[^\w.-]", "-", model)
@@ -225,7 +225,7 @@ class RayPool(Pool):
         ray.shutdown()
 
 
-def _deployment(part: Part) -> Any:
+def _deployment(part: ReplicaSettings) -> Any:
     sequences = part.begin.plan.workload.batch
     actor: dict[str, Any] = {"num_gpus": part.kind.gpus}
     if part.kind.foreign_ids:  # a node that joins later may be of this kind

@@ -24,7 +24,7 @@ _REPORT_SECONDS, _FRESH_SECONDS = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class ReplicaReport:
     """How a replica is: of which application, and on which of Ray's nodes."""
 
     application: str
@@ -37,13 +37,13 @@ class Board:
     """An actor beside the server that keeps the last report of each replica for some seconds."""
 
     def __init__(self) -> None:
-        self._reports: dict[str, tuple[float, Report]] = {}
+        self._reports: dict[str, tuple[float, ReplicaReport]] = {}
 
-    def put(self, replica: str, report: Report) -> None:
+    def put(self, replica: str, report: ReplicaReport) -> None:
         """Take the report of a replica."""
         self._reports[replica] = time.monotonic(), report
 
-    def read(self) -> dict[str, Report]:
+    def read(self) -> dict[str, ReplicaReport]:
         """The reports of the replicas that are there."""
         oldest = time.monotonic() - _FRESH_SECONDS
         self._reports = {name: pair for name, pair in self._reports.items() if pair[0] > oldest}
@@ -110,7 +110,7 @@ class Replica:
         while True:
             assert self._client.ready is not None, "it is ready"
             ready, status = self._client.ready, self._client.status
-            report = Report(
+            report = ReplicaReport(
                 application=context.app_name, node_id=node_id, ready=ready, status=status
             )
             try:

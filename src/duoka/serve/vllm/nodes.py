@@ -14,7 +14,7 @@ from itertools import groupby
 from duoka.base.units import format_count
 from duoka.errors import UsageError
 from duoka.hardware.device import Device
-from duoka.report.export.stages import Pipeline
+from duoka.report.export.stages import LayerPipeline
 
 _NODE = re.compile(r"([A-Za-z0-9.:_-]{1,253})=([1-9][0-9]{0,3})", re.ASCII)
 _EXAMPLE = "10.0.0.1=2,10.0.0.2=2"
@@ -52,7 +52,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 
 
 def devices_by_node(
-    pipeline: Pipeline, nodes: Sequence[Node]
+    pipeline: LayerPipeline, nodes: Sequence[Node]
 ) -> list[tuple[Node, tuple[Device, ...]]]:
     """The machines that have stages, in order, and the GPUs of these by their number there.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from duoka.models.text.chat_template import text_ids
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 from duoka.models.text.prompts import ChatFormat
 
 _SEED = 20
@@ -53,9 +53,9 @@ def write_dialogue(
     """Build the ids of questions and answers that follow one another."""
     ids: list[int] = []
     targets: list[int] = []
-    said: list[Message] = []
+    said: list[ChatMessage] = []
     for pair in pairs:
-        said.append(Message(role="user", content=pair.question))
+        said.append(ChatMessage(role="user", content=pair.question))
         question = chat.prompt(said)[len(ids) :]
         # An answer ends where the user speaks again: in a role token, which is asked[0] there.
         targets += [question[0] if ids else _IGNORED] + [_IGNORED] * (len(question) - 1)
@@ -63,8 +63,8 @@ def write_dialogue(
         answer = [*text_ids(tokenizer, "\n"), *text_ids(tokenizer, pair.answer)]
         ids += [*question, *answer]
         targets += answer
-        said.append(Message(role="assistant", content=pair.answer))
-    end = chat.prompt([*said, Message(role="user", content="")])[len(ids)]
+        said.append(ChatMessage(role="assistant", content=pair.answer))
+    end = chat.prompt([*said, ChatMessage(role="user", content="")])[len(ids)]
     return Dialogue([*ids, end], [*targets, end])
 
 

@@ -65,7 +65,7 @@ def _build(facts: Facts, about: Mapping[str, Any], cuda: str) -> Iterator[Findin
         yield Finding("warning", text, meaning, "look at the GPUs' checks above")
 
 
-def _kernels(listed: Sequence[str], gpu: nvml.Gpu) -> Iterator[Finding]:
+def _kernels(listed: Sequence[str], gpu: nvml.NvmlGpu) -> Iterator[Finding]:
     """Whether the wheel has kernels for a GPU: its own, or some that can be translated."""
     capability = gpu.compute_capability
     if listed and capability and not any(_runs(one, capability) for one in listed):

@@ -63,7 +63,7 @@ class Facts:
         self.machine: nvml.Machine | None = None
 
     @property
-    def cards(self) -> Sequence[nvml.Gpu]:
+    def cards(self) -> Sequence[nvml.NvmlGpu]:
         """The GPUs that answer and are meant."""
         gpus = () if self.machine is None else self.machine.gpus
         return [gpu for gpu in gpus if self.is_meant(gpu.index)]
@@ -102,7 +102,7 @@ class Facts:
 
 
 def by_gpu(
-    gpus: Iterable[nvml.Gpu], check: Callable[[nvml.Gpu], Iterable[Finding]]
+    gpus: Iterable[nvml.NvmlGpu], check: Callable[[nvml.NvmlGpu], Iterable[Finding]]
 ) -> Iterator[Finding]:
     """What a check says of each GPU; of several that are alike once."""
     indices: dict[Finding, list[int]] = {}

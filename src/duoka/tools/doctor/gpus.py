@@ -129,7 +129,7 @@ def check_state(facts: Facts) -> Iterator[Finding]:
     return or_ok(by_gpu(facts.cards, _state), "no GPU tells of memory errors, or is slowed down")
 
 
-def _state(gpu: nvml.Gpu) -> Iterator[Finding]:
+def _state(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
     if gpu.uncorrected_errors:
         text = f"{format_count(gpu.uncorrected_errors, 'memory error')} that couldn't be corrected"
         meaning = "since the driver was loaded; what computed on it then was ended or is wrong"
@@ -156,7 +156,7 @@ def check_pcie(facts: Facts) -> Iterator[Finding]:
     return or_ok(by_gpu(connected, _pcie), text) if connected else iter(())
 
 
-def _pcie(gpu: nvml.Gpu) -> Iterator[Finding]:
+def _pcie(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
     lanes, all_lanes = gpu.pcie_lanes or 0, gpu.max_pcie_lanes or 0
     if lanes < all_lanes:
         meaning = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from duoka.errors import UsageError
 from duoka.forecast.stage_bytes import KIND_FIELDS
 
-from .snapshot import GpuNow, Snapshot
+from .snapshot import GpuNow, GpuSnapshot
 
 if TYPE_CHECKING:
     from prometheus_client.core import GaugeMetricFamily
@@ -32,7 +32,7 @@ def _numbers(gpu: GpuNow) -> dict[str, float | None]:
 
 
 @contextmanager
-def csv_file(path: Path) -> Iterator[Callable[[Snapshot], None]]:
+def csv_file(path: Path) -> Iterator[Callable[[GpuSnapshot], None]]:
     """What appends a row for each GPU of a snapshot; see `COLUMNS`."""
     head = ",".join(COLUMNS)
     with path.open("a+", encoding="utf-8", errors="replace", newline="") as file:
@@ -44,7 +44,7 @@ def csv_file(path: Path) -> Iterator[Callable[[Snapshot], None]]:
         if not first:
             writer.writeheader()
 
-        def take(snapshot: Snapshot) -> None:
+        def take(snapshot: GpuSnapshot) -> None:
             writer.writerows(_row(snapshot.time, gpu) for gpu in snapshot.gpus)
             file.flush()
 
@@ -71,7 +71,7 @@ class Exporter:
         from prometheus_client import CollectorRegistry, start_http_server
 
         host, _, port = address.rpartition(":")
-        self._last: Snapshot | None = None
+        self._last: GpuSnapshot | None = None
         registry = CollectorRegistry()
         registry.register(self)
         try:
@@ -86,7 +86,7 @@ class Exporter:
                 hint="write :PORT, or HOST:PORT, with a port that is free",
             ) from error
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, snapshot: GpuSnapshot) -> None:
         """Answer with this one from now on."""
         self._last = snapshot
 

@@ -12,7 +12,7 @@ from duoka.base.units import format_bytes, format_seconds, unit_for
 from duoka.hardware.nvml import Activity
 from duoka.report.terminal.plan import KINDS, bar, legend
 
-from .snapshot import GpuNow, Snapshot
+from .snapshot import GpuNow, GpuSnapshot
 
 _WIDEST_BAR = 78
 _LABEL_COLUMNS, _NUMBER_COLUMNS = 18, 9
@@ -23,7 +23,7 @@ _MOST_OTHERS = 4
 class View:
     """What rich prints for a snapshot; `way_out` says how one leaves, where that isn't plain."""
 
-    def __init__(self, snapshot: Snapshot, way_out: str = "") -> None:
+    def __init__(self, snapshot: GpuSnapshot, way_out: str = "") -> None:
         self._snapshot = snapshot
         self._way_out = way_out
         processes = [process for gpu in snapshot.gpus for process in gpu.processes]

@@ -51,7 +51,7 @@ class GpuNow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class GpuSnapshot:
     """All GPUs at one moment, and why something isn't known."""
 
     time: str
@@ -63,10 +63,10 @@ class Monitor:
     """Looks at all GPUs, again and again."""
 
     def __init__(self) -> None:
-        self._watch: nvml.Watch | None = None
+        self._watch: nvml.NvmlSession | None = None
         self._notes: tuple[str, ...] = ()
         try:
-            self._watch = nvml.Watch()
+            self._watch = nvml.NvmlSession()
         except DuokaError as error:
             self._notes = (f"no NVIDIA GPU: {error}",)
         self._trends: dict[str, deque[tuple[float, int]]] = {}
@@ -76,7 +76,7 @@ class Monitor:
         if self._watch is not None:
             self._watch.close()
 
-    def look(self) -> Snapshot:
+    def look(self) -> GpuSnapshot:
         """How everything is now."""
         devices, notes = [], self._notes
         try:
@@ -84,7 +84,7 @@ class Monitor:
         except DuokaError as error:
             notes += (f"{error}; {error.hint}",)
         gpus = _gpus([] if self._watch is None else self._watch.look(), devices)
-        return Snapshot(
+        return GpuSnapshot(
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             gpus=tuple(replace(gpu, seconds_left=self._seconds_left(gpu)) for gpu in gpus),
             notes=notes,

@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
+class TrainingMicroBatch:
     """Rows of samples that run at once: one sample each, or several that are packed."""
 
     dataset: Dataset
@@ -87,18 +87,18 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class OptimizerStep:
     """What the optimizer makes one step of."""
 
     epoch: int
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: tuple[TrainingMicroBatch, ...]
 
     @property
     def trained_tokens(self) -> int:
         """What the sum of all its micro-batches' weighted gradients is to be divided by."""
         return sum(micro_batch.trained_tokens for micro_batch in self.micro_batches)
 
-    def of_replica(self, replica: int, replicas: int) -> tuple[MicroBatch, ...]:
+    def of_replica(self, replica: int, replicas: int) -> tuple[TrainingMicroBatch, ...]:
         """The micro-batches of one replica; the last step of an epoch may have none for some."""
         return self.micro_batches[replica::replicas]
 
@@ -149,7 +149,7 @@ class Batches:
         """Steps in which every row comes once."""
         return math.ceil(self.num_rows / self.batch)
 
-    def __getitem__(self, number: int) -> Step:
+    def __getitem__(self, number: int) -> OptimizerStep:
         """The step of a number, counted from 0."""
         epoch, place = divmod(number, self.steps_per_epoch)
         if self._cached[0] != epoch:
@@ -159,10 +159,12 @@ class Batches:
         if self.micro_batch > 1 and packs is None and self.dataset.has_row_lengths:
             numbers.sort(key=lambda sample: self.dataset.lengths[sample])
         rows = [(at,) if packs is None else tuple(packs[at]) for at in numbers]
-        return Step(
+        return OptimizerStep(
             epoch=epoch,
             micro_batches=tuple(
-                MicroBatch(self.dataset, tuple(rows[at : at + self.micro_batch]), self.packing)
+                TrainingMicroBatch(
+                    self.dataset, tuple(rows[at : at + self.micro_batch]), self.packing
+                )
                 for at in range(0, len(rows), self.micro_batch)
             ),
         )

@@ -20,10 +20,10 @@ from torch import from_numpy
 from duoka.base.files import set_new_mode, why
 from duoka.base.progress import say
 from duoka.errors import FormatError, UsageError
-from duoka.models.text.prompts import ChatFormat, Sample
+from duoka.models.text.prompts import ChatFormat, TrainingSample
 
 from ..settings import TrainOn
-from .files import Row, data_files, read_rows
+from .files import DataRow, data_files, read_rows
 from .rows import Document, read_row
 from .samples import row_samples
 
@@ -216,7 +216,7 @@ class _Collector:
         self._ids, self._is_trained = array("i"), array("b")
         self._file_numbers, self._lines = array("i"), array("q")
 
-    def take(self, row: Row, file_number: int, file: str) -> None:
+    def take(self, row: DataRow, file_number: int, file: str) -> None:
         """Add a row's samples, all or none."""
         self.num_rows += 1
         num_samples, num_tokens = len(self.ends), len(self._ids)
@@ -240,11 +240,11 @@ class _Collector:
                 del of_samples[num_samples:]
             del self._ids[num_tokens:], self._is_trained[num_tokens:]
 
-    def _samples(self, row: Row) -> Iterator[Sample]:
+    def _samples(self, row: DataRow) -> Iterator[TrainingSample]:
         said = row.value if isinstance(row.value, Document) else read_row(row.value)
         return row_samples(said, self._chat, self._seq_length, self._train_on)
 
-    def _add(self, sample: Sample) -> None:
+    def _add(self, sample: TrainingSample) -> None:
         ids, is_trained = sample
         if len(ids) > self._seq_length:
             raise UsageError(

@@ -28,7 +28,7 @@ _ROWS_AT_A_TIME = 1024
 _DAMAGED = "from here on the table can't be read"
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """What stands in one place of a file; with a problem where it can't be read."""
 
     line: int
@@ -59,7 +59,7 @@ def _files_inside(directory: Path) -> list[Path]:
     return rows or [file for file in files if file.suffix in _TEXTS]
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> Iterator[DataRow]:
     """Read a file's rows, with the line that each begins in; of Parquet and lists its number."""
     try:
         if path.suffix == ".csv":
@@ -67,7 +67,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         elif path.suffix == ".parquet":
             yield from _parquet_rows(path)
         elif path.suffix in _TEXTS:
-            yield Row(1, Document(_pieces(path)))
+            yield DataRow(1, Document(_pieces(path)))
         elif path.suffix == ".json" and _is_list(path):
             yield from _list_rows(path)
         else:
@@ -78,7 +78,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise UsageError(f"{path} can't be read: it is nested too deeply") from error
 
 
-def _line_rows(path: Path) -> Iterator[Row]:
+def _line_rows(path: Path) -> Iterator[DataRow]:
     """Read one JSON object a line; empty lines are none."""
     with open_regular(path) as file:
         number = 0
@@ -87,14 +87,16 @@ def _line_rows(path: Path) -> Iterator[Row]:
             if len(line) == _MOST_LINE_BYTES and not line.endswith(b"\n"):
                 while (more := file.readline(_MOST_LINE_BYTES)) and not more.endswith(b"\n"):
                     pass
-                yield Row(number, {}, f"the line has more than {_MOST_LINE_BYTES} bytes")
+                yield DataRow(number, {}, f"the line has more than {_MOST_LINE_BYTES} bytes")
                 continue
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if text:
-                    yield Row(number, parse_json_object(text, "the line"))
+                    yield DataRow(number, parse_json_object(text, "the line"))
             except (UnicodeDecodeError, FormatError) as error:
-                yield Row(number, {}, why(error) if isinstance(error, ValueError) else str(error))
+                yield DataRow(
+                    number, {}, why(error) if isinstance(error, ValueError) else str(error)
+                )
 
 
 def _is_list(path: Path) -> bool:
@@ -102,13 +104,13 @@ def _is_list(path: Path) -> bool:
         return file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
-def _list_rows(path: Path) -> Iterator[Row]:
+def _list_rows(path: Path) -> Iterator[DataRow]:
     """Read a JSON list, whose items are counted."""
     for number, item in enumerate(json.loads(read_bytes(path, most_bytes=_MOST_LIST_BYTES)), 1):
         if isinstance(item, dict):
-            yield Row(number, item)
+            yield DataRow(number, item)
         else:
-            yield Row(number, {}, "the item is no object")
+            yield DataRow(number, {}, "the item is no object")
 
 
 def _pieces(path: Path) -> Iterator[str]:
@@ -118,7 +120,7 @@ def _pieces(path: Path) -> Iterator[str]:
             yield piece + file.readline(_PIECE_CHARACTERS)
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
+def _csv_rows(path: Path) -> Iterator[DataRow]:
     """Read a table whose first line names the columns; all that is in it is text."""
     with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -128,7 +130,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             try:
                 fields = next(reader, None)
             except (csv.Error, UnicodeDecodeError) as error:
-                yield Row(line, {}, f"{_DAMAGED}: {error}")
+                yield DataRow(line, {}, f"{_DAMAGED}: {error}")
                 return
             if fields is None:
                 return
@@ -136,12 +138,12 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 names = fields
             elif fields and len(fields) != len(names):
                 problem = f"it has {len(fields)} fields; the first line has {len(names)}"
-                yield Row(line, {}, problem)
+                yield DataRow(line, {}, problem)
             elif fields:
-                yield Row(line, dict(zip(names, fields, strict=True)))
+                yield DataRow(line, dict(zip(names, fields, strict=True)))
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[DataRow]:
     say_import("pyarrow")
     try:
         from pyarrow import ArrowException
@@ -157,6 +159,6 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             for batch in table.iter_batches(_ROWS_AT_A_TIME):
                 for value in batch.to_pylist():
                     number += 1
-                    yield Row(number, value)
+                    yield DataRow(number, value)
     except (ArrowException, OSError, ValueError) as error:
-        yield Row(number + 1, {}, f"{_DAMAGED}: {str(error).strip()}")
+        yield DataRow(number + 1, {}, f"{_DAMAGED}: {str(error).strip()}")

@@ -24,7 +24,7 @@ from typing import Any
 
 from duoka.errors import UsageError
 from duoka.models.text.messages import (
-    Message,
+    ChatMessage,
     Tool,
     read_message,
     read_tool_call,
@@ -64,13 +64,13 @@ class Chat:
     The messages at `unweighted` aren't to be learnt: OpenAI's ``weight`` of 0.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     unweighted: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class PromptCompletion:
     """A text, and how it goes on, which is to be learnt."""
 
     prompt: str
@@ -84,7 +84,7 @@ class Document:
     pieces: Iterable[str]
 
 
-def read_row(row: Mapping[str, Any]) -> Chat | Completion | Document:
+def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
     """Recognise a row; UsageError says why it is none of the known kinds, or a damaged one."""
     for key, is_learnt in _marks(row).items():
         if not is_learnt:
@@ -99,7 +99,7 @@ def read_row(row: Mapping[str, Any]) -> Chat | Completion | Document:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             return _chat([*row["prompt"], *row["completion"]], row)
         _refuse_unread(row)
-        return Completion(_text(row, "prompt"), _said(row, "completion"))
+        return PromptCompletion(_text(row, "prompt"), _said(row, "completion"))
     if row.get("text") is not None:
         _refuse_unread(row)
         return Document([_said(row, "text")])
@@ -145,7 +145,7 @@ def _refuse_unread(row: Mapping[str, Any], *read: str) -> None:
 
 def _chat(said: Sequence[Any], row: Mapping[str, Any]) -> Chat:
     _refuse_unread(row, "system", "tools", "functions")
-    messages: list[Message] = []
+    messages: list[ChatMessage] = []
     unweighted = set()
     first = said[0] if said else None
     tools = row.get("tools") or row.get("functions")  # older ones of OpenAI
@@ -153,7 +153,7 @@ def _chat(said: Sequence[Any], row: Mapping[str, Any]) -> Chat:
         tools = first["tools"]  # as of GLM-4's demo of fine-tuning
     row = {**row, "tools": tools}
     if row.get("system"):
-        messages.append(Message(role="system", content=_text(row, "system")))
+        messages.append(ChatMessage(role="system", content=_text(row, "system")))
     for number, message in enumerate(said, start=1):
         try:
             if not isinstance(message, Mapping):
@@ -171,7 +171,7 @@ def _chat(said: Sequence[Any], row: Mapping[str, Any]) -> Chat:
     return _checked(messages, row, frozenset(unweighted))
 
 
-def _messages(said: Mapping[str, Any]) -> Iterator[Message]:
+def _messages(said: Mapping[str, Any]) -> Iterator[ChatMessage]:
     """Read one message, of ShareGPT, ChatGLM3's demo of fine-tuning, or OpenAI."""
     for key in said:
         if said[key] and _words(key) & _REASONING:
@@ -181,38 +181,42 @@ def _messages(said: Mapping[str, Any]) -> Iterator[Message]:
     if "from" in said and "role" not in said:
         speaker, content = said["from"], said.get("value")
         if speaker == "function_call":
-            yield Message(role="assistant", content="", tool_call=read_tool_call(_json(content)))
+            yield ChatMessage(
+                role="assistant", content="", tool_call=read_tool_call(_json(content))
+            )
         else:
             yield read_message({"role": _ROLES.get(str(speaker), speaker), "content": content})
     elif said.get("role") == "tool" and said.get("parameters") is not None:
         name, parameters = said.get("name"), said["parameters"]
         call = read_tool_call({"name": name, "arguments": parameters})
-        yield Message(role="assistant", content="", tool_call=call)
+        yield ChatMessage(role="assistant", content="", tool_call=call)
         result = said.get("observation")
         content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-        yield Message(role="observation", content=content)
+        yield ChatMessage(role="observation", content=content)
     else:
         role, calls = said.get("role"), said.get("tool_calls") or said.get("function_call")
         yield read_message({**said, "role": _ROLES.get(str(role), role), "tool_calls": calls})
 
 
-def _alpaca(row: Mapping[str, Any]) -> Iterator[Message]:
+def _alpaca(row: Mapping[str, Any]) -> Iterator[ChatMessage]:
     if row.get("system"):
-        yield Message(role="system", content=_text(row, "system"))
+        yield ChatMessage(role="system", content=_text(row, "system"))
     for exchange in _list_of(row.get("history"), "history"):
         if not isinstance(exchange, Sequence) or len(exchange) != 2:
             raise UsageError("'history' is no list of questions with their answers")
-        yield Message(role="user", content=exchange[0])
-        yield Message(role="assistant", content=exchange[1])
+        yield ChatMessage(role="user", content=exchange[0])
+        yield ChatMessage(role="assistant", content=exchange[1])
     question = _text(row, "instruction")
     if row.get("input"):
         question += "\n" + _text(row, "input")
-    yield Message(role="user", content=question)
-    yield Message(role="assistant", content=_text(row, "output"))
+    yield ChatMessage(role="user", content=question)
+    yield ChatMessage(role="assistant", content=_text(row, "output"))
 
 
 def _checked(
-    messages: Sequence[Message], row: Mapping[str, Any], unweighted: frozenset[int] = frozenset()
+    messages: Sequence[ChatMessage],
+    row: Mapping[str, Any],
+    unweighted: frozenset[int] = frozenset(),
 ) -> Chat:
     """Refuse an order in which nobody talks, and answers that say nothing."""
     before = ""

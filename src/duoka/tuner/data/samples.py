@@ -8,29 +8,31 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError
 from duoka.models.text.chat_template import common_length, text_ids
-from duoka.models.text.messages import Message, Role
-from duoka.models.text.prompts import ChatFormat, Sample
+from duoka.models.text.messages import ChatMessage, Role
+from duoka.models.text.prompts import ChatFormat, TrainingSample
 
 from ..settings import TrainOn
-from .rows import Chat, Completion, Document
+from .rows import Chat, Document, PromptCompletion
 
 
 def row_samples(
-    row: Chat | Completion | Document, chat: ChatFormat, seq_length: int, train_on: TrainOn
-) -> Iterator[Sample]:
+    row: Chat | PromptCompletion | Document, chat: ChatFormat, seq_length: int, train_on: TrainOn
+) -> Iterator[TrainingSample]:
     """Write a row's samples; only those of a document are cut to the sequence length.
 
     UsageError is raised where the model's format has no place for what the row says.
     """
     if isinstance(row, Chat):
         yield from chat_samples(row, chat, seq_length, train_on)
-    elif isinstance(row, Completion):
+    elif isinstance(row, PromptCompletion):
         yield _completion_sample(row, chat.tokenizer)
     else:
         yield from _document_samples(row, chat.tokenizer, seq_length)
 
 
-def chat_samples(row: Chat, chat: ChatFormat, seq_length: int, train_on: TrainOn) -> list[Sample]:
+def chat_samples(
+    row: Chat, chat: ChatFormat, seq_length: int, train_on: TrainOn
+) -> list[TrainingSample]:
     """Write a chat's answers, each after what the model will have before it.
 
     Answers share a sample as long as each one's context begins with the sample before it. Where it
@@ -43,21 +45,23 @@ def chat_samples(row: Chat, chat: ChatFormat, seq_length: int, train_on: TrainOn
         for at, message in enumerate(row.messages)
         if message.role == "assistant" and at not in row.unweighted
     ]
-    samples: list[Sample] = []
+    samples: list[TrainingSample] = []
     for at in answers if train_on == "all" else answers[-1:]:
         sample = chat.sample(row.messages[: at + 1], row.tools, _next_role(row.messages, at))
-        earlier = samples[-1] if samples else Sample([], [])
+        earlier = samples[-1] if samples else TrainingSample([], [])
         num_shared = len(earlier.ids)
         if sample.ids[:num_shared] == earlier.ids:
             samples = samples[:-1]
-            sample = Sample(sample.ids, [*earlier.is_trained, *sample.is_trained[num_shared:]])
+            sample = TrainingSample(
+                sample.ids, [*earlier.is_trained, *sample.is_trained[num_shared:]]
+            )
         samples.append(sample)
         if len(sample.ids) > seq_length:
             break
     return samples
 
 
-def _next_role(messages: tuple[Message, ...], at: int) -> Role:
+def _next_role(messages: tuple[ChatMessage, ...], at: int) -> Role:
     """Who speaks after a message; after the last one the tool that it calls, or the user."""
     if at + 1 < len(messages):
         return messages[at + 1].role
@@ -65,26 +69,26 @@ def _next_role(messages: tuple[Message, ...], at: int) -> Role:
     return "observation" if calls else "user"
 
 
-def _completion_sample(row: Completion, tokenizer: PreTrainedTokenizerBase) -> Sample:
+def _completion_sample(row: PromptCompletion, tokenizer: PreTrainedTokenizerBase) -> TrainingSample:
     """Write a prompt and its completion; tokens that have a part of both are trained."""
     ids = text_ids(tokenizer, row.prompt + row.completion)
     num_shared = common_length(text_ids(tokenizer, row.prompt), ids)
     start, end = _around(tokenizer)
     context = len(start) + num_shared
     ids = [*start, *ids, end]
-    return Sample(ids, [False] * context + [True] * (len(ids) - context))
+    return TrainingSample(ids, [False] * context + [True] * (len(ids) - context))
 
 
 def _document_samples(
     row: Document, tokenizer: PreTrainedTokenizerBase, seq_length: int
-) -> Iterator[Sample]:
+) -> Iterator[TrainingSample]:
     """Cut a document, with the end of text behind it, into samples of the sequence length."""
     start, end = _around(tokenizer)
 
-    def cut(ids: list[int]) -> Iterator[Sample]:
+    def cut(ids: list[int]) -> Iterator[TrainingSample]:
         for at in range(0, len(ids), seq_length):
             part = ids[at : at + seq_length]
-            yield Sample(part, [number not in start for number in part])
+            yield TrainingSample(part, [number not in start for number in part])
 
     ids = list(start)
     for piece in row.pieces:
