@@ -1,8 +1,8 @@
 """Wrong inputs to every command, and what the user sees of each.
 
-The table in ``wrong_inputs.md`` has both; `test_wrong_inputs` compares the program
-with it, word by word. ``python tests/cli/wrong_inputs.py`` prints the table as the program would have it now, and
-with ``--write`` puts it there: for a new input, add a row with its command, and run that.
+The table in ``wrong_inputs.md`` has both; `test_wrong_inputs` compares the program with it, word by
+word. ``python tests/cli/wrong_inputs.py`` prints the current table, and with ``--write`` writes it:
+for a new input, add a row with its command, and run that.
 """
 
 from __future__ import annotations
