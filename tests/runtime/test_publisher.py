@@ -160,7 +160,7 @@ def until(condition: Any) -> None:
 
 
 def mine() -> Iterator[LiveDevice]:
-    return (device for device in live.read() if device.measured.device == "vgpu:0")
+    return (device for device in live.read_memory() if device.measured.device == "vgpu:0")
 
 
 def test_it_is_said_again_and_again_until_the_end(quick: None, linear: torch.nn.Module) -> None:
