@@ -32,9 +32,9 @@ _MOST_CELLS = 1200
 def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
     """Render the page as HTML."""
     return _template().render(
-        plan_title=" ".join(plan_title(plan)),
+        title=" ".join(plan_title(plan)),
         subtitle=plan.source,
-        plan_facts=list(plan_facts(plan)),
+        facts=list(plan_facts(plan)),
         gpus=list(_gpus(plan, explanation)),
         unused=list(_unused(plan)),
         table=_table(plan),

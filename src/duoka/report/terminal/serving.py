@@ -64,8 +64,8 @@ def _loads(plan: Plan) -> Iterator[str]:
     if num == 1 or single.requests != 1:
         return
     yield (
-        f"one request alone gets {format_roughly(single.best_tokens_per_second)} tokens/s, and {num} "
-        "GPUs don't make it faster: each of its tokens passes them one after another"
+        f"one request alone gets {format_roughly(single.best_tokens_per_second)} tokens/s, and "
+        f"{num} GPUs don't make it faster: each of its tokens passes them one after another"
     )
     ungrouped = [load for load in loads if not load.is_grouped]
     if (largest := loads[-1]).is_grouped:
