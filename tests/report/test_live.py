@@ -87,7 +87,7 @@ def test_a_directory_that_is_open_to_others_is_not_used(mode: int) -> None:
 def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     publish_memory([DEVICE], "a")
     place = live_directory()
-    monkeypatch.setattr(live, "directory", lambda: place)
+    monkeypatch.setattr(live, "live_directory", lambda: place)
     monkeypatch.setattr(os, "getuid", lambda: place.stat().st_uid + 1)
     with pytest.raises(MachineError, match="belongs to another user"):
         read_memory()

@@ -69,9 +69,9 @@ def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
         f"NOTE: {_FILE} stands for the model in llama.cpp's own format; the plan's bytes are those "
         f"of weights in {plan.workload.dtype}, a quantized file needs less."
     )
-    first_device = pipeline.stages[0].device.name
+    head_gpu = pipeline.stages[0].device.name
     yield (
-        f"llama.cpp keeps the input embedding in the processor's memory; on {first_device}, as in the "
+        f"llama.cpp keeps the input embedding in the processor's memory; on {head_gpu}, as in the "
         r"plan, it is with --override-tensor 'token_embd\.weight=CUDA0', and a tied head with it."
     )
     if plan.workload.prefill_chunk_tokens is None:
