@@ -1,9 +1,11 @@
 """Golden files: what duoka does, as text, so that a change that should change nothing shows it.
 
-``python tests/golden [--update] [part ...]`` makes each part anew in a directory of its own, by a
+``python tests/golden [option ...] [part ...]`` makes each part anew in a directory of its own, by a
 process with a home, a cache and an environment of its own, and compares it with `kept`, record by
-record. The exit code is 1 where something differs. ``--update`` writes what differs, ``--show N``
-says how many lines of a record's difference are shown, ``--into DIR`` keeps what was made.
+record. The exit code is 1 where something differs. ``--update`` keeps what differs; ``--only TEXT``
+takes the records alone whose names have it; ``--show N`` says how many lines of a difference are
+shown; ``--into DIR`` leaves what was made there. With ``--cache DIR`` models that were traced in an
+earlier run aren't traced again: for changes that don't touch tracing.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ def main() -> int:
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--show", type=int, default=30, metavar="N")
     parser.add_argument("--into", type=Path, metavar="DIR")
+    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--cache", type=Path, metavar="DIR")
     given = parser.parse_args()
     unknown = [part for part in given.parts if part not in PARTS]
     if unknown:
@@ -50,18 +54,20 @@ def main() -> int:
                 continue
             start = time.monotonic()
             made = Path(name) / "made" / part
-            if not make(part, Path(name), made):
+            cache = (given.cache or Path(name) / "cache").resolve()
+            if not make(part, Path(name), made, cache, given.only):
                 say(f"{part}: could not be made")
                 is_different = True
                 continue
-            counts = compare(part, made, given.show)
+            counts = compare(part, made, given.show, given.only)
             is_different |= any(counts[1:])
             seconds = round(time.monotonic() - start)
             same, changed, new, missing = counts
             say(f"{part}: {same} same, {changed} changed, {new} new, {missing} gone ({seconds} s)")
-            for target in [KEPT / part] * given.update + [given.into / part] * bool(given.into):
-                shutil.rmtree(target, ignore_errors=True)
-                shutil.copytree(made, target)
+            if given.update:
+                keep(made, KEPT / part, given.only)
+            if given.into is not None:
+                shutil.copytree(made, given.into / part, dirs_exist_ok=True)
     return int(is_different and not given.update)
 
 
@@ -70,13 +76,14 @@ def rig_python() -> Path:
     return Path(os.environ.get("DUOKA_RIG_PYTHON", _RIG_PYTHON))
 
 
-def make(part: str, root: Path, made: Path) -> bool:
+def make(part: str, root: Path, made: Path, cache: Path, only: str) -> bool:
     """Let a process make a part; whether it did."""
     made.mkdir(parents=True)
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {
         "HOME": str(root / "home"),
         "TMPDIR": str(root / "tmp"),
-        "DUOKA_CACHE": str(root / "cache"),
+        "DUOKA_CACHE": str(cache),
+        records.ONLY: only,
         "COLUMNS": "96",
         "LINES": "40",
         "TERM": "xterm",
@@ -89,8 +96,8 @@ def make(part: str, root: Path, made: Path) -> bool:
         "CUDA_VISIBLE_DEVICES": "",
         "CUBLAS_WORKSPACE_CONFIG": ":0:0",
     }
-    for name in ("home", "tmp", "cache"):
-        (root / name).mkdir(exist_ok=True)
+    for directory in (root / "home", root / "tmp", cache):
+        directory.mkdir(parents=True, exist_ok=True)
     code = f"import sys; sys.path[0] = {sys.path[0]!r}; from pathlib import Path; "
     code += f"from golden import {part}; {part}.write(Path(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(made)]
@@ -102,13 +109,25 @@ def make(part: str, root: Path, made: Path) -> bool:
     return done.returncode == 0
 
 
-def compare(part: str, made: Path, most_lines: int) -> tuple[int, int, int, int]:
+def keep(made: Path, kept: Path, only: str) -> None:
+    """Keep what was made; of a part of the records these alone are changed."""
+    kept.mkdir(parents=True, exist_ok=True)
+    for path in [] if only else kept.glob("*.txt"):
+        path.unlink()
+    for path in made.glob("*.txt"):
+        before = records.read(kept / path.name)
+        records.write(kept / path.name, {**before, **records.read(path)})
+
+
+def compare(part: str, made: Path, most_lines: int, only: str) -> tuple[int, int, int, int]:
     """Say what differs; how many records are the same, changed, new, and gone."""
     same = changed = new = gone = 0
     names = {path.name for root in (KEPT / part, made) for path in root.glob("*.txt")}
     for name in sorted(names):
         before, after = (records.read(root / name) for root in (KEPT / part, made))
         for record in [*before, *(each for each in after if each not in before)]:
+            if only not in record:
+                continue
             old, now = before.get(record), after.get(record)
             if old == now:
                 same += 1

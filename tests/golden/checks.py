@@ -73,7 +73,7 @@ NAMES = (
 def write(made: Path) -> None:
     """Check and repair."""
     structures, texts, patches = {}, {}, {}
-    for name in NAMES:
+    for name in filter(records.is_wanted, NAMES):
         structures[name], texts[name], patches[name] = checked(seeded.path(name))
     records.write(made / "structure.txt", structures)
     records.write(made / "texts.txt", texts)

@@ -28,8 +28,9 @@ MACHINES = ("busy", "eight-3090", "fastest-first", "fell-off", "hgx-h100", "mesh
 def write(made: Path) -> None:
     """Run the commands."""
     names = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-    helps = {f"duoka {name} --help": shown(name, "--help") for name in names}
-    records.write(made / "help.txt", {"duoka --help": shown("--help"), **helps})
+    helps = ["duoka --help", *(f"duoka {name} --help" for name in names)]
+    wanted = filter(records.is_wanted, helps)
+    records.write(made / "help.txt", {name: shown(*name.split()[1:]) for name in wanted})
     records.write(made / "readme.txt", readme())
     records.write(made / "machines.txt", machines())
 
@@ -58,9 +59,10 @@ def readme() -> dict[str, str]:
         patch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
         patch.delenv("CUBLAS_WORKSPACE_CONFIG")  # as people have it
         for command in commands("README.md"):
-            code, printed = outcome(command)
             name = re.sub(r"\s+", " ", command.arguments[-1]).strip()
-            texts[name] = records.normalised(f"exit {code}\n{printed}")
+            if records.is_wanted(name):
+                code, printed = outcome(command)
+                texts[name] = records.normalised(f"exit {code}\n{printed}")
     return texts
 
 
@@ -72,5 +74,7 @@ def machines() -> dict[str, str]:
         with pytest.MonkeyPatch.context() as patch, mock.patch.object(diagnose, "_HOST_CHECKS", ()):
             machine(patch, name)
             for words in (["gpus"], ["gpus", "--json"], ["doctor"], ["doctor", "--json"]):
-                texts[f"{name}: {' '.join(words)}"] = shown(*words)
+                record = f"{name}: {' '.join(words)}"
+                if records.is_wanted(record):
+                    texts[record] = shown(*words)
     return texts

@@ -228,10 +228,11 @@ def _plans_of(model: str) -> dict[str, tuple[str, str]]:
 
 
 def _asked() -> Iterator[tuple[str, ...]]:
-    """What else is asked."""
-    yield from (("explain", name) for name in EXPLAINED)
-    yield from (("compare", EXPLAINED[0], name) for name in EXPLAINED[1:])
-    yield from (("copies", *case) for case in REPLICAS)
+    """What else is asked of plans that are made."""
+    found = [name for name in EXPLAINED if records.is_wanted(name)]
+    yield from (("explain", name) for name in found)
+    yield from (("compare", found[0], name) for name in found[1:])
+    yield from (("copies", *case) for case in REPLICAS if records.is_wanted(" ".join(case)))
 
 
 def _file(name: str) -> Path:
@@ -242,7 +243,8 @@ def cases() -> Iterator[tuple[str, str, str]]:
     """Model, options and fleet of each plan."""
     for model, options, fleets in CASES:
         for fleet in fleets:
-            yield model, options, fleet
+            if records.is_wanted(f"{model} {options} {fleet}"):
+                yield model, options, fleet
 
 
 def _write_models(root: Path) -> None:

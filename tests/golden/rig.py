@@ -9,8 +9,6 @@ import os
 import subprocess
 from pathlib import Path
 
-from . import records
-
 TESTS = Path(__file__).resolve().parents[1]
 _OWN = TESTS.parent / ".venv-cuda" / "bin" / "python"
 
@@ -30,4 +28,3 @@ def write(made: Path) -> None:
         environment.pop(name, None)
     target = made / "pairs.txt"
     subprocess.run([python, "-m", "golden.rig_pairs", str(target)], env=environment, check=True)
-    assert len(records.read(target)) > 1

@@ -59,10 +59,13 @@ def _runs(root: Path, program: Path) -> Iterator[tuple[str, str]]:
     texts.write_text(f"{json.dumps({'text': 'duoka sees '})}\n" * 8)
     towers = {"glm-4v": write_glm4v, "llava": partial(write_family, "llava")}
     for number, (family, gpus, replicas, more) in enumerate(RUNS):
+        said = " ".join(f"{key}={value}" for key, value in more.items())
+        name = f"{family} {gpus} x{replicas} {said}"
+        if not records.is_wanted(name):
+            continue
         path = root / family
         if not path.exists():
             towers.get(family, partial(tuning.write_model, family))(path)
-        said = " ".join(f"{name}={value}" for name, value in more.items())
         tune = partial(
             duoka.tune,
             path,
@@ -76,7 +79,7 @@ def _runs(root: Path, program: Path) -> Iterator[tuple[str, str]]:
             patch.setattr(sys, "executable", str(program))
             with tuning.one_process(patch) if gpus == ONE else nullcontext():
                 result = tune()
-        yield f"{family} {gpus} x{replicas} {said}", _described(result)
+        yield name, _described(result)
 
 
 def _described(result: Any) -> str:
