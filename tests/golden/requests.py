@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from urllib.parse import urlsplit
 
+import served
 import tuning
 from scripted import CALLS, MODEL, app_of, begun, delta, ended, transport
-from served import serving
 
 from duoka.serve.messages import Failed
 
@@ -142,6 +143,7 @@ _BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "a"},
     MESSAGES: {"messages": HI, "max_tokens": 50},
 }
+_SECONDS = 1200  # a busy machine is slow
 _ID = re.compile(r"\b(chatcmpl|cmpl|resp|msg|rs|fc|call|toolu|item)(-|_)[0-9a-f]{8,}\b")
 _LONG = re.compile(r"-?\b\d+\.\d{6,}(?:e-?\d+)?")
 _TIME = re.compile(r'("(?:created|created_at|completed_at)": ?)[0-9.]+')
@@ -155,7 +157,8 @@ def write(made: Path) -> None:
 
 def _served() -> Iterator[tuple[str, str]]:
     directory = tuning.write_model("llama", Path.cwd() / "llama")
-    with serving(directory, Path.cwd() / "log") as server:
+    patient = mock.patch.multiple(served, _START_SECONDS=_SECONDS, _END_SECONDS=_SECONDS)
+    with patient, served.serving(directory, Path.cwd() / "log") as server:
         address = urlsplit(server.url).netloc
         for name, path, body in ASKED:
             for stream in (False, True):
@@ -172,7 +175,7 @@ def _served() -> Iterator[tuple[str, str]]:
 
 
 def _post(address: str, path: str, body: Any) -> str:
-    connection = HTTPConnection(address, timeout=300)
+    connection = HTTPConnection(address, timeout=_SECONDS)
     text = body if isinstance(body, str) else json.dumps(body)
     headers = {"Content-Type": "application/json"}
     if body is None:
