@@ -25,7 +25,7 @@ from duoka import Training, Workload
 
 from . import records
 
-_SECONDS = 600
+_SECONDS = 3600
 ONE, TWO, THREE = "1GiB", "1GiB,1GiB", "1GiB,1GiB,1GiB"
 LOG = "rig.log"
 
