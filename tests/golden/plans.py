@@ -70,6 +70,12 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("glm-4-9b-chat", "--context 8K --batch 4", ("24GiB", "16GiB,16GiB", "2xRTX4090")),
     ("llama-8b", "--context 8K", ("24GiB", "12GiB,8GiB", "8x4GiB")),
     ("llama-8b", "--context 8K --batch 8 --use-all", ("24GiB,24GiB", "4x12GiB")),
+    ("chatglm3-6b", "--context 2K", ("16GiB", "7x4GiB", "RTX4080", "RTX5090,RTX3060")),
+    ("glm-4-9b-chat", "--context 16K", ("32GiB", "3x10GiB", "A100-80GB-SXM", "2xL4")),
+    ("glm-4-9b-chat", "--context 4K --batch 2 --use-all", ("5x8GiB", "24GiB,12GiB,8GiB,4GiB")),
+    ("llama-8b", "--context 4K", ("RTX4090", "2xA10", "2xRTX3060")),
+    ("chatglm3-6b-128k", "--context 32K --batch 4", ("2x24GiB", "RTX4090+RTX3090")),
+    ("chatglm2-6b", "--context 8K --new-tokens 1K", ("16GiB", "3xRTX3060")),
     # Cards whose speed is known, and what is optimised.
     ("glm-4-9b-chat", "--context 8K --objective headroom", ("2xRTX4090+1xRTX3090", "3xRTX3060")),
     ("glm-4-9b-chat", "--context 8K --objective latency", ("2xRTX4090+1xRTX3090", "3xRTX3060")),
@@ -355,7 +361,7 @@ def explained(name: str) -> Iterator[tuple[str, str]]:
     """Why a saved plan is so, and how other tools take it."""
     file = _file(name)
     done = run("plan", "--plan", file, "--explain", "--json")
-    found = json.loads(done.out) if not done.code else {}
+    found = json.loads(_told(done.out)) if not done.code else {}
     shown = run("plan", "--plan", file, "--explain")
     text = f"exit {done.code} {records.digest(found)}\n{shown.out}{shown.err}"
     yield f"explain {name}", _told(text)
@@ -377,7 +383,7 @@ def copies(model: str, options: str, fleet: str) -> Iterator[tuple[str, str]]:
     """Plans of several copies of a model."""
     words = ("plan", f"./{model}", "--gpus", fleet, *shlex.split(options))
     done, data = run(*words), run(*words, "--json")
-    found = json.loads(data.out) if data.out else {}
+    found = json.loads(_told(data.out)) if data.out else {}
     text = f"exit {done.code} {records.digest(found)}\n{done.out}{done.err}"
     yield f"{model} {options} {fleet}", _told(text)
 
