@@ -127,7 +127,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("awq", "--context 256", ("virtual:2x32MiB",)),
     ("nf4", "--context 256", ("virtual:2x32MiB",)),
     ("fp8", "--context 256", ("virtual:2x32MiB",)),
-    ("fp8 experts", "--context 256", ("virtual:2x32MiB",)),
+    ("fp8-experts", "--context 256", ("virtual:2x32MiB",)),
     ("pack", "--context 256", ("virtual:2x32MiB",)),
     ("mxfp4", "--context 256", ("virtual:2x32MiB",)),
     # Pictures.
@@ -260,7 +260,7 @@ def _write_models(root: Path) -> None:
     for name, config in others.items():
         (_made(root / name) / "config.json").write_text(json.dumps(config))
     for name in QUANTIZED:
-        published.write(root / name, name)
+        published.write(root / name.replace(" ", "-"), name)
     published.write_mxfp4(root / "mxfp4")
     (root / "map.json").write_text(json.dumps(MAP))
     (root / "incomplete.json").write_text(json.dumps({"transformer.embedding": 0, "lm_heed": 1}))
