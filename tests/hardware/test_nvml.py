@@ -285,7 +285,6 @@ def test_what_slows_two_4090_down_and_parts_them(monkeypatch: pytest.MonkeyPatch
     machine = nvml.read()
     assert machine.cuda_version == (12, 8)
     gpu = machine.gpus[0]
-    assert gpu.reach == {1: "the chipset doesn't support it"}
 
 
 def test_a_driver_that_knows_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

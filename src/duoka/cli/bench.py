@@ -46,9 +46,6 @@ class BenchOptions:
 
     forecast: bool = flag("--forecast", "Run nothing: tell of each deployment what is forecast.")
     cpu: bool = flag("--cpu", "Run the model on the processor alone, too.")
-    plot: Path | None = option(
-        "FILE", "Draw the deployments into a PNG file, or FILE.svg or FILE.pdf."
-    )
     calibrate: bool = flag(
         "--calibrate",
         "Measure the GPUs' overhead, memory, matrix rates, launches and links, and keep it for the "
@@ -89,7 +86,7 @@ def bench(
 
     [bold]duoka bench[/] ./glm-4-9b-chat --gpus 2xRTX3090 --quantize int8 --forecast
 
-    [bold]duoka bench[/] ./chatglm3-6b --gpus "virtual:3x16GiB" --cpu --plot bench.png
+    [bold]duoka bench[/] ./chatglm3-6b --gpus "virtual:3x16GiB" --cpu
 
     [bold]duoka bench[/] --calibrate
 
@@ -118,7 +115,7 @@ def _bench_quality(wanted: BenchOptions, options: PlanOptions, model: ModelOptio
     """Measure what quantization costs, and tell."""
     refuse_beside(
         [
-            *given_options(wanted, "forecast", "cpu", "plot"),
+            *given_options(wanted, "forecast", "cpu"),
             *given_options(options, "new_tokens", "sequences"),
         ],
         "--quality",
@@ -141,7 +138,7 @@ def _refuse_beside_calibrate(
     """Refuse what is for --quality."""
     refuse_beside(
         [
-            *given_options(wanted, "quantize", "cache", "forecast", "cpu", "plot"),
+            *given_options(wanted, "quantize", "cache", "forecast", "cpu"),
             *given_options(options, "context", "new_tokens", "sequences", "dtype"),
             *given_options(model, "revision"),
         ],

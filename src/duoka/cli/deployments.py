@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -20,11 +19,10 @@ from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import InfeasibleError
 from duoka.hardware.calibration import with_figures, with_links
 from duoka.hardware.fleet import Fleet
-from duoka.report.picture import refuse_without_matplotlib, save_picture
 
 from . import planning
 from .options import ModelOptions, PlanOptions
-from .terminal import check_file, stderr, stdout, working
+from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.tools.bench.deployments import Bench, Deployment, Rates
@@ -35,9 +33,6 @@ if TYPE_CHECKING:
 def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
     """Plan and run each deployment, and tell; after Ctrl-C what has been measured."""
     runs = not wanted.forecast
-    if wanted.plot is not None:
-        check_file(wanted.plot, "the picture")
-        refuse_without_matplotlib()
     checkpoint, request = planning.read_request(model, replace(options, serve=True), to_run=runs)
     fleet = duoka.Fleet.parse(request.gpus)
     if runs and any(gpu.name.startswith("cuda") and not gpu.uuid for gpu in fleet.devices):
@@ -54,14 +49,14 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
         forms = ["none", *wanted.forms(usual=[])]
         bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=wanted.cpu)
     if not runs:
-        _tell(bench, wanted.plot, as_json=wanted.json)
+        _tell(bench, as_json=wanted.json)
         return
     cases = list(bench.deployments)
     try:
         _measure(cases, checkpoint)
     finally:
         bench = replace(bench, deployments=tuple(cases))
-        _tell(bench, wanted.plot, as_json=wanted.json)
+        _tell(bench, as_json=wanted.json)
 
 
 def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
@@ -95,7 +90,7 @@ def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
                 cases[index] = measure(case, trust_remote_code=checkpoint.trust_remote_code)
 
 
-def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
+def _tell(bench: Bench, *, as_json: bool) -> None:
     from duoka.tools.bench.deployments import command, recommend, title
 
     best, why = recommend(bench)
@@ -112,11 +107,6 @@ def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
     if best is None:
         hint = "what stands beside each says why"
         raise InfeasibleError(f"{bench.model} can't be run in any of these ways", hint=hint)
-    if plot is not None:
-        from duoka.tools.bench.deployment_plot import draw_bench
-
-        save_picture(draw_bench(bench), plot)
-        stderr().print(f"drawn: {plot}", markup=False, soft_wrap=True)
 
 
 def _table(bench: Bench) -> Table:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
@@ -67,15 +67,6 @@ _SLOWDOWNS = {
     0x40: "its temperature (the hardware's limit)",
     0x80: "the power supply",
 }
-_READ = 0  # NVML_P2P_CAPS_INDEX_READ, which some versions of the bindings have as a tuple
-_REACH = {
-    0: "",
-    1: "the chipset doesn't support it",
-    2: "the GPU doesn't support it",
-    3: "the I/O hub's topology doesn't support it",
-    4: "it is switched off in the driver",
-    5: "it is not supported",
-}
 _LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
 
 
@@ -126,8 +117,7 @@ class NvmlGpu(Instance):
     compute. An idle card lowers `pcie_generation`; the `max_` values are the card's here.
     `slowdowns` is what holds its clocks back now. `uncorrected_errors` are those of its memory
     since the driver was loaded; `awaits_reset`: parts of it are to be replaced at the next reset,
-    `is_worn`: there is nothing left to replace them by. `reach` says by index why it can't reach
-    another GPU's memory directly; where it can, the text is empty.
+    `is_worn`: there is nothing left to replace them by.
     """
 
     index: int
@@ -146,7 +136,6 @@ class NvmlGpu(Instance):
     uncorrected_errors: int | None = None
     awaits_reset: bool = False
     is_worn: bool = False
-    reach: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +314,6 @@ def _gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
         max_pcie_generation=_ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
         max_pcie_lanes=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         compute_capability=None if capability is None else (capability[0], capability[1]),
-        reach=_reach(index, handle),
     )
 
 
@@ -340,18 +328,6 @@ def _health(handle: Any) -> dict[str, Any]:
         "awaits_reset": bool(remapped[2] or retired),
         "is_worn": bool(remapped[3]),
     }
-
-
-def _reach(index: int, handle: Any) -> dict[int, str]:
-    """Which others' memory it reaches directly, or why not."""
-    reach = {}
-    for at in range(_count()):
-        with suppress(pynvml.NVMLError):  # a lost one is told of at its turn
-            peer = pynvml.nvmlDeviceGetHandleByIndex(at)
-            status = pynvml.nvmlDeviceGetP2PStatus(handle, peer, _READ) if at != index else None
-            if status in _REACH:
-                reach[at] = _REACH[status]
-    return reach
 
 
 def _memory(handle: Any) -> tuple[int | None, int | None]:

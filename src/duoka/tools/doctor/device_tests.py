@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def about_torch() -> Outcome:
-    """What torch is built for, and which GPUs it sees."""
+    """Report torch's build and the GPUs that it sees."""
     about: Outcome = {"version": torch.__version__, "cuda": torch.version.cuda, "uuids": []}
     try:
         torch.cuda.init()
@@ -58,13 +58,13 @@ def about_torch() -> Outcome:
 
 def _test_matrix(name: str) -> Outcome:
     generator = torch.Generator().manual_seed(0)
-    one, other = (
+    left, right = (
         torch.randn(_WIDTH, _WIDTH, generator=generator).to(torch.bfloat16) for _ in range(2)
     )
-    expected = one.double() @ other.double()
-    product = (one.to(name) @ other.to(name)).cpu().double()
+    expected = left.double() @ right.double()
+    product = (left.to(name) @ right.to(name)).cpu().double()
     difference = float((product - expected).abs().max() / expected.abs().max())
-    is_right = difference <= _MOST_ERROR  # what is no number isn't
+    is_right = difference <= _MOST_ERROR  # False for NaN
     return {"fault": "" if is_right else f"it is off by {difference:.0%}"}
 
 
@@ -81,7 +81,7 @@ def _test_copy(source: str, target: str) -> Outcome:
 
 
 def _seconds(source: str, target: str, size: int, copies: int) -> float:
-    """Seconds of a copy, in the best of a few rounds."""
+    """Measure the seconds of a copy, the best of a few rounds."""
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=n) for n in (source, target))
     rounds = []
     for _ in range(_ROUNDS + 1):  # the first one is warming up
