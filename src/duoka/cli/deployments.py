@@ -1,4 +1,4 @@
-"""``duoka bench MODEL``: deployments planned, run one after another, and held beside each other."""
+"""``duoka bench MODEL``: plan, run and compare deployments."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -22,7 +21,7 @@ from duoka.hardware.fleet import Fleet
 
 from . import planning
 from .options import ModelOptions, PlanOptions
-from .terminal import stderr, stdout, working
+from .terminal import new_table, stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.tools.bench.deployments import Bench, Deployment, Rates
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
-    """Plan and run each deployment, and tell; after Ctrl-C what has been measured."""
+    """Plan and run each deployment, and report; after Ctrl-C report the results so far."""
     runs = not wanted.forecast
     checkpoint, request = planning.read_request(model, replace(options, serve=True), to_run=runs)
     fleet = duoka.Fleet.parse(request.gpus)
@@ -49,18 +48,18 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
         forms = ["none", *wanted.forms(usual=[])]
         bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=wanted.cpu)
     if not runs:
-        _tell(bench, as_json=wanted.json)
+        _report(bench, as_json=wanted.json)
         return
     cases = list(bench.deployments)
     try:
         _measure(cases, checkpoint)
     finally:
         bench = replace(bench, deployments=tuple(cases))
-        _tell(bench, as_json=wanted.json)
+        _report(bench, as_json=wanted.json)
 
 
 def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
-    """The fleet as fast as it is measured now; the figures of GPUs that are here are kept."""
+    """Measure the fleet, keep the figures of real GPUs, and return the fleet with these speeds."""
     say_import("torch")
     from duoka.tools.bench.calibrate import calibrate
 
@@ -76,7 +75,7 @@ def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
 
 
 def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
-    """Run each deployment that could be planned, and put what came of it in its place."""
+    """Run each planned deployment, and replace it by its measurement."""
     with working():
         say_import("torch")
         from duoka.tools.bench.deployments import title
@@ -90,10 +89,10 @@ def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
                 cases[index] = measure(case, trust_remote_code=checkpoint.trust_remote_code)
 
 
-def _tell(bench: Bench, *, as_json: bool) -> None:
+def _report(bench: Bench, *, as_json: bool) -> None:
     from duoka.tools.bench.deployments import command, recommend, title
 
-    best, why = recommend(bench)
+    best, reasons = recommend(bench)
     words = "" if best is None else ": ".join(filter(None, (title(best), command(best))))
 
     if as_json:
@@ -101,7 +100,7 @@ def _tell(bench: Bench, *, as_json: bool) -> None:
     else:
         console = stdout()
         console.print(_table(bench))
-        console.print(*map(Text, why), sep="\n", soft_wrap=True)
+        console.print(*map(Text, reasons), sep="\n", soft_wrap=True)
         if words:
             console.print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
     if best is None:
@@ -110,26 +109,22 @@ def _tell(bench: Bench, *, as_json: bool) -> None:
 
 
 def _table(bench: Bench) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("deployment")
-    for head in ("one", "all", "prompts", "first", "idle"):
-        table.add_column(head, justify="right", no_wrap=True)
     sizes = [gpu["forecast_bytes"] for case in bench.deployments for gpu in case.memory()]
     unit, divisor = unit_for(max(sizes, default=0))
+    work = bench.workload
+    table = new_table(
+        *("deployment", "one", "all", "prompts", "first", "idle"),
+        caption=f"{bench.model}: {work.batch} requests of up to {work.prompt_tokens} + "
+        f"{work.new_tokens} tokens. tokens/s of one answer alone, of all at once, and of all "
+        "prompts; time to the first token of one; idle: of the GPUs' time with all requests; "
+        "memory reserved. Forecasts are in parentheses.",
+    )
     table.add_column(unit)
     for case in bench.deployments:
         pairs = zip(_cells(case.measured), _cells(case.forecast), strict=True)
         cells = ["\n".join([now, f"({then})" * bool(then)]).strip() or "–" for now, then in pairs]
         memory = Text("\n".join(filter(None, [case.trouble, *_memory(case, divisor)])))
         table.add_row(f"{case.name}\n{case.weights}", *cells, memory)
-    work = bench.workload
-    table.caption = Text(
-        f"{bench.model}: {work.batch} requests of up to {work.prompt_tokens} + {work.new_tokens} "
-        "tokens. tokens/s of one answer alone, of all at once, and of all prompts; time to the "
-        "first token of one; idle: of the GPUs' time with all requests; memory reserved. Forecasts "
-        "are in parentheses."
-    )
-    table.caption_justify = "left"
     return table
 
 
@@ -139,8 +134,8 @@ def _cells(rates: Rates | None) -> list[str]:
     rates = rates or Rates()
     speeds = rates.one_tokens_per_second, rates.many_tokens_per_second
     cells = [speed and speed_text(speed) for speed in (*speeds, rates.prefill_tokens_per_second)]
-    first, idle = rates.first_token_seconds, rates.idle_share
-    cells += [first and format_seconds(first), None if idle is None else f"{idle:.0%}"]
+    seconds, idle = rates.first_token_seconds, rates.idle_share
+    cells += [seconds and format_seconds(seconds), None if idle is None else f"{idle:.0%}"]
     return [cell or "" for cell in cells]
 
 

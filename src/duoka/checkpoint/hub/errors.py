@@ -37,12 +37,12 @@ _TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
 def endpoint() -> str:
-    """Return the Hub's address, without a name and password that HF_ENDPOINT may hold."""
+    """Return the Hub's address, without the name and password in HF_ENDPOINT."""
     parts = urlsplit(HfApi().endpoint)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def query(wanted: HubFile, request: Callable[[], T]) -> T:
+def query(hub_file: HubFile, request: Callable[[], T]) -> T:
     """Make a request, with retries; raise CheckpointError for errors of the Hub."""
     for wait_seconds in (*WAITS_SECONDS, None):
         try:
@@ -51,7 +51,7 @@ def query(wanted: HubFile, request: Callable[[], T]) -> T:
             raise
         except Exception as error:
             if wait_seconds is None or not _is_transient(error):
-                translated = _translate(error, wanted)
+                translated = _translate(error, hub_file)
                 if translated is None:
                     raise
                 # Without the cause: the addresses of large files are signed, as a password is.
@@ -125,20 +125,20 @@ _MESSAGES: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _translate(error: BaseException, wanted: HubFile) -> CheckpointError | None:
-    """Translate an error; return None for errors that have nothing to do with the Hub."""
+def _translate(error: BaseException, hub_file: HubFile) -> CheckpointError | None:
+    """Translate an error; return None for errors unrelated to the Hub."""
     # huggingface_hub reports an absent file of its cache; the cause tells more.
     while isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, OfflineModeIsEnabled):
-        return offline_error(wanted)
+        return offline_error(hub_file)
     if isinstance(error, OSError) and error.errno is not None:
         return None
     status, token = _status(error), get_token()
     values = {
         "hub": endpoint(),
-        "wanted": wanted,
-        "repo": wanted.name.repo,
+        "wanted": hub_file,
+        "repo": hub_file.name.repo,
         "error": str(error) or "no answer in time",
         "status": status,
         "token": "the token is wrong, has expired, or lacks the permission"
@@ -153,10 +153,10 @@ def _translate(error: BaseException, wanted: HubFile) -> CheckpointError | None:
     return None
 
 
-def offline_error(wanted: HubFile) -> CheckpointError:
-    """Make the error for a file or repository that is absent while HF_HUB_OFFLINE is set."""
-    place = "not in the cache" if wanted.file else "neither a directory here, nor in the cache"
+def offline_error(hub_file: HubFile) -> CheckpointError:
+    """Make the error for an absent file or repository while HF_HUB_OFFLINE is set."""
+    place = "not in the cache" if hub_file.file else "neither a directory here, nor in the cache"
     return CheckpointError(
-        f"{wanted} is {place}, and the Hub may not be asked: HF_HUB_OFFLINE is set",
+        f"{hub_file} is {place}, and the Hub may not be asked: HF_HUB_OFFLINE is set",
         hint="unset HF_HUB_OFFLINE to download it",
     )

@@ -76,7 +76,7 @@ def query_listing(name: HubName) -> Listing:
 
 
 def kept_listing(name: HubName) -> Listing | None:
-    """Return the listing kept of a revision; None if there is none, or it is damaged."""
+    """Return the listing kept of a revision; None if absent or damaged."""
     path = _path(name.repo, name.revision)
     try:
         content = parse_json(read_bytes(path, most_bytes=_MOST_BYTES), str(path))
@@ -97,12 +97,14 @@ def _make_listing(commit: object, files: Iterable[Any], name: HubName) -> Listin
     elif COMMIT.fullmatch(name.revision) and commit != name.revision:
         problem = f"tells of commit {commit} instead of {name}"
     if problem:
-        raise CheckpointError(f"{endpoint()} {problem}", hint="is HF_ENDPOINT the address of a Hub?")
+        raise CheckpointError(
+            f"{endpoint()} {problem}", hint="is HF_ENDPOINT the address of a Hub?"
+        )
     return Listing(commit=str(commit), files={file.name: file for file in _select(files)})
 
 
 def _select(files: Iterable[Any]) -> Iterator[RemoteFile]:
-    """Select the files that can belong to a checkpoint."""
+    """Select the files of a checkpoint."""
     for name, size, etag in files:
         is_complete = type(size) is int and 0 <= size < 2**63 and _ETAG.fullmatch(str(etag))
         folder, _, plain = str(name).rpartition("/")
@@ -111,7 +113,7 @@ def _select(files: Iterable[Any]) -> Iterator[RemoteFile]:
 
 
 def is_right(path: Path, file: RemoteFile) -> bool:
-    """Return True if a file's content has its hash; read it only if it changed since.
+    """Return True if a file's content has its hash; read only changed files.
 
     A file without a known hash is accepted.
     """

@@ -38,7 +38,7 @@ class HubFile:
 
 
 def parse_name(text: str, revision: str | None = None) -> HubName | None:
-    """Parse a repository's name; return None for a text that can't be a name."""
+    """Parse a repository's name; return None for any other text."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None
@@ -47,7 +47,9 @@ def parse_name(text: str, revision: str | None = None) -> HubName | None:
         raise UsageError(
             f"{text!r} names a revision, and {revision!r} is given as well", hint="give one of them"
         )
-    wanted = written or (MAIN if revision is None else revision)
-    if not _REVISION.fullmatch(wanted) or ".." in wanted or wanted.endswith("/"):
-        raise UsageError(f"{wanted!r} can't be a revision", hint="give a branch, a tag or a commit")
-    return HubName(repo=match["repo"], revision=wanted)
+    resolved = written or (MAIN if revision is None else revision)
+    if not _REVISION.fullmatch(resolved) or ".." in resolved or resolved.endswith("/"):
+        raise UsageError(
+            f"{resolved!r} can't be a revision", hint="give a branch, a tag or a commit"
+        )
+    return HubName(repo=match["repo"], revision=resolved)

@@ -97,7 +97,7 @@ class HubSnapshot:
         return str(self._name)
 
     def names(self) -> frozenset[str]:
-        """Return the names of the repository's files that can belong to a checkpoint."""
+        """Return the names of the checkpoint's files in the repository."""
         return frozenset(self._files)
 
     def size(self, name: str) -> int:
@@ -105,10 +105,10 @@ class HubSnapshot:
         return self._files[name].num_bytes
 
     def fetch(self, name: str) -> Path:
-        """Fetch a small file, verify it, and return its path."""
+        """Fetch and verify a small file, and return its path."""
         if self.size(name) > MAX_JSON_BYTES:
             raise CheckpointError(
-                f"{self._wanted(name)} has {self.size(name)} bytes; at most {MAX_JSON_BYTES} "
+                f"{self._hub_file(name)} has {self.size(name)} bytes; at most {MAX_JSON_BYTES} "
                 "are read",
                 hint="is this the right repository?",
             )
@@ -124,11 +124,11 @@ class HubSnapshot:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the names of files that are not on this machine."""
+        """Return the names of files not yet on this machine."""
         return tuple(name for name in names if not self._is_here(name))
 
     def download(self, names: Sequence[str], progress: Progress | None = None) -> None:
-        """Download absent files, and verify the hash of each file that changed since the last time.
+        """Download absent files, and verify the hashes of changed files.
 
         `progress` is called with the bytes done so far and the total.
         """
@@ -154,11 +154,11 @@ class HubSnapshot:
             done += self.size(name)
             report(0)
 
-    def _wanted(self, name: str) -> HubFile:
+    def _hub_file(self, name: str) -> HubFile:
         return HubFile(name=self._name, file=name)
 
     def _is_here(self, name: str) -> bool:
-        """Return True for a file of the right length in the cache that doesn't link elsewhere."""
+        """Return True for a file of the right length within the cache."""
         path = self.path / name
         with suppress(OSError):
             return path.stat().st_size == self.size(name) and is_inside(path, self.path)
@@ -177,10 +177,10 @@ class HubSnapshot:
             tqdm_class=_progress_class(report),
         )
         try:
-            query(self._wanted(name), download)
+            query(self._hub_file(name), download)
         except OSError as error:
             raise MachineError(
-                f"{self._wanted(name)} can't be kept in {self._cache}: {error.strerror}",
+                f"{self._hub_file(name)} can't be kept in {self._cache}: {error.strerror}",
                 hint="HF_HOME names another place for what is downloaded",
             ) from error
 
@@ -194,7 +194,7 @@ class HubSnapshot:
             with suppress(OSError):
                 place.unlink()
         raise CheckpointError(
-            f"{self._wanted(name)} has another content in {self._cache} than {endpoint()} "
+            f"{self._hub_file(name)} has another content in {self._cache} than {endpoint()} "
             "tells of; it was removed",
             hint="run the command again; if it happens again, the file on the Hub is damaged",
         )
@@ -231,11 +231,11 @@ class HubSnapshot:
         return parse_header(text, data_bytes, self.path / file.name)
 
     def _fetch_header(self, file: RemoteFile) -> bytes:
-        wanted, size = self._wanted(file.name), file.num_bytes
+        hub_file, size = self._hub_file(file.name), file.num_bytes
         if is_offline_mode():
-            raise offline_error(wanted)
+            raise offline_error(hub_file)
         start = self._fetch_range(file, 0, min(_FIRST_BYTES, size)) if size else b""
-        stop = LENGTH_BYTES + header_length(start[:LENGTH_BYTES], size, str(wanted))
+        stop = LENGTH_BYTES + header_length(start[:LENGTH_BYTES], size, str(hub_file))
         if stop > len(start):
             start += self._fetch_range(file, len(start), stop)
         return start[LENGTH_BYTES:stop]
@@ -267,7 +267,7 @@ class HubSnapshot:
                         return bytes(content[start - offset : stop - offset])
             raise http.RemoteProtocolError("it ended before all had arrived")
 
-        return query(self._wanted(file.name), attempt)
+        return query(self._hub_file(file.name), attempt)
 
 
 def _offset(response: Any) -> int:
@@ -278,7 +278,7 @@ def _offset(response: Any) -> int:
 
 
 def _progress_class(report: Callable[[int], object]) -> type:
-    """Make the class that huggingface_hub takes for a progress bar; it only reports bytes."""
+    """Make a progress bar class for huggingface_hub; only bytes are reported."""
 
     class Counter(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""GPU checks: driver, visibility, memory, health and PCIe connection, as the driver reports them."""
+"""GPU checks: driver, visibility, memory, health and PCIe lanes, by the driver and CUDA."""
 
 from __future__ import annotations
 
