@@ -79,8 +79,8 @@ def test_parse_refuses(text: str, error: type[DuokaError]) -> None:
         assert "24GiB" in str(caught.value.hint)
 
 
-RTX4090 = catalogue.find("RTX 4090")
-RTX3090 = catalogue.find("RTX 3090")
+RTX4090 = catalogue.find_card("RTX 4090")
+RTX3090 = catalogue.find_card("RTX 3090")
 
 
 def test_cards_have_budgets_and_speeds() -> None:
@@ -125,7 +125,7 @@ def test_cards_are_written_in_many_ways(text: str) -> None:
 )
 def test_every_name_of_the_catalogue_is_a_card(name: str) -> None:
     one, other = Fleet.parse(f"1x{name.replace(' ', '')}+1x{name}").devices
-    assert one.product == other.product == catalogue.find(name).name
+    assert one.product == other.product == catalogue.find_card(name).name
 
 
 def test_which_cards_have_bfloat16() -> None:

@@ -1,4 +1,4 @@
-"""JSON form of frozen dataclasses: typed, strict, with the path of a field that doesn't fit.
+"""JSON form of frozen dataclasses: typed, strict, with the path of an unfit field.
 
 What a stage passes to the next one (a profile, a plan) is a tree of frozen dataclasses. The JSON
 form has one key per field and nothing else. A field that is unknown, missing or of another type is
@@ -29,7 +29,7 @@ _HINT = "the file is damaged or of another version of duoka; make it again"
 
 
 class _Mismatch(Exception):
-    """Value that doesn't fit its annotation; enclosing containers prepend their step to `path`."""
+    """Value against its annotation; enclosing containers prepend their step to `path`."""
 
     def __init__(self, problem: str, path: str = "") -> None:
         super().__init__(problem)
@@ -61,7 +61,7 @@ def from_dict(cls: type[T], data: object) -> T:
 
 
 def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
-    """Parse one JSON object from untrusted text: no doubled keys, no infinities, no NaN."""
+    """Parse a JSON object from untrusted text: no doubled keys, no infinities, no NaN."""
     try:
         value = json.loads(
             text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
@@ -96,7 +96,7 @@ def _no_constant(name: str) -> float:
 
 @cache
 def _reader(hint: Any) -> _Reader:
-    """Compile one annotation into a reader; cached, because profiles hold many values."""
+    """Compile an annotation into a reader; cached, because profiles hold many values."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         return _dataclass_reader(typing.cast(type, hint))
@@ -155,8 +155,8 @@ def _literal_reader(choices: tuple[object, ...]) -> _Reader:
         for choice in choices:
             if type(data) is type(choice) and data == choice:
                 return choice
-        known = ", ".join(map(repr, choices))
-        raise _Mismatch(f"expected one of {known}, got {_describe(data)}")
+        expected = ", ".join(map(repr, choices))
+        raise _Mismatch(f"expected one of {expected}, got {_describe(data)}")
 
     return read
 
@@ -254,5 +254,5 @@ def _kind_of(data: object) -> str:
 
 
 def _describe(data: object) -> str:
-    shown = repr(data)
-    return _kind_of(data) + " " + (shown if len(shown) <= 40 else shown[:37] + "...")
+    text = repr(data)
+    return _kind_of(data) + " " + (text if len(text) <= 40 else text[:37] + "...")

@@ -76,7 +76,7 @@ class BenchOptions:
 
 @with_groups
 def bench(
-    wanted: BenchOptions,
+    choice: BenchOptions,
     options: Annotated[PlanOptions, Only(("gpus", "context", "new_tokens", "sequences", "dtype"))],
     model: ModelOptions,
 ) -> None:
@@ -92,26 +92,26 @@ def bench(
 
     [bold]duoka bench[/] --quality book.txt ./glm-4-9b-chat --quantize int8 --quantize int4
     """
-    if wanted.calibrate and wanted.quality is not None:
+    if choice.calibrate and choice.quality is not None:
         raise UsageError("one thing at a time", hint="say --calibrate, or --quality FILE MODEL")
-    if wanted.quality is not None:
-        _bench_quality(wanted, options, model)
+    if choice.quality is not None:
+        _bench_quality(choice, options, model)
     elif model.model is not None:
         refuse_beside(
-            given_options(wanted, "cache"), "deployments", "it is for --quality FILE MODEL"
+            given_options(choice, "cache"), "deployments", "it is for --quality FILE MODEL"
         )
-        bench_deployments(wanted, options, model)
-    elif wanted.calibrate:
+        bench_deployments(choice, options, model)
+    elif choice.calibrate:
         refuse_beside(
             [
-                *given_options(wanted, "quantize", "cache", "forecast", "cpu"),
+                *given_options(choice, "quantize", "cache", "forecast", "cpu"),
                 *given_options(options, "context", "new_tokens", "sequences", "dtype"),
                 *given_options(model, "revision"),
             ],
             "--calibrate alone, which measures GPUs",
             "name a MODEL, too",
         )
-        _calibrate(planning.ALL_GPUS if options.gpus is None else options.gpus, wanted.json)
+        _calibrate(planning.ALL_GPUS if options.gpus is None else options.gpus, choice.json)
     else:
         raise UsageError(
             "nothing was said to be measured",
@@ -119,11 +119,11 @@ def bench(
         )
 
 
-def _bench_quality(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
+def _bench_quality(choice: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
     """Measure the cost of quantization, and print it."""
     refuse_beside(
         [
-            *given_options(wanted, "forecast", "cpu"),
+            *given_options(choice, "forecast", "cpu"),
             *given_options(options, "new_tokens", "sequences"),
         ],
         "--quality",
@@ -131,19 +131,19 @@ def _bench_quality(wanted: BenchOptions, options: PlanOptions, model: ModelOptio
     )
     if model.model is None:
         raise UsageError("no model was given", hint="name it: --quality FILE MODEL")
-    assert wanted.quality is not None, "the caller has checked it"
-    quality = _measure_quality(wanted.quality, wanted, options, model)
-    if wanted.json:
+    assert choice.quality is not None, "the caller has checked it"
+    quality = _measure_quality(choice.quality, choice, options, model)
+    if choice.json:
         typer.echo(json.dumps(to_dict(quality), indent=1, ensure_ascii=False))
     else:
         _print_quality(quality)
 
 
 def _measure_quality(
-    file: Path, wanted: BenchOptions, options: PlanOptions, model: ModelOptions
+    file: Path, choice: BenchOptions, options: PlanOptions, model: ModelOptions
 ) -> Quality:
-    forms = wanted.forms(["int8", "int4"] if wanted.cache is None else [])
-    cache = choose("cache", wanted.cache or "dynamic", _MEASURED)
+    forms = choice.forms(["int8", "int4"] if choice.cache is None else [])
+    cache = choose("cache", choice.cache or "dynamic", _MEASURED)
     context = None if options.context is None else parse_tokens(options.context)
     dtype = read_dtype(options.dtype or "auto")
     try:  # before anything of a model is downloaded

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from .bench import BenchOptions
 
 
-def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
+def bench_deployments(choice: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
     """Plan and run each deployment, and report; after Ctrl-C report the results so far."""
-    runs = not wanted.forecast
+    runs = not choice.forecast
     checkpoint, request = planning.read_request(model, replace(options, serve=True), to_run=runs)
     fleet = duoka.Fleet.parse(request.gpus)
     if runs and any(gpu.name.startswith("cuda") and not gpu.uuid for gpu in fleet.devices):
@@ -41,21 +41,21 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
     if runs:
         refuse_unreadable(checkpoint)
     with working():
-        if wanted.calibrate:
+        if choice.calibrate:
             fleet = _calibrated(fleet, request.gpus)
         from duoka.tools.bench.deployments import plan_deployments
 
-        forms = ["none", *wanted.forms(usual=[])]
-        bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=wanted.cpu)
+        forms = ["none", *choice.forms(usual=[])]
+        bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=choice.cpu)
     if not runs:
-        _report(bench, as_json=wanted.json)
+        _report(bench, as_json=choice.json)
         return
     cases = list(bench.deployments)
     try:
         _measure(cases, checkpoint)
     finally:
         bench = replace(bench, deployments=tuple(cases))
-        _report(bench, as_json=wanted.json)
+        _report(bench, as_json=choice.json)
 
 
 def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
@@ -129,11 +129,11 @@ def _table(bench: Bench) -> Table:
 
 
 def _cells(rates: Rates | None) -> list[str]:
-    from duoka.tools.bench.deployments import Rates, speed_text
+    from duoka.tools.bench.deployments import Rates, format_speed
 
     rates = rates or Rates()
     speeds = rates.one_tokens_per_second, rates.many_tokens_per_second
-    cells = [speed and speed_text(speed) for speed in (*speeds, rates.prefill_tokens_per_second)]
+    cells = [speed and format_speed(speed) for speed in (*speeds, rates.prefill_tokens_per_second)]
     seconds, idle = rates.first_token_seconds, rates.idle_share
     cells += [seconds and format_seconds(seconds), None if idle is None else f"{idle:.0%}"]
     return [cell or "" for cell in cells]

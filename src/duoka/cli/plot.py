@@ -1,4 +1,4 @@
-"""``duoka plot``: a run of ``duoka tune``, or a recording of ``duoka top``, as a picture."""
+"""``duoka plot``: draw a run of ``duoka tune``, or a recording of ``duoka top``."""
 
 from __future__ import annotations
 

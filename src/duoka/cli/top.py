@@ -1,4 +1,4 @@
-"""``duoka top``: every GPU now."""
+"""``duoka top``: live view of every GPU."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def top(
 def _watch(
     monitor: Monitor, takers: Sequence[Callable[[GpuSnapshot], None]], interval: float | None
 ) -> GpuSnapshot:
-    """Look once, or again and again until Ctrl-C, which is how one leaves; the last snapshot."""
+    """Take one snapshot, or repeatedly until Ctrl-C; return the last snapshot."""
     snapshot = monitor.look()
     try:
         while True:

@@ -23,9 +23,9 @@ from duoka.tools.bench.deployments import (
     Bench,
     Deployment,
     Rates,
+    combine_rates,
     plan_deployments,
     recommend,
-    together,
 )
 from duoka.tools.bench.measure import measure
 from duoka.tools.demo.checkpoint import CONFIG
@@ -170,7 +170,7 @@ def test_without_speeds_the_fewest_gpus_are_recommended(bench_on: Callable[..., 
 def test_copies_answer_together_and_one_user_has_the_fastest() -> None:
     slow = Rates(one_tokens_per_second=1, many_tokens_per_second=10, idle_share=0.5)
     fast = Rates(one_tokens_per_second=2, many_tokens_per_second=20, idle_share=0.1)
-    both = together([slow, fast])
+    both = combine_rates([slow, fast])
     assert (both.one_tokens_per_second, both.many_tokens_per_second) == (2, 30)
     assert both.idle_share == pytest.approx(0.3)
     assert both.first_token_seconds is None
@@ -179,9 +179,7 @@ def test_copies_answer_together_and_one_user_has_the_fastest() -> None:
 # ── on the command line ──
 
 
-def test_gpus_that_arent_here_are_forecast(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gpus_that_arent_here_are_forecast(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", str(model), "--gpus", "2xRTX4090", *SIZES]
     assert run(command) == 0
     out, err = capsys.readouterr()

@@ -54,16 +54,16 @@ class Diagnosis:
 
 
 def diagnose(
-    which: str | None = None, named: ModelFacts | None = None, *, root: Path = Path("/")
+    which: str | None = None, model_facts: ModelFacts | None = None, *, root: Path = Path("/")
 ) -> Diagnosis:
     """Examine this machine, and a model on it.
 
     `which` names the GPUs to test and to plan the model for, by default all of this machine.
     """
-    return Diagnosis(checks=tuple(_examine_all(Facts(which, root), named)))
+    return Diagnosis(checks=tuple(_examine_all(Facts(which, root), model_facts)))
 
 
-def _examine_all(facts: Facts, named: ModelFacts | None) -> Iterator[Examined]:
+def _examine_all(facts: Facts, model_facts: ModelFacts | None) -> Iterator[Examined]:
     yield _examine("GPUs", "driver", gpus.check_driver, facts)
     if facts.gpus is not None:
         yield _examine("GPUs", "--gpus", gpus.check_named, facts)
@@ -73,10 +73,10 @@ def _examine_all(facts: Facts, named: ModelFacts | None) -> Iterator[Examined]:
         checks += _DEVICE_CHECKS
     for group, name, check in checks:
         yield _examine(group, name, check, facts)
-    if named is not None:
-        yield _examine("model", "checkpoint", model.check_whole, named)
-        yield _examine("model", "hashes", model.check_hashes, named)
-        yield _examine("model", "fit", model.check_fit, named, facts)
+    if model_facts is not None:
+        yield _examine("model", "checkpoint", model.check_whole, model_facts)
+        yield _examine("model", "hashes", model.check_hashes, model_facts)
+        yield _examine("model", "fit", model.check_fit, model_facts, facts)
 
 
 def _examine(

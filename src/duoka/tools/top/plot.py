@@ -1,4 +1,4 @@
-"""A recording of `duoka top --csv` as a picture: each GPU's memory by kind over time."""
+"""Picture of a recording of `duoka top --csv`: each GPU's memory by kind over time."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ _LIMITS = ("plan's peak", "forecast_bytes", "#d9822b"), ("capacity", "total_byte
 
 
 def plot_recording(recording: Path, file: Path | None = None) -> Path:
-    """Draw a recording into a PNG file, by default beside it."""
+    """Draw a recording into a PNG file, by default beside the recording."""
     gpus = _read(recording)
     figure, parts = new_figure([_INCHES] * len(gpus))
     begin = min(rows[0]["time"] for rows in gpus.values())
     end = max(rows[-1]["time"] for rows in gpus.values())
     columns = _KINDS.values()
-    there = {column for rows in gpus.values() for row in rows for column in columns if row[column]}
-    kinds = [kind for kind, column in _KINDS.items() if column in there]
+    present = {
+        column for rows in gpus.values() for row in rows for column in columns if row[column]
+    }
+    kinds = [kind for kind, column in _KINDS.items() if column in present]
     for axes, (name, rows) in zip(parts, gpus.items(), strict=True):
         _draw(axes, name, rows, kinds, begin)
         axes.set_xlim(0, max((end - begin) / 60, 1e-3))
@@ -46,14 +48,14 @@ def plot_recording(recording: Path, file: Path | None = None) -> Path:
 
 
 def _read(recording: Path) -> dict[str, list[dict[str, Any]]]:
-    """The rows of each GPU."""
+    """Read the rows of each GPU."""
     gpus: dict[str, list[dict[str, Any]]] = {}
     try:
         reader = csv.DictReader(read_text(recording, most_bytes=_MOST_BYTES).splitlines())
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ValueError("its first line isn't that of a recording")
         for row in reader:
-            if None in row.values():  # it was cut off
+            if None in row.values():  # a line cut off
                 continue
             sizes = {name: int(row[name] or 0) for name in COLUMNS if name.endswith("_bytes")}
             moment = datetime.fromisoformat(row["time"]).timestamp()
@@ -71,7 +73,7 @@ def _read(recording: Path) -> dict[str, list[dict[str, Any]]]:
 def _draw(
     axes: Axes, name: str, rows: Sequence[dict[str, Any]], kinds: Sequence[str], begin: float
 ) -> None:
-    """What fills a GPU, one kind upon the other, and how far its plan and its memory go."""
+    """Draw stacked layers of memory by kind, the plan's peak, and the GPU's capacity."""
     unit, divisor = unit_for(max(row["total_bytes"] for row in rows))
     minutes = [(row["time"] - begin) / 60 for row in rows]
     if kinds:

@@ -1,9 +1,8 @@
-"""Snapshots for programs: rows of a file, and what Prometheus reads."""
+"""Snapshots for programs: rows of a CSV file, and metrics for Prometheus."""
 
 from __future__ import annotations
 
 import csv
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -25,7 +24,7 @@ COLUMNS = ("time", "gpu", *KIND_FIELDS.values(), "busy_share", *_NUMBERS)
 
 
 def _numbers(gpu: GpuNow) -> dict[str, float | None]:
-    """What is known of a GPU that has one number."""
+    """Return the known numbers of a GPU."""
     return {
         name: getattr(gpu.activity if name in _ACTIVITIES else gpu, name, None) for name in _NUMBERS
     }
@@ -33,15 +32,15 @@ def _numbers(gpu: GpuNow) -> dict[str, float | None]:
 
 @contextmanager
 def csv_file(path: Path) -> Iterator[Callable[[GpuSnapshot], None]]:
-    """What appends a row for each GPU of a snapshot; see `COLUMNS`."""
+    """Open a file, and yield a function that appends a row per GPU of a snapshot; see `COLUMNS`."""
     head = ",".join(COLUMNS)
     with path.open("a+", encoding="utf-8", errors="replace", newline="") as file:
         file.seek(0)
-        first = file.readline(len(head) + 2)
-        if first and first.rstrip("\r\n") != head:
+        old_head = file.readline(len(head) + 2)
+        if old_head and old_head.rstrip("\r\n") != head:
             raise UsageError(f"{path} is no recording of this duoka's", hint="name another file")
         writer = csv.DictWriter(file, COLUMNS)
-        if not first:
+        if not old_head:
             writer.writeheader()
 
         def take(snapshot: GpuSnapshot) -> None:
@@ -60,7 +59,7 @@ def _row(moment: str, gpu: GpuNow) -> dict[str, Any]:
 
 
 class Exporter:
-    """Answers Prometheus with the last snapshot; without a host this machine alone reaches it."""
+    """Serves the last snapshot to Prometheus; by default to this machine alone."""
 
     def __init__(self, address: str) -> None:
         if find_spec("prometheus_client") is None:
@@ -78,8 +77,6 @@ class Exporter:
             self._server, self._thread = start_http_server(
                 int(port), host.strip("[]") or "127.0.0.1", registry
             )
-            # Its connections inherit it: an answer doesn't wait for the one before to be confirmed.
-            self._server.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, OverflowError, ValueError) as error:
             raise UsageError(
                 f"--prometheus {address} can't be had: {getattr(error, 'strerror', None) or error}",
@@ -87,17 +84,17 @@ class Exporter:
             ) from error
 
     def take(self, snapshot: GpuSnapshot) -> None:
-        """Answer with this one from now on."""
+        """Serve this snapshot from now on."""
         self._last = snapshot
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """See prometheus-client."""
+        """Yield the metrics, as prometheus-client's collectors do."""
         from prometheus_client.core import GaugeMetricFamily
 
         def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

@@ -1,4 +1,4 @@
-"""All GPUs at one moment: what the driver says of them, and processes of duoka of their memory."""
+"""Snapshot of all GPUs: the driver's data, joined with the reports of duoka's processes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,28 @@ from duoka.errors import DuokaError
 from duoka.hardware import nvml
 from duoka.report import live
 
-# A trend is that of the last minute, once so much of it is known; what is farther away than an hour
-# isn't told.
+# The trend is a line through the samples of the last minute, once there are ten seconds of them. A
+# time beyond an hour isn't reported.
 _TREND_SECONDS, _LEAST_SECONDS, _FARTHEST_SECONDS = 60.0, 10.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNow:
-    """A GPU, a virtual one too, at one moment. None stands for what isn't known.
+    """State of a real or virtual GPU. None stands for unknown values.
 
-    `name` is the index that `nvidia-smi` shows, the UUID of an instance, or what a process calls a
-    GPU that the driver doesn't know; that one's memory is its budget. `reserved_bytes` is what
-    allocators of duoka's have, and `forecast_bytes` what they have at their plans' peaks.
-    `others_bytes` are used and not theirs: by other processes, by CUDA's contexts. `spare_bytes`
-    are free beside what the plans still forecast; below 0 so many are missing at the peak. If spare
-    memory goes on to go as in the last minute, it is gone in `seconds_left`.
+    Parameters
+    ----------
+    name : str
+        `nvidia-smi`'s index, an instance's UUID, or, for a GPU unknown to the driver, the
+        process' name of it; the memory of such a GPU is its budget.
+    reserved_bytes, forecast_bytes : int
+        Memory reserved by duoka's allocators, now and at their plans' peaks.
+    others_bytes : int, optional
+        Other used memory: of other processes and of CUDA's contexts.
+    spare_bytes : int, optional
+        Free memory less the growth that plans still forecast; negative if missing at the peak.
+    seconds_left : float, optional
+        Time until `spare_bytes` is 0, at the pace of the last minute.
     """
 
     name: str
@@ -45,14 +52,14 @@ class GpuNow:
 
     @property
     def label(self) -> str:
-        """What tells it apart: there is a ``vgpu:0`` in every process that has virtual GPUs."""
+        """Unique name: every process with virtual GPUs has a ``vgpu:0``."""
         is_known = self.activity is not None or self.trouble
         return self.name if is_known else f"{self.name} (pid {self.processes[0].pid})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSnapshot:
-    """All GPUs at one moment, and why something isn't known."""
+    """State of all GPUs at a moment, with notes about missing data."""
 
     time: str
     gpus: tuple[GpuNow, ...]
@@ -60,7 +67,7 @@ class GpuSnapshot:
 
 
 class Monitor:
-    """Looks at all GPUs, again and again."""
+    """Takes snapshots of all GPUs repeatedly."""
 
     def __init__(self) -> None:
         self._watch: nvml.NvmlSession | None = None
@@ -72,12 +79,12 @@ class Monitor:
         self._trends: dict[str, deque[tuple[float, int]]] = {}
 
     def close(self) -> None:
-        """Leave the driver alone."""
+        """End the session with the driver."""
         if self._watch is not None:
             self._watch.close()
 
     def look(self) -> GpuSnapshot:
-        """How everything is now."""
+        """Take a snapshot."""
         devices, notes = [], self._notes
         try:
             devices = live.read()
@@ -91,7 +98,7 @@ class Monitor:
         )
 
     def _seconds_left(self, gpu: GpuNow) -> float | None:
-        """When spare memory is gone, if it goes on as in the last minute."""
+        """Extrapolate the seconds until spare memory is used up; None for no or a distant end."""
         now, spare = time.monotonic(), gpu.spare_bytes
         if spare is None or spare <= 0:
             return None
@@ -109,10 +116,10 @@ class Monitor:
 def _gpus(
     activities: Sequence[nvml.Activity | nvml.Lost], devices: Sequence[live.LiveDevice]
 ) -> Iterator[GpuNow]:
-    """Every GPU once, with the processes of duoka that are on it."""
+    """Yield every GPU once, with duoka's processes on it."""
     on_gpu: dict[str, list[live.LiveDevice]] = {}
     for device in devices:
-        # Of a virtual GPU there is one in each process.
+        # A virtual GPU belongs to a single process.
         key = device.uuid.lower() or f"{device.pid} {device.measured.device}"
         on_gpu.setdefault(key, []).append(device)
     for gpu in activities:
@@ -132,7 +139,7 @@ def _gpus(
 def _with_memory(
     gpu: GpuNow, total: int | None, free: int | None, processes: Sequence[live.LiveDevice]
 ) -> GpuNow:
-    """A GPU with what is known and follows of its memory."""
+    """Fill in the memory of a GPU."""
     pairs = [(p.measured.reserved_bytes, p.forecast.reserved_bytes) for p in processes]
     reserved = sum(now for now, _ in pairs)
     to_come = sum(max(peak - now, 0) for now, peak in pairs)
