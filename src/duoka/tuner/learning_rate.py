@@ -1,43 +1,28 @@
-"""The learning rate: a warm-up, and then constant, or down to nothing along a line or a cosine.
-
-It knows nothing of optimizers: ``torch.optim.lr_scheduler.LambdaLR`` takes the factor.
-"""
+"""Learning rate by step: transformers' schedules, with a linear warm-up."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from transformers import get_scheduler
 
 Decay = Literal["constant", "linear", "cosine"]
 DECAYS: tuple[Decay, ...] = get_args(Decay)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRate:
-    """A factor of the learning rate for each of the training's `num_steps` steps.
-
-    So many steps of warm-up lead up to the whole rate in equal parts, the first of which isn't 0.
-    After them "linear" and "cosine" would be 0 at step `num_steps`.
+def make_schedule(decay: Decay, num_steps: int, warmup_steps: int = 0) -> Callable[[int], float]:
+    """Return the factor of the learning rate as a function of the step, counted from 0.
 
     Examples
     --------
-    >>> rate = LearningRate(decay="linear", num_steps=6, warmup_steps=2)
-    >>> [rate(step) for step in range(6)]
-    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> factor = make_schedule("linear", 6, warmup_steps=2)
+    >>> [factor(step) for step in range(6)]
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
     """
-
-    decay: Decay = "cosine"
-    num_steps: int
-    warmup_steps: int = 0
-
-    def __call__(self, step: int) -> float:
-        """The factor of a step, from 0 to 1."""
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        if self.decay == "constant":
-            return 1.0
-        if step >= self.num_steps:
-            return 0.0
-        progress = (step - self.warmup_steps) / (self.num_steps - self.warmup_steps)
-        return 1 - progress if self.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    name = "constant_with_warmup" if decay == "constant" else decay
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    scheduler: Any = get_scheduler(name, optimizer, warmup_steps, num_steps)
+    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return factor

@@ -1,4 +1,4 @@
-"""The closing report of a run: what was measured beside what was forecast, and what to change.
+"""Closing report of a run: measurements beside the forecast, and advice.
 
 The forecast counts sequences of the full length; shorter samples take less.
 """
@@ -21,9 +21,9 @@ from duoka.stages.schedule import busy_shares, order_passes
 
 from .layout import Layout
 
-# What is left idle by design above this is worth a word.
+# A larger share of idle time by the schedule gets advice.
 _LARGE_BUBBLE = 0.2
-# A few steps at the start find the scale of losses in float16; more of them are worth a word.
+# A few steps at the start find the scale of losses in float16; a larger share gets advice.
 _MANY_SKIPPED = 0.1
 _CAPTION = (
     "in {unit}; busy is what a GPU didn't wait for other stages, possible the most that the "
@@ -33,7 +33,7 @@ _CAPTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """One device of a run; shares of a step's time, and peaks in bytes. `label` is for people."""
+    """A device of a run: shares of a step's time, and peak bytes. `label` is for people."""
 
     label: str
     device: str
@@ -48,10 +48,10 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A run: medians over its steps, in seconds and tokens a second.
+    """Summary of a run, with medians over its steps.
 
-    What is said of devices and times is of the GPUs that it ended on; there is no forecast, and
-    there are no devices, where it has made no step there.
+    Devices and times are of the GPUs at the end of the run; without a step on these there are no
+    devices and no forecast.
     """
 
     steps: int
@@ -66,15 +66,15 @@ class RunReport:
     advice: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
+        """Convert to JSON's types."""
         return asdict(self)
 
 
 def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
-    """Sum a run up; `metrics` has a line for each step."""
+    """Summarize a run; `metrics` has a line for each step."""
     steps = [entry for entry in metrics if "loss" in entry]
     places = [layout.place(number) for number in range(layout.world_size)]
-    # A run may have been moved; and the first step looks for the way of its batches.
+    # A run may have been moved to other GPUs, and its first step there is slower than the others.
     on_these = [
         entry
         for entry in steps
@@ -134,11 +134,11 @@ def _advice(layout: Layout, reports: Sequence[DeviceReport], skipped_share: floa
         advice = _on_bubble(layout.plans, plan, group) or _on_speeds(plan, group) if group else ""
         if advice:
             yield advice
-            return  # the copies are much alike
+            return  # copies hardly differ
 
 
 def _on_bubble(plans: Sequence[Plan], plan: Plan, reports: Sequence[DeviceReport]) -> str:
-    """What leaves stages idle by design, if that is much."""
+    """Advise against idle time by the schedule, if large."""
     training = plan.workload.training
     assert training is not None, "the plan is for training"
     bubble = 1 - min(report.possible_share for report in reports)
@@ -156,22 +156,22 @@ def _on_bubble(plans: Sequence[Plan], plan: Plan, reports: Sequence[DeviceReport
 
 
 def _on_speeds(plan: Plan, reports: Sequence[DeviceReport]) -> str:
-    """What lets plans know how fast GPUs are, where one of those that can be measured isn't."""
+    """Advise a calibration if unmeasured GPUs are busy for unequal shares."""
     busiest = max(reports, key=lambda report: report.busy_share)
-    least = min(reports, key=lambda report: report.busy_share)
+    idlest = min(reports, key=lambda report: report.busy_share)
     devices = [plan.fleet.device(report.device) for report in reports]
-    is_known = all(device.measured or not device.name.startswith("cuda") for device in devices)
-    if is_known or busiest.busy_share - least.busy_share <= _LARGE_BUBBLE:
+    are_measured = all(device.measured or not device.name.startswith("cuda") for device in devices)
+    if are_measured or busiest.busy_share - idlest.busy_share <= _LARGE_BUBBLE:
         return ""
     return (
-        f"{busiest.device} was busy for {busiest.busy_share:.0%} of a step and {least.device} for "
-        f"{least.busy_share:.0%}: `duoka bench --calibrate` measures the GPUs, and plans then cut "
+        f"{busiest.device} was busy for {busiest.busy_share:.0%} of a step and {idlest.device} for "
+        f"{idlest.busy_share:.0%}: `duoka bench --calibrate` measures the GPUs, and plans then cut "
         "by their speed"
     )
 
 
 def render_report(report: RunReport) -> RenderableType:
-    """What rich prints."""
+    """Make the report's renderable."""
     lines: list[RenderableType] = [Text("; ".join(_summary(report)))]
     if report.devices:
         lines += ["", *_table(report.devices), ""]
@@ -193,7 +193,7 @@ def _summary(report: RunReport) -> Iterator[str]:
 
 
 def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
-    """What each GPU did, with one unit for all sizes."""
+    """Yield the table of the GPUs, with a common unit for all sizes."""
     sizes = [
         (
             device.allocated_bytes,
@@ -212,7 +212,7 @@ def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
             Text(device.label),
             f"{device.busy_share:.0%}",
             f"{device.possible_share:.0%}",
-            # A processor's peaks aren't known.
+            # Peaks of a processor are unknown.
             *(f"{size / unit_bytes:.2f}" if size else "?" for size in row),
         )
     yield table
