@@ -16,13 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from duoka.base.units import format_count, format_seconds, unit_for
-from duoka.planner.plan import Plan
 from duoka.stages.schedule import busy_shares, order_passes
 
 from .layout import Layout
 
-# A larger share of idle time by the schedule gets advice.
-_LARGE_BUBBLE = 0.2
 # A few steps at the start find the scale of losses in float16; a larger share gets advice.
 _MANY_SKIPPED = 0.1
 _CAPTION = (
@@ -94,7 +91,7 @@ def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
         forecast_step_seconds=None if forecast is None else forecast.total_seconds,
         tokens_per_second=median(entry["tokens"] / entry["seconds"] for entry in steady),
         devices=reports,
-        advice=tuple(_advice(layout, reports, skipped / len(steps))),
+        advice=tuple(_advice(skipped / len(steps))),
     )
 
 
@@ -118,7 +115,7 @@ def _device(layout: Layout, number: int, steps: Sequence[dict[str, Any]]) -> Dev
     )
 
 
-def _advice(layout: Layout, reports: Sequence[DeviceReport], skipped_share: float) -> Iterator[str]:
+def _advice(skipped_share: float) -> Iterator[str]:
     if skipped_share > _MANY_SKIPPED:
         skipped = (
             "nothing was learnt: all steps"
@@ -129,45 +126,6 @@ def _advice(layout: Layout, reports: Sequence[DeviceReport], skipped_share: floa
             f"{skipped} were skipped, as gradients overflowed float16: --dtype bfloat16 has no "
             "such limit"
         )
-    for replica, plan in enumerate(layout.plans):
-        group = [report for report in reports if report.replica == replica]
-        advice = _on_bubble(layout.plans, plan, group) or _on_speeds(plan, group) if group else ""
-        if advice:
-            yield advice
-            return  # copies hardly differ
-
-
-def _on_bubble(plans: Sequence[Plan], plan: Plan, reports: Sequence[DeviceReport]) -> str:
-    """Advise against idle time by the schedule, if large."""
-    training = plan.workload.training
-    assert training is not None, "the plan is for training"
-    bubble = 1 - min(report.possible_share for report in reports)
-    if bubble <= _LARGE_BUBBLE:
-        return ""
-    idle = f"idle for {bubble:.0%} of a step at least"
-    if training.schedule == "sequential":
-        return f"one micro-batch at a time leaves each stage {idle}: --schedule 1f1b leaves less"
-    number, copy = training.micro_batches, " of each copy" if len(plans) > 1 else ""
-    smaller = ", or a smaller --micro-batch," if plan.workload.batch > 1 else ""
-    return (
-        f"with {number} micro-batch{'es' if number > 1 else ''} in a step{copy}, each of "
-        f"{len(reports)} stages is {idle}: a larger --batch{smaller} leaves less"
-    )
-
-
-def _on_speeds(plan: Plan, reports: Sequence[DeviceReport]) -> str:
-    """Advise a calibration if unmeasured GPUs are busy for unequal shares."""
-    busiest = max(reports, key=lambda report: report.busy_share)
-    idlest = min(reports, key=lambda report: report.busy_share)
-    devices = [plan.fleet.device(report.device) for report in reports]
-    are_measured = all(device.measured or not device.name.startswith("cuda") for device in devices)
-    if are_measured or busiest.busy_share - idlest.busy_share <= _LARGE_BUBBLE:
-        return ""
-    return (
-        f"{busiest.device} was busy for {busiest.busy_share:.0%} of a step and {idlest.device} for "
-        f"{idlest.busy_share:.0%}: `duoka bench --calibrate` measures the GPUs, and plans then cut "
-        "by their speed"
-    )
 
 
 def render_report(report: RunReport) -> RenderableType:

@@ -8,7 +8,7 @@ from datetime import datetime
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from duoka.base.units import format_bytes, format_seconds, unit_for
+from duoka.base.units import format_bytes, unit_for
 from duoka.hardware.nvml import Activity
 from duoka.report.terminal.plan import KINDS, bar, legend
 
@@ -97,7 +97,7 @@ def _facts(activity: Activity) -> Iterator[str]:
 
 
 def _remarks(gpu: GpuNow) -> Iterator[Text]:
-    """Describe other processes, the memory free at the plan's peak, and the time left."""
+    """Describe other processes, and the memory free at the plan's peak."""
     pids = {process.pid for process in gpu.processes}
     neighbours = [p for p in (gpu.activity.processes if gpu.activity else ()) if p.pid not in pids]
     for process in neighbours[:_MOST_OTHERS]:
@@ -111,6 +111,3 @@ def _remarks(gpu: GpuNow) -> Iterator[Text]:
         if spare < 0:
             text = f"allocations will fail: {format_bytes(-spare)} are missing at the plan's peak"
         yield Text(text, style="bold red" if spare < 0 else "")
-    if gpu.seconds_left is not None:
-        time = format_seconds(gpu.seconds_left)
-        yield Text(f"at the pace of the last minute the next doesn't fit in {time}", style="yellow")

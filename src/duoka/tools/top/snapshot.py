@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from statistics import linear_regression
 
 from duoka.errors import DuokaError
 from duoka.hardware import nvml
 from duoka.report import live
-
-# The trend is a line through the samples of the last minute, once there are ten seconds of them. A
-# time beyond an hour isn't reported.
-_TREND_SECONDS, _LEAST_SECONDS, _FARTHEST_SECONDS = 60.0, 10.0, 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +26,6 @@ class GpuNow:
         Other used memory: of other processes and of CUDA's contexts.
     spare_bytes : int, optional
         Free memory less the growth that plans still forecast; negative if missing at the peak.
-    seconds_left : float, optional
-        Time until `spare_bytes` is 0, at the pace of the last minute.
     """
 
     name: str
@@ -46,7 +37,6 @@ class GpuNow:
     forecast_bytes: int = 0
     others_bytes: int | None = None
     spare_bytes: int | None = None
-    seconds_left: float | None = None
     processes: tuple[live.LiveDevice, ...] = ()
     activity: nvml.Activity | None = None
 
@@ -76,7 +66,6 @@ class Monitor:
             self._watch = nvml.NvmlSession()
         except DuokaError as error:
             self._notes = (f"no NVIDIA GPU: {error}",)
-        self._trends: dict[str, deque[tuple[float, int]]] = {}
 
     def close(self) -> None:
         """End the session with the driver."""
@@ -93,24 +82,9 @@ class Monitor:
         gpus = _gpus([] if self._watch is None else self._watch.look(), devices)
         return GpuSnapshot(
             time=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            gpus=tuple(replace(gpu, seconds_left=self._seconds_left(gpu)) for gpu in gpus),
+            gpus=tuple(gpus),
             notes=notes,
         )
-
-    def _seconds_left(self, gpu: GpuNow) -> float | None:
-        """Extrapolate the seconds until spare memory is used up; None for no or a distant end."""
-        now, spare = time.monotonic(), gpu.spare_bytes
-        if spare is None or spare <= 0:
-            return None
-        trend = self._trends.setdefault(gpu.label, deque())
-        trend.append((now, spare))
-        while trend[0][0] < now - _TREND_SECONDS:
-            trend.popleft()
-        if now - trend[0][0] < _LEAST_SECONDS:
-            return None
-        slope, _ = linear_regression(*zip(*trend, strict=True))
-        seconds = -spare / slope if slope < 0 else _FARTHEST_SECONDS
-        return seconds if seconds < _FARTHEST_SECONDS else None
 
 
 def _gpus(
