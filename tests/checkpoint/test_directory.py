@@ -166,17 +166,6 @@ def test_aria2_fills_holes_in_a_file_of_full_length(directory: Path) -> None:
     assert refused(directory) == (message, WAIT)
 
 
-def test_missing_shards(directory: Path) -> None:
-    (directory / "model.safetensors").unlink()
-    shards = {name: f"model-0000{name}-of-00002.safetensors" for name in ("1", "2")}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    save_file({"1": np.zeros(1)}, directory / shards["1"])
-    assert refused(directory)[0] == (
-        f"{directory}/model.safetensors.index.json lists 2 files, of which 1 are not there: "
-        f"{shards['2']}"
-    )
-
-
 def test_pickles_shorter_than_their_index_says(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     index = {"metadata": {"total_size": 1000}, "weight_map": {"w": "pytorch_model-1.bin"}}

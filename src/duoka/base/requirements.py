@@ -20,21 +20,23 @@ def installed_version(name: str) -> str | None:
 
 def unmet_requirements() -> list[str]:
     """Describe every missing library, and every version outside its range."""
-    wrong = []
-    for name, requirement in _requirements(optional=False).items():
-        installed = installed_version(name)
-        if installed is None:
-            wrong.append(f"{name} is not installed")
-        elif not requirement.specifier.contains(installed, prereleases=True):
-            wrong.append(f"{name} {installed} is installed, duoka needs {requirement.specifier}")
-    return wrong
+    missing = [
+        f"{name} is not installed"
+        for name in _requirements(optional=False)
+        if installed_version(name) is None
+    ]
+    return [*missing, *_outside_range("duoka needs", optional=False)]
 
 
 def unmet_extras() -> list[str]:
     """Describe installed libraries of extras with a version outside their range."""
+    return _outside_range("duoka is tested with", optional=True)
+
+
+def _outside_range(demand: str, *, optional: bool) -> list[str]:
     return [
-        f"{name} {installed} is installed, duoka is tested with {requirement.specifier}"
-        for name, requirement in _requirements(optional=True).items()
+        f"{name} {installed} is installed, {demand} {requirement.specifier}"
+        for name, requirement in _requirements(optional=optional).items()
         if (installed := installed_version(name)) is not None
         and not requirement.specifier.contains(installed, prereleases=True)
     ]

@@ -207,12 +207,6 @@ def _tokens(
             f"{file} has {len(ids)} tokens; at least {_FEWEST_TOKENS} are needed",
             hint="give a text like those that the model will read, the longer the better",
         )
-    if len(prefix) + windows.stride_tokens >= windows.context_tokens:
-        raise UsageError(
-            f"a context of {windows.context_tokens} tokens is too short: every window begins with "
-            f"{len(prefix)} of the model's own",
-            hint="make the context longer",
-        )
     return prefix, ids
 
 

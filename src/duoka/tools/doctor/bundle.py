@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import platform
 import re
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +49,8 @@ def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home raises where there is none)
     names = {socket.gethostname(), Path(home).name}
     names |= {os.environ.get(name, "") for name in ("HOSTNAME", "USER", "LOGNAME", "SUDO_USER")}
-    with suppress(OSError, KeyError):
-        names.add(getpass.getuser())
     names = {*names, *(name.partition(".")[0] for name in names)} - _PLAIN
-    # What has one letter is in every text.
+    # A name of one letter is in every text.
     words = "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True) if len(n) > 1)
     private = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])") if words else _UUID
 
