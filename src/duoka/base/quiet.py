@@ -39,6 +39,9 @@ def quiet_libraries() -> Iterator[None]:
             logger.setLevel(level)
 
 
+# Import hooks run before a module is executed. Finding none of the modules itself, the finder gets
+# to know that torchao or bitsandbytes begins its import, and patches torch for as long as the scope
+# lasts.
 class _Answers(MetaPathFinder):
     """Answers queries of a GPU's capability by libraries during their import.
 

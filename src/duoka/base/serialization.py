@@ -94,6 +94,14 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
 
 
+# Readers of a small tree, as they are built by annotation:
+#
+#   Plan           object → {"devices": …, "note": …} → Plan(**values)
+#   devices        tuple[Device, ...]   list → each item by Device's reader
+#   note           str | None           null → None, otherwise text
+#
+# A mismatch travels up as `_Mismatch`; every container puts its step in front of the path, so that
+# the path costs nothing while everything fits.
 @cache
 def _reader(hint: Any) -> _Reader:
     """Compile an annotation into a reader; cached, because profiles hold many values."""

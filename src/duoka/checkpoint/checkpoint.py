@@ -403,6 +403,9 @@ def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
 
 # ── fingerprints ──
 
+# A fingerprint is three hashes, "CONFIG-TENSORS-CODE". Each covers only things that change a plan:
+# not the values of weights, not the directory, not code that may not run. A difference between a
+# plan and a checkpoint can so be told by its part.
 _PARTS = ("config.json", "the names, shapes, types or files of its tensors", "its code")
 
 

@@ -165,6 +165,14 @@ def header_length(start: bytes, size: int, source: str) -> int:
     return length
 
 
+# A file of two tensors, "a" of 2 float32 and "b" of 3 float16:
+#
+#   offset  0         8                                             8+H      8+H+8      8+H+14
+#           | H (u64) | {"a": {..."data_offsets": [0, 8]}, "b": …}  | a: 8 B | b: 6 B   |
+#
+# Offsets count from the end of the header. In the order of their offsets the tensors must follow
+# one another without gaps, up to the last byte of the file: then a file that was cut off, or was
+# changed in its middle, can't pass.
 def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorInfo]:
     """Parse a safetensors header; return its tensors by name."""
     if text[:1] != b"{":

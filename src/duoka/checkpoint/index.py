@@ -38,6 +38,13 @@ class Weights(NamedTuple):
 NO_WEIGHTS = Weights(None, {}, "none")
 
 
+# Four sources are tried in transformers' order. A single file wins at once. An index wins if all
+# its files are there; without any of them it only promises the names of tensors, to plan with, and
+# with a part of them the download is broken, which is an error unless a later source is complete:
+#
+#   model.safetensors.index.json, no shards + pytorch_model.bin   → the pickle
+#   model.safetensors.index.json, no shards                       → names, no weights
+#   model.safetensors.index.json, 3 of 4 shards                   → error with the missing one
 def find_weights(folder: Folder) -> Weights:
     """Find the first complete source of weights; an index without its files gives names alone."""
     promised: Weights | None = None

@@ -47,6 +47,14 @@ _FP4 = (*_NF4[:3], "weight.quant_state.bitsandbytes__fp4")
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 _PACKED = ("qweight", "qzeros", "scales")
 
+# How a weight "layers.0.mlp.up_proj.weight" is stored in some of the formats:
+#
+#   GPTQ            ….up_proj.qweight, .qzeros, .scales, perhaps .g_idx  (suffixes replace "weight")
+#   bitsandbytes    ….up_proj.weight, .weight.absmax, .weight.quant_map, …  (suffixes follow it)
+#   MXFP4           ….up_proj_blocks, ….up_proj_scales                     (suffixes with "_")
+#
+# So a tensor's weight follows from its name alone, and the values of a weight may have its own
+# name.
 METHODS: Mapping[str, Method] = {
     "gptq": Method(
         name="GPTQ", suffixes=(*_PACKED, "g_idx"), wholes=(_PACKED,), package="gptqmodel"

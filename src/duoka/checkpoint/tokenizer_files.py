@@ -114,6 +114,11 @@ def check_files(directory: Path) -> None:
             raise CheckpointError(f"{directory / name} has {got}; at most {limit} are read")
 
 
+# ChatGLM's vocabularies lack the special tokens that its models add behind them, by generation:
+#
+#   ChatGLM2  [MASK] [gMASK] [sMASK] sop eop
+#   ChatGLM3  the same, then <|system|> <|user|> <|assistant|> <|observation|>
+#   GLM-4     as listed in tokenizer_config.json, or else _GLM4_SPECIAL
 def special_tokens(
     directory: Path, config: Mapping[str, Any], model: SentencePieceModel | Mapping[bytes, int]
 ) -> list[str]:

@@ -131,6 +131,12 @@ def _piece(fields: dict[int, int | bytes]) -> tuple[str, float, PieceKind]:
     return text.decode(), struct.unpack("<f", score)[0], PieceKind(kind)
 
 
+# Protocol buffers: each field is a key, then a value. The key is a varint of field number * 8 +
+# wire type: 0 a varint, 1 eight bytes, 2 a length (varint) and as many bytes, 5 four bytes. A
+# varint has 7 bits in each byte, the lowest first; the top bit marks that another byte follows:
+#
+#   08 96 01     key 8 = field 1, type 0; value 0x16 + (0x01 << 7) = 150
+#   12 02 68 69  key 0x12 = field 2, type 2; length 2; "hi"
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Yield the fields of a protocol buffer message: numbers, or undecoded bytes."""
     at = 0

@@ -181,15 +181,15 @@ def _print_quality(quality: Quality) -> None:
         f"{windows.context_tokens} every {windows.stride_tokens}",
     )
     for score in quality.scores:
-        more = score.perplexity - unquantized.perplexity
+        increase = score.perplexity - unquantized.perplexity
         table.add_row(
             score.weights,
             *([score.cache] if has_caches else []),
             format_bytes(score.weight_bytes),
             f"{score.weight_bytes / unquantized.weight_bytes:.0%}",
             f"{score.perplexity:.4f}",
-            "" if score is unquantized else f"{more:+.4f}",
-            "" if score is unquantized else f"{more / unquantized.perplexity:+.2%}",
+            "" if score is unquantized else f"{increase:+.4f}",
+            "" if score is unquantized else f"{increase / unquantized.perplexity:+.2%}",
         )
     stdout().print(table)
 

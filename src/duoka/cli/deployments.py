@@ -75,7 +75,7 @@ def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
 
 
 def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
-    """Run each planned deployment, and replace it by its measurement."""
+    """Run each planned deployment, and put the measurement in its place."""
     with working():
         say_import("torch")
         from duoka.tools.bench.deployments import title

@@ -51,7 +51,7 @@ def _table(present: Sequence[PresentGpu]) -> Table:
 
 
 def _remarks(present: Sequence[PresentGpu]) -> Iterator[str]:
-    """Describe other processes on each GPU, and GPUs that can't be used."""
+    """Describe other processes on each GPU, and unusable GPUs."""
     for gpu in present:
         for process in gpu.processes:
             size = "" if process.used_bytes is None else f" has {format_bytes(process.used_bytes)}"
@@ -61,7 +61,7 @@ def _remarks(present: Sequence[PresentGpu]) -> Iterator[str]:
 
 
 def _links(ways: Sequence[tuple[str, str, Way]]) -> Iterator[str]:
-    """Describe the links between GPUs, equal ones together, the most common kind last."""
+    """Describe the links between GPUs, grouped by kind, the most common kind last."""
     pairs_by_way: dict[Way, list[str]] = {}
     for source, target, way in ways:
         pairs_by_way.setdefault(way, []).append(f"{source}–{target}")

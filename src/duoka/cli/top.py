@@ -72,7 +72,7 @@ def top(
 def _watch(
     monitor: Monitor, takers: Sequence[Callable[[GpuSnapshot], None]], interval: float | None
 ) -> GpuSnapshot:
-    """Take one snapshot, or repeatedly until Ctrl-C; return the last snapshot."""
+    """Take a snapshot, or repeatedly until Ctrl-C; return the last snapshot."""
     snapshot = monitor.look()
     try:
         while True:

@@ -86,6 +86,8 @@ class Calibration:
         is_near = abs(nearest.memory_bytes - memory_bytes) * 16 < memory_bytes
         return nearest if is_near else None
 
+    # Figures are keyed by product and memory, links by both UUIDs: a later calibration of some GPUs
+    # replaces theirs and keeps the rest.
     def joined(self, newer: Calibration) -> Calibration:
         """Return the calibration with newer figures added or in the place of older ones."""
         again = {(figures.product, figures.memory_bytes) for figures in newer.gpus}

@@ -118,6 +118,11 @@ def find_card(text: str) -> Card:
     raise UsageError(f"no GPU {name[:60]!r} is in the catalogue{nearest}", hint=hint)
 
 
+# Names are compared by a key, and then word by word:
+#
+#   "NVIDIA GeForce RTX 4090", "rtx-4090"   key "rtx4090"
+#   "A100 80G"                              key of "A100" + "80GB", as "A100" is several cards
+#   "RTX 6000"                              words "rtx 6000" begin two cards: refused with both
 def _find_exact(text: str) -> Card | None:
     """Find a card by name, perhaps with its memory: "A100 80G", "24GB RTX 3090"."""
     cards_by_name = _by_name()

@@ -180,6 +180,14 @@ def _visible(machine: nvml.Machine) -> tuple[str, ...]:
         ) from None
 
 
+# The same GPUs have three numbers, for example with CUDA_VISIBLE_DEVICES=3,1 on a machine of four:
+#
+#   nvidia-smi (NVML)   0        1        2        3          → --gpus
+#   UUID                GPU-a    GPU-b    GPU-c    GPU-d      ← the common key
+#   CUDA, torch         hidden   cuda:1   hidden   cuda:0     → Device.name
+#
+# NVML tells memory, processes and links; CUDA tells which GPUs are visible, and their order. A GPU
+# in MIG mode is replaced by its instances, each with a UUID of its own.
 class _View:
     """The machine's GPUs, as visible to this process."""
 
@@ -350,6 +358,9 @@ def _way(source: PresentGpu, target: PresentGpu) -> Way | None:
     return through_host(_connector(source.gpu), _connector(target.gpu))
 
 
+# NVML lists the other ends of a GPU's NVLinks. Two GPUs are joined directly if an end of one has
+# the PCI address of the other; then only that end's links count. Otherwise both must have links to
+# switches (NVSwitch), and the slower sum of the two limits a copy.
 def _nvlink_speed(*pair: nvml.NvmlGpu) -> float | None:
     """Return bytes per second in one direction, of a direct link or through switches."""
     for source, target in (pair, reversed(pair)):

@@ -44,6 +44,10 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
+# Control groups limit a container: version 2 has memory.max ("max" for no limit) and
+# memory.current, version 1 memory/memory.limit_in_bytes (a huge number for no limit) and
+# memory.usage_in_bytes. Files in the page cache count as used, and are dropped when memory is
+# needed.
 def container_memory(root: Path = Path("/")) -> tuple[int, int] | None:
     """Return a container's memory limit and usage (control groups 1 or 2); None if unlimited."""
     group = root / "sys/fs/cgroup"

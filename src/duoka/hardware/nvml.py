@@ -280,6 +280,9 @@ def _fault(error: Any) -> FleetError:
     return kind(message, hint=hint)
 
 
+# NVML fails for single values on many machines: consumer cards lack ECC, containers lack the names
+# of processes, old drivers lack functions. Such a value is None. Two errors mean that the GPU
+# itself is gone; they end the query of this GPU alone.
 def _query(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """Call NVML; return None for an error, but raise for a lost GPU."""
     try:

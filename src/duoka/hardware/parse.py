@@ -28,6 +28,13 @@ FORMS = (
     'the forms are: GPUs of this machine ("2,3", "all"), cards ("2xRTX4090+1xRTX3090"), a budget '
     'for each GPU ("24GiB,12GiB" or "2x24GiB,12GiB"), virtual GPUs ("virtual:2x24GiB")'
 )
+# fleet  = ["virtual:"] ("all" | entry (("," | "+") entry)*)
+# entry  = [count "x"] device | device "x" count
+# device = index | UUID | size | card | name ":" figure ("," figure)*
+# figure = size | size "/s" | number "TFLOPs"
+#
+# A card's figures end at "+", because commas separate them. A bare number is an index, unless it is
+# the name of a card ("3090"); a size has a unit.
 _MOST_SIGNS = 4000
 _MOST_BYTES = 2**50
 _SHOWN = 60

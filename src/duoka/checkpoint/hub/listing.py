@@ -50,6 +50,8 @@ class Listing:
     files: Mapping[str, RemoteFile]
 
 
+# A listing names a commit, which never changes: kept under the name of the commit it answers for
+# good, under the name of a branch it answers while HF_HUB_OFFLINE is set.
 def query_listing(name: HubName) -> Listing:
     """Query the Hub for a repository's files, and keep the answer: a commit never changes."""
     info = query(

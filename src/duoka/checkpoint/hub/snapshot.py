@@ -77,6 +77,15 @@ def _list_cache(name: HubName) -> Listing:
     return Listing(commit=snapshot.name, files={file.name: file for file in files})
 
 
+# huggingface_hub's cache of a repository:
+#
+#   models--org--name/refs/main                        the commit of a branch
+#   models--org--name/snapshots/COMMIT/config.json  →  ../../blobs/HASH
+#   models--org--name/blobs/HASH                       the content, named after its hash
+#   models--org--name/blobs/HASH.incomplete            what a broken download has left
+#
+# duoka adds nothing there. In its own cache it keeps the listing of a commit, headers of files that
+# aren't downloaded, and markers of files whose hash was compared.
 class HubSnapshot:
     """A repository of the Hub at one commit."""
 

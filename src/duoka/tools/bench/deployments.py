@@ -275,6 +275,9 @@ def _forecast(plan: Plan) -> Rates:
 # ── recommendation ──
 
 
+# Nobody wants the most tokens for all at any price for a single user, nor the other way round; the
+# product of both speeds weighs them alike, whatever their units. Small differences are noise, so
+# among deployments within 5 % of the best product the one with the fewest GPUs is taken.
 def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
     """Return the best deployment by measurement, or else by forecast, with reasons.
 

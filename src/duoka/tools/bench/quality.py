@@ -60,6 +60,12 @@ class Windows:
         """Distance between the beginnings of two windows."""
         return self.context_tokens // 2
 
+    # Each token is scored once, with at least half a window before it but for the first window's:
+    #
+    #   tokens    0 1 2 3 4 5 6         context 4, stride 2
+    #   window 1  s s s s               scores 0–3
+    #   window 2      . . s s           scores 4, 5 after 2, 3
+    #   window 3          . . s         scores 6 after 4, 5
     def cut(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
         """Yield each window's first token, first token to score, and end.
 

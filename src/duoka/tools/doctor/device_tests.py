@@ -1,7 +1,7 @@
-"""Tests on the devices themselves, in a process of its own: CUDA may hang in it, or be lost.
+"""Tests on the devices, in a child process: CUDA may hang there, or be lost.
 
-It is started with a list of tests, and writes a line of JSON first about torch and then for each
-test. A test that raises is its last one: after an error CUDA isn't to be trusted any more.
+The process takes a list of tests, and writes a line of JSON about torch and then after each test.
+A test that raises ends the process: after an error CUDA is unreliable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Outcome = dict[str, Any]
 
 
 def main() -> None:
-    """Run the tests that the first argument lists."""
+    """Run the tests listed in the first argument."""
     request = json.loads(sys.argv[1])
     _write(about_torch())
     if request["capacities_bytes"]:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def about_torch() -> Outcome:
-    """Report torch's build and the GPUs that it sees."""
+    """Report torch's build and its visible GPUs."""
     about: Outcome = {"version": torch.__version__, "cuda": torch.version.cuda, "uuids": []}
     try:
         torch.cuda.init()
@@ -58,11 +58,11 @@ def about_torch() -> Outcome:
 
 def _test_matrix(name: str) -> Outcome:
     generator = torch.Generator().manual_seed(0)
-    left, right = (
+    factor, other_factor = (
         torch.randn(_WIDTH, _WIDTH, generator=generator).to(torch.bfloat16) for _ in range(2)
     )
-    expected = left.double() @ right.double()
-    product = (left.to(name) @ right.to(name)).cpu().double()
+    expected = factor.double() @ other_factor.double()
+    product = (factor.to(name) @ other_factor.to(name)).cpu().double()
     difference = float((product - expected).abs().max() / expected.abs().max())
     is_right = difference <= _MOST_ERROR  # False for NaN
     return {"fault": "" if is_right else f"it is off by {difference:.0%}"}

@@ -25,7 +25,7 @@ _NO_COPY = (
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """Check that torch's build fits the driver and each GPU."""
+    """Compare torch's build with the driver and each GPU."""
     about = facts.probed.torch
     version, cuda = about.get("version"), about.get("cuda")
     if version is None:
@@ -55,18 +55,18 @@ def _build(facts: Facts, about: Mapping[str, Any], cuda: str) -> Iterator[Findin
             yield Finding("note", text, meaning)
     visible = {present.gpu.index: present.gpu for present in facts.present if present.torch_name}
     yield from by_gpu(visible.values(), partial(_kernels, about.get("architectures", [])))
-    there, uuids = cuda_driver.visible_uuids(), about["uuids"]
-    if about.get("error") and there:
-        meaning = f"{format_count(len(there), 'GPU')} are visible to CUDA's driver"
+    visible_uuids, uuids = cuda_driver.visible_uuids(), about["uuids"]
+    if about.get("error") and visible_uuids:
+        meaning = f"{format_count(len(visible_uuids), 'GPU')} are visible to CUDA's driver"
         yield Finding("error", f"torch starts no CUDA: {about['error']}", meaning)
-    elif len(uuids) != len(there):
-        text = f"torch sees {len(uuids)} GPUs, and CUDA's driver {len(there)}"
+    elif len(uuids) != len(visible_uuids):
+        text = f"torch sees {len(uuids)} GPUs, and CUDA's driver {len(visible_uuids)}"
         meaning = "torch leaves out what it can't use"
         yield Finding("warning", text, meaning, "look at the GPUs' checks above")
 
 
 def _kernels(listed: Sequence[str], gpu: nvml.NvmlGpu) -> Iterator[Finding]:
-    """Report a GPU that the wheel has neither binary nor translatable kernels (PTX) for."""
+    """Report a GPU without kernels in the wheel, binary or translatable (PTX)."""
     capability = gpu.compute_capability
     if listed and capability and not any(_runs(kernels, capability) for kernels in listed):
         text = (
@@ -141,5 +141,5 @@ def _untested(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _range(numbers: Sequence[float]) -> str:
-    least, most = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
-    return least if least == most else f"{least} to {most}"
+    lowest, highest = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return lowest if lowest == highest else f"{lowest} to {highest}"

@@ -1,4 +1,4 @@
-"""Diagnosis: the checks, their order, and the machines that each runs on."""
+"""Diagnosis: the checks, their order, and their conditions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Examined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All checks, in the order in which they ran."""
+    """All checks, in their order."""
 
     checks: tuple[Examined, ...]
 

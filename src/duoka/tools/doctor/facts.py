@@ -1,4 +1,4 @@
-"""Facts that several checks share, queried once; the finding; and the tests on devices.
+"""Facts shared by several checks; the finding; and the tests on devices.
 
 The tests run in a child process. A test that hangs or ends CUDA is recorded as failed, and the
 remaining tests run in a new process, at most four times.
@@ -61,16 +61,16 @@ class Facts:
 
     @property
     def cards(self) -> Sequence[nvml.NvmlGpu]:
-        """GPUs that answer and that ``--gpus`` names."""
+        """Answering GPUs named by ``--gpus``, or all."""
         gpus = () if self.machine is None else self.machine.gpus
         return [gpu for gpu in gpus if self.is_meant(gpu.index)]
 
     def is_meant(self, index: int) -> bool:
-        """Return True for a GPU that ``--gpus`` names, and for every one where it names none."""
-        return not self._named or index in self._named
+        """Return True for a GPU named by ``--gpus``, and without names for every GPU."""
+        return not self._named_indices or index in self._named_indices
 
     @cached_property
-    def _named(self) -> set[int]:
+    def _named_indices(self) -> set[int]:
         uuids = {gpu.uuid for gpu in self.fleet.devices} if self.gpus and self.fleet else ()
         return {gpu.gpu.index for gpu in self.present if gpu.part.uuid in uuids}
 
@@ -81,7 +81,7 @@ class Facts:
 
     @cached_property
     def fleet(self) -> Fleet | None:
-        """Devices that ``--gpus`` names; None where there are none."""
+        """Devices named by ``--gpus``; None without any."""
         with suppress(FleetError):
             return Fleet.parse(self.gpus or "all") if self.gpus or self.machine else None
         return None
@@ -124,10 +124,17 @@ def or_ok(findings: Iterable[Finding], text: str) -> Iterator[Finding]:
 def join_names(names: Iterable[object]) -> str:
     """Join names, at most six of them."""
     texts = [*map(str, names)]
-    more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
-    return ", ".join(texts[:_MOST_NAMES]) + more
+    rest = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
+    return ", ".join(texts[:_MOST_NAMES]) + rest
 
 
+# A test can hang in the driver, or end CUDA for its process. So a child runs the tests in order,
+# and writes a line of JSON about torch and then one after each test. When it hangs or dies, the
+# number of lines tells which test it was: that one has failed, and a new child gets the remaining
+# ones.
+#
+#   tests  matrix 0, matrix 1, copy 0→1, copy 1→0      lines: torch, matrix 0, matrix 1, then killed
+#   next   copy 1→0                                    copy 0→1 "didn't end within 102 seconds"
 def probe(devices: Sequence[Device]) -> Probed:
     """Test each device, and each ordered pair of them."""
     names = [device.name for device in devices]
@@ -151,7 +158,7 @@ def probe(devices: Sequence[Device]) -> Probed:
 
 
 def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """Return the complete lines that a test process wrote, and how it ended if it failed."""
+    """Return the complete lines of a test process, and the description of its failure."""
     seconds = _START_SECONDS + _TEST_SECONDS * len(request["tests"])
     command = [sys.executable, "-m", "duoka.tools.doctor.device_tests", json.dumps(request)]
     try:
@@ -160,8 +167,8 @@ def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
         )
         output, ending = done.stdout, ""
         if done.returncode:
-            last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-            ending = f"its process ended with {done.returncode} {' '.join(last)[:200]}".strip()
+            last_line = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+            ending = f"its process ended with {done.returncode} {' '.join(last_line)[:200]}".strip()
     except subprocess.TimeoutExpired as error:
         output, ending = error.stdout or b"", f"it didn't end within {seconds} seconds"
     lines = output.rpartition(b"\n")[0].splitlines()

@@ -26,7 +26,7 @@ _FELL_OFF = (
 
 
 def check_driver(facts: Facts) -> Iterator[Finding]:
-    """Check that the driver answers, and that every card does."""
+    """Check that the driver and every card answer."""
     try:
         facts.machine = machine = nvml.read()
     except nvml.NoDriverError as missing:
@@ -60,7 +60,7 @@ def _count_on_bus(root: Path) -> int:
 
 
 def check_named(facts: Facts) -> Iterator[Finding]:
-    """Check that the GPUs named by ``--gpus`` can be used."""
+    """Check the GPUs named by ``--gpus``."""
     yield Finding("ok", f"{facts.gpus} is {join_names(Fleet.parse(facts.gpus or 'all').names)}")
 
 
@@ -80,15 +80,15 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
     if unknown:
         text = f"CUDA sees {', '.join(unknown)}, which NVML doesn't know"
         yield Finding("warning", text, "nobody can tell how much memory is free there")
-    seen = [gpu for gpu in facts.present if gpu.torch_name is not None]
-    renumbered = [gpu for gpu in seen if gpu.torch_name != f"cuda:{gpu.gpu.index}"]
+    visible = [gpu for gpu in facts.present if gpu.torch_name is not None]
+    renumbered = [gpu for gpu in visible if gpu.torch_name != f"cuda:{gpu.gpu.index}"]
     if renumbered:
         texts = [f"{gpu.torch_name} is nvidia-smi's GPU {gpu.gpu.index}" for gpu in renumbered]
         text = f"CUDA's numbers aren't nvidia-smi's: {join_names(texts)}"
         advice = "--gpus means nvidia-smi's; for other programs set CUDA_DEVICE_ORDER=PCI_BUS_ID"
         yield Finding("note", text, _explain_numbers(renumbered), advice)
-    elif seen and not unknown:
-        yield Finding("ok", f"CUDA sees {format_count(len(seen), 'GPU')}, in nvidia-smi's order")
+    elif visible and not unknown:
+        yield Finding("ok", f"CUDA sees {format_count(len(visible), 'GPU')}, in nvidia-smi's order")
 
 
 def _explain_numbers(renumbered: Sequence[PresentGpu]) -> str:
@@ -102,7 +102,7 @@ def _explain_numbers(renumbered: Sequence[PresentGpu]) -> str:
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
-    """List other processes that hold memory of a GPU."""
+    """List other processes with memory of a GPU."""
     for gpu in facts.cards:
         total, free = gpu.total_bytes or 0, gpu.free_bytes or 0
         texts = [
@@ -150,7 +150,7 @@ def _state(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
 
 
 def check_pcie(facts: Facts) -> Iterator[Finding]:
-    """Check that every card uses all PCIe lanes that it has."""
+    """Check that every card uses all its PCIe lanes."""
     connected = [gpu for gpu in facts.cards if gpu.pcie_lanes]
     text = f"all lanes of PCIe on {format_count(len(connected), 'GPU')}"
     return or_ok(by_gpu(connected, _pcie), text) if connected else iter(())

@@ -16,7 +16,7 @@ _LITTLE_SHARED_BYTES = 256 * MIB
 
 
 def check_host_memory(facts: Facts) -> Iterator[Finding]:
-    """Check that the host has memory for loading and offloading, and report a container's limit."""
+    """Check the host's memory for loading and offloading, and report a container's limit."""
     available = available_bytes(facts.root)
     if available is None:
         yield Finding("note", "how much memory the host has free isn't known here")
@@ -35,7 +35,7 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_shared_memory(facts: Facts) -> Iterator[Finding]:
-    """Check that /dev/shm is large enough for processes that exchange tensors."""
+    """Check the size of /dev/shm, for processes exchanging tensors."""
     try:
         free = shutil.disk_usage(facts.root / "dev/shm").free
     except OSError:
@@ -50,7 +50,7 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
-    """Compare the installed libraries with the version ranges that duoka is tested with."""
+    """Compare the installed libraries with the tested version ranges."""
     problems = [
         Finding("error", text, "duoka may fail anywhere", "pip install --upgrade duoka")
         for text in unmet_requirements()

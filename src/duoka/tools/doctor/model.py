@@ -1,4 +1,4 @@
-"""Model checks: complete checkpoint, hashes, and a plan that fits."""
+"""Model checks: complete checkpoint, hashes, and a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class ModelFacts:
-    """A model, and the call that plans for it as `duoka plan` does."""
+    """A model, and a function to plan it as `duoka plan` does."""
 
     def __init__(self, model: str, make_plan: Callable[[], Plan]) -> None:
         self.model = model
@@ -29,13 +29,13 @@ class ModelFacts:
         self.checkpoint: Checkpoint | None = None
 
     def files(self) -> list[Path]:
-        """Files with weights that are on this machine."""
+        """Files with weights on this machine."""
         files = () if self.checkpoint is None else self.checkpoint.files
         return [file for file in files if file.exists()]
 
 
 def check_whole(facts: ModelFacts) -> Iterator[Finding]:
-    """Check that all files are there, and that sizes, headers and index agree."""
+    """Check that all files are there, and agree with headers and index."""
     facts.checkpoint = checkpoint = Checkpoint.open(facts.model)
     if not checkpoint.has_weights:
         meaning = "it can be planned for, and not loaded"
@@ -52,7 +52,7 @@ def check_whole(facts: ModelFacts) -> Iterator[Finding]:
 
 
 def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
-    """Compare the files with the hashes that a download from the Hub has left."""
+    """Compare the files with hashes left by a download from the Hub."""
     hashes = [(file, digest) for file in facts.files() if (digest := _known_hash(file))]
     for file, digest in hashes:
         say(f"comparing the hash of {file.name}")
@@ -93,10 +93,10 @@ def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
         advice = "\n".join(ways) or problem.hint or ""
         yield Finding("error", str(problem), "it can't be loaded as it is", advice)
         return
-    least = min(stage.free_bytes for stage in plan.forecast.devices)
+    free_bytes = min(stage.free_bytes for stage in plan.forecast.devices)
     text = (
         f"it fits on {', '.join(plan.devices)} with {plan.workload.context_tokens} tokens, in "
-        f"{plan.workload.dtype}; {format_bytes(least)} free on the fullest "
+        f"{plan.workload.dtype}; {format_bytes(free_bytes)} free on the fullest "
         f"({shlex.join(command)} shows it)"
     )
     yield Finding("ok", text)

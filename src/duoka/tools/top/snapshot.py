@@ -90,7 +90,7 @@ class Monitor:
 def _gpus(
     activities: Sequence[nvml.Activity | nvml.Lost], devices: Sequence[live.LiveDevice]
 ) -> Iterator[GpuNow]:
-    """Yield every GPU once, with duoka's processes on it."""
+    """Yield every GPU once, with its processes of duoka."""
     on_gpu: dict[str, list[live.LiveDevice]] = {}
     for device in devices:
         # A virtual GPU belongs to a single process.
@@ -110,6 +110,13 @@ def _gpus(
         yield _with_memory(GpuNow(name=processes[0].measured.device), budget, free, processes)
 
 
+# The memory of a GPU of 24 GiB with a process of duoka's that has reserved 10 and will have 14 at
+# its plan's peak, beside 3 GiB of others:
+#
+#   |  reserved 10  |  others 3  |          free 11          |
+#                                |  growth 4  |   spare 7    |
+#
+# A process above its forecast has no growth, and gives nothing back for others.
 def _with_memory(
     gpu: GpuNow, total: int | None, free: int | None, processes: Sequence[live.LiveDevice]
 ) -> GpuNow:
