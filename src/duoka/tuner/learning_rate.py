@@ -1,28 +1,44 @@
-"""Learning rate by step: transformers' schedules, with a linear warm-up."""
+"""Learning rate by step: a linear warm-up, then constant, or a linear or cosine decay to 0.
+
+`transformers.get_scheduler` has the same decays, but begins its warm-up at 0: a first step without
+effect.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, get_args
-
-import torch
-from transformers import get_scheduler
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 Decay = Literal["constant", "linear", "cosine"]
 DECAYS: tuple[Decay, ...] = get_args(Decay)
 
 
-def make_schedule(decay: Decay, num_steps: int, warmup_steps: int = 0) -> Callable[[int], float]:
-    """Return the factor of the learning rate as a function of the step, counted from 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningRate:
+    """Factor of the learning rate for each of the training's `num_steps` steps.
+
+    The warm-up leads up to the full rate in equal steps, the first above 0. After the warm-up
+    "linear" and "cosine" decay to 0 at step `num_steps`.
 
     Examples
     --------
-    >>> factor = make_schedule("linear", 6, warmup_steps=2)
-    >>> [factor(step) for step in range(6)]
-    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
+    >>> rate = LearningRate(decay="linear", num_steps=6, warmup_steps=2)
+    >>> [rate(step) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
-    name = "constant_with_warmup" if decay == "constant" else decay
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    scheduler: Any = get_scheduler(name, optimizer, warmup_steps, num_steps)
-    factor: Callable[[int], float] = scheduler.lr_lambdas[0]
-    return factor
+
+    decay: Decay = "cosine"
+    num_steps: int
+    warmup_steps: int = 0
+
+    def __call__(self, step: int) -> float:
+        """Return the factor of a step, from 0 to 1."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        if step >= self.num_steps:
+            return 0.0
+        progress = (step - self.warmup_steps) / (self.num_steps - self.warmup_steps)
+        return 1 - progress if self.decay == "linear" else (1 + math.cos(math.pi * progress)) / 2

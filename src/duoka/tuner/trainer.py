@@ -22,7 +22,7 @@ from duoka.stages.schedule import ScheduledPass, order_passes
 from .data import OptimizerStep, TrainingMicroBatch
 from .dropout import seed_dropout
 from .layout import GradientSum, Layout
-from .learning_rate import make_schedule
+from .learning_rate import LearningRate
 from .part import Batch, ModelPart
 from .settings import TuneSettings
 
@@ -85,8 +85,10 @@ class Trainer:
             lr=settings.learning_rate,
             weight_decay=settings.weight_decay,
         )
-        self._schedule = make_schedule(
-            settings.lr_schedule, num_steps, settings.warmup_steps(num_steps)
+        self._rate = LearningRate(
+            decay=settings.lr_schedule,
+            num_steps=num_steps,
+            warmup_steps=settings.warmup_steps(num_steps),
         )
         self._gradients = GradientSum(layout, part.all_trained)
         self.is_asked_to_stop = False
@@ -100,7 +102,7 @@ class Trainer:
         begin = time.perf_counter()
         replicas = len(self._layout.plans)
         micro_batches = step.of_replica(self._replica, replicas)
-        rate = self._settings.learning_rate * self._schedule(number)
+        rate = self._settings.learning_rate * self._rate(number)
         losses, waited = self._run(micro_batches, step.trained_tokens, number=number)
         waited += self._wait()
         self._gradients.reduce(self._part.trained)
