@@ -340,8 +340,6 @@ def test_device_names_are_torchs(name: str) -> None:
         ({"reserve_bytes": -1}, "the reserve of cpu is -1 bytes"),
         ({"workspace_bytes": -1}, "the workspace of cpu is -1 bytes"),
         ({"reserve_bytes": 1, "memory_bytes": 5}, "has 5 B of memory, and a budget and reserve"),
-        ({"product": "\x1b[31m"}, r"product of cpu can't be shown: '\\x1b"),
-        ({"uuid": "x" * 121}, "uuid of cpu can't be shown"),
     ],
 )
 def test_what_a_device_refuses(fields: dict[str, Any], message: str) -> None:
@@ -350,20 +348,15 @@ def test_what_a_device_refuses(fields: dict[str, Any], message: str) -> None:
 
 
 def test_what_links_and_fleets_refuse() -> None:
-    first, second = Fleet.parse("2x1GiB").devices
+    (first,) = Fleet.parse("1GiB").devices
     link = Link(source="cuda:0", target="cuda:1", bytes_per_second=1.0, latency_seconds=0.0)
     with pytest.raises(FleetError, match="to itself"):
         replace(link, target="cuda:0")
     with pytest.raises(FleetError, match="-1"):
         replace(link, latency_seconds=-1.0)
-    for devices, links, message in (
-        ((), (), "no device to use"),
-        ((first, first), (), "cuda:0 stands twice"),
-        ((first,), (link,), "names cuda:1, which is not in the fleet"),
-        ((first, second), (link, link), "the link cuda:0 → cuda:1 stands twice"),
-    ):
+    for devices, message in (((), "no device to use"), ((first, first), "cuda:0 stands twice")):
         with pytest.raises(FleetError, match=message):
-            Fleet(devices=devices, links=links)
+            Fleet(devices=devices)
 
 
 def test_finding_devices_and_links() -> None:

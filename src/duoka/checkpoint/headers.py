@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from duoka.base.files import open_regular, read_bytes, why
 from duoka.base.serialization import parse_json_object
@@ -77,12 +77,8 @@ class TensorInfo:
     offset: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
-    """Index of a sharded checkpoint: the plain file name by tensor.
-
-    `total_bytes` is the size of all tensors by the index, which isn't always right.
-    """
+class Index(NamedTuple):
+    """Plain file names by tensor, and the size of all tensors, which isn't always right."""
 
     files: dict[str, str]
     total_bytes: int | None

@@ -18,7 +18,6 @@ STEP_BYTES = 64 * 2**20
 """Step of the budgets of this machine's GPUs: free memory differs by a few MiB from a card to its
 twin, and the search can exchange cards of equal budgets."""
 
-_MAX_TEXT = 120
 _NAME = re.compile(r"[a-z]+(:(0|[1-9][0-9]{0,3}))?", re.ASCII)
 _SPEEDS = (
     "memory_bytes_per_second",
@@ -66,7 +65,7 @@ class Device:
     Raises
     ------
     FleetError
-        If the name isn't in torch's form, a text isn't printable, or a number isn't positive.
+        If the name isn't in torch's form, or a number isn't positive.
     """
 
     name: str
@@ -91,11 +90,6 @@ class Device:
                 f"{self.name!r} is not the name of a device",
                 hint="torch's names are cuda:0, cpu, vgpu:1",
             )
-        for name in ("product", "uuid", "pci_address"):
-            # They are shown, and the file of a plan can hold any text.
-            text = getattr(self, name)
-            if not text.isprintable() or len(text) > _MAX_TEXT:
-                raise FleetError(f"the {name} of {self.name} can't be shown: {text[:40]!a}")
         for part, minimum in (("budget", 1), ("reserve", 0), ("workspace", 0)):
             size = getattr(self, f"{part}_bytes")
             if size < minimum:
@@ -110,9 +104,6 @@ class Device:
             speed = getattr(self, name)
             if speed is not None and not speed > 0:
                 raise FleetError(f"{name} of {self.name} is {speed}; it must be positive")
-        unknown = [name for name in self.measured if name not in (*_SPEEDS, "reserve_bytes")]
-        if unknown:
-            raise FleetError(f"{unknown[0][:40]!a} of {self.name} is nothing that is measured")
 
     @property
     def speeds(self) -> tuple[float | None, ...]:

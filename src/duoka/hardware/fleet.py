@@ -8,7 +8,7 @@ a budget was made from free memory.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from duoka.base.units import format_bytes
@@ -34,8 +34,7 @@ class Fleet:
     Raises
     ------
     FleetError
-        If there is no device, more than `MAX_DEVICES`, a doubled name or link, or a link of an
-        unknown device.
+        If there is no device, more than `MAX_DEVICES`, or a doubled name.
     """
 
     devices: tuple[Device, ...]
@@ -47,12 +46,9 @@ class Fleet:
             raise FleetError("no device to use", hint=parse.FORMS)
         if len(names) > MAX_DEVICES:
             raise FleetError(f"{len(names)} devices; at most {MAX_DEVICES} can be planned for")
-        _refuse_doubled("the device", names)
-        _refuse_doubled("the link", [f"{link.source} → {link.target}" for link in self.links])
-        for link in self.links:
-            for name in (link.source, link.target):
-                if name not in names:
-                    raise FleetError(f"a link names {name[:40]}, which is not in the fleet")
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise FleetError(f"the device {name} stands twice in the fleet")
 
     @classmethod
     def parse(cls, text: str) -> Fleet:
@@ -224,9 +220,3 @@ def _shrink(device: Device, num_bytes: int) -> Device:
         budget_bytes=device.budget_bytes - num_bytes,
         reserve_bytes=device.reserve_bytes + num_bytes,
     )
-
-
-def _refuse_doubled(what: str, names: Iterable[str]) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise FleetError(f"{what} {name} stands twice in the fleet")

@@ -35,7 +35,6 @@ FORMS = (
 #
 # A card's figures end at "+", because commas separate them. A bare number is an index, unless it is
 # the name of a card ("3090"); a size has a unit.
-_MOST_SIGNS = 4000
 _MOST_BYTES = 2**50
 _SHOWN = 60
 _ALL = "all"
@@ -48,7 +47,6 @@ _SPEED = re.compile(r"([\d.]+\s*[kmgt]?i?b)\s*(?:/\s*s|ps)", re.ASCII | re.IGNOR
 _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASCII | re.IGNORECASE)
 _RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
 _CARD_NAME = re.compile(r"[\w .()/-]{1,40}")
-_RESERVED = frozenset({"virtual", "cuda", "vgpu", "cpu", "gpu"})
 _MAX_MEMORY_GPU = re.compile(r"(?:(?:cuda:)?|(?P<virtual>vgpu:))(?P<number>[0-9]{1,4})", re.ASCII)
 _ZERO_SIZE = re.compile(r"0+(\.0+)?\s*[A-Za-z]*", re.ASCII)
 _MAX_MEMORY_FORM = '{0: "10GiB", 1: "20GiB", "cpu": "30GiB"} is one'
@@ -60,10 +58,6 @@ _Entry = tuple[Device, catalogue.Card | None]
 
 def read(text: str) -> Found:
     """Parse a fleet; `Fleet.parse` describes the forms."""
-    if len(text) > _MOST_SIGNS:
-        raise UsageError(
-            f"the GPUs are named in {len(text)} signs; at most {_MOST_SIGNS} are read", hint=FORMS
-        )
     body, is_virtual = _body(text)
     if not body.strip():
         raise FleetError(f"{_short(text)} names no device", hint=FORMS)
@@ -189,7 +183,7 @@ def _own_card(entry: str) -> Device:
             f"{_short(entry)} is torch's name for a device",
             hint=f"write the numbers that nvidia-smi shows, as 0,1; {FORMS}",
         )
-    if not _CARD_NAME.fullmatch(name) or name.lower() in _RESERVED:
+    if not _CARD_NAME.fullmatch(name) or name.lower() == "virtual":
         raise UsageError(
             f"{_short(name)} is not a name for a card", hint=f"{catalogue.DECLARING}; {FORMS}"
         )
