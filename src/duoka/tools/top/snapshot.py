@@ -76,7 +76,7 @@ class Monitor:
         """Take a snapshot."""
         devices, notes = [], self._notes
         try:
-            devices = live.read()
+            devices = live.read_memory()
         except DuokaError as error:
             notes += (f"{error}; {error.hint}",)
         gpus = _gpus([] if self._watch is None else self._watch.look(), devices)
