@@ -46,6 +46,7 @@ _LEAST_BYTES = MIB  # a smaller size in bytes, as "910B", is rather a card's nam
 _SPEED = re.compile(r"([\d.]+\s*[kmgt]?i?b)\s*(?:/\s*s|ps)", re.ASCII | re.IGNORECASE)
 _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASCII | re.IGNORECASE)
 _RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
+_RESERVED = frozenset({"virtual", "cuda", "vgpu", "cpu", "gpu"})
 _CARD_NAME = re.compile(r"[\w .()/-]{1,40}")
 _MAX_MEMORY_GPU = re.compile(r"(?:(?:cuda:)?|(?P<virtual>vgpu:))(?P<number>[0-9]{1,4})", re.ASCII)
 _ZERO_SIZE = re.compile(r"0+(\.0+)?\s*[A-Za-z]*", re.ASCII)
@@ -183,7 +184,7 @@ def _own_card(entry: str) -> Device:
             f"{_short(entry)} is torch's name for a device",
             hint=f"write the numbers that nvidia-smi shows, as 0,1; {FORMS}",
         )
-    if not _CARD_NAME.fullmatch(name) or name.lower() == "virtual":
+    if not _CARD_NAME.fullmatch(name) or name.lower() in _RESERVED:
         raise UsageError(
             f"{_short(name)} is not a name for a card", hint=f"{catalogue.DECLARING}; {FORMS}"
         )
