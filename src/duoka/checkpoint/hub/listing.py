@@ -19,11 +19,12 @@ from urllib.parse import quote
 
 from huggingface_hub import HfApi, constants
 
-from duoka.base.files import Stamp, cache_directory, open_regular, read_bytes, write_whole
-from duoka.errors import CheckpointError
+from duoka.base.files import Stamp, cache_directory, open_regular, read_text, write_whole
+from duoka.base.serialization import from_dict, parse_json_object, to_dict
+from duoka.errors import CheckpointError, FormatError
 
 from ..directory import CHAT_TEMPLATES
-from ..headers import is_plain_name, parse_json
+from ..headers import is_plain_name
 from .errors import endpoint, query
 from .repo_name import COMMIT, HubFile, HubName
 
@@ -63,17 +64,21 @@ def query_listing(name: HubName) -> Listing:
             timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
         ),
     )
-    siblings = (
-        (sibling.rfilename, sibling.size, sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
-        for sibling in info.siblings or ()
-    )
-    listing = _make_listing(info.sha, siblings, name)
-    files = [(file.name, file.num_bytes, file.etag) for file in listing.files.values()]
-    for revision in {name.revision, listing.commit}:
+    commit, problem = str(info.sha), ""
+    if not COMMIT.fullmatch(commit):
+        problem = f"doesn't tell the commit of {name}"
+    elif COMMIT.fullmatch(name.revision) and commit != name.revision:
+        problem = f"tells of commit {commit} instead of {name}"
+    if problem:
+        hint = "is HF_ENDPOINT the address of a Hub?"
+        raise CheckpointError(f"{endpoint()} {problem}", hint=hint)
+    files = {file.name: file for file in _select(info.siblings or ())}
+    listing = Listing(commit=commit, files=files)
+    for revision in {name.revision, commit}:
         path = _path(name.repo, revision)
         with suppress(OSError):  # queried again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps({"commit": listing.commit, "files": files}))
+            write_whole(path, json.dumps(to_dict(listing)))
     return listing
 
 
@@ -81,9 +86,9 @@ def kept_listing(name: HubName) -> Listing | None:
     """Return the listing kept of a revision; None if absent or damaged."""
     path = _path(name.repo, name.revision)
     try:
-        content = parse_json(read_bytes(path, most_bytes=_MOST_BYTES), str(path))
-        return _make_listing(content["commit"], content["files"], name)
-    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+        text = read_text(path, most_bytes=_MOST_BYTES)
+        return from_dict(Listing, parse_json_object(text, str(path)))
+    except (OSError, ValueError, FormatError):
         return None
 
 
@@ -92,24 +97,13 @@ def _path(repo: str, revision: str) -> Path:
     return cache_directory().joinpath("hub", *names)
 
 
-def _make_listing(commit: object, files: Iterable[Any], name: HubName) -> Listing:
-    problem = ""
-    if not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
-        problem = f"doesn't tell the commit of {name}"
-    elif COMMIT.fullmatch(name.revision) and commit != name.revision:
-        problem = f"tells of commit {commit} instead of {name}"
-    if problem:
-        raise CheckpointError(
-            f"{endpoint()} {problem}", hint="is HF_ENDPOINT the address of a Hub?"
-        )
-    return Listing(commit=str(commit), files={file.name: file for file in _select(files)})
-
-
-def _select(files: Iterable[Any]) -> Iterator[RemoteFile]:
-    """Select the files of a checkpoint."""
-    for name, size, etag in files:
-        is_complete = type(size) is int and 0 <= size < 2**63 and _ETAG.fullmatch(str(etag))
-        folder, _, plain = str(name).rpartition("/")
+def _select(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
+    """Select the files of a checkpoint among those of the Hub's answer."""
+    for sibling in siblings:
+        name, size = str(sibling.rfilename), sibling.size
+        etag = str(sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
+        folder, _, plain = name.rpartition("/")
+        is_complete = type(size) is int and 0 <= size < 2**63 and _ETAG.fullmatch(etag)
         if is_complete and is_plain_name(plain) and folder in ("", CHAT_TEMPLATES):
             yield RemoteFile(name=name, num_bytes=size, etag=etag)
 
