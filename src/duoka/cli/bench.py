@@ -201,7 +201,7 @@ def _calibrate(gpus: str, as_json: bool) -> None:
         from duoka.tools.bench.calibrate import calibrate
 
         say("measuring")
-        calibrated = calibrate(fleet, progress=say)
+        calibrated = calibrate(fleet)
     if as_json:
         typer.echo(json.dumps(to_dict(calibrated.calibration), indent=1))
     else:

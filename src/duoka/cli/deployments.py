@@ -63,7 +63,7 @@ def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
     say_import("torch")
     from duoka.tools.bench.calibrate import calibrate
 
-    calibrated = calibrate(fleet, progress=say)
+    calibrated = calibrate(fleet)
     if calibrated.path is not None:
         return duoka.Fleet.parse(gpus)
     figures = calibrated.calibration

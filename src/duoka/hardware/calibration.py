@@ -11,15 +11,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from duoka.base.files import cache_directory, read_text, write_whole
+from duoka.base.requirements import installed_version
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.base.units import MIB
 from duoka.errors import FormatError
 
-from .device import RESERVE_BYTES, Device, Link
+from .device import Device, Link
 
 _VERSION = 5
 _MOST_BYTES = 2**22
@@ -103,10 +103,7 @@ class Calibration:
 
 def torch_version() -> str:
     """Return torch's version without an import; empty if not installed."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
+    return installed_version("torch") or ""
 
 
 def path_for(driver: str) -> Path:
@@ -132,11 +129,6 @@ def keep_calibration(measured: Calibration) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(to_dict(read_calibration(measured.driver).joined(measured))))
     return path
-
-
-def reserve_bytes(figures: GpuFigures | None) -> int:
-    """Return the reserve of a GPU with these figures, or of one without."""
-    return RESERVE_BYTES if figures is None else figures.reserve_bytes
 
 
 def with_figures(device: Device, figures: GpuFigures | None) -> Device:

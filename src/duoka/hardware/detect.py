@@ -16,7 +16,7 @@ from duoka.errors import FleetError
 
 from . import calibration, catalogue, cuda_driver, gpu_generation, nvml
 from .calibration import GpuFigures
-from .device import MAX_DEVICES, STEP_BYTES, Device, Found
+from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Found
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
@@ -94,7 +94,7 @@ class PresentGpu:
     @property
     def kept_bytes(self) -> int:
         """Reserve for CUDA."""
-        return calibration.reserve_bytes(self.figures)
+        return RESERVE_BYTES if self.figures is None else self.figures.reserve_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to JSON's types."""

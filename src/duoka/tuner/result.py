@@ -16,7 +16,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -41,8 +41,8 @@ from duoka.models.lora import LoraAdapter, LowRank, published_form, put_adapter
 from duoka.models.text.prompts import ChatGLM3Format, GLM4Format, chat_format
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
-Names = Literal["original", "native"]
-_NAMES = ("original", "native")
+from .settings import KeyNames
+
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
@@ -75,7 +75,7 @@ def claim_directory(directory: Path) -> Path:
 
 
 def write_adapter(
-    directory: Path, adapter: LoraAdapter, base: Checkpoint, *, names: Names = "native"
+    directory: Path, adapter: LoraAdapter, base: Checkpoint, *, names: KeyNames = "native"
 ) -> None:
     """Write an adapter, in native form, in peft's format into a new directory.
 
@@ -83,7 +83,7 @@ def write_adapter(
     published code, used by vLLM too; the two differ for this family only. After a MachineError
     nothing is left.
     """
-    choose("names", names, _NAMES)
+    choose("names", names, get_args(KeyNames))
     ends_suffice = _is_on_all(adapter, base)
     if names == "original":
         adapter = published_form(adapter, base.config)
@@ -157,7 +157,7 @@ def write_merged(
     *,
     adapter: LoraAdapter | None = None,
     parameters: Mapping[str, Tensor] | None = None,
-    names: Names = "original",
+    names: KeyNames = "original",
 ) -> None:
     """Write a copy of the published checkpoint with trained parameters into a new directory.
 
@@ -169,7 +169,7 @@ def write_merged(
     UsageError is raised for an unsuitable checkpoint, LoadError for parameters of another model,
     MachineError if the directory can't be written; nothing is left then.
     """
-    choose("names", names, _NAMES)
+    choose("names", names, get_args(KeyNames))
     if method_of(base.config) is not None:
         raise UsageError(
             f"{base.name} was published quantized, and nothing can be merged into such weights",

@@ -88,14 +88,14 @@ def test_kept_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, cache: Path) 
     monkeypatch.setattr(calibrating.devices, "materialise", lambda fleet: None)
     monkeypatch.setattr(calibrating, "crossing_rate", lambda source, target: (5e9, 1e-5))
 
-    def interrupted(device: Device, say: object) -> GpuFigures:
+    def interrupted(device: Device) -> GpuFigures:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(calibrating, "_measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calibrate(fleet)
     assert calibration.read_calibration(driver).gpus == ()
-    monkeypatch.setattr(calibrating, "_measure", lambda device, say: FIGURES)
+    monkeypatch.setattr(calibrating, "_measure", lambda device: FIGURES)
     found = calibrate(fleet)
     assert found.path == calibration.path_for(driver)
     assert calibration.read_calibration(driver) == found.calibration

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from duoka import models
 from duoka.base.files import why
+from duoka.base.progress import say
 from duoka.base.units import MIB
 from duoka.errors import FleetError, MachineError
 from duoka.forecast.profile import evaluate
@@ -37,7 +38,6 @@ from duoka.runtime.paged_steps import PagedStep, PagedStepper
 from duoka.runtime.steps import Stepper
 from duoka.tracing import TraceSpec, trace_serving
 
-Progress = Callable[[str], None]
 Call = Callable[[], object]
 
 # A small model for generation, with the head sizes of fused attention.
@@ -83,15 +83,13 @@ class Calibrated:
     path: Path | None
 
 
-def calibrate(fleet: Fleet, *, progress: Progress | None = None) -> Calibrated:
+def calibrate(fleet: Fleet) -> Calibrated:
     """Measure the GPUs of a fleet, and keep the figures for later plans.
 
     Parameters
     ----------
     fleet : Fleet
         GPUs of this machine. Of virtual ones nothing is kept.
-    progress : callable, optional
-        Called with the name of the next measurement.
 
     Raises
     ------
@@ -103,13 +101,12 @@ def calibrate(fleet: Fleet, *, progress: Progress | None = None) -> Calibrated:
     _refuse_declared(fleet)
     driver = _driver(fleet)
     devices.materialise(fleet)
-    say = progress or (lambda what: None)
     try:
         result = Calibration(
             driver=driver,
             torch=calibration.torch_version(),
-            gpus=tuple(_measure(device, say) for device in _kinds(fleet)),
-            links=tuple(_links(fleet, say)),
+            gpus=tuple(map(_measure, _kinds(fleet))),
+            links=tuple(_links(fleet)),
         )
     except torch.OutOfMemoryError as error:
         raise make_too_small_error(", ".join(fleet.names)) from error
@@ -151,7 +148,7 @@ def _driver(fleet: Fleet) -> str:
     return machine.driver_version
 
 
-def _measure(device: Device, say: Progress) -> GpuFigures:
+def _measure(device: Device) -> GpuFigures:
     name = device.name
     say(f"{name}: memory outside the allocator")
     dtype = torch.float16 if device.has_bfloat16 is False else torch.bfloat16
@@ -213,7 +210,7 @@ def _kinds(fleet: Fleet) -> Iterable[Device]:
     return kinds.values()
 
 
-def _links(fleet: Fleet, say: Progress) -> Iterator[LinkFigures]:
+def _links(fleet: Fleet) -> Iterator[LinkFigures]:
     for source, target in itertools.permutations(fleet.devices, 2):
         say(f"{source.name} → {target.name}")
         rate, latency = crossing_rate(source.name, target.name)
