@@ -34,7 +34,7 @@ from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.stages.workers import Workers, describe_end, end_with_parent
 
-from .deployments import Deployment, Rates, one_line, together
+from .deployments import Deployment, Rates, combine_rates, describe_error
 
 _MODULE = "duoka.tools.bench"
 _DECODE_TOKENS = 32
@@ -50,7 +50,7 @@ def measure(case: Deployment, *, trust_remote_code: bool = False) -> Deployment:
     try:
         rates, peaks = _run(case.plans, trust_remote_code)
     except (DuokaError, RuntimeError) as error:
-        return replace(case, trouble=one_line(error))
+        return replace(case, trouble=describe_error(error))
     return replace(case, measured=rates, peaks=tuple(peaks))
 
 
@@ -79,7 +79,7 @@ def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[Pe
             ended = next(filter(None, codes.values()), 0)
             raise MachineError(f"its process has ended: {describe_end(ended)}") from error
     speed, seconds = one.many_tokens_per_second, first.first_token_seconds
-    rates = replace(together(copies), first_token_seconds=seconds, one_tokens_per_second=speed)
+    rates = replace(combine_rates(copies), first_token_seconds=seconds, one_tokens_per_second=speed)
     return rates, [*chain(*peaks)]
 
 
