@@ -127,7 +127,7 @@ def compiled(
     """What block 7 does, alone on its device, that has so many caches before."""
     trace = SimpleNamespace(
         profile=SimpleNamespace(blocks={7: SimpleNamespace(kind=0)}),
-        tape=lambda block, step: SimpleNamespace(sizes=range(num_sizes), reads=()),
+        trace=lambda block, step: SimpleNamespace(sizes=range(num_sizes), reads=()),
         events=lambda block, step: events,
     )
     compiler = StageCompiler(cast(AllocEvents, trace), 0, {7: num_kept}, alive=alive)

@@ -164,13 +164,13 @@ def busy(profile: Profile, rng: random.Random) -> Profile:
     kinds = tuple(
         replace(
             kind,
-            tapes=tuple(
+            traces=tuple(
                 replace(
-                    tape,
+                    trace,
                     flops=(rng.randint(1, 9) * 1e6 * (number % 3 + 1),),
                     moved_bytes=(rng.randint(1, 9) * 1e6,),
                 )
-                for number, tape in enumerate(kind.tapes)
+                for number, trace in enumerate(kind.traces)
             ),
         )
         for kind in profile.kinds

@@ -144,7 +144,7 @@ def test_what_is_left_out_is_what_would_have_been_recorded(
 ) -> None:
     workload = rehearsing.load(40, batch=2, **FULL)
     brief = trace_alone(name, workload, **{layers: 7})
-    monkeypatch.setattr(tracing._Tracer, "skip", False)
+    monkeypatch.setattr(tracing.TrainingTracer, "skip", False)
     assert brief == trace_alone(name, workload, **{layers: 7})
 
 

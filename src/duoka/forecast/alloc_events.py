@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from .device_memory import sizes_of
 from .profile import (
+    AllocationTrace,
     BlockKind,
     Key,
     Phase,
     Profile,
     Ref,
     Rules,
-    Tape,
     evaluate_all,
     monomials,
     rules_of,
@@ -52,7 +52,7 @@ class AllocEvents:
         self.profile = profile
         self.workload = workload
         self._sizes: dict[tuple[int, int], list[int]] = {}
-        self._rules: dict[int, Rules] = {}  # by the tape, which the profile keeps
+        self._rules: dict[int, Rules] = {}  # by the trace, which the profile keeps
         self._packed: dict[tuple[int, int], bytes] = {}
         self._events: dict[tuple[int, int], list[Event]] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
@@ -61,25 +61,27 @@ class AllocEvents:
     def _schedule(self) -> list[ForecastStep]:
         raise NotImplementedError
 
-    def tape(self, block: int, step: int) -> Tape:
-        """The tape of a block in one of `steps`."""
-        return self._kind(block).tapes[self.steps[step].regime]
+    def trace(self, block: int, step: int) -> AllocationTrace:
+        """The trace of a block in one of `steps`."""
+        return self._kind(block).traces[self.steps[step].regime]
 
     def sizes(self, block: int, step: int) -> list[int]:
         """Bytes of each allocation that a block makes in one of `steps`."""
         key = (self.profile.blocks[block].kind, step)
         if key not in self._sizes:
-            tape = self.tape(block, step)
-            if id(tape) not in self._rules:
-                self._rules[id(tape)] = rules_of(tape.sizes)
-            self._sizes[key] = evaluate_all(self._rules[id(tape)], self.steps[step].values).tolist()
+            trace = self.trace(block, step)
+            if id(trace) not in self._rules:
+                self._rules[id(trace)] = rules_of(trace.sizes)
+            self._sizes[key] = evaluate_all(
+                self._rules[id(trace)], self.steps[step].values
+            ).tolist()
         return self._sizes[key]
 
     def events(self, block: int, step: int) -> list[Event]:
         """What a block does in one of `steps`."""
         key = (self.profile.blocks[block].kind, self.steps[step].regime)
         if key not in self._events:
-            self._events[key] = list(self._read_tape(block, step))
+            self._events[key] = list(self._read_trace(block, step))
         return self._events[key]
 
     def packed_sizes(self, block: int, step: int) -> bytes:
@@ -90,31 +92,31 @@ class AllocEvents:
         return self._packed[key]
 
     def foreign_frees(self, block: int, step: int) -> tuple[Ref, ...]:
-        """The frees in a block's tape that end what other blocks made."""
+        """The frees in a block's trace that end what other blocks made."""
         key = (self.profile.blocks[block].kind, self.steps[step].regime)
         if key not in self._foreign_frees:
             self._foreign_frees[key] = tuple(
                 ref
-                for ref in self.tape(block, step).events
+                for ref in self.trace(block, step).events
                 if ref is not None and ref.origin in ("earlier", "carried", "input")
             )
         return self._foreign_frees[key]
 
     def key_of(self, block: int, ref: Ref, step: int) -> Key:
-        """Whose allocation a reference in a block's tape means."""
+        """Whose allocation a reference in a block's trace means."""
         return self.profile.key_of(block, ref, self.steps[step].regime)
 
     def first_number(self, block: int, step: int) -> int:
-        """The number of the first allocation in a block's tape."""
+        """The number of the first allocation in a block's trace."""
         return 0
 
-    def _read_tape(self, block: int, step: int) -> Iterator[Event]:
-        # In the names of a tape, not of its block: kinds stand for many blocks.
-        tape = self.tape(block, step)
-        caches = frozenset(tape.retained)
+    def _read_trace(self, block: int, step: int) -> Iterator[Event]:
+        # In the names of a trace, not of its block: kinds stand for many blocks.
+        trace = self.trace(block, step)
+        caches = frozenset(trace.retained)
         number = first = self.first_number(block, step)
-        for position, ref in enumerate(tape.events):
-            if position == tape.matmul_at:
+        for position, ref in enumerate(trace.events):
+            if position == trace.matmul_at:
                 yield MULTIPLY, 0, 0
             if ref is None:
                 yield KEEP if number in caches else MALLOC, number, number - first
@@ -125,7 +127,7 @@ class AllocEvents:
                 yield RELEASE, ref.back, ref.index
             else:
                 yield RELEASE_FAR, *self.key_of(block, ref, step)
-        if tape.matmul_at == len(tape.events):
+        if trace.matmul_at == len(trace.events):
             yield MULTIPLY, 0, 0
 
     def _kind(self, block: int) -> BlockKind:

@@ -82,7 +82,7 @@ class StageCompiler:
         self._moved: list[Rule] = []
         kinds = events.profile.blocks
         self._examples = {kinds[block].kind: block for block in self.blocks}
-        numbers = (len(events.tape(block, step).sizes) for block in self._examples.values())
+        numbers = (len(events.trace(block, step).sizes) for block in self._examples.values())
         *firsts, self._num_sizes = itertools.accumulate(numbers, initial=0)
         self._first_sizes = dict(zip(self._examples, firsts, strict=True))
 
@@ -114,9 +114,9 @@ class StageCompiler:
         `move` on. Only slots are others, as many further as this block has taken from `slot` on.
         A tensor may also stay as it is if it is from further back than blocks of this kind refer.
         """
-        profile, tape = self.events.profile, self.events.tape(block, self.step)
+        profile, trace = self.events.profile, self.events.trace(block, self.step)
         num_kept, taken = self._num_kept[block], self._num_slots - slot
-        refs = [*filter(None, tape.events), *(read.ref for read in tape.reads)]
+        refs = [*filter(None, trace.events), *(read.ref for read in trace.reads)]
         reach = block - max((ref.back for ref in refs), default=0)
         if not (order and order[0] == block + 1 and self.blocks >= {*range(reach, block)}):
             return 0
@@ -216,7 +216,7 @@ class StageCompiler:
 
     def _read_from_elsewhere(self, block: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
         """What a block reads that isn't made on its device, and the devices that it comes over."""
-        reads = self.events.tape(block, self.step).reads
+        reads = self.events.trace(block, self.step).reads
         keys = [self.events.key_of(block, read.ref, self.step) for read in reads]
         return [
             (key, read.size, detour)

@@ -283,8 +283,8 @@ class ServingCosts(Costs):
         start = next(n for n, regime in enumerate(profile.regimes) if regime.phase == "start")
         of_kind = []
         for kind in profile.kinds:
-            tape = kind.tapes[start]
-            rules = [tape.sizes[number] for number in tape.retained]
+            trace = kind.traces[start]
+            rules = [trace.sizes[number] for number in trace.retained]
             of_kind.append(sum(round(rule[place]) for rule in rules if len(rule) > place))
         blocks = profile.blocks
         return np.asarray(
@@ -413,11 +413,11 @@ class _TrainingBounds:
 
     def _saved_bytes(self, block: int) -> int:
         """Bytes that a block's backward pass takes from its own forward pass."""
-        number = len(self.replay.tape(block, FORWARD).sizes)
+        number = len(self.replay.trace(block, FORWARD).sizes)
         sizes = self.replay.sizes(block, FORWARD)
         outputs = sum(
             rounded_bytes(sizes[ref.index])
-            for ref in self.replay.tape(block, BACKWARD).events
+            for ref in self.replay.trace(block, BACKWARD).events
             if ref is not None and ref.origin == "own" and ref.index < number
         )
         return outputs + self._saved_input_bytes(block)
@@ -427,9 +427,9 @@ class _TrainingBounds:
         values = self.replay.steps[FORWARD].values
         inputs = {
             read.ref: rounded_bytes(evaluate(read.size, values))
-            for read in self.replay.tape(block, FORWARD).reads
+            for read in self.replay.trace(block, FORWARD).reads
         }
-        ended = set(self.replay.tape(block, BACKWARD).events)
+        ended = set(self.replay.trace(block, BACKWARD).events)
         return sum(
             min(size, self._made_bytes(block, ref))
             for ref, size in inputs.items()
@@ -447,13 +447,13 @@ class _TrainingBounds:
         return max([self._own_peak(first, step), *peaks])
 
     def _own_peak(self, block: int, step: int) -> int:
-        tape = self.replay.tape(block, step)
+        trace = self.replay.trace(block, step)
         sizes = [rounded_bytes(size) for size in self.replay.sizes(block, step)]
         before = [rounded_bytes(size) for size in self.replay.sizes(block, FORWARD)]
         first = self.replay.first_number(block, step)
         live = peak = self._saved_bytes(block) - self._saved_input_bytes(block) if step else 0
         number = 0
-        for ref in tape.events:
+        for ref in trace.events:
             if ref is None:
                 live += sizes[number]
                 number += 1

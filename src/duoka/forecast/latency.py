@@ -295,12 +295,12 @@ class LatencyModel:
 
     def _work_of(self, kind: int) -> Floats:
         """[3, steps]: arithmetic, bytes moved, and launches."""
-        tapes = self._profile.kinds[kind].tapes
+        traces = self._profile.kinds[kind].traces
         work = np.zeros((3, len(self._steps)))
         for regime in {step.regime for step in self._steps}:
-            tape = tapes[regime]
+            trace = traces[regime]
             steps = [index for index, step in enumerate(self._steps) if step.regime == regime]
-            rules = [tape.flops, tape.moved_bytes, tape.launches]
+            rules = [trace.flops, trace.moved_bytes, trace.launches]
             work[:, steps] = _evaluate_at(rules, self._values[steps])
         return work
 
@@ -314,8 +314,8 @@ class LatencyModel:
         for regime in {step.regime for step in self._steps}:
             steps = [index for index, step in enumerate(self._steps) if step.regime == regime]
             comes_back = self._steps[steps[0]].phase in TRAINING_PHASES[1:]
-            tape = self._profile.kinds[before if comes_back else kind].tapes[regime]
-            reads = [read for read in tape.reads if not comes_back or read.ref.back < 0]
+            trace = self._profile.kinds[before if comes_back else kind].traces[regime]
+            reads = [read for read in trace.reads if not comes_back or read.ref.back < 0]
             sizes = _evaluate_at([read.size for read in reads], self._values[steps])
             sent[:, steps] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
         return sent

@@ -1,11 +1,11 @@
 """Profile: the blocks of one model in execution order, with what each of them costs.
 
-A profile holds rules, not one measurement. For every kind of block it keeps a *tape*: the
+A profile holds rules, not one measurement. For every kind of block it keeps a *trace*: the
 allocations and frees that one step makes there, in order, each size a polynomial in the batch,
-the query tokens and the key tokens of the step. Replaying the tapes through the allocator's model
+the query tokens and the key tokens of the step. Replaying the traces through the allocator's model
 answers any batch, prompt, chunk and number of new tokens without running the model again.
 
-Tapes hold for a *regime*: a phase of generation and a range of sizes in which the model's code
+Traces hold for a *regime*: a phase of generation and a range of sizes in which the model's code
 does the same things. It knows nothing of devices or of torch.
 """
 
@@ -114,7 +114,7 @@ def evaluate_all(rules: Rules, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
 
 Key = tuple[int, int]
-"""A block and the number of an allocation in its tape, or -1 - that in an earlier step's; block -1
+"""A block and the number of an allocation in its trace, or -1 - that in an earlier step's; block -1
 stands for the model's inputs."""
 
 
@@ -126,7 +126,7 @@ class Ref:
     before; "kept", by this block in an earlier step (a KV cache); "carried", by any block in this
     step and used far from it (masks, position embeddings; `index` is into `Regime.carried`); or
     "input", given by the caller or, with `back`, kept by an earlier step of another block (features
-    of images). `index` is the number of the allocation in the maker's tape, of the slot of a cache,
+    of images). `index` is the number of the allocation in the maker's trace, of the slot of a cache,
     or of the model's input.
     """
 
@@ -144,7 +144,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tape:
+class AllocationTrace:
     """What one step does in one kind of block.
 
     `sizes` are the bytes of each allocation, in order, before rounding. Of the `events`, None is
@@ -169,12 +169,12 @@ class Tape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """Where one set of tapes holds; all ranges are half-open.
+    """Where one set of traces holds; all ranges are half-open.
 
     `many` is more than one sequence, with padding. The ranges are those of the tokens that come
     in, that came before, and of both. `aligned` says whether the keys that are attended to are a
     multiple of `ALIGNED_TOKENS`, where that makes a difference. `carried` are the allocations that
-    are used far from where they are made: block, number in its tape.
+    are used far from where they are made: block, number in its trace.
     """
 
     phase: Phase
@@ -186,7 +186,7 @@ class Regime:
     carried: tuple[tuple[int, int], ...] = ()
 
     def holds(self, phase: Phase, *, batch: int, query: int, keys: int) -> bool:
-        """Whether the tapes of this regime describe such a step."""
+        """Whether the traces of this regime describe such a step."""
         return (
             self.phase == phase
             and self.many == (batch > 1)
@@ -202,14 +202,14 @@ class BlockKind:
     """What blocks of one kind cost.
 
     `weight_bytes` has each parameter and buffer, in the model's order; tied ones only where they
-    are met first. There is one tape for each of the profile's regimes. `streamed_bytes` is what
+    are met first. There is one trace for each of the profile's regimes. `streamed_bytes` is what
     the weights take on a device for the time of a call, where they stay on the host otherwise
     (`Profile.offloading`); `weight_bytes` is empty then. In training, `trained` has each
     parameter that gets a gradient.
     """
 
     weight_bytes: tuple[int, ...]
-    tapes: tuple[Tape, ...]
+    traces: tuple[AllocationTrace, ...]
     streamed_bytes: int = 0
     trained: tuple[TrainedTensor, ...] = ()
 
@@ -269,7 +269,7 @@ class Profile:
         if not self.blocks:
             raise ModelError("the model has no parameters to place")
         assert self.tensor_names is None or len(self.tensor_names) == len(self.blocks)
-        assert all(len(kind.tapes) == len(self.regimes) for kind in self.kinds)
+        assert all(len(kind.traces) == len(self.regimes) for kind in self.kinds)
 
     def root_of(self, block: int) -> int:
         """The block that one is tied to in the end, or itself."""
@@ -342,7 +342,7 @@ class Profile:
         return replace(self, blocks=tuple(changed), kinds=tuple(number))
 
     def key_of(self, block: int, ref: Ref, regime: int) -> Key:
-        """Whose allocation a reference in a block's tape means."""
+        """Whose allocation a reference in a block's trace means."""
         if ref.origin == "own":
             return block, ref.index
         if ref.origin == "earlier":

@@ -130,11 +130,11 @@ class Replay(AllocEvents):
             return keys
         chosen = {*_ends(keys)}
         rules = {
-            tape.sizes[index]
+            trace.sizes[index]
             for kind in self.profile.kinds
-            for regime, tape in zip(self.profile.regimes, kind.tapes, strict=True)
+            for regime, trace in zip(self.profile.regimes, kind.traces, strict=True)
             if regime.phase == "decode" and regime.many == (self.workload.batch > 1)
-            for index in tape.retained
+            for index in trace.retained
         }
         growth = 0
         for rule in rules:
@@ -154,7 +154,7 @@ class Replay(AllocEvents):
         """How many allocations and frees one decode step has, in all blocks."""
         regime = self._step("decode", 1, keys).regime
         return sum(
-            len(self.profile.kinds[block.kind].tapes[regime].events)
+            len(self.profile.kinds[block.kind].traces[regime].events)
             for block in self.profile.blocks
         )
 

@@ -58,8 +58,8 @@ class TrainingReplay(Replay):
         return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
 
     def first_number(self, block: int, step: int) -> int:
-        """The number of the first allocation in a block's tape."""
-        return 0 if step == FORWARD else len(self.tape(block, FORWARD).sizes)
+        """The number of the first allocation in a block's trace."""
+        return 0 if step == FORWARD else len(self.trace(block, FORWARD).sizes)
 
     def _stage_run(
         self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
@@ -68,7 +68,7 @@ class TrainingReplay(Replay):
 
     def _ends(self) -> Iterator[tuple[Key, int]]:
         for block in range(len(self.profile.blocks)):
-            for ref in self.tape(block, BACKWARD).events:
+            for ref in self.trace(block, BACKWARD).events:
                 if ref is not None and ref.origin in ("own", "earlier", "carried"):
                     yield self.key_of(block, ref, BACKWARD), block
 
@@ -195,8 +195,8 @@ class _TrainingRun(StageRun):
         inputs = {
             replay.key_of(block, read.ref, FORWARD)
             for block in self.blocks
-            for number, read in enumerate(replay.tape(block, FORWARD).reads)
-            if number not in replay.tape(block, FORWARD).passing
+            for number, read in enumerate(replay.trace(block, FORWARD).reads)
+            if number not in replay.trace(block, FORWARD).passing
         }
         for key in list(compiler.alive):
             # What only others hold for their backward pass is gone from its own device, and so is a

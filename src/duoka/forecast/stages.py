@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from .alloc_program import StageProgram
 from .allocator import LARGE_REQUEST_BYTES, SEGMENT_ROUND_BYTES, rounded_bytes, segment_bytes
-from .profile import Profile, Ref, Tape, buffer_bytes, evaluate, evaluate_all, rules_of
+from .profile import AllocationTrace, Profile, Ref, buffer_bytes, evaluate, evaluate_all, rules_of
 from .replay import Replay
 
 
@@ -169,8 +169,8 @@ class Growth:
         most, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
         sizes = dict[tuple[int, int], NDArray[np.int64]]()
         for kind, regime in itertools.product(range(len(kinds)), {*regimes.tolist()}):
-            tape, at = kinds[kind].tapes[regime], regimes == regime
-            rules = rules_of([*tape.sizes, *(read.size for read in tape.reads)])
+            trace, at = kinds[kind].traces[regime], regimes == regime
+            rules = rules_of([*trace.sizes, *(read.size for read in trace.reads)])
             values = [step.values for step in replay.steps if step.regime == regime]
             sizes[kind, regime] = evaluate_all(rules, np.array(values).T)
             most[at] = np.maximum(most[at], sizes[kind, regime].max(axis=0, initial=0))
@@ -178,7 +178,7 @@ class Growth:
         segments = -(-most // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
         self._largest_segments = np.maximum.accumulate([least, *segments])
         for (kind, regime), of_step in sizes.items():
-            at, alive = regimes == regime, _alive(kinds[kind].tapes[regime])
+            at, alive = regimes == regime, _alive(kinds[kind].traces[regime])
             large = np.where(of_step > self._largest_segments[:-1][at], of_step, 0)[: len(alive)]
             some = large.any(axis=1)
             grown[kind, 1:][at] = (alive[:, some] @ large[some]).max(axis=0, initial=0)
@@ -193,10 +193,10 @@ class Growth:
         return bounds
 
 
-def _alive(tape: Tape) -> NDArray[np.float64]:
+def _alive(trace: AllocationTrace) -> NDArray[np.float64]:
     """[when one is made, tensors]: 1 where a tensor of a block's own is alive."""
-    alive, num_made = np.tri(len(tape.sizes)), 0
-    for event in tape.events:
+    alive, num_made = np.tri(len(trace.sizes)), 0
+    for event in trace.events:
         if event is None:
             num_made += 1
         elif event.origin == "own":
@@ -233,29 +233,31 @@ def _cache_and_peaks(
     """
     cache: list[int] = []
     for step in range(len(replay.steps)):
-        tape = replay.tape(block, step)
+        trace = replay.trace(block, step)
         sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
         read = _read_bytes(chain, replay, block, step)
         left = {
             ref: _made_bytes(chain, replay, block, step, ref)
-            for ref in tape.events
+            for ref in trace.events
             if ref is not None and ref.origin == "earlier" and ref not in read
         }
         back = max((_back(chain, block, ref) for ref in left), default=0)
-        peak = _peak(tape, sizes, cache, read)
-        fuller = _peak(tape, sizes, cache, read | left) if left else peak
+        peak = _peak(trace, sizes, cache, read)
+        fuller = _peak(trace, sizes, cache, read | left) if left else peak
         before = sum(cache)
-        dropped = {ref.index for ref in tape.events if ref is not None and ref.origin == "kept"}
+        dropped = {ref.index for ref in trace.events if ref is not None and ref.origin == "kept"}
         cache = [size for slot, size in enumerate(cache) if slot not in dropped]
-        cache += [sizes[number] for number in sorted(tape.retained)]
+        cache += [sizes[number] for number in sorted(trace.retained)]
         yield before, sum(cache), peak, fuller, back
 
 
-def _peak(tape: Tape, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref, int]) -> int:
+def _peak(
+    trace: AllocationTrace, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref, int]
+) -> int:
     """The most that a block has at a time, with its caches and what it reads of others."""
     live = peak = sum(cache) + sum(read.values())
     count = 0
-    for event in tape.events:
+    for event in trace.events:
         if event is None:
             live += sizes[count]
             peak = max(peak, live)
@@ -282,7 +284,7 @@ def _read_bytes(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref
     large as it was made.
     """
     sizes: dict[Ref, int] = {}
-    for read in replay.tape(block, step).reads:
+    for read in replay.trace(block, step).reads:
         if read.ref.origin in ("earlier", "carried"):
             moved = rounded_bytes(evaluate(read.size, replay.steps[step].values))
             size = min(moved, _made_bytes(chain, replay, block, step, read.ref))
@@ -296,6 +298,6 @@ def _made_bytes(chain: Chain, replay: Replay, block: int, step: int, ref: Ref) -
     for index in chain.likes(block, ref):
         maker, number = replay.key_of(index, ref, step)
         # What is kept counts as a cache of its maker, on whose stage this one may be.
-        is_kept = number in replay.tape(maker, step).retained
+        is_kept = number in replay.trace(maker, step).retained
         sizes.append(0 if is_kept else rounded_bytes(replay.sizes(maker, step)[number]))
     return min(sizes)

@@ -1,4 +1,4 @@
-"""Assembling a profile: a model's blocks, with the tapes of each in every regime."""
+"""Assembling a profile: a model's blocks, with the traces of each in every regime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from duoka.forecast.profile import BlockKind, Profile, ProfileBlock, Regime, Tape
+from duoka.forecast.profile import AllocationTrace, BlockKind, Profile, ProfileBlock, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
 from duoka.models.quantization import is_composed, parts
@@ -22,8 +22,8 @@ EVERYWHERE = (0, ENDLESS)
 CALLER = ModuleGroup(names=(), owners=())
 """What a caller does with what the model returns: `generate` samples from the logits of a step."""
 
-RegimeTapes = tuple[Regime, list[Tape]]
-"""Where rules hold, and the tape of each block there."""
+RegimeTraces = tuple[Regime, list[AllocationTrace]]
+"""Where rules hold, and the trace of each block there."""
 
 _NOTES = {
     "meta": (),
@@ -52,7 +52,7 @@ def as_profile(
     model: nn.Module,
     groups: Sequence[ModuleGroup],
     spec: TraceSpec,
-    regimes: Sequence[RegimeTapes],
+    regimes: Sequence[RegimeTraces],
     named: Sequence[NamedTensor],
     *,
     caller_at: int = 0,
@@ -70,7 +70,7 @@ def as_profile(
     may_stream = not any(map(is_composed, model.parameters()))
     for index, group in enumerate(groups):
         kind = BlockKind(
-            weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in regimes)
+            weight_bytes=weights[index], traces=tuple(traces[index] for _, traces in regimes)
         )
         number = kinds.setdefault(kind, len(kinds))
         at = ties.get(caller_at, caller_at)

@@ -13,7 +13,7 @@ order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -21,7 +21,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 from transformers import Cache
 
 from duoka import virtual
@@ -29,6 +28,8 @@ from duoka.base.text import containing, prefixes
 from duoka.models.kv_cache import layer_tensors
 from duoka.models.quantization import parts
 from duoka.runtime.dispatch.arguments import bring, caches_of, mapped_call, tensors_in
+
+from .boundaries import observe_calls
 
 _TAG = "_duoka_owner"
 # Ends the tag of a module's arguments: they lie elsewhere than parameters of its own may.
@@ -129,20 +130,14 @@ class _Experiment:
         self.has_made = False
         self.work: set[tuple[str, str]] = set()
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
+    def hooks(self) -> AbstractContextManager[None]:
         """Hear of every call of a module that holds owners."""
-        handles: list[RemovableHandle] = []
-        for name, module in self.model.named_modules():
-            if name in self.containers:
-                before, after = partial(self._enter, name, caches_of(module)), self._leave
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                handles.append(module.register_forward_hook(after, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        enter = {
+            name: partial(self._enter, name, caches_of(module))
+            for name, module in self.model.named_modules()
+            if name in self.containers
+        }
+        return observe_calls(self.model, enter, dict.fromkeys(enter, self._leave))
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
         """Sizes don't matter here."""

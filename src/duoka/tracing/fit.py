@@ -1,4 +1,4 @@
-"""Fitting: tapes recorded at several sizes become one tape with rules.
+"""Fitting: traces recorded at several sizes become one trace with rules.
 
 A rule is a polynomial that meets every recorded number exactly, found over fractions: floating
 point would leave a byte open. Only work (FLOPs, traffic) may be met nearly.
@@ -21,22 +21,22 @@ from duoka.forecast.profile import (
     MONOMIALS,
     TRAINING_MONOMIALS,
     TRAINING_PHASES,
+    AllocationTrace,
     Phase,
     Read,
     Ref,
     Rule,
-    Tape,
     monomials,
     training_monomials,
 )
 from duoka.forecast.serving import SERVING_MONOMIALS
 
-from .record import Home, RawTape, RecordedPass, homes_in
-from .record_training import ChunkBytes
+from .record import ChunkBytes
+from .recorded import AllocId, RecordedPass, RecordedTrace
 
 
 class Unlike(Exception):
-    """Recorded tapes that no single tape describes: they belong to different regimes."""
+    """Recorded traces that no single trace describes: they belong to different regimes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ class RecordedStep:
 
 def fit(
     samples: Sequence[RecordedStep], shapes: list[FlashShape] | None = None
-) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
-    """Turn the samples of one regime into a tape per block, and what is carried.
+) -> tuple[list[AllocationTrace], tuple[tuple[int, int], ...]]:
+    """Turn the samples of one regime into a trace per block, and what is carried.
 
     The shapes of flash attention that are met are added to those of the profile.
 
@@ -81,18 +81,18 @@ def fit(
     solver = _Solver(samples, shapes)
     carried = sorted({home for sample in samples for home in _carried(sample.recorded)})
     numbers = {home: index for index, home in enumerate(carried)}
-    tapes: list[Tape] = []
+    traces: list[AllocationTrace] = []
     for block, like in enumerate(first.like):
         if like != block:
-            tapes.append(tapes[like])
+            traces.append(traces[like])
             continue
-        raws = [sample.recorded.tapes[block] for sample in samples]
+        raws = [sample.recorded.traces[block] for sample in samples]
         resolved = [
-            _resolve(raw, block, sample.recorded.number, numbers)
+            _resolve(raw, block, sample.recorded.step, numbers)
             for raw, sample in zip(raws, samples, strict=True)
         ]
-        tapes.append(_tape(raws, resolved, solver))
-    return tapes, tuple(carried)
+        traces.append(_trace(raws, resolved, solver))
+    return traces, tuple(carried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +107,17 @@ def _carried(recorded: RecordedPass) -> set[tuple[int, int]]:
     """Storages of this step that a block other than the maker's neighbour refers to."""
     return {
         (maker, index)
-        for block, raw in enumerate(recorded.tapes)
+        for block, raw in enumerate(recorded.traces)
         if recorded.like[block] == block
-        for number, maker, index in homes_in(raw)
-        if number == recorded.number and abs(block - maker) > 1
+        for number, maker, index in raw.ids()
+        if number == recorded.step and abs(block - maker) > 1
     }
 
 
 def _resolve(
-    raw: RawTape, block: int, number: int, carried: dict[tuple[int, int], int]
+    raw: RecordedTrace, block: int, number: int, carried: dict[tuple[int, int], int]
 ) -> _Resolved:
-    def ref(home: Home) -> Ref:
+    def ref(home: AllocId) -> Ref:
         if home[0] != number:
             slot = raw.slots.get(home)
             if slot is not None:
@@ -126,7 +126,7 @@ def _resolve(
             return Ref(origin="input", index=home[2] if back else 0, back=back)
         if home[1] == block:
             return Ref(origin="own", index=home[2])
-        # A neighbour's is told from here even if others far off use it too: the tape may stand for
+        # A neighbour's is told from here even if others far off use it too: the trace may stand for
         # other blocks, whose own neighbour is meant.
         if home[1:] in carried and abs(block - home[1]) > 1:
             return Ref(origin="carried", index=carried[home[1:]])
@@ -135,8 +135,8 @@ def _resolve(
     reads: dict[Ref, int] = {}
     for home, size in raw.reads.items():
         reads[ref(home)] = reads.get(ref(home), 0) + size
-    passing = {ref(home) for home in raw.passing} - {
-        ref(home) for home in raw.reads.keys() - raw.passing
+    passing = {ref(home) for home in raw.live_through} - {
+        ref(home) for home in raw.reads.keys() - raw.live_through
     }
     return _Resolved(
         events=tuple(None if home is None else ref(home) for home in raw.events),
@@ -146,7 +146,9 @@ def _resolve(
     )
 
 
-def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Tape:
+def _trace(
+    raws: list[RecordedTrace], resolved: list[_Resolved], solver: _Solver
+) -> AllocationTrace:
     first = resolved[0]
     for raw, other in zip(raws, resolved, strict=True):
         did = (other.events, other.reads, other.passing)
@@ -158,7 +160,7 @@ def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Ta
             raise Unlike("the samples do different things")
     columns = zip(*(raw.sizes for raw in raws), strict=True)
     read_columns = zip(*(item.read_sizes for item in resolved), strict=True)
-    return Tape(
+    return AllocationTrace(
         sizes=tuple(solver.rule(column) for column in columns),
         events=first.events,
         retained=raws[0].retained,
