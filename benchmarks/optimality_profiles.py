@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from duoka.forecast.costs import Costs
 from duoka.forecast.profile import (
     MONOMIALS,
+    AllocationTrace,
     BlockKind,
     Phase,
     Profile,
@@ -22,7 +23,6 @@ from duoka.forecast.profile import (
     Ref,
     Regime,
     Rule,
-    AllocationTrace,
 )
 from duoka.forecast.replay import Replay
 from duoka.forecast.workload import Workload

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from .device_memory import sizes_of
 from .profile import (
+    TRAINING_PHASES,
     AllocationTrace,
     BlockKind,
     Key,
@@ -106,9 +107,16 @@ class AllocEvents:
         """Whose allocation a reference in a block's trace means."""
         return self.profile.key_of(block, ref, self.steps[step].regime)
 
+    def is_backward(self, step: int) -> bool:
+        """Return True for the backward pass of a micro-batch."""
+        return self.steps[step].phase in TRAINING_PHASES[1:]
+
     def first_number(self, block: int, step: int) -> int:
-        """The number of the first allocation in a block's trace."""
-        return 0
+        """Return the number of the first allocation in a block's trace.
+
+        In a backward pass it goes on where the forward pass, step 0, has ended.
+        """
+        return len(self.trace(block, 0).sizes) if self.is_backward(step) else 0
 
     def _read_trace(self, block: int, step: int) -> Iterator[Event]:
         # In the names of a trace, not of its block: kinds stand for many blocks.

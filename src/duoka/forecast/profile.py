@@ -126,8 +126,8 @@ class Ref:
     before; "kept", by this block in an earlier step (a KV cache); "carried", by any block in this
     step and used far from it (masks, position embeddings; `index` is into `Regime.carried`); or
     "input", given by the caller or, with `back`, kept by an earlier step of another block (features
-    of images). `index` is the number of the allocation in the maker's trace, of the slot of a cache,
-    or of the model's input.
+    of images). `index` is the number of the allocation in the trace of the block that made it, of
+    the slot of a cache, or of the model's input.
     """
 
     origin: Literal["own", "earlier", "kept", "carried", "input"]

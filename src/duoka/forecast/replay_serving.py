@@ -5,12 +5,12 @@ It knows nothing of time but how much a step of requests computes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from .alloc_events import ForecastStep
 from .allocator import OutOfCapacity
 from .profile import Phase, Profile
-from .replay import InferenceRun, Replay, StageRun
+from .replay import Replay, StageRun
 from .serving import FIRST, Capacity, StepSize, serving_monomials
 from .workload import Workload
 
@@ -65,23 +65,17 @@ class ServingReplay(Replay):
         regime = self.profile.regime_of(phase, batch=1, query=tokens, keys=tokens)
         return ForecastStep(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
 
-    def _stage_run(
-        self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
-    ) -> StageRun:
-        return _ServingRun(self, blocks, capacity, device_of)
+    def passes(self, stage: StageRun) -> Iterator[None]:
+        """Run the first step, and those of every size until no segment is added.
 
-
-class _ServingRun(InferenceRun):
-    """The first step, and those of every size in rounds."""
-
-    def run_steps(self) -> tuple[int, int]:
-        """Replay them; see `serving` for why more steps need no more memory then."""
-        self._run_step(0)
-        reserved = -1
-        while reserved < self.memory.max_reserved:
-            reserved = self.memory.max_reserved
-            for step in range(1, len(self.replay.steps)):
-                self._run_step(step)
-        if self.memory.is_pressed:  # segments were given back: they could be missing later
-            raise OutOfCapacity(0, reserved, self.memory.allocated, reserved)
-        return self.memory.cached_at_peak, 0
+        `serving` says why more steps need no more memory then.
+        """
+        stage.run_pass(0)
+        memory, reserved = stage.memory, -1
+        while reserved < memory.max_reserved:
+            reserved = memory.max_reserved
+            for step in range(1, len(self.steps)):
+                stage.run_pass(step)
+            yield
+        if memory.is_pressed:  # segments were given back: they could be missing later
+            raise OutOfCapacity(0, reserved, memory.allocated, reserved)
