@@ -21,7 +21,7 @@ except ImportError:  # no C compiler was there
 Held = tuple[int, int, int]
 """What a request was given: its address, its bytes, and those that were asked for, rounded."""
 
-BACK = -1
+FREE = -1
 
 
 def new_memory(capacity_bytes: int | None) -> PlainMemory:
@@ -103,7 +103,7 @@ class PlainMemory:
         }
         moves = iter(array("q", program))
         for slot, index, is_cached in zip(moves, moves, moves, strict=True):
-            if index != BACK:
+            if index != FREE:
                 slots[slot] = self.hold(requests[index], bool(is_cached))
             elif slot in slots:
                 self.release(slots.pop(slot), bool(is_cached))

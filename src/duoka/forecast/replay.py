@@ -253,11 +253,11 @@ class StageRun:
             self._programs[key] = compiler.program()
         program = self._programs[key]
         sizes = program.sizes(replay, step)
-        out = self.memory.run(program.moves, sizes, [*self.kept, *saved], program.out)
+        out = self.memory.run(program.code, sizes, [*self.kept, *saved], program.live_out)
         if program.takes_workspace:
             self._has_workspace.add(is_backward)
         if not is_backward:
-            self._saved = program.left
+            self._saved = program.saved
         number = sum(program.num_kept)
         self.kept, self.num_kept = out[:number], program.num_kept
         return out[number:]

@@ -1,10 +1,10 @@
 """Tracing: a model, run without data on one virtual GPU, becomes a profile.
 
 - `get_profile`: from the cache, or traced and kept there
-- `trace_generation`, `trace_serving`, `trace_training`: schedules of steps, and the tracer's results
+- `trace_generation`, `trace_serving`, `trace_training`: schedules of steps that are recorded
 - `tracer`: runs a schedule, and fits the rules of a profile
 - `blocks`: what must stay whole, and where model code moves tensors by itself
-- `boundaries`: calls of modules, observed or replaced
+- `boundaries`: calls of modules, observed or replaced, and explicit moves
 - `probe_sizes`: the sizes of the steps that are recorded
 - `record`, `memo`, `recorded`: the allocation traces of a step; blocks that are alike run once
 - `op_costs`: what one operator computes, reads and writes

@@ -29,8 +29,8 @@ from duoka.base.text import containing
 from duoka.models.chunked_loss import chunked_head
 from duoka.runtime.dispatch.arguments import bring, caches_in, caches_of, mapped_call, tensors_in
 
-from .blocks import ModuleGroup, Moves
-from .boundaries import observe_calls, replace_calls
+from .blocks import ModuleGroup
+from .boundaries import Moves, observe_calls, replace_calls
 from .memo import BlockMemo, placeholder, producer_of
 from .op_costs import count_bytes, count_flops, launches
 from .recorded import AllocId, PassLog, RecordedPass, RecordedTrace

@@ -139,7 +139,7 @@ class GenerationTracer(Tracer):
         return [*{(it.phase, it.query, it.keys): (it, t) for it, t in points}.values()]
 
     def _points(self, workload: Workload, filled_tokens: int) -> Iterator[RegimeTraces]:
-        """Yield regimes for the steps of one workload; between two recorded ones the later holds."""
+        """Yield regimes for the steps of one workload; each holds back to the one before."""
         many = workload.batch > 1
         steps = _chosen(workload.chunks(), has_images=self.prompts is not None)
         stepper = Stepper.of(self.model, workload, self.device, self.prompts)

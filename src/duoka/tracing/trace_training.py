@@ -80,7 +80,7 @@ class TrainingTracer(Tracer):
         learner = self._learner(1, max(LOOKED_AT_TOKENS, self.least_tokens))
         with whole_logits(self.model):
             groups = self.find_blocks(learner.look)
-            joined = find_groups(self.model, learner.forward, hears_moves=True, joins_work=False)
+            joined = find_groups(self.model, learner.forward, hears_moves=True, fuses_glue=False)
         _, ties = weights_and_ties(self.model, groups)
         if len(joined) == 1 and len(groups) - 1 not in ties:
             groups = joined  # the loss meets labels that nobody brings to the logits

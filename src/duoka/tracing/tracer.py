@@ -102,7 +102,7 @@ class Tracer:
             return self.profile(regimes)
 
     def irregular(self, error: Exception) -> Irregular:
-        """Return the error of a schedule for all workloads: a step far from any asked for failed."""
+        """Return the error of rules for all workloads: a step far from any asked for fails."""
         return Irregular(f"{type(self.model).__name__}: {error}")
 
     def fit(self, regime: Regime, samples: Iterable[RecordedStep]) -> RegimeTraces:
@@ -133,7 +133,7 @@ class Tracer:
         `encodes_apart` a step of its own makes them, so that this is no move back.
         """
         if self.prompts is not None:
-            groups = find_groups(self.model, run, hears_moves=True, joins_work=False)
+            groups = find_groups(self.model, run, hears_moves=True, fuses_glue=False)
             if encodes_apart:
                 return [group for group in groups if group.returns_to is None]
             if any(group.returns_to is not None for group in groups):
