@@ -19,10 +19,10 @@ with its passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ from .profile import TRAINING_PHASES, Profile, Rule
 from .replay import Replay, sample
 
 Floats: TypeAlias = NDArray[np.float64]
-Item = TypeVar("Item")
 
 LAUNCH_SECONDS = 5e-6
 """What starting a kernel costs where it wasn't measured: about what an operator of PyTorch takes on
@@ -61,7 +60,7 @@ class StageSeconds:
     decode_transfer_seconds: float
 
     def __post_init__(self) -> None:
-        _refuse_impossible(self)
+        refuse_impossible(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +85,13 @@ class Seconds:
     tokens_per_second: float
 
     def __post_init__(self) -> None:
-        _refuse_impossible(self)
+        refuse_impossible(self)
 
 
-def _refuse_impossible(times: StageSeconds | Seconds) -> None:
-    """Raise FormatError for what no time is: a plan's file can say anything."""
-    for field in fields(times):
-        value = getattr(times, field.name)
+def refuse_impossible(speeds: Any) -> None:
+    """Raise FormatError for a field that is no time or rate: a plan's file can say anything."""
+    for field in fields(speeds):
+        value = getattr(speeds, field.name)
         if isinstance(value, float) and not 0 <= value < inf:
             raise FormatError(f"{field.name} is {value}, which is no time")
 
@@ -126,23 +125,14 @@ def crossing(
     return max(ways, key=np.sum, default=np.zeros_like(num_bytes, np.float64))
 
 
-def _join_of(device: Device) -> Callable[[Floats, Floats, Floats], Floats]:
-    """What seconds of arithmetic, traffic and launches come to on a device."""
+def _overlap(device: Device, arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
+    """Return the seconds of arithmetic, memory traffic and launches together on a device."""
     if not device.name.startswith("cuda"):
-        return _one_after_another
-    return _at_once if "launch_seconds" in device.measured else _launches_on_top
-
-
-def _one_after_another(arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
-    return np.asarray(arithmetic + traffic + launches)
-
-
-def _at_once(arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
-    return np.maximum(np.maximum(arithmetic, traffic), launches)
-
-
-def _launches_on_top(arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
-    return np.asarray(np.maximum(arithmetic, traffic) + launches)
+        return np.asarray(arithmetic + traffic + launches)
+    kernels = np.maximum(arithmetic, traffic)
+    if "launch_seconds" in device.measured:
+        return np.maximum(kernels, launches)
+    return np.asarray(kernels + launches)
 
 
 class LatencyModel:
@@ -182,7 +172,8 @@ class LatencyModel:
 
     def seconds_on(self, device: Device) -> Floats | None:
         """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
-        key = (*device.speeds, device.host_bytes_per_second, _join_of(device))
+        is_measured = device.name.startswith("cuda"), "launch_seconds" in device.measured
+        key = (*device.speeds, device.host_bytes_per_second, is_measured)
         if key not in self._known:
             by_kind = self._kinds_on(device)
             if by_kind is None:
@@ -203,10 +194,9 @@ class LatencyModel:
         if flops is None or moved is None or copies is None:
             return None
         launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
-        join = _join_of(device)
         return {
             kind: np.maximum(
-                join(flop / flops, size / moved, count * launch), copies.get(kind, 0.0)
+                _overlap(device, flop / flops, size / moved, count * launch), copies.get(kind, 0.0)
             )
             for kind, (flop, size, count) in self._work.items()
         }

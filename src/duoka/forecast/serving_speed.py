@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import sqrt
 
-from duoka.errors import FormatError
 from duoka.hardware.fleet import Fleet
 
-from .latency import LatencyModel, Seconds
+from .latency import LatencyModel, Seconds, refuse_impossible
 from .profile import Profile
 from .replay_serving import ServingReplay
 from .serving import Capacity
@@ -53,9 +52,7 @@ class ServingSpeed:
         return max(self.tokens_per_second, self.serial_tokens_per_second)
 
     def __post_init__(self) -> None:
-        for speed in (self.tokens_per_second, self.serial_tokens_per_second):
-            if not 0 <= speed < inf:
-                raise FormatError(f"{speed} tokens a second is no speed")
+        refuse_impossible(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +67,7 @@ class StepSeconds:
     pair_seconds: float
 
     def __post_init__(self) -> None:
-        for seconds in (self.fixed_seconds, self.token_seconds, self.pair_seconds):
-            if not 0 <= seconds < inf:
-                raise FormatError(f"{seconds} seconds is no time of a step")
+        refuse_impossible(self)
 
     def piece(self, tokens: int, past: int, num_answering: int, num_stages: int) -> int:
         """How many tokens of a prompt of so many a step reads, from `past` on.

@@ -122,14 +122,6 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(backing)
 
 
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return False
-
-
-def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    return None
-
-
 def install() -> None:
     """Register the handlers of this module."""
     handlers[_aten._to_copy.default] = _to_copy
@@ -140,5 +132,5 @@ def install() -> None:
         handlers[getattr(_aten.set_, overload)] = _set
     handlers[_aten.set_.source_Storage_storage_offset] = _set
     handlers[_aten._local_scalar_dense.default] = _read
-    handlers[_aten.is_pinned.default] = _is_pinned
-    handlers[_aten.record_stream.default] = _record_stream
+    handlers[_aten.is_pinned.default] = lambda *_: False
+    handlers[_aten.record_stream.default] = lambda *_: None
