@@ -74,8 +74,14 @@ def made_up(layers: Sequence[Layer]) -> Profile:
         ),
         kinds=tuple(kinds),
         regimes=tuple(
-            Regime(phase=phase, many=many, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE)
-            for many in (False, True)
+            Regime(
+                phase=phase,
+                is_batched=is_batched,
+                query=_EVERYWHERE,
+                past=_EVERYWHERE,
+                keys=_EVERYWHERE,
+            )
+            for is_batched in (False, True)
             for phase in TRAINING_PHASES
         ),
         conditions=Conditions(training=Training(method="full")),

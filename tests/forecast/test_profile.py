@@ -34,7 +34,7 @@ def test_a_rule_may_leave_out_trailing_zeros() -> None:
 
 
 REGIME = Regime(
-    phase="extend", many=True, query=(2, 10), past=(1, 100), keys=(16, 64), aligned=False
+    phase="extend", is_batched=True, query=(2, 10), past=(1, 100), keys=(16, 64), aligned=False
 )
 
 

@@ -34,7 +34,9 @@ def samples(
         trace = RecordedTrace(sizes=[size(batch, query, keys)], events=[None, (0, 0, 0)])
         trace.flops = (flops or size)(batch, query, keys)
         made.append(
-            RecordedStep(phase, batch, query, keys, RecordedPass(traces=[trace], like=[0], step=0))
+            RecordedStep(
+                phase, batch, query, keys, RecordedPass(traces=[trace], model_blocks=[0], step=0)
+            )
         )
     return made
 
@@ -49,19 +51,21 @@ coefficients = st.lists(st.integers(0, 10**6), min_size=5, max_size=5)
 
 @settings(max_examples=examples(30))
 @given(
-    phase=st.sampled_from(["prefill", "extend", "decode"]), many=st.booleans(), numbers=coefficients
+    phase=st.sampled_from(["prefill", "extend", "decode"]),
+    is_batched=st.booleans(),
+    numbers=coefficients,
 )
 def test_a_rule_is_exact_far_beyond_its_samples(
-    phase: Phase, many: bool, numbers: list[int]
+    phase: Phase, is_batched: bool, numbers: list[int]
 ) -> None:
     one, q_, k_, qk, batched = numbers
 
     def size(b: int, q: int, k: int) -> int:
         alone = one + q_ * q + k_ * k + qk * q * k
-        return alone + (batched * b * q * k + one * b if many else 0)
+        return alone + (batched * b * q * k + one * b if is_batched else 0)
 
-    trace = fitted(samples(size, phase, batches=(2, 3) if many else (1,)))
-    for batch in (2, 7, 64) if many else (1,):
+    trace = fitted(samples(size, phase, batches=(2, 3) if is_batched else (1,)))
+    for batch in (2, 7, 64) if is_batched else (1,):
         for query, keys in ((1000, 100_003), (1, 1_000_000), (4096, 4096)):
             query = {"prefill": keys, "extend": query, "decode": 1}[phase]
             found = evaluate(trace.sizes[0], monomials(batch, query, keys))
@@ -117,7 +121,7 @@ def test_work_may_be_met_nearly_and_sizes_may_not() -> None:
 def test_one_call_has_constants() -> None:
     trace = RecordedTrace(sizes=[1000, 0], events=[None, None], flops=77)
     found = fitted(
-        [RecordedStep("prefill", 1, 0, 0, RecordedPass(traces=[trace], like=[0], step=0))]
+        [RecordedStep("prefill", 1, 0, 0, RecordedPass(traces=[trace], model_blocks=[0], step=0))]
     )
     assert found.sizes == ((1000.0,), ())
     assert evaluate(found.flops, monomials(1, 5, 5)) == 77
@@ -146,7 +150,7 @@ def chain(number: int, *, like: list[int], cached: AllocId | None = None) -> Rec
     if cached is not None:
         second.slots = {cached: 1}
         second.events.append(cached)
-    return RecordedPass(traces=[first, second, third], like=like, step=number)
+    return RecordedPass(traces=[first, second, third], model_blocks=like, step=number)
 
 
 def test_references_say_where_from() -> None:

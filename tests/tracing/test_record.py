@@ -84,7 +84,7 @@ def test_layers_that_are_alike_run_once(skip: bool) -> None:
         # The first layer follows the embedding, and the last one goes before the norm.
         assert ran == ([0, 1, 5] if skip else [0, 1, 2, 3, 4, 5])
         expected = [0, 1, 2, 2, 2, 2, 6, 7, 8] if skip else list(range(9))
-        assert recorded.like == expected[: len(recorded.like)]
+        assert recorded.model_blocks == expected[: len(recorded.model_blocks)]
 
 
 def test_the_model_is_as_it_was() -> None:
@@ -177,7 +177,7 @@ def test_a_block_that_runs_twice_is_recorded_twice() -> None:
         x = torch.empty(3, WIDTH, device=DEVICE)
         skipped, _ = record(model, partial(model, x), skip=True)
         whole, _ = record(model, partial(model, x), skip=False)
-    assert skipped.like == whole.like
+    assert skipped.model_blocks == whole.model_blocks
     assert [trace.flops for trace in skipped.traces] == [trace.flops for trace in whole.traces]
     assert [trace.sizes for trace in skipped.traces] == [trace.sizes for trace in whole.traces]
 

@@ -22,7 +22,7 @@ from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import Irregular, TraceSpec, trace, trace_call, trace_workload
 from duoka.tracing.record import Recorder
 from duoka.tracing.recorded import RecordedPass
-from duoka.tracing.tracer import whole
+from duoka.tracing.tracer import place_whole
 
 SPEC = TraceSpec(fingerprint="x")
 SMALL: dict[str, Any] = {
@@ -107,7 +107,7 @@ def test_what_a_norm_without_parameters_makes_is_its_last_layers() -> None:
 @pytest.mark.slow
 def test_windows_divide_the_regimes() -> None:
     profile = tiny.regular("window")
-    ranges = {(regime.past, regime.keys) for regime in profile.regimes if not regime.many}
+    ranges = {(regime.past, regime.keys) for regime in profile.regimes if not regime.is_batched}
     keys = {keys for _, keys in ranges}
     assert {stop for _, stop in keys} > {512}
     assert all(start in (0, 512) for start, _ in keys)
@@ -201,7 +201,7 @@ def test_weights_in_eight_bits_have_no_values() -> None:
     """They would be unpacked in earnest, as small integers on virtual GPUs are."""
     model = models.build(tiny.CONFIGS["glm"], dtype=torch.bfloat16)
     quantize_model(model, "int8")
-    with whole(model, TraceSpec(fingerprint="")):
+    with place_whole(model, TraceSpec(fingerprint="")):
         held = [part for weight in model.parameters() for part in parts(weight).values()]
         assert all(part.backing.is_meta for part in held if isinstance(part, virtual.VirtualTensor))
 

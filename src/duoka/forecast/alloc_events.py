@@ -1,4 +1,4 @@
-"""Allocation events: what the blocks of a profile allocate and free in the steps of one workload.
+"""Allocation events: allocations and frees of a profile's blocks in the steps of a workload.
 
 It knows neither stages nor devices, nor what an allocator makes of the events.
 """
@@ -32,7 +32,7 @@ release (blocks back, number), drop (slot, 0), release far (block, number), mult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForecastStep:
-    """One call of the model: its phase, sizes and regime."""
+    """A call of the model: its phase, sizes and regime."""
 
     phase: Phase
     query: int
@@ -42,9 +42,9 @@ class ForecastStep:
 
 
 class AllocEvents:
-    """A profile at one workload with its prefill chunk resolved; a subclass makes its steps.
+    """A profile at a workload with its prefill chunk resolved; a subclass makes its steps.
 
-    A workload that is larger than what the profile knows, or under other conditions, is refused.
+    Raises UsageError for a workload under other conditions than the profile's, or beyond its sizes.
     """
 
     def __init__(self, profile: Profile, workload: Workload) -> None:
@@ -63,11 +63,11 @@ class AllocEvents:
         raise NotImplementedError
 
     def trace(self, block: int, step: int) -> AllocationTrace:
-        """The trace of a block in one of `steps`."""
+        """Return the trace of a block in a step, by its number in `steps`."""
         return self._kind(block).traces[self.steps[step].regime]
 
     def sizes(self, block: int, step: int) -> list[int]:
-        """Bytes of each allocation that a block makes in one of `steps`."""
+        """Return the bytes of each allocation of a block in a step."""
         key = (self.profile.blocks[block].kind, step)
         if key not in self._sizes:
             trace = self.trace(block, step)
@@ -79,21 +79,21 @@ class AllocEvents:
         return self._sizes[key]
 
     def events(self, block: int, step: int) -> list[Event]:
-        """What a block does in one of `steps`."""
+        """Return the events of a block in a step."""
         key = (self.profile.blocks[block].kind, self.steps[step].regime)
         if key not in self._events:
             self._events[key] = list(self._read_trace(block, step))
         return self._events[key]
 
     def packed_sizes(self, block: int, step: int) -> bytes:
-        """The same as `sizes`, as a program takes them."""
+        """Return `sizes` as a program takes them."""
         key = (self.profile.blocks[block].kind, step)
         if key not in self._packed:
             self._packed[key] = sizes_of(self.sizes(block, step))
         return self._packed[key]
 
     def foreign_frees(self, block: int, step: int) -> tuple[Ref, ...]:
-        """The frees in a block's trace that end what other blocks made."""
+        """Return the frees in a block's trace of other blocks' allocations."""
         key = (self.profile.blocks[block].kind, self.steps[step].regime)
         if key not in self._foreign_frees:
             self._foreign_frees[key] = tuple(
@@ -104,7 +104,7 @@ class AllocEvents:
         return self._foreign_frees[key]
 
     def key_of(self, block: int, ref: Ref, step: int) -> Key:
-        """Whose allocation a reference in a block's trace means."""
+        """Return the key of the allocation behind a reference in a block's trace."""
         return self.profile.key_of(block, ref, self.steps[step].regime)
 
     def is_backward(self, step: int) -> bool:
@@ -122,12 +122,12 @@ class AllocEvents:
         # In the names of a trace, not of its block: kinds stand for many blocks.
         trace = self.trace(block, step)
         caches = frozenset(trace.retained)
-        number = first = self.first_number(block, step)
+        number = start = self.first_number(block, step)
         for position, ref in enumerate(trace.events):
             if position == trace.matmul_at:
                 yield MULTIPLY, 0, 0
             if ref is None:
-                yield KEEP if number in caches else MALLOC, number, number - first
+                yield KEEP if number in caches else MALLOC, number, number - start
                 number += 1
             elif ref.origin == "kept":
                 yield DROP, ref.index, 0
@@ -143,5 +143,5 @@ class AllocEvents:
 
     def _values(self, query: int, keys: int) -> tuple[int, ...]:
         batch = self.workload.batch
-        alone = monomials(batch, query, keys)
-        return self.profile.values(alone, batch, query, keys)
+        values = monomials(batch, query, keys)
+        return self.profile.values(values, batch, query, keys)

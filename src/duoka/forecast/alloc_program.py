@@ -1,4 +1,4 @@
-"""Allocation programs: one pass over a stage, compiled to byte code of allocations and frees.
+"""Allocation programs: a pass over a stage, compiled to byte code of allocations and frees.
 
 A prompt in chunks and an answer are thousands of steps, but of few kinds: which tensor is freed
 when is the same in all steps of a regime with as many caches; only sizes differ. So a pass is
@@ -38,7 +38,7 @@ from .profile import Key, Rule, evaluate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
-    """The byte code of one pass over a stage, whatever the sizes.
+    """The byte code of a pass over a stage, without its sizes.
 
     Its sizes are those of `examples`, a block of each kind, one after the other, then those of
     `copied`, tensors from other devices. Afterwards each block has `num_kept` caches or gradients,
@@ -55,7 +55,7 @@ class StageProgram:
     takes_workspace: bool
 
     def sizes(self, events: AllocEvents, step: int) -> bytes:
-        """Return the sizes of the program in one of the steps."""
+        """Return the sizes of the program in a step."""
         values = events.steps[step].values
         copied = sizes_of([evaluate(rule, values) for rule in self.copied])
         return b"".join([*(events.packed_sizes(block, step) for block in self.examples), copied])
@@ -101,7 +101,7 @@ class StageCompiler:
         self._first_sizes = dict(zip(self._examples, firsts, strict=True))
 
     def run(self, order: range) -> None:
-        """Compile blocks in this order; those of other stages free things in the pass, too."""
+        """Compile blocks in this order; blocks of other stages contribute their frees."""
         alive: dict[Key, int] | None = None
         while order:
             block, order = order[0], order[1:]
@@ -110,20 +110,20 @@ class StageCompiler:
                 for ref in self.events.foreign_frees(block, self.step):
                     self.release(self.events.key_of(block, ref, self.step))
                 continue
-            before = len(self._code), self._num_registers, len(self._copied), len(self.alive)
+            alive_before = len(self._code), self._num_registers, len(self._copied), len(self.alive)
             self._copy_inputs(block)
             self._run_block(block)
             is_steady = (
-                before[2:] == (len(self._copied), len(self.alive)) and not self._detour_copies
+                alive_before[2:] == (len(self._copied), len(self.alive)) and not self._detour_copies
             )
             if is_steady and alive is not None:
-                order = order[self._repeat(block, order, alive, *before[:2]) :]
+                order = order[self._repeat(block, order, alive, *alive_before[:2]) :]
             alive = dict(self.alive) if is_steady else None
 
     def _repeat(
-        self, block: int, order: range, before: dict[Key, int], start: int, register: int
+        self, block: int, order: range, alive_before: dict[Key, int], start: int, register: int
     ) -> int:
-        """Repeat the code of a block for the blocks like it that follow; return how many these are.
+        """Repeat the code of a block for the equal blocks behind it, and return their number.
 
         The code of `block` begins at `start`, and writes registers from `register` on. If the set
         of live tensors repeats with a period of one block, the next block of this kind finds what
@@ -143,11 +143,11 @@ class StageCompiler:
         if not (order and order[0] == block + 1 and self.blocks >= {*range(reach, block)}):
             return 0
         carried = dict(profile.regimes[self.events.steps[self.step].regime].carried)
-        alike = (profile.blocks[block].kind, num_kept, False)
+        own_kind = (profile.blocks[block].kind, num_kept, False)
         kinds = ((profile.blocks[at].kind, self._num_kept.get(at), at in carried) for at in order)
-        number = next((count for count, kind in enumerate(kinds) if kind != alike), len(order))
+        number = next((count for count, kind in enumerate(kinds) if kind != own_kind), len(order))
         alive: dict[Key, int] = {}
-        for (key, old), (later, new) in zip(before.items(), self.alive.items(), strict=True):
+        for (key, old), (later, new) in zip(alive_before.items(), self.alive.items(), strict=True):
             if (later, new) == ((key[0] + 1, key[1]), old + written):
                 alive[later[0] + number, later[1]] = new + number * written
             elif (later, new) == (key, old) and key[0] <= reach:
@@ -166,7 +166,7 @@ class StageCompiler:
         return number
 
     def release(self, key: Key) -> None:
-        """Free an allocation, and its copies, if it is there."""
+        """Free an allocation and its copies, if present."""
         slot = self.alive.pop(key, None)
         if slot is not None:
             self._code.extend((slot, FREE, False))
@@ -196,13 +196,13 @@ class StageCompiler:
         first_size = self._first_sizes[self.events.profile.blocks[block].kind]
         caches: list[int | None] = [*self._caches[block]]
         new_caches: list[int] = []
-        for code, number, other in self.events.events(block, self.step):
+        for code, number, operand in self.events.events(block, self.step):
             if code == MALLOC:
-                self.alive[block, number] = self._allocate(first_size + other)
+                self.alive[block, number] = self._allocate(first_size + operand)
             elif code == RELEASE:
-                self.release((block - number, other))
+                self.release((block - number, operand))
             elif code == KEEP:
-                new_caches.append(self._allocate(first_size + other, is_cached=True))
+                new_caches.append(self._allocate(first_size + operand, is_cached=True))
             elif code == DROP:
                 slot = caches[number]
                 assert slot is not None, "a cache entry is dropped twice"
@@ -213,7 +213,7 @@ class StageCompiler:
                     self._allocate_copy((float(self._workspace_bytes),))
                     self._takes_workspace = True
             else:
-                self.release((number, other))
+                self.release((number, operand))
         self._caches[block] = [slot for slot in caches if slot is not None] + new_caches
 
     def _allocate(self, size: int, *, is_cached: bool = False) -> int:
@@ -237,7 +237,7 @@ class StageCompiler:
         return self._allocate(self._num_sizes + len(self._copied) - 1)
 
     def _read_from_elsewhere(self, block: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
-        """Return what a block reads from other devices, its size, and devices on the way."""
+        """Return the reads of a block from other devices: key, size, and devices on the way."""
         reads = self.events.trace(block, self.step).reads
         keys = [self.events.key_of(block, read.ref, self.step) for read in reads]
         return [
@@ -247,13 +247,16 @@ class StageCompiler:
         ]
 
     def _detour(self, block: int, maker: int) -> tuple[str, ...]:
-        """Return the devices over which a tensor comes to a block from the block that made it."""
-        inside = self.events.profile.blocks[block].inside
-        if not inside or self.device_of is None:
+        """Return the devices on the way of a tensor from its maker to a block."""
+        starts = self.events.profile.blocks[block].inside
+        if not starts or self.device_of is None:
             return ()
         at = self.device_of
         # A tensor from before a container was given to it, and has gone to where it begins.
-        path = [at[max(maker, 0)], *(at[first] for first in inside if first > maker)]
+        path = [
+            at[max(maker, 0)],
+            *(at[start] for start in starts if start > maker),
+        ]
         hops = [device for device, _ in itertools.groupby(path)]
         while hops and hops[-1] == at[block]:
             hops.pop()

@@ -1,4 +1,4 @@
-"""Costs: what the stages of a profile cost at a workload, as the search asks for it.
+"""Costs: bytes and seconds of a profile's stages at a workload, for the search.
 
 It knows nothing of which stages are best.
 """
@@ -31,7 +31,7 @@ Room = Callable[[int], int]
 
 
 class ReplayCache:
-    """Chains, which hold for any workload, and lower bounds, which hold for any fleet."""
+    """A cache of chains, valid for any workload, and of lower bounds, valid for any fleet."""
 
     def __init__(self) -> None:
         self._chains: dict[int, Chain] = {}  # which keep the profile, so that its number is its own
@@ -52,7 +52,7 @@ class ReplayCache:
 
 
 class Costs:
-    """A profile at one workload: bytes and seconds of its stages.
+    """A profile at a workload: bytes and seconds of its stages.
 
     A stage fits a device when every step of it, replayed, stays within the budget. The bytes that
     are optimised are the most that its tensors request at a time: what PyTorch's allocator holds
@@ -85,30 +85,30 @@ class Costs:
         self._latency: LatencyModel | None = None
 
     def leaving(self, room: Room) -> Costs:
-        """Return costs by which a stage fits if it leaves so much of its budget free."""
+        """Return costs under the condition to leave so much of each budget free."""
         roomy = copy(self)
         roomy.room, roomy._narrow = room, set()
         return roomy
 
     def usable_bytes(self, budget_bytes: int) -> int:
-        """Return the bytes of a budget that a stage may reserve."""
+        """Return the bytes of a budget available to a stage."""
         return budget_bytes - (self.room(budget_bytes) if self.room else 0)
 
     @property
     def has_ties(self) -> bool:
-        """Whether modules go where an earlier one goes, and what they need may make a detour."""
+        """True if modules are tied to earlier modules, so that their inputs may make a detour."""
         return any(block.modules and block.tied_to is not None for block in self.profile.blocks)
 
     @property
     def has_returns(self) -> bool:
-        """Whether a stage may go on after a later one: with tied modules, or what a tower made.
+        """True if a stage may run again after a later stage, for tied modules or images.
 
-        A replay of training knows nothing of copies by way of a third device.
+        Always False in training, whose replay knows nothing of copies by way of a third device.
         """
         blocks = self.profile.blocks
         # Behind the last modules is only what the caller does.
-        last = max((index for index, block in enumerate(blocks) if block.modules), default=0)
-        returns = any(block.tied_to is not None for block in blocks[: last + 1])
+        end = max((index for index, block in enumerate(blocks) if block.modules), default=0)
+        returns = any(block.tied_to is not None for block in blocks[: end + 1])
         return returns and self.training is None
 
     def blocks_of(self, start: int, stop: int) -> tuple[int, ...]:
@@ -117,12 +117,12 @@ class Costs:
 
     @property
     def chain(self) -> list[int]:
-        """The blocks that are cut apart."""
+        """The blocks between which stages may be cut."""
         return self._chain.blocks
 
     @property
     def places(self) -> list[tuple[int, ...]]:
-        """The blocks that are cut apart, each with what goes with it."""
+        """The blocks between which stages may be cut, each with its attached blocks."""
         return [(index, *self._chain.attached[index]) for index in self.chain]
 
     @property
@@ -131,17 +131,17 @@ class Costs:
         return self._chain.alike
 
     def streamed_bytes(self, start: int, stop: int) -> int:
-        """Return the bytes that a stage copies from the host's memory in each step."""
+        """Return the bytes copied from the host to a stage in each step."""
         return sum(self.profile.streamed_bytes(self.blocks_of(start, stop)))
 
     @property
     def num_places(self) -> int:
-        """How many places from the end differ; all before the last of them are like it."""
+        """The number of different places from the end; those before the last are equal to it."""
         training = self.training
         return training.micro_batches if training and training.schedule == "1f1b" else 1
 
     def bounds_at(self, place: int) -> Ints:
-        """[start, stop]: never more than the exact bytes of stages at a place from the end."""
+        """[start, stop]: lower bounds of the bytes of stages at a place from the end."""
         place = min(place, self.num_places)
         if place not in self._bounds:
             if self.training is None:
@@ -152,7 +152,7 @@ class Costs:
         return self._bounds[place]
 
     def room_bounds(self, budget_bytes: int) -> Ints:
-        """[start, stop]: never more than what stages reserve that leave the room asked for."""
+        """[start, stop]: lower bounds of the reserved bytes of stages with room left."""
         if self.room is None or self.training is not None:
             return np.zeros_like(self.lower_bound_bytes)
         if self._growth is None:
@@ -162,14 +162,14 @@ class Costs:
     def requested_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1
     ) -> int | None:
-        """Return what a stage's tensors request at the peak; None where it doesn't fit."""
+        """Return the bytes requested at the peak of a stage; None where the stage doesn't fit."""
         peaks = self.stage_bytes(start, stop, budget_bytes, place=place)
         return None if peaks is None else peaks.requested_bytes
 
     def stage_bytes(
         self, start: int, stop: int, budget_bytes: int, *, place: int = 1
     ) -> StageBytes | None:
-        """Replay a stage on a device of this budget and return its peaks; None: it doesn't fit."""
+        """Replay a stage on a device of this budget and return its peaks; None without a fit."""
         blocks = self.blocks_of(start, stop)
         key = (self._signature(blocks, place), budget_bytes)
         if key in self._narrow:
@@ -186,9 +186,10 @@ class Costs:
     def stage_bytes_where(
         self, start: int, stop: int, budget_bytes: int, device_of: Sequence[str]
     ) -> StageBytes | None:
-        """Return the same, where it matters on which device each of the model's blocks is.
+        """Return the peaks of a stage with copies by way of third devices.
 
-        A stage that turns out not to fit there is one that doesn't fit, from then on.
+        `device_of` has the device of each of the model's blocks. A stage that doesn't fit then
+        counts as one that doesn't fit from then on.
         """
         blocks = self.blocks_of(start, stop)
         peaks = self._replay_at(1).run(blocks, budget_bytes, device_of=device_of)
@@ -213,14 +214,14 @@ class Costs:
         return self._replays[place]
 
     def _signature(self, blocks: Sequence[int], place: int) -> tuple[int, ...]:
-        """Return a key that is equal for stages of equal costs."""
+        """Return a key, equal for stages of equal costs."""
         place = min(place, self.num_places)
         workspace_bytes = self.workload.gpu_generation.workspace_bytes
         return (*stage_signature(self.profile, blocks), place, workspace_bytes)
 
     @property
     def page_bytes(self) -> Ints | None:
-        """[start, stop]: bytes of one page in a stage; None where pages aren't to be counted."""
+        """[start, stop]: bytes of a page in a stage; None where the number of pages is given."""
         if not self.workload.is_paged or self.workload.pages is not None:
             return None
         profile, place = self.profile, SERVING_MONOMIALS.index("g")
@@ -231,11 +232,11 @@ class Costs:
             rules = [trace.sizes[number] for number in trace.retained]
             of_kind.append(sum(round(rule[place]) for rule in rules if len(rule) > place))
         kinds = [[profile.blocks[block].kind for block in blocks] for blocks in self.places]
-        return np.asarray(between([sum(of_kind[kind] for kind in each) for each in kinds]))
+        return np.asarray(between([sum(of_kind[kind] for kind in row) for row in kinds]))
 
     @property
     def latency(self) -> LatencyModel:
-        """Seconds of the blocks that are cut apart; computed on demand."""
+        """Seconds of the blocks of the chain; computed on demand."""
         if self._latency is None:
             self._latency = LatencyModel(self._brief, self.places)
         return self._latency
@@ -259,10 +260,10 @@ class Costs:
 
     @property
     def boundary_bytes(self) -> NDArray[np.float64]:
-        """[num_blocks + 1]: bytes that a request sends over the cut before each block."""
+        """[num_blocks + 1]: bytes of a request sent over the cut before each block."""
         return np.asarray(self.latency.boundary_bytes.sum(axis=0))
 
     @property
     def boundary_transfers(self) -> NDArray[np.float64]:
-        """[num_blocks + 1]: in how many tensors it does."""
+        """[num_blocks + 1]: the number of tensors sent over the cut before each block."""
         return np.asarray(self.latency.boundary_transfers.sum(axis=0))

@@ -1,4 +1,4 @@
-"""Replay: the allocation events of a stage, run through the allocator's model at one workload.
+"""Replay: run the allocation events of a stage through the allocator's model.
 
 This is the one function that the planner optimises, the forecast reports and the virtual run is
 held against. A workload is a schedule of passes over a stage's blocks; `replay_serving` and
@@ -36,7 +36,7 @@ _MOST_SAMPLES = 64
 
 
 class Replay(AllocEvents):
-    """A profile at one workload, whose stages can be replayed.
+    """A profile at a workload, to replay its stages.
 
     With `brief` it leaves out the steps between the first and the last ones of a phase: for bounds
     and for seconds. Otherwise every step counts that changes what PyTorch's allocator holds.
@@ -57,7 +57,7 @@ class Replay(AllocEvents):
         device_of: Sequence[str] | None = None,
         usable_bytes: float = inf,
     ) -> StageBytes | None:
-        """Return the peaks of a stage; None where it doesn't fit its capacity.
+        """Return the peaks of a stage; None where the capacity is too small.
 
         A replay pauses where more than the usable bytes are reserved; a later one goes on there.
         """
@@ -73,19 +73,19 @@ class Replay(AllocEvents):
         return peaks
 
     def is_paused(self, blocks: Sequence[int], capacity_bytes: int) -> bool:
-        """True if the peaks of a stage are those of its first steps alone."""
+        """Return True if the peaks of a stage cover its first steps alone."""
         return (stage_signature(self.profile, blocks), capacity_bytes) in self._paused
 
     def passes(self, stage: StageRun) -> Iterator[None]:
-        """Run the passes of a stage, in an iterator that may be stopped after each."""
+        """Run the passes of a stage, in an iterator with a stop after each pass."""
         for step in range(len(self.steps)):
             stage.run_pass(step)
             yield
 
     def compile_pass(self, compiler: StageCompiler) -> None:
         """Compile a pass over a stage's blocks."""
-        first, last = min(compiler.blocks), max(compiler.blocks)
-        compiler.run(range(first, last + 1))
+        first_block, last_block = min(compiler.blocks), max(compiler.blocks)
+        compiler.run(range(first_block, last_block + 1))
         # Blocks behind the last one free what is theirs; nothing is allocated in between.
         compiler.release_all()
 
@@ -108,7 +108,7 @@ class Replay(AllocEvents):
         return self._step(phase, query, past + query)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
-        """Return the steps over the prompt, each with how many it stands for; in training all."""
+        """Return the steps over the prompt with the number of steps represented by each."""
         chunks = [self.step_over(*chunk) for chunk in self.workload.chunks()]
         return [(step, 1.0) for step in self.encoding_steps()] + sample(chunks)
 
@@ -121,7 +121,7 @@ class Replay(AllocEvents):
         return steps + [self._step("decode", 1, length) for length in self._decode_lengths(keys)]
 
     def encoding_steps(self) -> list[ForecastStep]:
-        """Return the steps before the prompt in which images are encoded."""
+        """Return the steps to encode images, before the prompt."""
         if not self.profile.encodes_images:
             return []
         passes = self.workload.passes()
@@ -136,12 +136,12 @@ class Replay(AllocEvents):
             return _ends(keys)
         if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
             return keys
-        chosen = {*_ends(keys)}
+        chosen_lengths = {*_ends(keys)}
         rules = {
             trace.sizes[index]
             for kind in self.profile.kinds
             for regime, trace in zip(self.profile.regimes, kind.traces, strict=True)
-            if regime.phase == "decode" and regime.many == (self.workload.batch > 1)
+            if regime.phase == "decode" and regime.is_batched == (self.workload.batch > 1)
             for index in trace.retained
         }
         growth = 0
@@ -149,17 +149,17 @@ class Replay(AllocEvents):
             sizes = [rounded_bytes(evaluate(rule, self._values(1, length))) for length in keys]
             growth = max(growth, (sizes[-1] - sizes[0]) // len(sizes))
             classes = [segment_bytes(size) for size in sizes]
-            chosen.update(
+            chosen_lengths.update(
                 length
                 for length, before, after in zip(keys[1:], classes, classes[1:], strict=False)
                 if before != after
             )
         if growth > _SMALL_GROWTH_BYTES:
-            chosen.update(keys[:: -(-len(keys) // _MOST_STEPS_BETWEEN)])
-        return sorted(chosen)
+            chosen_lengths.update(keys[:: -(-len(keys) // _MOST_STEPS_BETWEEN)])
+        return sorted(chosen_lengths)
 
     def _num_events(self, keys: int) -> int:
-        """Count the allocations and frees of one decode step, in all blocks."""
+        """Count the allocations and frees of a decode step, in all blocks."""
         regime = self._step("decode", 1, keys).regime
         return sum(
             len(self.profile.kinds[block.kind].traces[regime].events)
@@ -168,7 +168,7 @@ class Replay(AllocEvents):
 
 
 def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
-    """Return a key that is equal for stages of equal costs.
+    """Return a key, equal for stages of equal costs.
 
     It has the kinds of blocks in order, how far each is behind the one before, and whether the
     model's input and its end are on the stage.
@@ -180,7 +180,7 @@ def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
 
 
 class StageRun:
-    """One replay of a stage on a device of its own, pass by pass.
+    """A replay of a stage on a device of its own, pass by pass.
 
     `kept` are the caches or gradients, block by block; `num_kept` has how many each block has. The
     first matrix product of forward passes takes cuBLAS's workspace for good; so does that of
@@ -221,21 +221,21 @@ class StageRun:
         """Replay the passes until more is reserved than is usable, and return the peaks."""
         memory, weights = self.memory, self._weight_bytes
         self.is_paused = any(memory.max_reserved > usable_bytes for _ in self._passes)
-        kept, optimizer = memory.cached_at_peak, memory.aside_at_peak
+        kept_bytes, optimizer = memory.cached_at_peak, memory.aside_at_peak
         is_training = self.replay.workload.training is not None
         return StageBytes(
             weight_bytes=weights,
-            kv_cache_bytes=0 if is_training else kept,
-            activation_bytes=memory.peak - weights - kept - optimizer,
+            kv_cache_bytes=0 if is_training else kept_bytes,
+            activation_bytes=memory.peak - weights - kept_bytes - optimizer,
             allocated_bytes=memory.peak,
             reserved_bytes=memory.max_reserved,
             requested_bytes=memory.requested_peak,
-            gradient_bytes=kept if is_training else 0,
+            gradient_bytes=kept_bytes if is_training else 0,
             optimizer_bytes=optimizer,
         )
 
     def run_pass(self, step: int, saved: Sequence[Held] = ()) -> list[Held]:
-        """Run a pass, a backward one with what its forward pass has saved; return what it saves."""
+        """Run a pass and return its saved blocks, with which the backward pass is run."""
         replay = self.replay
         is_backward = replay.is_backward(step)
         workspace = 0 if is_backward in self._has_workspace else replay.workspace_bytes
@@ -264,7 +264,7 @@ class StageRun:
 
 
 def sample(items: Sequence[T]) -> list[tuple[T, float]]:
-    """Return some of the items, evenly, each with how many it stands for."""
+    """Return items at even distances, each with the number of items represented."""
     number = min(len(items), _MOST_SAMPLES)
     ends = [len(items) * index // number for index in range(number + 1)] if number else []
     return [(items[(start + stop) // 2], float(stop - start)) for start, stop in pairwise(ends)]

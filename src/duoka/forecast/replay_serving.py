@@ -1,4 +1,4 @@
-"""Replay of serving: the steps over a paged cache, of every size, until none needs more memory.
+"""Replay of serving: steps of every size over a paged cache, until reserved memory is stable.
 
 It knows nothing of time but how much a step of requests computes.
 """
@@ -16,7 +16,7 @@ from .workload import Workload
 
 
 class ServingReplay(Replay):
-    """A profile of steps over a paged cache at one workload, whose stages can be replayed.
+    """A profile at a workload with a paged cache, to replay its stages.
 
     With `brief` it has the first step and the largest one alone.
     """
@@ -26,7 +26,7 @@ class ServingReplay(Replay):
         super().__init__(profile, workload, brief=brief)
 
     def step_over(self, query: int, past: int) -> ForecastStep:
-        """What a step computes: a chunk of a prompt, or a token of each sequence."""
+        """Return a step over a chunk of a prompt, or over a token of each sequence."""
         answering = query == 1 and past >= self.workload.prompt_tokens
         sequences = self.workload.batch if answering else 1
         size = StepSize(tokens=query * sequences, rows=query, logits=sequences)
@@ -35,14 +35,14 @@ class ServingReplay(Replay):
         return self._serve(size, keys, pairs=pairs)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
-        """The steps in which the prompts of all sequences are read, one after another."""
+        """Return the steps over the prompts of all sequences, in turn."""
         steps = super().prompt_steps()
         return [(step, weight * self.workload.batch) for step, weight in steps]
 
     def _schedule(self) -> list[ForecastStep]:
         sizes = self.capacity.steps()
-        first = self._serve(FIRST, is_first=True)
-        return [first, *map(self._serve, sizes[:1] if self.brief else sizes)]
+        first_step = self._serve(FIRST, is_first=True)
+        return [first_step, *map(self._serve, sizes[:1] if self.brief else sizes)]
 
     def _serve(
         self,
@@ -66,7 +66,7 @@ class ServingReplay(Replay):
         return ForecastStep(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
 
     def passes(self, stage: StageRun) -> Iterator[None]:
-        """Run the first step, and those of every size until no segment is added.
+        """Run the first step, and steps of every size until no segment is added.
 
         `serving` says why more steps need no more memory then.
         """

@@ -1,4 +1,4 @@
-"""Replay of training: its steps, run through the allocator's model stage by stage.
+"""Replay of training: run its steps through the allocator's model, stage by stage.
 
 One step is some micro-batches, each a forward pass over a stage's blocks and a backward pass over
 them in reverse, then the optimizer, which makes its states in its first step. Gradients are set to
@@ -33,7 +33,7 @@ _MOST_ROUNDS = 64
 
 
 class TrainingReplay(Replay):
-    """A profile for training at one workload, whose stages can be replayed.
+    """A profile at a workload of training, to replay its stages.
 
     `place` is how many stages there are from this one to the end, itself included: with the
     schedule "1f1b" that many micro-batches are in flight.
@@ -49,16 +49,16 @@ class TrainingReplay(Replay):
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that have run forward and not backward, at most."""
+        """The most micro-batches with a forward and no backward pass."""
         return in_flight(self.training, self.place)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
-        """The passes of a step of training, each with how often it runs."""
+        """Return the passes of a training step, each with its number of runs."""
         number = self.training.micro_batches
         return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
 
     def passes(self, stage: StageRun) -> Iterator[None]:
-        """Run steps until one ends with free blocks as an earlier one has.
+        """Run steps until the free blocks at the end of a step repeat.
 
         Where the free blocks are decides on all that follows: further steps would repeat.
         """
@@ -75,28 +75,29 @@ class TrainingReplay(Replay):
     def _run_micro_batches(self, stage: StageRun) -> None:
         limit, flying = self.in_flight, list[list[Held]]()
         step = BACKWARD
-        seen: dict[Any, int] = {}
-        left = min(self.training.micro_batches, limit + _MOST_ROUNDS)
-        while left:
+        last_seen: dict[Any, int] = {}
+        remaining = min(self.training.micro_batches, limit + _MOST_ROUNDS)
+        while remaining:
             if len(flying) == limit:
                 stage.run_pass(step, flying.pop(0))
                 step = ACCUMULATE
                 # From the same state of the allocator the same follows: so many micro-batches
                 # later it has come round, and whole rounds more needn't be run.
-                period = seen.setdefault(_allocator_state(stage.memory, flying), left) - left
+                state = _allocator_state(stage.memory, flying)
+                period = last_seen.setdefault(state, remaining) - remaining
                 if period:
-                    left %= period
-                    seen.clear()
-                    if not left:
+                    remaining %= period
+                    last_seen.clear()
+                    if not remaining:
                         break
             flying.append(stage.run_pass(FORWARD))
-            left -= 1
+            remaining -= 1
         while flying:
             stage.run_pass(step, flying.pop(0))
             step = ACCUMULATE
 
     def compile_pass(self, compiler: StageCompiler) -> None:
-        """Compile a pass over a stage's blocks; those of other stages end things in it, too."""
+        """Compile a pass over a stage's blocks, with the frees of other stages' blocks."""
         blocks = range(len(self.profile.blocks))
         if self.is_backward(compiler.step):
             compiler.run(blocks[::-1])
@@ -108,12 +109,12 @@ class TrainingReplay(Replay):
             self._release_unsaved(compiler)
 
     def _release_unsaved(self, compiler: StageCompiler) -> None:
-        """Free what no backward pass on this stage needs, when the forward pass is over."""
+        """Free tensors without use in a backward pass on this stage, after the forward pass."""
         inputs = {
             self.key_of(block, read.ref, FORWARD)
             for block in compiler.blocks
             for number, read in enumerate(self.trace(block, FORWARD).reads)
-            if number not in self.trace(block, FORWARD).passing
+            if number not in self.trace(block, FORWARD).live_through
         }
         for key in list(compiler.alive):
             # What only other stages save is freed on its own device, and so is a copy that was only
@@ -165,7 +166,7 @@ class TrainingReplay(Replay):
 def replay_of(
     profile: Profile, workload: Workload, *, place: int = 1, brief: bool = False
 ) -> Replay:
-    """Return a replay of stages at a workload; in training, of those at a place from the end."""
+    """Return the replay of a profile at a workload; in training at a place from the end."""
     if workload.training is not None:
         return TrainingReplay(profile, workload, place=place)
     kind = ServingReplay if workload.is_paged else Replay
@@ -173,13 +174,13 @@ def replay_of(
 
 
 def in_flight(training: Training, place: int) -> int:
-    """Micro-batches in flight at a stage that has `place` stages from itself to the end."""
+    """Return the micro-batches in flight at a stage, at a place from the end."""
     most = {"sequential": 1, "gpipe": training.micro_batches, "1f1b": place}
     return min(most[training.schedule], training.micro_batches)
 
 
 def _allocator_state(memory: PlainMemory, flying: Sequence[Sequence[Held]] = ()) -> Any:
-    """Return what decides on later requests: free blocks, and those of saved activations."""
+    """Return the free blocks and saved activations, on which later requests depend."""
     return memory.free_blocks(), *map(tuple, flying)
 
 
@@ -195,7 +196,7 @@ def _hold_for_update(memory: PlainMemory, sizes: Sequence[int], most: float) -> 
 
 
 def _hold_aside(memory: PlainMemory, size: int) -> Held:
-    """Allocate what belongs to the optimizer."""
+    """Allocate memory of the optimizer, counted as aside."""
     memory.aside += rounded_bytes(size)
     block = memory.hold(size)
     _, num_bytes, requested = block

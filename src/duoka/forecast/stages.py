@@ -1,4 +1,4 @@
-"""Stages: the chain of blocks that is cut into them, which of them are alike, and lower bounds.
+"""Stages: the chain of blocks to cut, equal stages, and lower bounds of their bytes.
 
 A lower bound is what a stage needs at the least, for all stages at once and without a replay; the
 search goes by it until it has to know better. It knows nothing of devices.
@@ -24,7 +24,7 @@ _NEVER = -(1 << 62)
 
 
 class Chain:
-    """The blocks that may be cut apart: all but those tied to an earlier one, their partner.
+    """The blocks between which stages may be cut: all but blocks tied to an earlier one.
 
     A stage is a half-open range of `blocks`, which are in execution order; `attached` to each of
     them are the blocks that go with it.
@@ -43,11 +43,11 @@ class Chain:
         self.programs: dict[tuple[object, ...], StageProgram] = {}
 
     def __len__(self) -> int:
-        """Count the blocks that may be cut apart."""
+        """Count the blocks of the chain."""
         return len(self.blocks)
 
     def stage(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return the blocks of a stage, tied ones included, in execution order."""
+        """Return the blocks of a stage, with attached blocks, in execution order."""
         blocks = self.blocks[start:stop]
         return tuple(
             sorted([*blocks, *(tied for index in blocks for tied in self.attached[index])])
@@ -56,21 +56,21 @@ class Chain:
     @cached_property
     def alike(self) -> NDArray[np.int64]:
         """[start, stop]: equal numbers only where the signatures are equal."""
-        kinds, last, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
-        alike = np.zeros((num + 1, num + 1), np.int64)
+        kinds, end, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
+        table = np.zeros((num + 1, num + 1), np.int64)
         codes: dict[tuple[Any, ...], int] = {}
-        keys = [(kinds[at].kind, *self.attached[at], at == 0, at == last) for at in self.blocks]
+        keys = [(kinds[at].kind, *self.attached[at], at == 0, at == end) for at in self.blocks]
         gaps = np.diff(self.blocks, prepend=-1).tolist()
-        first = [codes.setdefault((0, *key), len(codes)) for key in keys]
+        first_codes = [codes.setdefault((0, *key), len(codes)) for key in keys]
         later = [codes.setdefault(key, len(codes)) for key in zip(gaps, keys, strict=True)]
         # A stage's number follows from that of the stage without its last block, and from that
         # block with the gap before it.
-        starts, numbers = np.arange(num), np.array(first)
+        starts, numbers = np.arange(num), np.array(first_codes)
         for length in range(1, num + 1):
             _, numbers = np.unique(numbers, return_inverse=True)
-            alike[starts, starts + length] = numbers + alike.max() + 1
+            table[starts, starts + length] = numbers + table.max() + 1
             starts, numbers = starts[:-1], numbers[:-1] * len(codes) + later[length:]
-        return alike
+        return table
 
     @cached_property
     def weight_bytes(self) -> NDArray[np.int64]:
@@ -87,7 +87,7 @@ class Chain:
         )
 
     def likes(self, block: int, ref: Ref) -> list[int]:
-        """Return blocks of a block's kind, one for each kind that made what `ref` refers to."""
+        """Return blocks of a block's kind with makers of `ref` of all kinds."""
         if ref.origin != "earlier":
             return [block]
         kinds, key = self.profile.blocks, (self.profile.blocks[block].kind, ref.back)
@@ -105,7 +105,7 @@ class Chain:
 
 
 def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
-    """[start, stop]: never more than the exact bytes of stages.
+    """[start, stop]: lower bounds of the exact bytes of stages.
 
     While block b of a stage is at its peak in some step, the KV caches of the stage's blocks before
     it have grown in this step, and those behind it haven't. The stage holds all of them::
@@ -147,8 +147,8 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
         ungrown = np.concatenate([[0], np.cumsum(kv_before)])
         has_producers = starts <= places - producer_distance
         peaks = np.where(has_producers, peak_with_producers, peak_alone)
-        most = running_peaks(grown[:-1] + peaks - ungrown[1:])
-        np.maximum(bounds[:-1, 1:], most + ungrown[1:] - grown[:-1, None], out=bounds[:-1, 1:])
+        largest = running_peaks(grown[:-1] + peaks - ungrown[1:])
+        np.maximum(bounds[:-1, 1:], largest + ungrown[1:] - grown[:-1, None], out=bounds[:-1, 1:])
     return bounds + chain.weight_bytes + _buffers(chain)
 
 
@@ -163,7 +163,7 @@ def running_peaks(at_peak: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _undominated(costs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[steps, kinds, numbers], from [kinds, steps, numbers]: the steps that may decide on a bound.
+    """[steps, kinds, numbers], from [kinds, steps, numbers]: drop steps without effect on bounds.
 
     A bound grows with each number but the last, `producer_distance`, with which it falls. So a step
     counts for nothing beside one that has no less of any kind of block.
@@ -177,7 +177,7 @@ def _undominated(costs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Growth:
-    """Lower bounds of the bytes that stages reserve if they leave room.
+    """Lower bounds of the reserved bytes of stages with room left.
 
     PyTorch's allocator returns cached memory only if a new segment exceeds the budget. A stage that
     leaves room never reserves more than the budget less the room. So as long as no segment is
@@ -202,26 +202,26 @@ class Growth:
         kinds, regimes = chain.profile.kinds, np.array([step.regime for step in replay.steps])
         self._kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
         self._held_bytes = chain.weight_bytes + _buffers(chain)
-        most, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
+        largest, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
         sizes = dict[tuple[int, int], NDArray[np.int64]]()
         for kind, regime in itertools.product(range(len(kinds)), {*regimes.tolist()}):
             trace, at = kinds[kind].traces[regime], regimes == regime
             rules = rules_of([*trace.sizes, *(read.size for read in trace.reads)])
             values = [step.values for step in replay.steps if step.regime == regime]
             sizes[kind, regime] = evaluate_all(rules, np.array(values).T)
-            most[at] = np.maximum(most[at], sizes[kind, regime].max(axis=0, initial=0))
-        least = segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
-        segments = -(-most // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
-        self._largest_segments = np.maximum.accumulate([least, *segments])
+            largest[at] = np.maximum(largest[at], sizes[kind, regime].max(axis=0, initial=0))
+        least_segment = segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
+        segments = -(-largest // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+        self._largest_segments = np.maximum.accumulate([least_segment, *segments])
         for (kind, regime), of_step in sizes.items():
             at, alive = regimes == regime, _alive(kinds[kind].traces[regime])
             large = np.where(of_step > self._largest_segments[:-1][at], of_step, 0)[: len(alive)]
-            some = large.any(axis=1)
-            grown[kind, 1:][at] = (alive[:, some] @ large[some]).max(axis=0, initial=0)
+            is_large = large.any(axis=1)
+            grown[kind, 1:][at] = (alive[:, is_large] @ large[is_large]).max(axis=0, initial=0)
         self._grown_bytes = np.cumsum(grown, axis=1)
 
     def bounds(self, room_bytes: int) -> NDArray[np.int64]:
-        """[start, stop]: never more than what stages reserve that leave so much room."""
+        """[start, stop]: lower bounds of the reserved bytes of stages with so much room left."""
         num_steps = int(np.searchsorted(self._largest_segments[1:], room_bytes, "right"))
         grown = np.tile(self._grown_bytes[self._kinds, num_steps], (len(self._kinds), 1))
         bounds = self._held_bytes.copy()
@@ -230,7 +230,7 @@ class Growth:
 
 
 def _alive(trace: AllocationTrace) -> NDArray[np.float64]:
-    """[allocations, tensors]: 1 where a block's own tensor is alive when one is allocated."""
+    """[allocations, tensors]: 1 where a block's own tensor is alive at an allocation."""
     alive, num_made = np.tri(len(trace.sizes)), 0
     for event in trace.events:
         if event is None:
@@ -247,7 +247,7 @@ def between(values: ArrayLike) -> NDArray[Any]:
 
 
 def _buffers(chain: Chain) -> NDArray[np.int64]:
-    """[start, stop]: bytes of the buffers for weights that stream."""
+    """[start, stop]: bytes of the buffers for streamed weights."""
     num, profile = len(chain), chain.profile
     buffers = np.zeros((num + 1, num + 1), np.int64)
     if profile.offloaded:
@@ -279,8 +279,8 @@ def _cache_and_peaks(
             _peak(trace, sizes, cache, read | freed_only) if freed_only else peak_alone
         )
         kv_before = sum(cache)
-        dropped = {ref.index for ref in trace.events if ref is not None and ref.origin == "kept"}
-        cache = [size for slot, size in enumerate(cache) if slot not in dropped]
+        freed = {ref.index for ref in trace.events if ref is not None and ref.origin == "kept"}
+        cache = [size for slot, size in enumerate(cache) if slot not in freed]
         cache += [sizes[number] for number in sorted(trace.retained)]
         yield kv_before, sum(cache), peak_alone, peak_with_producers, producer_distance
 
@@ -288,7 +288,7 @@ def _cache_and_peaks(
 def _peak(
     trace: AllocationTrace, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref, int]
 ) -> int:
-    """Return the most bytes that a block holds at a time, caches and tensors of others included."""
+    """Return the peak of a block, with its caches and its inputs."""
     live = peak = sum(cache) + sum(read.values())
     count = 0
     for event in trace.events:
@@ -312,7 +312,7 @@ def _distance(chain: Chain, block: int, ref: Ref) -> int:
 
 
 def _read_bytes(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref, int]:
-    """Return the least bytes of what other blocks made and this one, or one of its kind, reads.
+    """Return the least bytes of a block's inputs, over all blocks of its kind.
 
     Where a stage begins, it is copied to the device, as large as what is read; elsewhere it is
     still there, as large as it was made.
@@ -320,14 +320,14 @@ def _read_bytes(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref
     sizes: dict[Ref, int] = {}
     for read in replay.trace(block, step).reads:
         if read.ref.origin in ("earlier", "carried"):
-            moved = rounded_bytes(evaluate(read.size, replay.steps[step].values))
-            size = min(moved, _made_bytes(chain, replay, block, step, read.ref))
+            copied_bytes = rounded_bytes(evaluate(read.size, replay.steps[step].values))
+            size = min(copied_bytes, _made_bytes(chain, replay, block, step, read.ref))
             sizes[read.ref] = min(size, sizes.get(read.ref, size))
     return sizes
 
 
 def _made_bytes(chain: Chain, replay: Replay, block: int, step: int, ref: Ref) -> int:
-    """Return the bytes of what a block refers to, as small as for any block of its kind."""
+    """Return the least bytes of an input of a block, over all blocks of its kind."""
     sizes = []
     for index in chain.likes(block, ref):
         maker, number = replay.key_of(index, ref, step)

@@ -1,4 +1,4 @@
-"""Lower bounds of training stages: what blocks hold of their own at the peaks of a step.
+"""Lower bounds of training stages: own memory of blocks at the peaks of a step.
 
 A stage of a pipeline runs its micro-batches in three phases. With three in flight, of five::
 
@@ -43,7 +43,7 @@ Ints = NDArray[np.int64]
 
 
 def training_bounds(chain: Chain, replay: TrainingReplay) -> Ints:
-    """[start, stop]: never more than the exact bytes of stages, at the replay's place."""
+    """[start, stop]: lower bounds of the exact bytes of stages, at the replay's place."""
     places = [chain.stage(place, place + 1) for place in range(len(chain))]
     training, profile = replay.training, chain.profile
     optimizer, in_flight = training.optimizer, replay.in_flight
@@ -89,7 +89,7 @@ def _sums(
 
 
 def _pass_peaks(saved: Ints, peaks: Sequence[int]) -> Ints:
-    """[start, stop]: the largest sum of a block's peak and what the blocks before it have saved."""
+    """[start, stop]: the largest sum of a block's peak and the activations saved before."""
     saved_before = np.cumsum(saved) - saved
     table = np.zeros((len(saved) + 1, len(saved) + 1), np.int64)
     table[:-1, 1:] = running_peaks(saved_before + np.array(peaks)) - saved_before[:, None]
@@ -97,7 +97,7 @@ def _pass_peaks(saved: Ints, peaks: Sequence[int]) -> Ints:
 
 
 def _saved_bytes(replay: TrainingReplay, block: int) -> int:
-    """Return the bytes that a block's backward pass takes from its own forward pass."""
+    """Return the bytes saved by a block's forward pass for its backward pass."""
     number = len(replay.trace(block, FORWARD).sizes)
     sizes = replay.sizes(block, FORWARD)
     outputs = sum(
@@ -109,17 +109,17 @@ def _saved_bytes(replay: TrainingReplay, block: int) -> int:
 
 
 def _saved_input_bytes(replay: TrainingReplay, block: int) -> int:
-    """Return those of earlier blocks' outputs: there, or copied, on the stage of this block."""
+    """Return the saved bytes of earlier blocks' outputs, at their place or copied."""
     values = replay.steps[FORWARD].values
     inputs = {
         read.ref: rounded_bytes(evaluate(read.size, values))
         for read in replay.trace(block, FORWARD).reads
     }
-    ended = set(replay.trace(block, BACKWARD).events)
+    freed_refs = set(replay.trace(block, BACKWARD).events)
     return sum(
         min(size, _made_bytes(replay, block, ref))
         for ref, size in inputs.items()
-        if ref in ended and ref.origin == "earlier"
+        if ref in freed_refs and ref.origin == "earlier"
     )
 
 
@@ -129,18 +129,18 @@ def _made_bytes(replay: TrainingReplay, block: int, ref: Ref) -> int:
 
 
 def _peak(replay: TrainingReplay, blocks: Sequence[int], step: int) -> int:
-    """Return the most that the first block, or one tied to it, holds of its own in one pass."""
-    first, *tied = blocks
-    saved = _saved_bytes(replay, first)
+    """Return the peak of a block, or of a block attached to it, in a pass."""
+    first_block, *tied = blocks
+    saved = _saved_bytes(replay, first_block)
     peaks = [saved + _own_peak(replay, block, step) for block in tied]
-    return max([_own_peak(replay, first, step), *peaks])
+    return max([_own_peak(replay, first_block, step), *peaks])
 
 
 def _own_peak(replay: TrainingReplay, block: int, step: int) -> int:
     trace = replay.trace(block, step)
     sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
     forward_sizes = [rounded_bytes(size) for size in replay.sizes(block, FORWARD)]
-    first = replay.first_number(block, step)
+    start = replay.first_number(block, step)
     live = _saved_bytes(replay, block) - _saved_input_bytes(replay, block) if step else 0
     peak, number = live, 0
     for ref in trace.events:
@@ -148,6 +148,6 @@ def _own_peak(replay: TrainingReplay, block: int, step: int) -> int:
             live += sizes[number]
             number += 1
         elif ref.origin == "own":
-            live -= sizes[ref.index - first] if ref.index >= first else forward_sizes[ref.index]
+            live -= sizes[ref.index - start] if ref.index >= start else forward_sizes[ref.index]
         peak = max(peak, live)
     return peak

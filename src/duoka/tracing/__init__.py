@@ -1,4 +1,4 @@
-"""Tracing: a model, run without data on one virtual GPU, becomes a profile.
+"""Tracing: run a model without data on a virtual GPU, and derive its profile.
 
 - `get_profile`: from the cache, or traced and kept there
 - `trace_generation`, `trace_serving`, `trace_training`: schedules of steps that are recorded

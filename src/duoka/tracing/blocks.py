@@ -1,4 +1,4 @@
-"""Blocks by experiment: which modules must stay whole on one device.
+"""Blocks by experiment: modules that must stay whole on a device.
 
 Taint tags: every module that owns parameters or buffers has a tag. In one run of the model, tensors
 computed from a parameter carry the tag of its owner; an argument takes the tag of the module that
@@ -56,7 +56,7 @@ _ENTERED = " entered"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleGroup:
-    """The modules and parameters of one block: disjoint names that cover all its owners.
+    """The modules and parameters of a block: disjoint names that cover all its owners.
 
     It `streams` if all of its tensors are used within calls of the modules named. One without names
     `returns_to` an earlier block: it stands for the work of model code on that block's device, with
@@ -92,9 +92,9 @@ def find_groups(
         blocks[order.get(owner, 0)].append(owner)
     returns = _find_returns(experiment, blocks)
     blocks = _merge_buffers(model, blocks, returns)
-    inside = _find_blocks_in(blocks)
+    blocks_in = _find_blocks_in(blocks)
     groups = [
-        ModuleGroup(names=_name_modules(model, number, block, inside), owners=tuple(block))
+        ModuleGroup(names=_name_modules(model, number, block, blocks_in), owners=tuple(block))
         for number, block in enumerate(blocks)
     ]
     groups = [replace(group, streams=experiment.streams(group)) for group in groups]
@@ -111,18 +111,18 @@ def find_containers(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[tup
     for index, group in enumerate(groups):
         for container in {c for name in group.names for c in containing(name)}:
             members.setdefault(container, []).append(index)
-    inside: list[list[int]] = [[] for _ in groups]
+    blocks_in: list[list[int]] = [[] for _ in groups]
     for name in sorted(members, key=lambda name: name.count(".")):
         first, *rest = members[name]
         is_called = type(model.get_submodule(name)).forward is not nn.Module.forward
         if first > 0 and rest and is_called:
             for index in members[name]:
-                inside[index].append(first)
-    return [tuple(firsts) for firsts in inside]
+                blocks_in[index].append(first)
+    return [tuple(firsts) for firsts in blocks_in]
 
 
 class _Experiment:
-    """A run with taint tags: when owners are used, and which tags operations mix."""
+    """A run with taint tags: the uses of owners, and the tags mixed by operations."""
 
     def __init__(self, model: nn.Module, *, fuses_glue: bool) -> None:
         self.model = model
@@ -149,7 +149,7 @@ class _Experiment:
         self.glue_work: set[tuple[str, str]] = set()
 
     def hooks(self) -> AbstractContextManager[None]:
-        """Observe the calls of all modules that hold owners."""
+        """Observe the calls of all modules with owners inside."""
         enter = {
             name: partial(self._enter, name, caches_of(module))
             for name, module in self.model.named_modules()
@@ -212,7 +212,7 @@ class _Experiment:
         return tag if isinstance(tag, str) else None
 
     def note_move(self, result: torch.Tensor, source: torch.Tensor, place: str) -> torch.Tensor:
-        """Tag what model code moves with the place that it names."""
+        """Tag a tensor moved by model code with the place named there."""
         origin = self.place_of(source)
         alias = result.view_as(result)
         setattr(alias, _TAG, place)
@@ -224,14 +224,14 @@ class _Experiment:
         return alias
 
     def note_creation(self, result: Any, place: str) -> None:
-        """Tag what model code makes on a tensor's device with that tensor's place."""
+        """Tag tensors created on the device of another tensor with its place."""
         for tensor in tensors_in(result):
             setattr(tensor, _TAG, place)
         self.glue_work.add((place, self.current_owner))
 
     def owners_of(self, tag: str) -> set[str]:
-        """Return the owners of a tag's set; the tag may be that of a module's arguments."""
-        return self.members.get(self._find(tag), set())
+        """Return the owners in the set of a tag, be it an owner's or of a module's arguments."""
+        return self.members.get(self._find_root(tag), set())
 
     def _enter(
         self, name: str, caches: frozenset[int | str], _: nn.Module, args: Any, kwargs: Any
@@ -266,13 +266,13 @@ class _Experiment:
                 return False
         return True
 
-    def _find(self, name: str) -> str:
+    def _find_root(self, name: str) -> str:
         while (above := self.parent.get(name, name)) != name:
             name = above
         return name
 
     def _union(self, a: str, b: str) -> None:
-        a, b = self._find(a), self._find(b)
+        a, b = self._find_root(a), self._find_root(b)
         if a != b:
             self.parent[b] = a
 
@@ -292,7 +292,7 @@ class _Experiment:
             for tag in tags:
                 self._union(tags[0], tag)
         for owner in self.first_use:
-            self.members.setdefault(self._find(owner), set()).add(owner)
+            self.members.setdefault(self._find_root(owner), set()).add(owner)
         return [
             (min(self.first_use[o] for o in group), max(self.last_use[o] for o in group), group)
             for group in self.members.values()
@@ -304,15 +304,15 @@ def _merge_overlaps(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
     merged: list[tuple[int, set[str]]] = []
     for start, stop, owners in sorted(spans, key=lambda span: span[:2]):
         if merged and start <= merged[-1][0]:
-            last, together = merged[-1]
-            merged[-1] = (max(last, stop), together | owners)
+            last, merged_owners = merged[-1]
+            merged[-1] = (max(last, stop), merged_owners | owners)
         else:
             merged.append((stop, set(owners)))
     return [owners for _, owners in merged]
 
 
 def _fuse_glue_work(experiment: _Experiment, spans: list[set[str]]) -> list[set[str]]:
-    """Fuse all blocks between an earlier block and the glue code that allocates on its device.
+    """Fuse all blocks between an earlier block and glue code allocating on its device later.
 
     Where model code has moved something back there, a block without modules stands for its work.
     """
@@ -360,7 +360,7 @@ def _add_returns(groups: list[ModuleGroup], returns: list[tuple[str, str]]) -> l
         all_groups.append(group)
         for running, place in returns:
             if running in group.owners:
-                target = next(i for i, other in enumerate(all_groups) if place in other.owners)
+                target = next(i for i, another in enumerate(all_groups) if place in another.owners)
                 all_groups.append(ModuleGroup(names=(), owners=(), returns_to=target))
     return all_groups
 
@@ -368,7 +368,7 @@ def _add_returns(groups: list[ModuleGroup], returns: list[tuple[str, str]]) -> l
 def _merge_buffers(
     model: nn.Module, blocks: list[list[str]], returns: list[tuple[str, str]]
 ) -> list[list[str]]:
-    """Join blocks that have only buffers to the block before, or behind a move back to the next."""
+    """Join blocks without parameters to the block before, or behind a move back to the next."""
     last = {running for running, _ in returns}
     merged: list[list[str]] = []
     waiting: list[str] = []
@@ -387,22 +387,22 @@ def _merge_buffers(
 
 
 def _find_blocks_in(blocks: list[list[str]]) -> dict[str, set[int]]:
-    """Return for each module the blocks that own something in it."""
-    inside: dict[str, set[int]] = {}
+    """Return for each module the blocks with owners inside."""
+    blocks_in: dict[str, set[int]] = {}
     for number, block in enumerate(blocks):
         for owner in block:
             for container in prefixes(owner):
-                inside.setdefault(container, set()).add(number)
-    return inside
+                blocks_in.setdefault(container, set()).add(number)
+    return blocks_in
 
 
 def _name_modules(
-    model: nn.Module, number: int, block: list[str], inside: dict[str, set[int]]
+    model: nn.Module, number: int, block: list[str], blocks_in: dict[str, set[int]]
 ) -> tuple[str, ...]:
-    """Return the fewest modules (or parameters) that hold a block's owners and no others."""
+    """Return the fewest modules (or parameters) with a block's owners and no others."""
     names: dict[str, None] = {}
     for owner in block:
-        if inside[owner] != {number}:
+        if blocks_in[owner] != {number}:
             module = model.get_submodule(owner)
             prefix = f"{owner}." if owner else ""
             tensors = (
@@ -412,24 +412,26 @@ def _name_modules(
             names.update(dict.fromkeys(prefix + name for name, _ in tensors))
             continue
         name = owner
-        while name and inside[name.rpartition(".")[0]] == {number}:
+        while name and blocks_in[name.rpartition(".")[0]] == {number}:
             name = name.rpartition(".")[0]
         names[name] = None
     return tuple(name for name in names if not _is_covered(name, names))
 
 
 def _is_covered(name: str, names: dict[str, None]) -> bool:
-    return any(name != other and (not other or name.startswith(other + ".")) for other in names)
+    return any(
+        name != another and (not another or name.startswith(another + ".")) for another in names
+    )
 
 
 def _find_nearest(owner: str, spans: list[set[str]]) -> int:
     """Return the block of the closest relative, for a module that the run didn't reach."""
 
-    def common(other: str) -> int:
-        pairs = zip(owner.split("."), other.split("."), strict=False)
+    def common(another: str) -> int:
+        pairs = zip(owner.split("."), another.split("."), strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), owner.count("."))
 
-    scores = [max(common(other) for other in span) for span in spans]
+    scores = [max(common(another) for another in span) for span in spans]
     return scores.index(max(scores)) if scores else 0
 
 
@@ -439,7 +441,7 @@ def _is_owner(module: nn.Module) -> bool:
 
 
 def _find_holders(model: nn.Module) -> tuple[list[torch.Tensor], dict[int, list[str]]]:
-    """Return all parameters and buffers, and for each, by its id, the modules that hold it.
+    """Return all parameters and buffers, and the holders of each by its id.
 
     The tensors must be kept as long as their ids: another object would get the id of a dropped one.
     """

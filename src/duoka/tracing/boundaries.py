@@ -51,17 +51,17 @@ def replace_calls(model: nn.Module, replacements: Mapping[str, Replacement]) -> 
 
 
 def _patch(module: nn.Module, replacement: Replacement, patches: ExitStack) -> None:
-    own, forward = vars(module).get("forward"), module.forward
+    own_forward, forward = vars(module).get("forward"), module.forward
 
     @wraps(forward)  # whose signature says what it takes
     def replaced(*args: Any, **kwargs: Any) -> Any:
         return replacement(forward, args, kwargs)
 
     def restore() -> None:
-        if own is None:
+        if own_forward is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = own_forward
 
     patches.callback(restore)
     module.forward = replaced
@@ -79,7 +79,7 @@ Place = TypeVar("Place")
 
 
 class Moves(TorchFunctionMode, Generic[Place]):
-    """Reports explicit moves, and tensors made where another one lies, for the time of a ``with``.
+    """Reports explicit moves, and tensors created on the device of another, inside a ``with``.
 
     That is ``x.to(y.device)``, and ``arange(n, device=y.device)``. On one device such a move does
     nothing, so that no listener hears of it; on several the result lies where `y` lies. The place
@@ -93,12 +93,12 @@ class Moves(TorchFunctionMode, Generic[Place]):
     def __init__(
         self,
         place_of: Callable[[torch.Tensor], Place | None],
-        moved: Callable[[torch.Tensor, torch.Tensor, Place], torch.Tensor],
+        note_move: Callable[[torch.Tensor, torch.Tensor, Place], torch.Tensor],
         created: Callable[[Any, Place], None] = lambda result, place: None,
     ) -> None:
         super().__init__()
         self._place_of = place_of
-        self._moved = moved
+        self._moved = note_move
         self._created = created
         # Every read makes a new object. It is kept, so that no other one gets its identity.
         self._read: dict[int, tuple[torch.device, Place]] = {}
@@ -111,14 +111,14 @@ class Moves(TorchFunctionMode, Generic[Place]):
             if place is not None:
                 self._read[id(result)] = (result, place)
         elif func is torch.Tensor.to:
-            place = self._named((*args[1:], *kwargs.values()))
+            place = self._find_place((*args[1:], *kwargs.values()))
             if place is not None:
                 return self._moved(result, args[0], place)
         elif id(kwargs.get("device")) in self._read:
             self._created(result, self._read[id(kwargs["device"])][1])
         return result
 
-    def _named(self, values: tuple[Any, ...]) -> Place | None:
+    def _find_place(self, values: tuple[Any, ...]) -> Place | None:
         for value in values:
             if isinstance(value, torch.Tensor):
                 return self._place_of(value)

@@ -1,4 +1,4 @@
-"""Memoised blocks: a block that repeats an earlier one is replaced by a stub.
+"""Memoised blocks: a block is replaced by a stub where an equal block has run.
 
 A decoder of 40 equal layers is recorded by running three of them. A layer is run in full unless one
 with equal modules, equal arguments and an equal predecessor has run before::
@@ -37,19 +37,19 @@ from .recorded import AllocId, PassLog
 
 
 class BlockMemo:
-    """The blocks that ran in this pass, by what decides on their allocations."""
+    """Memo of the blocks run in this pass, by everything that decides on their allocations."""
 
     def __init__(self, model: nn.Module, groups: Sequence[ModuleGroup], log: PassLog) -> None:
         self._log = log
-        own: list[Any] = []
+        signatures: list[Any] = []
         for group in groups:
             module = find_submodule(model, group.names[0]) if len(group.names) == 1 else None
-            own.append(None if module is None else module_signature(module))
+            signatures.append(None if module is None else module_signature(module))
         # Code between a block and its successor, such as a norm without parameters, runs in the
         # block's turn. In the backward pass the successor runs first.
         self._signatures = [
             None if block is None else (block, successor)
-            for block, successor in zip(own, [*own[1:], None], strict=True)
+            for block, successor in zip(signatures, [*signatures[1:], None], strict=True)
         ]
         # A tower's layers are run in full: their outputs are freed together when all have run.
         self._last_return = max(
@@ -61,39 +61,44 @@ class BlockMemo:
         self._differentiated: dict[int, set[AllocId]] = {}
         self._frees_far: dict[tuple[int, int], bool] = {}
 
-    def start(self, like: list[int]) -> None:
-        """Begin a pass; in `like`, stubbed blocks become the numbers of those that ran."""
-        self._memo, self._frees_far, self._like = {}, {}, like
+    def start(self, model_blocks: list[int]) -> None:
+        """Begin a pass; `model_blocks` receives for each stubbed block the number of its model."""
+        self._memo, self._frees_far, self._like = {}, {}, model_blocks
 
     def call(
-        self, block: int, around: Any, forward: Callable[..., Any], args: Any, kwargs: Any
+        self, block: int, producers: Any, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a block, or allocate its outputs only where one that is like it has run.
+        """Run a block, or only allocate its outputs where an equal block has run.
 
         `around` says where the arguments of its containers come from.
         """
         signature = self._signatures[block]
-        given = tensors_in((kwargs, args))
+        arguments = tensors_in((kwargs, args))
         self._differentiated[block] = {
             storage
-            for tensor in given
+            for tensor in arguments
             if tensor.requires_grad and (storage := self._log.id_of(tensor)) is not None
         }
         is_in_tower = block <= self._last_return and not torch.is_grad_enabled()
         if signature is None or block == 0 or is_in_tower:
             return forward(*args, **kwargs)
-        key = signature, self._signatures[block - 1], around, self._describe((args, kwargs), block)
-        model, outputs, num_allocations = self._memo.get(key, (block, None, 0))
+        key = (
+            signature,
+            self._signatures[block - 1],
+            producers,
+            self._describe((args, kwargs), block),
+        )
+        model_block, outputs, num_allocations = self._memo.get(key, (block, None, 0))
         # A block that runs twice in a step is no stub of itself.
-        if model != block and self._speaks_for_others(model):
-            self._like[block] = model
-            result = self._stub(outputs, block, given)
+        if model_block != block and self._speaks_for_others(model_block):
+            self._like[block] = model_block
+            result = self._stub(outputs, block, arguments)
             # What follows in this block's turn is numbered as if the block had run.
             sizes = self._log.traces[block].sizes
             sizes += [0] * (num_allocations - len(sizes))
             return result
-        positions = {id(tensor): position for position, tensor in enumerate(given)}
-        del given  # the caller may drop an argument while the block runs
+        positions = {id(tensor): position for position, tensor in enumerate(arguments)}
+        del arguments  # the caller may drop an argument while the block runs
         result = forward(*args, **kwargs)
         outputs = self._describe(result, block, positions)
         # A stub doesn't write into a container that blocks share.
@@ -102,39 +107,39 @@ class BlockMemo:
             self._memo[key] = block, outputs, len(self._log.traces[block].sizes)
         return result
 
-    def _speaks_for_others(self, model: int) -> bool:
-        """Return True if a block's trace holds for the blocks like it.
+    def _speaks_for_others(self, model_block: int) -> bool:
+        """Return True if a block's trace holds for all blocks like this.
 
         It doesn't where the block frees storages of distant blocks: those of another one are not as
         far from it. Nor where an argument that gets a gradient is an argument of other blocks too,
         such as a residual: the block keeps it for its backward pass, which a stub does not, and
         adds up gradients of blocks at other distances.
         """
-        traces, key = self._log.traces, (model, len(self._log.traces[model].events))
+        traces, key = self._log.traces, (model_block, len(self._log.traces[model_block].events))
         if key not in self._frees_far:  # asked again for every block like this one
             self._frees_far[key] = any(
-                freed is not None and freed[0] == self._log.step and abs(model - freed[1]) > 1
-                for freed in traces[model].events
+                freed is not None and freed[0] == self._log.step and abs(model_block - freed[1]) > 1
+                for freed in traces[model_block].events
             )
         return not self._frees_far[key] and not any(
             storage in trace.reads
-            for storage in self._differentiated[model]
+            for storage in self._differentiated[model_block]
             for block, trace in enumerate(traces)
-            if block != model
+            if block != model_block
         )
 
-    def _stub(self, outputs: Any, block: int, given: list[torch.Tensor]) -> Any:
+    def _stub(self, outputs: Any, block: int, arguments: list[torch.Tensor]) -> Any:
         """Allocate the outputs of a block; in training with gradients for its arguments."""
-        wanted: list[tuple[Any, torch.dtype, int]] = []
+        wanted_outputs: list[tuple[Any, torch.dtype, int]] = []
 
         def note(shape: Any, dtype: torch.dtype, number: int) -> torch.Tensor:
-            wanted.append((shape, dtype, number))
+            wanted_outputs.append((shape, dtype, number))
             return torch.empty(0)
 
-        _rebuild(outputs, given, note)
+        _rebuild(outputs, arguments, note)
         stub: Any = _Stub
-        made = iter(stub.apply((self._log, block, wanted), *given))
-        return _rebuild(outputs, given, lambda *_: next(made))
+        stub_outputs = iter(stub.apply((self._log, block, wanted_outputs), *arguments))
+        return _rebuild(outputs, arguments, lambda *_: next(stub_outputs))
 
     def _describe(self, tree: Any, block: int, positions: dict[int, int] | None = None) -> Any:
         """Describe nested values by shapes, types and distances of producers, hashable.
@@ -163,13 +168,13 @@ class _Stub(torch.autograd.Function):
     """The outputs of a block without its computation, and the gradients of its arguments."""
 
     @staticmethod
-    def forward(ctx: Any, task: Any, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        log, block, wanted = task
+    def forward(ctx: Any, task: Any, *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        log, block, wanted_outputs = task
         ctx.task = log, block
-        ctx.given = [(tensor.shape, tensor.dtype, tensor.device) for tensor in given]
-        device = _device_of(given)
+        ctx.arguments = [(tensor.shape, tensor.dtype, tensor.device) for tensor in arguments]
+        device = _device_of(arguments)
         outputs = []
-        for shape, dtype, number in wanted:
+        for shape, dtype, number in wanted_outputs:
             output: Any = torch.empty(shape, dtype=dtype, device=device)
             log.adopt(output, block, number)
             outputs.append(output)
@@ -179,7 +184,7 @@ class _Stub(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         log, block = ctx.task
         gradients: list[torch.Tensor | None] = []
-        for position, (shape, dtype, device) in enumerate(ctx.given):
+        for position, (shape, dtype, device) in enumerate(ctx.arguments):
             gradient: Any = None
             if ctx.needs_input_grad[1 + position]:
                 gradient = torch.empty(shape, dtype=dtype, device=device)
@@ -189,12 +194,12 @@ class _Stub(torch.autograd.Function):
 
 
 def placeholder(position: int) -> int:
-    """Return the number of a stub's gradient, by the argument's position; it is its own inverse."""
+    """Return the number of a stub's gradient by the argument's position, or the reverse."""
     return -1 - position
 
 
 def module_signature(module: nn.Module) -> Any:
-    """Describe what a module computes, but for its weights and its layer number; hashable."""
+    """Describe a module without its weights and layer number, hashable."""
     settings: list[tuple[str, Any]] = []
     for name, value in sorted(vars(module).items()):
         if name in _NOT_COMPARED or any(part in name for part in _NUMBERS):
@@ -224,7 +229,7 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
 
 def producer_of(block: int, storage: AllocId | None) -> Any:
-    """Return how many blocks back a storage was allocated; if more than one, the allocation."""
+    """Return the distance to the block of an allocation; beyond 1, the allocation itself."""
     if storage is None:
         return None
     return block - storage[1] if block - storage[1] < 2 else storage[1:]
@@ -240,15 +245,17 @@ def _can_be_stubbed(description: Any) -> bool:
     return kind in ("argument", "value")
 
 
-def _rebuild(description: Any, given: Sequence[Any], make: Callable[..., torch.Tensor]) -> Any:
+def _rebuild(
+    description: Any, arguments: Sequence[Any], make_tensor: Callable[..., torch.Tensor]
+) -> Any:
     """Build described outputs, with tensors from `make`, called with shape, dtype and number."""
     kind = description[0]
     if kind == "tensor":
         _, shape, dtype, _, number = description
-        return make(shape, dtype, number)
+        return make_tensor(shape, dtype, number)
     if kind in (tuple, list):
-        return kind(_rebuild(item, given, make) for item in description[1])
-    return given[description[1]] if kind == "argument" else description[1]
+        return kind(_rebuild(item, arguments, make_tensor) for item in description[1])
+    return arguments[description[1]] if kind == "argument" else description[1]
 
 
 def _device_of(tensors: Iterable[Any]) -> torch.device:

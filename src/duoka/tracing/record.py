@@ -37,7 +37,7 @@ from .recorded import AllocId, PassLog, RecordedPass, RecordedTrace
 
 
 class ChunkBytes(int):
-    """Bytes for a chunk of the loss, which has `loss_chunk_tokens`."""
+    """Bytes for a chunk of the loss, of `loss_chunk_tokens` tokens."""
 
 
 class RecordedMicroBatch(NamedTuple):
@@ -48,7 +48,7 @@ class RecordedMicroBatch(NamedTuple):
 
 
 class _Argument(NamedTuple):
-    """A tensor among the arguments of a call, without keeping it alive."""
+    """A tensor among the arguments of a call, by its id."""
 
     tensor_id: int
     storage: AllocId | None
@@ -56,7 +56,7 @@ class _Argument(NamedTuple):
 
 
 class Recorder:
-    """A listener that records the passes of a model's steps, block by block.
+    """Listener for the passes of a model's steps, which records them block by block.
 
     The model is whole on one virtual GPU without data. Its groups are in execution order; one
     without modules at the end stands for what the caller does with the outputs. With `skip`, blocks
@@ -137,9 +137,9 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         self._scope.close()
 
-    def record(self, run: Callable[[], None], *, alone: bool = False) -> RecordedPass:
-        """Record a step of one pass; `alone` if that is one token of one sequence."""
-        self._is_alone = alone
+    def record(self, run: Callable[[], None], *, is_alone: bool = False) -> RecordedPass:
+        """Record a step of a single pass; `alone` for a single token of a single sequence."""
+        self._is_alone = is_alone
         self._start_step()
         recorded = self._record_pass(run)
         self._note_retained()
@@ -149,10 +149,10 @@ class Recorder:
         """Record a micro-batch: a forward pass, which returns its loss, and the backward pass."""
         self._start_step()
         losses: list[torch.Tensor] = []
-        first = self._record_pass(lambda: losses.append(forward()))
+        first_pass = self._record_pass(lambda: losses.append(forward()))
         # The caller has the loss, with which the backward pass begins.
-        first.traces[-1].live_through -= {self._log.id_of(loss) for loss in losses}
-        self._first_numbers = [len(trace.sizes) for trace in first.traces]
+        first_pass.traces[-1].live_through -= {self._log.id_of(loss) for loss in losses}
+        self._first_numbers = [len(trace.sizes) for trace in first_pass.traces]
 
         def backward() -> None:
             self._current = len(self._groups) - 1
@@ -160,16 +160,16 @@ class Recorder:
 
         self._is_backward = True
         with register_module_forward_pre_hook(self._note_call):
-            second = self._record_pass(backward)
+            second_pass = self._record_pass(backward)
         self._note_retained()
         self._is_backward = False
-        second.like = first.like
-        self._resolve_placeholders(second)
-        _drop_frees_of_saved(first, second)
-        return RecordedMicroBatch(first, second)
+        second_pass.model_blocks = first_pass.model_blocks
+        self._resolve_placeholders(second_pass)
+        _drop_frees_of_saved(first_pass, second_pass)
+        return RecordedMicroBatch(first_pass, second_pass)
 
     def forget(self) -> None:
-        """Start a new sequence, without the caches or gradients of the last one."""
+        """Start a new sequence, without the caches or gradients of the last sequence."""
         self._log.ids.clear()
         self._slots = [[] for _ in self._groups]
 
@@ -184,30 +184,30 @@ class Recorder:
         self._log.traces = traces = [RecordedTrace() for _ in self._groups]
         for trace, slots in zip(traces, self._slots, strict=True):
             trace.slots = {self._log.ids[storage]: slot for slot, storage in enumerate(slots)}
-        like = list(range(len(self._groups)))
+        model_blocks = list(range(len(self._groups)))
         if self._memo is not None:
-            self._memo.start(like)
+            self._memo.start(model_blocks)
         with ExitStack() as scope:
             if self._hears_moves:
                 scope.enter_context(Moves(self._block_that_made, self._note_move))
             scope.enter_context(virtual.observe(self))
             run()
-        return RecordedPass(traces=traces, like=like, step=self._log.step)
+        return RecordedPass(traces=traces, model_blocks=model_blocks, step=self._log.step)
 
     def _note_retained(self) -> None:
-        """Note what is alive after a step: caches or gradients, but for a stub's."""
+        """Note caches or gradients as retained: all live allocations of a step but a stub's."""
         self._slots = [[s for s in slots if s in self._log.ids] for slots in self._slots]
         for storage_id, storage in sorted(self._log.ids.items(), key=lambda item: item[1]):
             step, block, number = storage
-            first, trace = self._first_numbers[block], self._log.traces[block]
-            if step == self._log.step and first <= number < first + len(trace.sizes):
+            start, trace = self._first_numbers[block], self._log.traces[block]
+            if step == self._log.step and start <= number < start + len(trace.sizes):
                 self._slots[block].append(storage_id)
                 trace.retained += (number,)
 
     # What virtual GPUs tell a listener.
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
-        """Add an allocation to the trace of the block that runs."""
+        """Add an allocation to the trace of the current block."""
         if self._chunk:
             return
         if self._chunk == 0:
@@ -220,7 +220,7 @@ class Recorder:
         trace.events.append(None)
 
     def freed(self, gpu: object, storage_id: int) -> None:
-        """Add a free to the trace of the block that runs, or whose cache it was."""
+        """Add a free to the trace of the current block; of a cache, to its own block's."""
         self._locate()
         storage = self._log.ids.pop(storage_id, None)
         if storage is not None:
@@ -229,7 +229,7 @@ class Recorder:
             self._log.traces[block].events.append(storage)
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operation's arithmetic, memory traffic and launch to the block that runs."""
+        """Add an operation's arithmetic, memory traffic and launch to the current block."""
         self._locate()
         trace = self._log.traces[self._current]
         if trace.matmul_at is None and virtual.is_product(func, args):
@@ -240,10 +240,10 @@ class Recorder:
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if launches(func, inputs, outputs):
             trace.launches += 1
-            trace.moved_bytes += count_bytes(func, inputs, outputs, alone=self._is_alone)
+            trace.moved_bytes += count_bytes(func, inputs, outputs, is_alone=self._is_alone)
 
     def _locate(self) -> None:
-        """Make the block of the node that runs the current one; it never comes after the last."""
+        """Set the current block in a backward pass, by the running node; blocks only go down."""
         if not self._is_backward:
             return
         node: Any = torch._C._current_autograd_node()
@@ -258,7 +258,7 @@ class Recorder:
     # What calls of modules tell.
 
     def _begin(self, block: int) -> bool:
-        """Make a block the current one, unless it is only computed again in a backward pass."""
+        """Set the current block; in a backward pass, where blocks are recomputed, do nothing."""
         if self._is_backward:
             return False
         self._first_nodes.append(torch._C._autograd._get_sequence_nr())
@@ -267,7 +267,12 @@ class Recorder:
         return True
 
     def _enter_container(
-        self, first: int, caches: frozenset[int | str], module: nn.Module, args: Any, kwargs: Any
+        self,
+        first_block: int,
+        caches: frozenset[int | str],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
     ) -> tuple[Any, Any]:
         """Move the arguments of a module to its first block, as dispatch does."""
         tensors: list[torch.Tensor] = []
@@ -277,16 +282,16 @@ class Recorder:
             return tensors[-1]
 
         brought = mapped_call(args, kwargs, change, caches)
-        if not self._is_called[first] and self._begin(first):
-            self._read(first, [*self._arguments(tensors)])
+        if not self._is_called[first_block] and self._begin(first_block):
+            self._read(first_block, [*self._arguments(tensors)])
         if not self._is_backward:
             for tensor in tensors:
-                self._follow_gradient(tensor, None, by=first)
+                self._follow_gradient(tensor, None, by=first_block)
             # What is on another block's device is moved for the blocks behind the first one, too.
             self._entered += (
                 argument
                 for argument in self._describe(tensors)
-                if argument.storage is None or first not in self._places(argument.storage[1])
+                if argument.storage is None or first_block not in self._places(argument.storage[1])
             )
         return brought
 
@@ -301,8 +306,8 @@ class Recorder:
         self._read(block, [*self._arguments(tensors_in((kwargs, args)))])
         if self._memo is None:
             return forward(*args, **kwargs)
-        around = tuple(producer_of(block, argument.storage) for argument in entered)
-        return self._memo.call(block, around, forward, args, kwargs)
+        producers = tuple(producer_of(block, argument.storage) for argument in entered)
+        return self._memo.call(block, producers, forward, args, kwargs)
 
     def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
         """Give the outputs to the caller, to whose device dispatch brings them."""
@@ -316,7 +321,7 @@ class Recorder:
         self.recomputes = True
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, copied from the host if dispatch would copy it."""
+        """Return the tensor, copied from the host where dispatch would do so."""
         brought = bring(tensor, virtual.virtual_device(0))
         self.needs_movers |= brought is not tensor
         return brought
@@ -339,7 +344,7 @@ class Recorder:
     def _read(
         self, block: int, arguments: Iterable[_Argument], *, live_through: bool = False
     ) -> None:
-        """Note what is moved to a block; `live_through` if only its container was given that."""
+        """Note the tensors moved to a block; `live_through` if only its containers get them."""
         trace = self._log.traces[block]
         for argument in arguments:
             storage = argument.storage
@@ -356,12 +361,12 @@ class Recorder:
     # What explicit moves tell.
 
     def _block_that_made(self, tensor: torch.Tensor) -> int | None:
-        """Return the block that allocated a tensor in this step."""
+        """Return the block of a tensor allocated in this step, or None."""
         storage = self._log.id_of(tensor)
         return storage[1] if storage is not None and storage[0] == self._log.step else None
 
     def _note_move(self, result: torch.Tensor, source: torch.Tensor, block: int) -> torch.Tensor:
-        """Note that model code moves a tensor to where an allocation of a block is."""
+        """Note an explicit move to the device of a block."""
         self._follow_gradient(source, None)
         made_by = self._block_that_made(source)
         group = self._return_to(block)
@@ -375,7 +380,7 @@ class Recorder:
         return result.clone() if result is source else result
 
     def _return_to(self, block: int) -> int | None:
-        """Return the group behind the current block that stands for a return to an earlier one."""
+        """Return the group behind the current block for returns to an earlier block, or None."""
         for index, group in enumerate(self._groups[self._current :], self._current):
             if group.returns_to == block:
                 return index
@@ -386,7 +391,7 @@ class Recorder:
     # What comes back in a backward pass.
 
     def _follow_gradient(self, tensor: Any, position: int | None, *, by: int | None = None) -> None:
-        """Note, once it comes, that the producer of an argument reads its gradient.
+        """Register a hook to note the read of an argument's gradient by the argument's producer.
 
         Block 1 gives `x` to block 3. In the backward pass block 3 makes the gradient of `x`, and
         block 1 takes it together with what it has saved of `x` in the forward pass. A hook on `x`
@@ -404,35 +409,35 @@ class Recorder:
         producer = storage[1]
 
         def note(gradient: Any) -> None:
-            made = self._log.id_of(gradient)
-            if made is None or made[1] == producer or made[0] != self._log.step:
+            origin = self._log.id_of(gradient)
+            if origin is None or origin[1] == producer or origin[0] != self._log.step:
                 return
             traces, num_bytes = self._log.traces, gradient.nbytes
-            traces[producer].reads[made] = num_bytes
-            if by is not None and producer < by < made[1]:
-                traces[by].reads[made] = num_bytes
+            traces[producer].reads[origin] = num_bytes
+            if by is not None and producer < by < origin[1]:
+                traces[by].reads[origin] = num_bytes
             if position is not None:
-                self._gradients[made[1], position] = made[2]
+                self._gradients[origin[1], position] = origin[2]
 
         tensor.register_hook(note)
 
     def _resolve_placeholders(self, second: RecordedPass) -> None:
-        """Give the gradients of stubs the numbers that the block they stand for has given its."""
+        """Replace placeholder numbers of stubs' gradients by those of the recorded block."""
 
         def resolved(storage: AllocId) -> AllocId:
             step, block, number = storage
             if number >= 0 or step != self._log.step:
                 return storage
-            return step, block, self._gradients[second.like[block], placeholder(number)]
+            return step, block, self._gradients[second.model_blocks[block], placeholder(number)]
 
         for block, trace in enumerate(second.traces):
-            if second.like[block] == block:
+            if second.model_blocks[block] == block:
                 trace.events = [None if it is None else resolved(it) for it in trace.events]
                 trace.reads = {resolved(it): size for it, size in trace.reads.items()}
 
 
 def _drop_frees_of_saved(forward: RecordedPass, backward: RecordedPass) -> None:
-    """Remove from a forward pass the frees of arguments that stubbed blocks would have saved.
+    """Remove frees of arguments from a forward pass, if a stubbed block would have saved these.
 
     A stub saves nothing for its backward pass: an argument of block 5, a stub of block 3, is freed
     in the forward pass by whichever block runs then. The backward trace of block 3 frees an
@@ -440,7 +445,7 @@ def _drop_frees_of_saved(forward: RecordedPass, backward: RecordedPass) -> None:
     """
     saved = {
         (step, producer + block - model, number)
-        for block, model in enumerate(forward.like)
+        for block, model in enumerate(forward.model_blocks)
         if block != model
         for step, producer, number in filter(None, backward.traces[model].events)
         if 0 <= producer < model

@@ -1,4 +1,4 @@
-"""What a recorded step consists of: the allocation trace of each block that ran.
+"""The parts of a recorded step: an allocation trace for each block.
 
 A trace is a def-use trace of storages. Every storage has an id, which says where it was allocated;
 frees and reads refer to storages by this id. Of three blocks in step ``s``::
@@ -28,7 +28,7 @@ AllocId = tuple[int, int, int]
 
 @dataclass(slots=True)
 class RecordedTrace:
-    """One pass through one block: sizes in bytes, and storages by their ids.
+    """The trace of a pass through a block: sizes in bytes, and storages by their ids.
 
     Of the `events`, None is the next allocation and an id is a free. `live_through` are the reads
     that only a container of the block was given, for a later block: they are alive while this block
@@ -47,21 +47,21 @@ class RecordedTrace:
     launches: int = 0
 
     def ids(self) -> Iterator[AllocId]:
-        """Yield the storages that the trace frees and reads."""
+        """Yield the storages freed and read in the trace."""
         yield from (storage for storage in self.events if storage is not None)
         yield from self.reads
 
 
 @dataclass(slots=True)
 class RecordedPass:
-    """One pass over the model: the trace of each block.
+    """A pass over the model: the trace of each block.
 
-    The trace of a block that was stubbed is empty; `like` has the block that ran in its place, and
-    for any other block its own number.
+    The trace of a stubbed block is empty; `model_blocks` has the number of the block that ran in
+    its place, and for any other block its own number.
     """
 
     traces: list[RecordedTrace]
-    like: list[int]
+    model_blocks: list[int]
     step: int
 
     def is_like(self, other: RecordedPass) -> bool:
@@ -71,7 +71,7 @@ class RecordedPass:
 
 
 class PassLog:
-    """The traces of the pass that runs, and the ids of all storages that are alive."""
+    """The traces of the current pass, and the ids of all live storages."""
 
     def __init__(self) -> None:
         self.step = -1
@@ -79,10 +79,10 @@ class PassLog:
         self.ids: dict[int, AllocId] = {}
 
     def id_of(self, tensor: Any) -> AllocId | None:
-        """Return the id of a tensor's storage, or None if no step allocated it."""
+        """Return the id of a tensor's storage, or None for a tensor from outside of all steps."""
         is_virtual = isinstance(tensor, virtual.VirtualTensor)
         return self.ids.get(tensor.storage_id) if is_virtual else None
 
     def adopt(self, tensor: virtual.VirtualTensor, block: int, number: int) -> None:
-        """Give a stub's output the id of the allocation that it stands for."""
+        """Give a stub's output the id of an allocation of its block."""
         self.ids[tensor.storage_id] = (self.step, block, number)

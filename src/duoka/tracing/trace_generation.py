@@ -41,7 +41,7 @@ def trace(model: nn.Module, spec: TraceSpec) -> Profile:
 
 
 def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Workload]) -> Profile:
-    """Record the steps of certain workloads, and return what these cost."""
+    """Record the steps of certain workloads, and return a profile of these."""
     tracer = GenerationTracer(model, spec)
     return tracer.trace(partial(tracer.points_of, workloads))
 
@@ -49,14 +49,14 @@ def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Worklo
 def trace_call(
     model: nn.Module, spec: TraceSpec, inputs: Mapping[str, Any] | Sequence[Any]
 ) -> Profile:
-    """Record one call of any module on example inputs, and return what it costs."""
+    """Record a call of any module on example inputs, and return a profile of this call."""
     tracer = _CallTracer(model, spec)
     tracer.inputs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     return tracer.trace(tracer.schedule)
 
 
 class _CallTracer(Tracer):
-    """Records one call of a module."""
+    """Records a call of a module."""
 
     skip = False
     # Labels are moved to the logits, as a classifier's code moves what it knows of its inputs.
@@ -70,7 +70,7 @@ class _CallTracer(Tracer):
         """Yield the regime of the call."""
         with self.recorder as recorder:
             sample = RecordedStep("prefill", 1, 0, 0, recorder.record(self._call))
-        yield self.fit(_regime("prefill", many=False), [sample])
+        yield self.fit(_regime("prefill", is_batched=False), [sample])
 
     def _call(self) -> None:
         args, kwargs = self.inputs
@@ -78,7 +78,7 @@ class _CallTracer(Tracer):
 
 
 class GenerationTracer(Tracer):
-    """Records prefill and decode steps, and those in which images are encoded."""
+    """Records prefill and decode steps, and passes that encode images."""
 
     has_cache = False
 
@@ -94,30 +94,32 @@ class GenerationTracer(Tracer):
         self.stepper(1).step(tokens)
 
     def stepper(self, batch: int) -> Stepper:
-        """Return steps over a cache that is empty."""
+        """Return steps over an empty cache."""
         conditions = self.spec.conditions
         return Stepper(self.model, batch, self.device, conditions=conditions, prompts=self.prompts)
 
     def rules(self) -> Iterator[RegimeTraces]:
-        """Yield regimes for every step that may be asked for; the first that holds counts."""
+        """Yield regimes for every possible step, in order of precedence."""
         cells = list(self.ranges())
         if self.spec.conditions.image_chunk_tokens is not None:
             raise Unlike("what a chunk costs depends on which images are in it")
-        yield from self._regimes(cells, many=False)
+        yield from self._regimes(cells, is_batched=False)
         if self.spec.conditions.vision_batch is not None:
             return  # the batch decides on the passes
         try:
-            yield from list(self._regimes(cells, many=True))
+            yield from list(self._regimes(cells, is_batched=True))
         except Unlike:
             # A tower that takes its images one by one does other things in each batch.
             if self.prompts is None:
                 raise
 
-    def _regimes(self, cells: Sequence[tuple[int, int]], *, many: bool) -> Iterator[RegimeTraces]:
-        for before, after in combinations(cells, 2):
-            yield from self._crossing(many, before, after)
+    def _regimes(
+        self, cells: Sequence[tuple[int, int]], *, is_batched: bool
+    ) -> Iterator[RegimeTraces]:
+        for earlier, later in combinations(cells, 2):
+            yield from self._crossing(is_batched, earlier, later)
         for start, stop in cells:
-            yield from self._cell(many, start, stop)
+            yield from self._cell(is_batched, start, stop)
 
     def profile(self, regimes: Sequence[RegimeTraces]) -> Profile:
         """Return the profile with these regimes."""
@@ -139,15 +141,15 @@ class GenerationTracer(Tracer):
         return [*{(it.phase, it.query, it.keys): (it, t) for it, t in points}.values()]
 
     def _points(self, workload: Workload, filled_tokens: int) -> Iterator[RegimeTraces]:
-        """Yield regimes for the steps of one workload; each holds back to the one before."""
-        many = workload.batch > 1
-        steps = _chosen(workload.chunks(), has_images=self.prompts is not None)
+        """Yield regimes for the steps of a workload; each holds back to the step before."""
+        is_batched = workload.batch > 1
+        steps = _choose_chunks(workload.chunks(), has_images=self.prompts is not None)
         stepper = Stepper.of(self.model, workload, self.device, self.prompts)
-        before, self.has_cache = 0, False
+        earlier, self.has_cache = 0, False
         with self.recorder as recorder:
             recorder.forget()
             for sample in self._encoded(stepper):
-                yield self.fit(_pass_regime(sample, many), [sample])
+                yield self.fit(_pass_regime(sample, is_batched), [sample])
             for query, past in [*steps, *_decodes(workload)]:
                 while stepper.past < past:
                     # Recorded and thrown away: what is skipped must be skipped here as well.
@@ -156,22 +158,24 @@ class GenerationTracer(Tracer):
                 phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
                 sample = self._recorded(stepper, phase, query)
                 self.has_cache = True
-                keys = (before + 1, sample.keys + 1)
-                yield self.fit(_regime(phase, many, query=(query, query + 1), keys=keys), [sample])
-                before = sample.keys
-                if before == workload.prompt_tokens:
+                keys = (earlier + 1, sample.keys + 1)
+                yield self.fit(
+                    _regime(phase, is_batched, query=(query, query + 1), keys=keys), [sample]
+                )
+                earlier = sample.keys
+                if earlier == workload.prompt_tokens:
                     for sample in self._released(stepper):
-                        yield self.fit(_regime("release", many, query=(0, 1)), [sample])
+                        yield self.fit(_regime("release", is_batched, query=(0, 1)), [sample])
 
     def _recorded(self, stepper: Stepper, phase: Phase, tokens: int) -> RecordedStep:
         """Record a step of so many tokens, or of so many images."""
-        alone = stepper.batch == tokens == 1 and phase != "encode"
-        recorded = self.recorder.record(partial(stepper.take, phase, tokens), alone=alone)
+        is_alone = stepper.batch == tokens == 1 and phase != "encode"
+        recorded = self.recorder.record(partial(stepper.take, phase, tokens), is_alone=is_alone)
         keys = stepper.past if phase != "release" else 0
         return RecordedStep(phase, stepper.batch, tokens, keys, recorded)
 
     def _encoded(self, stepper: Stepper) -> Iterator[RecordedStep]:
-        """Record the passes in which images are encoded; their keys are how many there are now."""
+        """Record the passes that encode images; their keys are the images so far."""
         encoded = 0
         for images in stepper.passes:
             encoded += images
@@ -182,43 +186,43 @@ class GenerationTracer(Tracer):
         if stepper.passes:
             yield self._recorded(stepper, "release", 0)
 
-    def _cell(self, many: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
-        """Yield the regimes of one range, for one sequence or several."""
+    def _cell(self, is_batched: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
+        """Yield the regimes of a range, for a single sequence or several."""
         # What is asked of a model made for few tokens must not be more than it can do.
         high = min(stop, self.longest + 1, start + PROBED_TOKENS)
-        runs = list(plain_runs(many, start, high))
+        runs = list(plain_runs(is_batched, start, high))
         if self.prompts is not None:
             runs = list(image_runs(runs, self.least_tokens))
         samples = _Samples(runs, self._record)
         for phase in dict.fromkeys(sample.phase for sample in samples.all):
             if phase == "encode":
-                yield from self._passes(samples.all, many)
+                yield from self._passes(samples.all, is_batched)
                 continue
-            yield from self._split(_regime(phase, many, keys=(start, stop)), samples)
+            yield from self._split(_regime(phase, is_batched, keys=(start, stop)), samples)
 
-    def _passes(self, samples: Sequence[RecordedStep], many: bool) -> Iterator[RegimeTraces]:
-        """Yield the regimes of the passes in which images are encoded."""
+    def _passes(self, samples: Sequence[RecordedStep], is_batched: bool) -> Iterator[RegimeTraces]:
+        """Yield the regimes of the passes that encode images."""
         encoding = [sample for sample in samples if sample.phase == "encode"]
         if self.spec.conditions.vision_batch is None:  # one pass, with all images of the batch
-            yield self.fit(_regime("encode", many), encoding)
+            yield self.fit(_regime("encode", is_batched), encoding)
             return
         for keys in dict.fromkeys(sample.keys for sample in encoding):
-            alike = [sample for sample in encoding if sample.keys == keys]
-            yield self.fit(_pass_regime(alike[0], many), alike)
+            equal_passes = [sample for sample in encoding if sample.keys == keys]
+            yield self.fit(_pass_regime(equal_passes[0], is_batched), equal_passes)
 
     def _crossing(
-        self, many: bool, before: tuple[int, int], after: tuple[int, int]
+        self, is_batched: bool, earlier: tuple[int, int], later: tuple[int, int]
     ) -> Iterator[RegimeTraces]:
-        """Yield the regime of steps that begin in one range and end in a later one."""
-        high = min(after[1], self.longest + 1, after[0] + PROBED_TOKENS)
-        if high - after[0] < _SHORTEST_RANGE:
+        """Yield the regime of steps from a range into a later range."""
+        high = min(later[1], self.longest + 1, later[0] + PROBED_TOKENS)
+        if high - later[0] < _SHORTEST_RANGE:
             return
-        samples = _Samples(list(crossing_runs(many, before, (after[0], high))), self._record)
-        past = (max(before[0], 1), before[1])
-        yield from self._split(_regime("extend", many, past=past, keys=after), samples)
+        samples = _Samples(list(crossing_runs(is_batched, earlier, (later[0], high))), self._record)
+        past = (max(earlier[0], 1), earlier[1])
+        yield from self._split(_regime("extend", is_batched, past=past, keys=later), samples)
 
     def _split(self, regime: Regime, samples: _Samples) -> Iterator[RegimeTraces]:
-        """Yield one regime, or two where it matters whether masks are aligned."""
+        """Yield the regime, or two if costs depend on the alignment of masks."""
         with suppress(Unlike):
             yield self.fit(regime, samples.all)
             return
@@ -248,26 +252,26 @@ class GenerationTracer(Tracer):
 
 
 class _Samples:
-    """What was recorded for one range: at lengths that aren't aligned, and at some that are."""
+    """The samples of a range of lengths: unaligned lengths, and some aligned ones."""
 
     def __init__(
         self, runs: Sequence[ProbeRun], record: Callable[[list[ProbeRun]], list[RecordedStep]]
     ) -> None:
-        first, *self._rest = (run.aligned() for run in runs)
+        first_run, *self._rest = (run.aligned() for run in runs)
         self._record = record
-        self.all = record([*runs, first])
+        self.all = record([*runs, first_run])
 
     def complete(self) -> None:
-        """Add the rest of the aligned ones."""
+        """Add the remaining aligned samples."""
         self.all += self._record(self._rest)
         self._rest = []
 
     def where(self, aligned: bool) -> list[RecordedStep]:
-        """Those whose keys are a multiple of `ALIGNED_TOKENS`, or those whose aren't."""
+        """Return the samples with aligned, or with unaligned keys."""
         return [sample for sample in self.all if sample.is_aligned == aligned]
 
 
-def _chosen(chunks: Sequence[tuple[int, int]], *, has_images: bool) -> list[tuple[int, int]]:
+def _choose_chunks(chunks: Sequence[tuple[int, int]], *, has_images: bool) -> list[tuple[int, int]]:
     """Choose the chunks to record: the first two and the last two, of prompts with images more.
 
     Between two of them the later one is replayed; what a chunk leaves in the allocator's cache
@@ -275,30 +279,30 @@ def _chosen(chunks: Sequence[tuple[int, int]], *, has_images: bool) -> list[tupl
     """
     if len(chunks) <= 4:
         return [*chunks]
-    between = chunks[2:-2] if has_images else ()
-    every = max(1, -(-len(between) // _MOST_CHUNKS))
-    return [*chunks[:2], *between[::every], *chunks[-2:]]
+    middle = chunks[2:-2] if has_images else ()
+    every = max(1, -(-len(middle) // _MOST_CHUNKS))
+    return [*chunks[:2], *middle[::every], *chunks[-2:]]
 
 
 def _decodes(workload: Workload) -> list[tuple[int, int]]:
     """Return the first two and the last two decode steps as (query tokens, past tokens)."""
     pasts = range(workload.prompt_tokens, workload.context_tokens - 1)
-    chosen = pasts if len(pasts) <= 4 else [*pasts[:2], *pasts[-2:]]
-    return [(1, past) for past in chosen]
+    decodes = pasts if len(pasts) <= 4 else [*pasts[:2], *pasts[-2:]]
+    return [(1, past) for past in decodes]
 
 
 def _regime(
     phase: Phase,
-    many: bool,
+    is_batched: bool,
     *,
     query: tuple[int, int] = EVERYWHERE,
     past: tuple[int, int] = EVERYWHERE,
     keys: tuple[int, int] = EVERYWHERE,
 ) -> Regime:
-    return Regime(phase=phase, many=many, query=query, past=past, keys=keys)
+    return Regime(phase=phase, is_batched=is_batched, query=query, past=past, keys=keys)
 
 
-def _pass_regime(sample: RecordedStep, many: bool) -> Regime:
-    """Return where a pass holds that encodes some images: after so many others."""
+def _pass_regime(sample: RecordedStep, is_batched: bool) -> Regime:
+    """Return the regime of a pass over so many images, after so many others."""
     query, keys = (sample.query, sample.query + 1), (sample.keys, sample.keys + 1)
-    return _regime("encode", many, query=query, keys=keys)
+    return _regime("encode", is_batched, query=query, keys=keys)

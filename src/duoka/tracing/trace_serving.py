@@ -82,7 +82,8 @@ class _ServingTracer(Tracer):
         self, phase: Phase, query: tuple[int, int], samples: Sequence[RecordedStep]
     ) -> RegimeTraces:
         return self.fit(
-            Regime(phase=phase, many=False, query=query, past=EVERYWHERE, keys=EVERYWHERE), samples
+            Regime(phase=phase, is_batched=False, query=query, past=EVERYWHERE, keys=EVERYWHERE),
+            samples,
         )
 
     def _stepper(self, number: int) -> PagedStepper:

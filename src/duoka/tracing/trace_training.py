@@ -1,4 +1,4 @@
-"""Tracing training: rules for any micro-batch, or the micro-batches of one workload.
+"""Tracing training: rules for any micro-batch, or the micro-batches of a workload.
 
 They run whole, forward and backward, at several sizes, and twice each: where gradients are there
 already, new ones are added to them.
@@ -38,11 +38,11 @@ _TILE = 128
 def profile_training(
     build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
 ) -> tuple[Profile, bool]:
-    """Return a profile for every workload and True, or, where no rules hold, for one and False."""
+    """Return a profile for all workloads and True, or, without rules, for this and False."""
     model = build()
     if workload.dtype == "auto":
-        first = next(p for p in model.parameters() if p.is_floating_point())
-        workload = workload.resolved(dtype=str(first.dtype).removeprefix("torch."))
+        parameter = next(p for p in model.parameters() if p.is_floating_point())
+        workload = workload.resolved(dtype=str(parameter.dtype).removeprefix("torch."))
     try:
         return trace_training(model, spec, workload), True
     except Irregular:
@@ -56,7 +56,7 @@ def trace_training(model: nn.Module, spec: TraceSpec, workload: Workload) -> Pro
 
 
 def trace_training_workload(model: nn.Module, spec: TraceSpec, workload: Workload) -> Profile:
-    """Record micro-batches of one workload, and return what these cost."""
+    """Record micro-batches of a workload, and return a profile of these."""
     tracer = TrainingTracer(model, spec, workload)
     return tracer.trace(tracer.points)
 
@@ -75,7 +75,7 @@ class TrainingTracer(Tracer):
         self.trained: dict[str, list[TrainedTensor]] = {}
 
     def start(self) -> None:
-        """Find the blocks; those that the backward pass computes again together are one."""
+        """Find the blocks, and join those recomputed together."""
         self.model.eval()
         learner = self._learner(1, max(LOOKED_AT_TOKENS, self.least_tokens))
         with whole_logits(self.model):
@@ -86,42 +86,42 @@ class TrainingTracer(Tracer):
             groups = joined  # the loss meets labels that nobody brings to the logits
         self.model.train()
         if self.training.gradient_checkpointing:
-            groups = _joined(self.model, groups)
+            groups = _join_recomputed(self.model, groups)
         self.observe(groups)
 
     def rules(self) -> Iterator[RegimeTraces]:
         """Yield regimes for every micro-batch."""
-        for many in (False, True):
+        for is_batched in (False, True):
             for start, stop in self.ranges():
-                yield from self._cell(many, start, stop)
+                yield from self._cell(is_batched, start, stop)
 
     def points(self) -> list[RegimeTraces]:
         """Return regimes for the workload's micro-batches."""
         batch, tokens = self.workload.batch, self.workload.prompt_tokens
         return self._fit(batch > 1, (tokens, tokens + 1), self._record([(batch, tokens)]))
 
-    def _cell(self, many: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
+    def _cell(self, is_batched: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
         """Yield the regimes of one range, for one sequence or several."""
-        first = max(start, self.least_tokens)
-        high = min(stop, self.longest + 1, first + PROBED_TOKENS)
-        lengths = list(_lengths(first, high))
-        batches = _PROBED_BATCHES if many else (1,)
+        low = max(start, self.least_tokens)
+        high = min(stop, self.longest + 1, low + PROBED_TOKENS)
+        lengths = list(_lengths(low, high))
+        batches = _PROBED_BATCHES if is_batched else (1,)
         sizes = [(batch, length) for batch in batches for length in lengths]
         aligned = [
             (batch, -(-length // ALIGNED_TOKENS) * ALIGNED_TOKENS) for batch, length in sizes
         ]
         odd, probe = self._record(sizes), self._record(aligned[:1])
         try:
-            yield from self._fit(many, (start, stop), [*odd, *probe])
+            yield from self._fit(is_batched, (start, stop), [*odd, *probe])
             return
         except Unlike:
             probe += self._record(aligned[1:])
-        yield from self._fit(many, (start, stop), odd, aligned=False)
-        yield from self._fit(many, (start, stop), probe, aligned=True)
+        yield from self._fit(is_batched, (start, stop), odd, aligned=False)
+        yield from self._fit(is_batched, (start, stop), probe, aligned=True)
 
     def _fit(
         self,
-        many: bool,
+        is_batched: bool,
         keys: tuple[int, int],
         samples: Sequence[RecordedStep],
         *,
@@ -129,7 +129,12 @@ class TrainingTracer(Tracer):
     ) -> list[RegimeTraces]:
         """Fit the regimes of all phases."""
         regime = Regime(
-            phase="forward", many=many, query=keys, past=EVERYWHERE, keys=keys, aligned=aligned
+            phase="forward",
+            is_batched=is_batched,
+            query=keys,
+            past=EVERYWHERE,
+            keys=keys,
+            aligned=aligned,
         )
         return [self.fit(replace(regime, phase=phase), samples) for phase in TRAINING_PHASES]
 
@@ -140,8 +145,8 @@ class TrainingTracer(Tracer):
             for batch, length in sizes:
                 learner = self._learner(batch, length)
                 recorder.forget()
-                first = recorder.record_training(learner.forward)
-                if samples and not first.forward.is_like(samples[0].recorded):
+                first_run = recorder.record_training(learner.forward)
+                if samples and not first_run.forward.is_like(samples[0].recorded):
                     raise Unlike("the model's code loops over the tokens")
                 if self.training.gradient_checkpointing and not recorder.recomputes:
                     raise ModelError(
@@ -150,17 +155,17 @@ class TrainingTracer(Tracer):
                         hint=WITHOUT_CHECKPOINTING,
                     )
                 again = recorder.record_training(learner.forward)
-                passes = first.forward, first.backward, again.backward
+                passes = first_run.forward, first_run.backward, again.backward
                 samples += [
                     RecordedStep(phase, batch, length, length, recorded)
                     for phase, recorded in zip(TRAINING_PHASES, passes, strict=True)
                 ]
-                self._note_trained(first.forward.like)
+                self._note_trained(first_run.forward.model_blocks)
                 learner.drop_gradients()
         return samples
 
     def profile(self, regimes: Sequence[RegimeTraces]) -> Profile:
-        """Return the profile, in the names that the model had before adapters were added."""
+        """Return the profile, in the model's names without adapters."""
         self.groups = [
             replace(group, names=tuple(dict.fromkeys(map(base_name, group.names))))
             for group in self.groups
@@ -180,27 +185,29 @@ class TrainingTracer(Tracer):
         workload = replace(self.workload, batch=batch, prompt_tokens=length)
         return Learner(self.model, workload, self.device, self.prompts)
 
-    def _note_trained(self, like: Sequence[int]) -> None:
-        """Note the parameters with gradients; of stubbed blocks, as of those that they are like."""
-        met: set[int] = set()
+    def _note_trained(self, model_blocks: Sequence[int]) -> None:
+        """Note the parameters with gradients; a stubbed block has those of its model."""
+        seen_parameters: set[int] = set()
         for name, module in self.model.named_modules():
-            parameters = [p for p in module.parameters(recurse=False) if id(p) not in met]
-            met |= {id(parameter) for parameter in parameters}
+            parameters = [
+                p for p in module.parameters(recurse=False) if id(p) not in seen_parameters
+            ]
+            seen_parameters |= {id(parameter) for parameter in parameters}
             self.trained[name] = [
                 TrainedTensor(shape=tuple(p.shape), item_bytes=p.itemsize)
                 for p in parameters
                 if p.grad is not None
             ]
-        for block, first in enumerate(like):
-            pairs = zip(self.groups[block].owners, self.groups[first].owners, strict=True)
+        for block, model_block in enumerate(model_blocks):
+            pairs = zip(self.groups[block].owners, self.groups[model_block].owners, strict=True)
             self.trained |= {owner: self.trained[model] for owner, model in pairs}
 
 
-def _joined(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[ModuleGroup]:
-    """The blocks, with those together that the backward pass computes again together.
+def _join_recomputed(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[ModuleGroup]:
+    """Join blocks that are recomputed together in the backward pass.
 
-    Where it does so on two devices, what is moved between them is moved again, and kept until
-    all of it has been computed: no trace says that.
+    Recomputed on two devices, tensors between them are copied again, and kept until all blocks have
+    been computed: no trace says that.
     """
     # Older code checkpoints its layers from outside of them.
     kinds = {*(getattr(model, "_no_split_modules", None) or ())}
@@ -212,11 +219,11 @@ def _joined(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[ModuleGroup
     ]
     # A layer that shares a block with what is around it stays as it is.
     whole_ones = [
-        name for name in layers if not any(0 < _share(group, name) < 1 for group in groups)
+        name for name in layers if not any(0 < _share_inside(group, name) < 1 for group in groups)
     ]
 
     def layer_of(group: ModuleGroup) -> str | None:
-        return next((name for name in whole_ones if _share(group, name) == 1), None)
+        return next((name for name in whole_ones if _share_inside(group, name) == 1), None)
 
     joined: list[ModuleGroup] = []
     for layer, neighbours in itertools.groupby(groups, layer_of):
@@ -229,16 +236,16 @@ def _joined(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[ModuleGroup
     return joined
 
 
-def _share(group: ModuleGroup, name: str) -> float:
-    """The part of a block's owners that a module contains."""
-    inside = [owner == name or owner.startswith(f"{name}.") for owner in group.owners]
-    return sum(inside) / max(len(inside), 1)
+def _share_inside(group: ModuleGroup, name: str) -> float:
+    """Return the share of a block's owners inside a module."""
+    is_inside = [owner == name or owner.startswith(f"{name}.") for owner in group.owners]
+    return sum(is_inside) / max(len(is_inside), 1)
 
 
 def _lengths(start: int, stop: int) -> Iterator[int]:
-    """Lengths of sequences in a range, none aligned where there is room for that."""
+    """Yield lengths of sequences in a range, unaligned where possible."""
     width = max((stop - start) // _NUM_PROBES, 1)
     for place, odd in enumerate(_ODD):
-        first = start + place * width
-        tiled = -(-(first + 1) // _TILE) * _TILE + odd
-        yield tiled if tiled < stop else min(first + 1 + place, stop - 1)
+        low = start + place * width
+        tiled = -(-(low + 1) // _TILE) * _TILE + odd
+        yield tiled if tiled < stop else min(low + 1 + place, stop - 1)

@@ -50,11 +50,11 @@ FAILURES = (
 
 
 class Irregular(Exception):
-    """A model whose costs follow no rule that the profile could hold for every workload."""
+    """Raised for a model without rules for every workload."""
 
 
 class Tracer:
-    """Records steps of one model, and fits regimes to them; a subclass has the schedule."""
+    """Records steps of a model, and fits regimes to them; a subclass has the schedule."""
 
     skip = True
     """Run blocks that are alike once."""
@@ -90,8 +90,8 @@ class Tracer:
         schedule: Callable[[], Iterable[RegimeTraces]],
         failure: Callable[[Exception], Exception] | None = None,
     ) -> Profile:
-        """Run a schedule and return the profile; where it fails, raise the `failure` instead."""
-        with running(self.model), whole(self.model, self.spec) as self.device:
+        """Run a schedule and return the profile, or raise the `failure` made of an error."""
+        with running(self.model), place_whole(self.model, self.spec) as self.device:
             self.start()
             try:
                 regimes = list(schedule())
@@ -106,11 +106,11 @@ class Tracer:
         return Irregular(f"{type(self.model).__name__}: {error}")
 
     def fit(self, regime: Regime, samples: Iterable[RecordedStep]) -> RegimeTraces:
-        """Fit the rules of one regime to the samples of its phase."""
-        chosen = [sample for sample in samples if sample.phase == regime.phase]
+        """Fit the rules of a regime to the samples of its phase."""
+        phase_samples = [sample for sample in samples if sample.phase == regime.phase]
         # Towers attend over patches, of which a step's sizes say nothing.
         shapes = None if regime.phase in IMAGE_PHASES else self.shapes
-        traces, carried = fit(chosen, shapes)
+        traces, carried = fit(phase_samples, shapes)
         return replace(regime, carried=carried), traces
 
     def profile(self, regimes: Sequence[RegimeTraces]) -> Profile:
@@ -127,7 +127,7 @@ class Tracer:
     def find_blocks(
         self, run: Callable[[], Any], *, encodes_apart: bool = False
     ) -> list[ModuleGroup]:
-        """Find the blocks of a model that may read images.
+        """Find the blocks of a model, which may read images.
 
         Features of images are moved to the text's embeddings, and are spliced into them there. With
         `encodes_apart` a step of its own makes them, so that this is no move back.
@@ -141,7 +141,7 @@ class Tracer:
         return find_groups(self.model, run)
 
     def ranges(self) -> Iterator[tuple[int, int]]:
-        """Yield ranges of tokens between which the model's code may change its ways."""
+        """Yield ranges of tokens; at their edges the model's code may take other paths."""
         config = self.model.config
         parts = [part for part in (config, getattr(config, "text_config", None)) if part]
         windows = {
@@ -158,7 +158,7 @@ class Tracer:
 
 @contextmanager
 def running(model: nn.Module) -> Iterator[None]:
-    """Say which model failed, and where, when its own code does; compiled code runs eagerly."""
+    """Run model code eagerly, and raise ModelError with the model and the line of a failure."""
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
@@ -174,8 +174,8 @@ def running(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
-    """Place a model on one virtual GPU without data and without limit."""
+def place_whole(model: nn.Module, spec: TraceSpec) -> Iterator[torch.device]:
+    """Place a model on a virtual GPU without data and without limit."""
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to place")
     device = virtual.virtual_device(0)
@@ -200,7 +200,7 @@ if hasattr(os, "register_at_fork"):  # in a fork (`virtual.apart`) nobody is the
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: masks are too small for several, which wait for work.
+    """Compute on a single thread: masks are too small for several.
 
     The number is the process's: traces in several threads take turns, so that it is put back.
     """

@@ -2,7 +2,7 @@
 
 An operator's handler is chosen once, from its schema: composite ones are taken apart (as on CUDA),
 views share their block, writes return what they wrote to, the rest makes new tensors. The few that
-need more bring a handler of their own (`transfers`, `attention`, `kernels`).
+need more bring a handler of their own (`transfers`, `attention`, `cuda_only`).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def is_product(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator's call is a matrix product of cuBLAS's: of nothing there is none."""
+    """Return True if a call is a matrix product of cuBLAS, without empty operands."""
     packet = func.overloadpacket
     if packet not in _PRODUCTS:
         return False
@@ -84,7 +84,7 @@ def is_product(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
-    """Give autograd's engine the errors that operations met in it."""
+    """Wrap autograd's engine to raise the errors of operations inside."""
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if thread.armed:
@@ -123,7 +123,7 @@ def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def below(whole: Callable[..., Any]) -> Handler:
-    """The handler in inference mode, where an operator arrives whole that autograd takes apart."""
+    """Return the handler of an operator decomposed by autograd, for inference mode."""
     return lambda func, args, kwargs: whole(*args, **kwargs)
 
 
@@ -143,7 +143,7 @@ def _writes(argument: Any) -> bool:
 
 
 def _take_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a composite operator as its parts; only inference mode lets one come this far."""
+    """Run a composite operator as its parts, in inference mode."""
     return func.decompose(*args, **kwargs)
 
 
@@ -166,7 +166,7 @@ def _wrapped_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 class _Write:
-    """The handler of an operator that writes into arguments, and returns them or new tensors."""
+    """The handler of an operator with written arguments, returned or not."""
 
     def __init__(self, func: Any) -> None:
         schema = func._schema
