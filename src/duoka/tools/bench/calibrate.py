@@ -262,7 +262,7 @@ def launch_time(name: str) -> float:
     )
     replay = ServingReplay(profile, _SMALL_WORK, brief=True)
     step = replay.step_over(1, _PROMPT_TOKENS)
-    rules = (profile.kinds[block.kind].tapes[step.regime].launches for block in profile.blocks)
+    rules = (profile.kinds[block.kind].traces[step.regime].launches for block in profile.blocks)
     launches = sum(evaluate(rule, step.values) for rule in rules)
     _place(model, name)
     stepper = PagedStepper(model, replay.capacity, torch.device(name))

@@ -20,8 +20,9 @@ from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import Irregular, TraceSpec, trace, trace_call, trace_workload
-from duoka.tracing.record import RecordedPass, Recorder
-from duoka.tracing.trace import whole
+from duoka.tracing.record import Recorder
+from duoka.tracing.recorded import RecordedPass
+from duoka.tracing.tracer import place_whole
 
 SPEC = TraceSpec(fingerprint="x")
 SMALL: dict[str, Any] = {
@@ -65,14 +66,14 @@ def test_a_language_models_profile() -> None:
 
 
 @pytest.mark.slow
-def test_tapes_know_the_first_matrix_product() -> None:
+def test_traces_know_the_first_matrix_product() -> None:
     """Behind its output: where the queries' product is made; norms have none.
 
     Before torch 2.13 the embedding's block has one: the rotary embedding's outer product.
     """
     profile = tiny.regular("llama")
-    tapes = [profile.kinds[block.kind].tapes[0] for block in profile.blocks]
-    _, *layers, norm, head, caller = tapes
+    traces = [profile.kinds[block.kind].traces[0] for block in profile.blocks]
+    _, *layers, norm, head, caller = traces
     assert [norm.matmul_at, caller.matmul_at] == [None] * 2
     assert head.matmul_at == 1
     for layer in layers:
@@ -106,7 +107,7 @@ def test_what_a_norm_without_parameters_makes_is_its_last_layers() -> None:
 @pytest.mark.slow
 def test_windows_divide_the_regimes() -> None:
     profile = tiny.regular("window")
-    ranges = {(regime.past, regime.keys) for regime in profile.regimes if not regime.many}
+    ranges = {(regime.past, regime.keys) for regime in profile.regimes if not regime.is_batched}
     keys = {keys for _, keys in ranges}
     assert {stop for _, stop in keys} > {512}
     assert all(start in (0, 512) for start, _ in keys)
@@ -200,7 +201,7 @@ def test_weights_in_eight_bits_have_no_values() -> None:
     """They would be unpacked in earnest, as small integers on virtual GPUs are."""
     model = models.build(tiny.CONFIGS["glm"], dtype=torch.bfloat16)
     quantize_model(model, "int8")
-    with whole(model, TraceSpec(fingerprint="")):
+    with place_whole(model, TraceSpec(fingerprint="")):
         held = [part for weight in model.parameters() for part in parts(weight).values()]
         assert all(part.backing.is_meta for part in held if isinstance(part, virtual.VirtualTensor))
 
@@ -265,7 +266,7 @@ class Reads(nn.Module):
 
 
 def test_a_value_that_nobody_knows_is_named_with_its_place() -> None:
-    with pytest.raises(Exception, match=r"test_trace\.py:\d+") as caught:
+    with pytest.raises(Exception, match=r"test_trace_generation\.py:\d+") as caught:
         trace_call(Reads().to("meta"), SPEC, (torch.ones(2, 4),))
     assert isinstance(caught.value, (ModelError, virtual.UnknownValueError))
 
