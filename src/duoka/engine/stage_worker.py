@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from duoka.base.garbage import freeze_objects
-from duoka.base.portable import portable
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import GpuLostError
 from duoka.forecast.serving import Capacity
@@ -36,15 +32,14 @@ from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.micro_batch import StageMicroBatch
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import Notes, SharedMemory, SharedMemoryChannel
-from duoka.stages.workers import end_with_parent
+from duoka.workers.portable import make_portable
+from duoka.workers.worker import run_with_channel
 
 from .executor import outcomes_of
 from .paged_model import PagedModel
 from .step import EngineStep, Outcome
 
 _BEAT_SECONDS = 0.25
-LOST, DEFECT = 75, 70
-"""The exit codes of a process that ends because another one did, and of one with a defect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +134,7 @@ class _StageWorker:
             raise
         except Exception as error:
             lost = find_lost_gpu(error, str(self._device))
-            failure = lost or portable(explain(error, self.publisher))
+            failure = lost or make_portable(explain(error, self.publisher))
             failure.__traceback__ = None  # which holds what was on the device
         seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
         self._busy_seconds += seconds
@@ -157,33 +152,20 @@ class _StageWorker:
 
 
 def main() -> None:
-    """The entry of a process: the socket of its driver is its last argument."""
-    end_with_parent()
-    driver: Connection = Connection(int(sys.argv[-1]))
-    code = 0
-    try:
-        _serve(driver)
-    except (EOFError, OSError):  # the driver or another process is gone
-        code = LOST
-    except GpuLostError as error:  # which the driver has been told
-        code = error.exit_code
-    except Exception:
-        traceback.print_exc()
-        code = DEFECT
-    sys.stderr.flush()
-    os._exit(code)  # whatever threads there may be
+    """Run the worker process."""
+    run_with_channel(_serve)
 
 
 def _serve(driver: Connection) -> None:
-    part: WorkerSettings = driver.recv()
-    threading.Thread(target=_beat, args=(part.memory, part.rank), daemon=True).start()
+    settings: WorkerSettings = driver.recv()
+    threading.Thread(target=_beat, args=(settings.memory, settings.rank), daemon=True).start()
     try:
-        worker = _StageWorker(part)
-    except Exception as error:
-        driver.send(find_lost_gpu(error, part.device) or portable(error))
+        worker = _StageWorker(settings)
+    except Exception as error:  # whatever the model's code raises: the driver raises it
+        driver.send((None, find_lost_gpu(error, settings.device) or make_portable(error)))
         return
+    driver.send((None, None))
     freeze_objects()
-    driver.send(None)
     with closing(worker.publisher.start()):
         worker.serve(driver)
 

@@ -15,22 +15,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
-from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
 from duoka.base.files import why
 from duoka.errors import GpuLostError, MachineError
-from duoka.forecast.serving import FIRST, Capacity, StepSize
+from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
 from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import SharedMemory, connect
-from duoka.stages.workers import Workers, describe_end
+from duoka.workers import supervision
+from duoka.workers.channel import open_result
+from duoka.workers.group import WorkerGroup
+from duoka.workers.supervision import LOOK_SECONDS, SilenceCounter
 
 from .executor import Result
-from .paged_model import WarmUp
-from .stage_worker import LOST, StageReport, WorkerSettings
+from .stage_worker import StageReport, WorkerSettings
 from .step import EngineStep
 
 _MODULE = "duoka.engine"
@@ -38,9 +39,6 @@ _MODULE = "duoka.engine"
 # and one that takes so many seconds where that is less, or nothing is forecast.
 _TIMES, _LEAST_SECONDS, _UNKNOWN_SECONDS = 100.0, 60.0, 900.0
 _GRACE_SECONDS = 2.0
-# A process that shows no sign of life for so long is stopped, or hangs; counted are looks, not
-# seconds, since this process may have been stopped as well.
-_LOOK_SECONDS, _SILENT_SECONDS = 0.5, 60.0
 # Before its first sign of life a process imports torch, which can take long on a slow disk.
 _IMPORT_SECONDS = 300.0
 
@@ -96,9 +94,9 @@ class StagedExecutor:
         self._results: deque[Result] = deque()
         # Steps on their way, and when one was last heard of.
         self._num_open, self._heard_at = 0, 0.0
-        # Signs of life as they were when all had changed, and how many looks ago that was.
+        # Signs of life as they were when all had changed, and for how long one hasn't.
         self._beats: list[int] = []
-        self._num_looks, self._next_look = 0, 0.0
+        self._silence, self._next_look = SilenceCounter(), 0.0
         self._opened = ExitStack()
         try:
             self._load(self._start_workers(len(plan.devices)))
@@ -124,19 +122,13 @@ class StagedExecutor:
             self._memory = SharedMemory(largest, self.num_steps, number)
             opened.callback(self._memory.close)
             sockets = connect(number)
-            for end in chain(*sockets):
-                if end >= 0:
-                    for_workers.callback(os.close, end)
-            pipes = [Pipe() for _ in range(number)]
-            for driver_end, worker_end in pipes:
-                opened.enter_context(driver_end)
-                for_workers.enter_context(worker_end)
-            descriptors = [
-                [worker_end.fileno(), self._memory.descriptor, *(end for end in ends if end >= 0)]
-                for (_, worker_end), ends in zip(pipes, sockets, strict=True)
-            ]
-            self._workers = Workers(_MODULE, (), number, descriptors=descriptors)
-            self._drivers = [driver_end for driver_end, _ in pipes]
+            descriptors = [[end for end in ends if end >= 0] for ends in sockets]
+            for end in chain(*descriptors):
+                for_workers.callback(os.close, end)
+            for ends in descriptors:
+                ends.append(self._memory.descriptor)
+            self._workers = WorkerGroup(_MODULE, number, descriptors=descriptors, has_channels=True)
+            self._drivers = self._workers.channels
             opened.callback(self._end_workers)
         return sockets
 
@@ -166,7 +158,7 @@ class StagedExecutor:
 
     def _wait(self) -> Result | None:
         while not self._results:
-            ready = wait([*self._drivers, self._woken], _LOOK_SECONDS)
+            ready = wait([*self._drivers, self._woken], LOOK_SECONDS)
             for rank, driver in enumerate(self._drivers):
                 if driver in ready:
                     self._take(rank)
@@ -183,16 +175,15 @@ class StagedExecutor:
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + _LOOK_SECONDS
+        self._next_look = now + LOOK_SECONDS
         beats = self._memory.beats()
-        same = [rank for rank, beat in enumerate(self._beats) if beat == beats[rank]]
-        self._num_looks += 1
-        seconds = self._num_looks * _LOOK_SECONDS
-        if not same:
-            self._beats, self._num_looks = beats, 0
-        elif seconds >= (_SILENT_SECONDS if all(beats) else _IMPORT_SECONDS):
+        silent = [rank for rank, beat in enumerate(self._beats) if beat == beats[rank]]
+        seconds = self._silence.count(is_alive=not silent)
+        if not silent:
+            self._beats = beats
+        elif seconds >= (supervision.SILENT_SECONDS if all(beats) else _IMPORT_SECONDS):
             raise WorkerError(
-                f"the process of {self._plan.devices[same[0]]} shows no sign of life for "
+                f"the process of {self._plan.devices[silent[0]]} shows no sign of life for "
                 f"{seconds:.0f} seconds",
                 hint="has somebody stopped it (SIGSTOP), or does the machine swap?",
             )
@@ -232,7 +223,6 @@ class StagedExecutor:
         for driver in self._drivers:
             with suppress(OSError):
                 driver.send(None)
-            driver.close()  # they end by themselves, or they are ended
         self._workers.end(_GRACE_SECONDS)
 
     def close(self) -> None:
@@ -258,40 +248,27 @@ class StagedExecutor:
                 driver.send_bytes(pickle.dumps(part))
         for rank, driver in enumerate(self._drivers):
             with self._watched(rank):
-                while not driver.poll(_LOOK_SECONDS):
+                while not driver.poll(LOOK_SECONDS):
                     self._look()
-                error: Exception | None = driver.recv()
-            if error is not None:
-                raise error
+                message = driver.recv()
+            open_result(message)
 
     def _warm_up(self) -> None:
-        """Make the pages, and see that there is memory for other sizes of a step.
+        """Make the pages, and see that there is memory for other sizes of a step."""
+        self._try_out(FIRST)
+        for size in self.capacity.warm_up_steps(self._steps_first, self._reserved_bytes):
+            self._try_out(size)
 
-        On virtual GPUs and on CUDA all sizes are gone through until none takes more memory: none
-        ever will then (`forecast.serving`).
-        """
-        self._try_out([FIRST])
-        if self._steps_first == "first":
-            return
-        reserved, now = -1, self._reserved_bytes()
-        if self._steps_first == "largest" or not now:
-            self._try_out(self.capacity.largest_steps())
-            return
-        while reserved < now:
-            self._try_out(self.capacity.steps())
-            reserved, now = now, self._reserved_bytes()
-
-    def _try_out(self, sizes: Sequence[StepSize]) -> None:
-        for number, size in enumerate(sizes):
-            self.submit(EngineStep(number, [], size))
-            while (result := self._wait()) is None:
-                pass  # somebody asks already
-            if isinstance(result.outcomes, Exception):
-                raise MachineError(
-                    f"a step of {size.tokens} tokens fails: {str(result.outcomes)[:300]}",
-                    hint="something else uses the memory that the plan counted on; or plan for "
-                    "fewer requests (--sequences), or for smaller steps (--prefill-chunk)",
-                ) from result.outcomes
+    def _try_out(self, size: StepSize) -> None:
+        self.submit(EngineStep(0, [], size))
+        while (result := self._wait()) is None:
+            pass  # somebody asks already
+        if isinstance(result.outcomes, Exception):
+            raise MachineError(
+                f"a step of {size.tokens} tokens fails: {str(result.outcomes)[:300]}",
+                hint="something else uses the memory that the plan counted on; or plan for "
+                "fewer requests (--sequences), or for smaller steps (--prefill-chunk)",
+            ) from result.outcomes
 
     def _reserved_bytes(self) -> int:
         return sum(notes.reserved_bytes for notes in self._memory.notes())
@@ -320,14 +297,9 @@ class StagedExecutor:
         try:
             yield
         except (EOFError, OSError) as error:
-            for driver in self._drivers:  # the others end, too
-                driver.close()
-            codes = self._workers.codes(_GRACE_SECONDS)
-            # Those that ended because of another one say so.
-            first = next((at for at, code in codes.items() if code not in (0, LOST)), rank)
-            end = describe_end(codes.get(first))
+            culprit, ending = self._workers.find_loss(rank)
             raise WorkerError(
-                f"the process of {self._plan.devices[first]} has ended: {end}",
+                f"the process of {self._plan.devices[culprit]} has ended: {ending}",
                 hint="what it wrote to the standard error stream may say why; the kernel ends "
                 "processes where the host's memory runs out: `dmesg`",
             ) from error

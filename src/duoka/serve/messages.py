@@ -5,20 +5,16 @@ Neither torch nor transformers is needed for it: the server's process has none o
 
 from __future__ import annotations
 
-import pickle
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from duoka.planner.plan import Plan
 
-_LENGTH = struct.Struct("!I")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """The plan that an engine is opened with, and how."""
+class EngineSettings:
+    """The plan of an engine, and how it is opened: the first message to its process."""
 
     plan: Plan
     max_new_tokens: int | None = None
@@ -44,43 +40,20 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A request: `n` answers to a prompt, by sampling parameters in the names of duoka's."""
+class EngineRequest:
+    """A message of the server: the request `number`, or something about it.
 
-    number: int
-    prompt: Prompt
-    params: Mapping[str, Any]
+    ``generate`` asks for `n` generations by sampling parameters in the names of duoka's: `Begun`,
+    then `Delta` and `Ended` of each are sent back. ``tokenize`` asks for the tokens of a prompt and
+    ``detokenize`` for the text of its tokens: `Counted`. Each may end as `Failed`. ``cancel`` ends
+    the request; ``status`` asks for the `Status` of the engine.
+    """
+
+    task: Literal["generate", "tokenize", "detokenize", "cancel", "status"] = "generate"
+    number: int = -1
+    prompt: Prompt = Prompt()
+    params: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
-    is_streamed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Nobody waits for a request any more."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """The tokens of a prompt are wanted."""
-
-    number: int
-    prompt: Prompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spell:
-    """The text of tokens is wanted; `field` is where the request has them."""
-
-    number: int
-    tokens: Sequence[int]
-    field: str = "tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How the engine is, is wanted: a `Status` is the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,28 +156,3 @@ class Broken:
 
 
 Event = Delta | Begun | Ended | Failed | Counted
-
-
-def packed(messages: Sequence[object]) -> bytes:
-    """Messages, as they are sent together."""
-    content = pickle.dumps(list(messages))
-    return _LENGTH.pack(len(content)) + content
-
-
-LENGTH_BYTES = _LENGTH.size
-
-
-def length(head: bytes) -> int:
-    """How many bytes follow these first ones."""
-    number: int = _LENGTH.unpack(head)[0]
-    return number
-
-
-def read(file: BinaryIO) -> list[Any]:
-    """The next messages; EOFError where the other end is gone."""
-    head = file.read(LENGTH_BYTES)
-    if len(head) < LENGTH_BYTES:
-        raise EOFError
-    content = file.read(length(head))
-    messages: list[Any] = pickle.loads(content)
-    return messages

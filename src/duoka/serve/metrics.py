@@ -146,7 +146,7 @@ class _Engines(Collector):
             at = [self._model, str(engine.replica)]
             up.add_metric(at, float(engine.state == "ready"))
             deaths.add_metric(at, engine.num_deaths)
-            for stage in engine.begin.plan.forecast.devices:
+            for stage in engine.settings.plan.forecast.devices:
                 forecast.add_metric([*at, stage.device], stage.reserved_bytes)
             status = engine.status
             if status is None:

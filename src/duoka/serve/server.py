@@ -13,25 +13,16 @@ from contextlib import contextmanager
 import uvicorn
 
 from duoka.base.garbage import freeze_objects
-from duoka.errors import MachineError
 
 from .address import Address
 from .app import make_app
 from .limits import MOST_HEADER_BYTES, ClientLimits, TimedProtocol
-from .pool import EngineLost, EnginePool
+from .pool import EngineFailure, EnginePool
 from .service import Service
 
 # For open answers to end, and for those that are cut to be told so.
 _DRAIN_SECONDS, _CUT_SECONDS = 120, 5
 _POLL_SECONDS = 0.1
-
-
-class EngineFailure(MachineError):
-    """Engines could not be opened, or ended too often."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.exit_code = code
 
 
 class _Server(uvicorn.Server):
@@ -87,8 +78,6 @@ async def _serve(
         await server.serve(sockets=[bound])
         if pool.has_failed:
             raise EngineFailure(f"the engine has ended: {pool.engines[0].reason}", 12)
-    except EngineLost as error:
-        raise EngineFailure(str(error), error.code) from error
     finally:
         # Who asked a second time waits for nobody; an answer that is cut off is no error then.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)

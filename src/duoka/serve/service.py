@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import HttpError
 from .limits import RequestMemory
-from .messages import Ask, Count, Event, Prompt
+from .messages import EngineRequest, Event, Prompt
 from .metrics import Metrics
 from .pool import EnginePool
 from .remote_images import RemoteImages
@@ -67,8 +67,8 @@ class Service:
         watch = self.metrics.watch()
         try:
             async with self._whole(prompt) as whole:
-                ask = Ask(number=-1, prompt=whole, params=params, n=n, is_streamed=is_streamed)
-                events = self.pool.ask(ask, tokens, content[:_KEY_CHARACTERS])
+                request = EngineRequest(prompt=whole, params=params, n=n)
+                events = self.pool.submit(request, tokens, content[:_KEY_CHARACTERS])
                 async with aclosing(events):
                     async for event in events:
                         watch.take(event)
@@ -81,10 +81,16 @@ class Service:
             raise
 
     async def count(self, prompt: Prompt) -> Sequence[int]:
-        """The tokens of a prompt."""
+        """Return the tokens of a prompt."""
         async with self._whole(prompt) as whole:
-            counted = await self.pool.choose().count(Count(number=-1, prompt=whole))
+            request = EngineRequest(task="tokenize", prompt=whole)
+            counted = await self.pool.choose().count(request)
         return counted.tokens
+
+    async def detokenize(self, prompt: Prompt) -> str:
+        """Return the text of a prompt's tokens."""
+        request = EngineRequest(task="detokenize", prompt=prompt)
+        return (await self.pool.choose().count(request)).text
 
     def _whole(self, prompt: Prompt) -> AbstractAsyncContextManager[Prompt]:
         """A prompt that has its images itself."""
@@ -94,7 +100,7 @@ class Service:
 def status_of(service: Service) -> dict[str, Any]:
     """How the engines are, for people."""
     engines = service.pool.engines
-    plan = engines[0].begin.plan
+    plan = engines[0].settings.plan
     known = [engine.status for engine in engines if engine.status is not None]
     ready = next((engine.ready for engine in engines if engine.ready), None)
     return {
@@ -117,7 +123,7 @@ def status_of(service: Service) -> dict[str, Any]:
 
 
 def _engine_status(engine: Any) -> dict[str, Any]:
-    plan, status = engine.begin.plan, engine.status
+    plan, status = engine.settings.plan, engine.status
     return {
         "replica": engine.replica,
         "state": engine.state,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -21,7 +19,9 @@ from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import adapter_of, fill_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime.text_training import make_text_trainable
-from duoka.stages.workers import Workers
+from duoka.stages.rendezvous import Rendezvous
+from duoka.workers.group import WorkerGroup
+from duoka.workers.signals import handle_signals
 
 from .checkpoints import SavedParameters, TrainingCheckpoints
 from .layout import Layout
@@ -194,10 +194,23 @@ def resume(directory: RunDirectory) -> TuneResult:
 def _train(directory: RunDirectory) -> TuneResult:
     layout = Layout(directory.read().plans)
     directory.forget_failure()
-    number = layout.world_size
-    arguments = [str(directory.path)]
-    with Workers("duoka.tuner", arguments, number) as workers, _stopped_by(workers) as signals:
-        codes = workers.wait()
+    rendezvous, signals = Rendezvous(), list[int]()
+    with WorkerGroup(
+        "duoka.tuner",
+        layout.world_size,
+        [str(directory.path)],
+        environment=rendezvous.environment,
+    ) as workers:
+
+        def stop(signum: int) -> None:
+            """Ask the processes to save and leave; end them at the second signal."""
+            if signals:
+                workers.end()
+            signals.append(signum)
+            workers.terminate()
+
+        with handle_signals(stop, (signal.SIGINT, signal.SIGTERM)):
+            codes = workers.wait()
     # One that is asked to stop before it can hear of it just ends.
     if codes and not (signals and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}):
         raise _failure(directory, layout, codes)
@@ -260,28 +273,3 @@ def _failure(directory: RunDirectory, layout: Layout, codes: Mapping[int, int]) 
         hint=directory.way_on
         + (". SIGKILL often says that the machine was short of memory" if code == -9 else ""),
     )
-
-
-@contextmanager
-def _stopped_by(workers: Workers) -> Iterator[list[int]]:
-    """Let Ctrl-C and SIGTERM ask the processes to save and leave; the second time end them.
-
-    Yields the signals that come.
-    """
-    signals: list[int] = []
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        if signals:
-            workers.end()
-        signals.append(signum)
-        workers.ask_to_stop()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield signals  # which are the main thread's
-        return
-    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

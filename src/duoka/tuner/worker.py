@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from duoka.runtime import devices
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
 from duoka.runtime.publisher import Publisher
-from duoka.stages.workers import end_with_parent
+from duoka.workers.signals import handle_signals
+from duoka.workers.worker import run_to_exit
 
 from .checkpoints import TrainingCheckpoints
 from .data import Batches, Dataset, OptimizerStep
@@ -30,9 +31,6 @@ from .show import TuneProgress
 from .tensorboard import TensorBoard
 from .trainer import PeerError, StepReport, Trainer
 
-LOST = 75
-"""The exit code of a process that ends because another one did."""
-_DEFECT = 70
 _MOST_CHARACTERS = 300
 
 
@@ -156,8 +154,6 @@ class _Worker:
 
     def train(self) -> bool:
         """Train, from the newest checkpoint on; whether the last step was made."""
-        signals = (signal.SIGTERM, signal.SIGINT)
-        before = {signum: signal.signal(signum, self._stop) for signum in signals}
         part = self._part
         publisher = Publisher(
             part.plan,
@@ -166,32 +162,32 @@ class _Worker:
             optimizer=self._trainer.optimizer,
             busy_shares=lambda: self._busy_shares,
         )
-        publisher.start()
-        try:
-            done = self._resume()
-            if done and self._lacks_evaluation(done):
-                self._evaluate(done)
-            for step in range(done + 1, self._num_steps + 1):
-                report = self._trainer.step(step - 1, self._batches[step - 1])
-                self._note(report)
-                if report.stops or self._is_due(step, self._settings.save_every):
-                    self._save(step)
-                if report.stops and step < self._num_steps:
-                    return False
-                if self._lacks_evaluation(step):
-                    self._evaluate(step)
-            return True
-        except Exception as error:
-            explain(error, publisher)
-            raise
-        finally:
-            publisher.close()
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            if self._progress is not None:
-                self._progress.close()
-            if self._board is not None:
-                self._board.close()
+        signums = (signal.SIGTERM, signal.SIGINT)
+        with handle_signals(self._stop, signums), closing(publisher.start()):
+            try:
+                return self._train()
+            except Exception as error:
+                explain(error, publisher)
+                raise
+            finally:
+                for display in (self._progress, self._board):
+                    if display is not None:
+                        display.close()
+
+    def _train(self) -> bool:
+        done = self._resume()
+        if done and self._lacks_evaluation(done):
+            self._evaluate(done)
+        for step in range(done + 1, self._num_steps + 1):
+            report = self._trainer.step(step - 1, self._batches[step - 1])
+            self._note(report)
+            if report.stops or self._is_due(step, self._settings.save_every):
+                self._save(step)
+            if report.stops and step < self._num_steps:
+                return False
+            if self._lacks_evaluation(step):
+                self._evaluate(step)
+        return True
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._num_steps or bool(every and step % every == 0)
@@ -211,7 +207,7 @@ class _Worker:
             self._keep({"step": step, "eval_loss": loss})
             self._progress.evaluated(step, loss)
 
-    def _stop(self, *_: Any) -> None:
+    def _stop(self, signum: int) -> None:
         self._trainer.is_asked_to_stop = True
 
     def _resume(self) -> int:
@@ -250,21 +246,15 @@ class _Worker:
 
 
 def main() -> None:
-    """The entry of a process that duoka has started."""
-    end_with_parent()
+    """Run a process that duoka has started."""
     directory = RunDirectory(Path(sys.argv[1]))
-    code = 0
-    try:
-        work(directory)
-    except DuokaError as error:
-        code = error.exit_code
-        if directory.failure() is None:  # it couldn't be noted, and the parent can't tell why
-            sys.stderr.write(f"{error}\n")
-    except LostError:
-        code = LOST
-    except Exception:
-        traceback.print_exc()
-        code = _DEFECT
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads of gloo's may wait for processes that are gone
+
+    def run() -> None:
+        try:
+            work(directory)
+        except DuokaError as error:
+            if directory.failure() is None:  # it couldn't be noted, and the parent can't tell why
+                sys.stderr.write(f"{error}\n")
+            raise
+
+    run_to_exit(run, losses=(LostError,))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import pickle
 import signal
 import sys
 import warnings
@@ -21,8 +20,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from duoka.base.portable import portable
 from duoka.errors import VirtualDeviceError
+from duoka.workers.channel import open_result, send_result
+from duoka.workers.supervision import SilenceCounter
 
 from .backend import register
 from .device_module import can_do_backward, give_name
@@ -67,13 +67,13 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
             warnings.simplefilter("ignore", DeprecationWarning)
             child.start()
         writer.close()
-        asleep = 0
+        silence = SilenceCounter(look_seconds=1)
+        message = None
         try:
-            while asleep < patience_seconds and not reader.poll(1):
-                asleep = asleep + 1 if _is_asleep(child.pid) else 0
-            if asleep == patience_seconds:
-                continue
-            result, error = pickle.loads(reader.recv_bytes())
+            while message is None and silence.seconds < patience_seconds:
+                if reader.poll(1):
+                    message = reader.recv()
+                silence.count(is_alive=not _is_asleep(child.pid))
         except EOFError:
             child.join()
             raise VirtualDeviceError(
@@ -84,9 +84,8 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
         finally:
             child.kill()
             child.join()
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
+        if message is not None:
+            return open_result(message)  # type: ignore[no-any-return]
     raise VirtualDeviceError(
         f"a fork of this process did nothing for {patience_seconds} seconds, and another one too",
         hint="another thread held a lock when it was forked: call this where no other thread works",
@@ -113,8 +112,4 @@ def _answer(writer: Connection, function: Callable[[], Any]) -> None:
     gc.freeze()
     # Kernels that wait for the threads of the parent's would wait forever.
     torch.set_num_threads(1)
-    try:
-        answer = pickle.dumps((function(), None))
-    except Exception as error:
-        answer = pickle.dumps((None, portable(error)))
-    writer.send_bytes(answer)
+    send_result(writer, function)

@@ -167,3 +167,16 @@ def test_vllms_own_quantization_may_be_asked_for() -> None:
     plan = replace(staged([3, 2]), workload=replace(WORKLOAD, quantize="int8"))
     (command,) = commands(plan, replace(OPTIONS, arguments=("-q", "bitsandbytes")))
     assert "bitsandbytes" in command.words
+
+
+@pytest.mark.parametrize(
+    "argument", ["--pipeline-parallel-size", "--pipeline_parallel_size=3", "--max-model-len=10"]
+)
+def test_what_the_plan_decides_is_refused(argument: str) -> None:
+    with pytest.raises(UsageError, match="can't be given to vLLM here") as error:
+        commands(staged([3, 2]), replace(OPTIONS, arguments=("--enforce-eager", argument, "3")))
+    assert error.value.hint
+
+
+def test_a_key_is_never_shown() -> None:
+    assert "sk-abc123" not in repr(replace(OPTIONS, api_key="sk-abc123"))

@@ -1,4 +1,4 @@
-"""Nodes: what GPUs the nodes of a Ray cluster have; a plan and replicas for each kind of them.
+"""The nodes of a Ray cluster: their GPUs, and a plan of replicas for each kind of node.
 
 Ray counts a node's GPUs and doesn't know them: a task on each node looks. Nodes with the same GPUs
 are of one kind. Where the GPUs of a node are alike, several replicas share it, each with as many
@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from duoka.base.units import format_count
 from duoka.errors import DuokaError, InfeasibleError, MachineError, UsageError
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
@@ -37,16 +38,25 @@ Node = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeKind:
-    """Nodes with the same GPUs, which have room for so many replicas.
+class ClusterPlan:
+    """The plans of replicas on the nodes of a cluster.
 
-    A replica there has a `plan`, and Ray keeps so many `gpus` for it; `foreign_ids` are the other
-    nodes with GPUs.
+    Parameters
+    ----------
+    plans : mapping of str to Plan
+        By the id of the node.
+    names : tuple of str
+        Of these nodes.
+    gpus_per_replica : int
+    room : int
+        Replicas that the nodes have GPUs for.
+    foreign_ids : tuple of str
+        The ids of nodes with GPUs that hold no replica.
     """
 
-    nodes: tuple[str, ...]
-    plan: Plan
-    gpus: int
+    plans: Mapping[str, Plan]
+    names: tuple[str, ...]
+    gpus_per_replica: int
     room: int
     foreign_ids: tuple[str, ...]
 
@@ -68,53 +78,63 @@ def connect() -> None:
         signal.signal(signal.SIGTERM, handler)  # Ray takes it
 
 
-def find_kinds(
-    gpus: str | None, source: str, plan_for: PlanFor
-) -> tuple[list[NodeKind], list[str]]:
-    """The kinds of nodes that hold the model, and why others don't.
+def plan_nodes(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[ClusterPlan, list[str]]:
+    """Plan a replica for each kind of nodes; return the plans, and why nodes are left out.
 
-    A node gives `gpus`, where its environment doesn't say.
+    A node gives `gpus`, where its environment doesn't say. Ray keeps equally many GPUs for each
+    replica: nodes whose plan needs another number of them are left out.
     """
     alike: dict[Fleet, list[Node]] = {}
     left_out = []
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    nodes.sort(key=lambda node: node["NodeName"])
     for node, seen in zip(nodes, _look_at(nodes, gpus, source), strict=True):
         if isinstance(seen, Fleet):
             alike.setdefault(seen, []).append(node)
         else:
             left_out.append(f"{_name(node)}: {seen}")
-    kinds = []
+    planned: dict[int, list[tuple[Node, Plan]]] = {}
     for fleet, group in alike.items():
         try:
-            kinds.append(_kind(fleet, group, nodes, plan_for))
+            plan, num_gpus = _plan_replica(fleet, plan_for)
         except InfeasibleError as error:
             left_out += [f"{_name(node)}: {error}" for node in group]
-    if not kinds:
+        else:
+            planned.setdefault(num_gpus, []).extend((node, plan) for node in group)
+    if not planned:
         raise InfeasibleError(
             "\n".join(["no node of the cluster holds the model", *left_out]),
             hint="Ray counts the GPUs of a node when it starts: `ray status` shows them",
         )
-    return sorted(kinds, key=lambda kind: -kind.room), left_out
-
-
-def _kind(
-    fleet: Fleet, group: Sequence[Node], nodes: Sequence[Node], plan_for: PlanFor
-) -> NodeKind:
-    are_alike = len({replace(device, name="cuda:0") for device in fleet.devices}) == 1
-    plan, num_gpus = plan_for(fleet, are_alike), len(fleet.devices)
-    if are_alike:  # Ray gives a replica any of them, and torch counts those from 0 on
-        num_gpus, kind = len(plan.devices), fleet.names[0].partition(":")[0]
-        names = {name: f"{kind}:{number}" for number, name in enumerate(plan.devices)}
-        plan = plan.moved(
-            {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
-        )
-    return NodeKind(
-        nodes=tuple(map(_name, group)),
-        plan=plan,
-        gpus=num_gpus,
-        room=sum(int(node["Resources"]["GPU"]) // num_gpus for node in group),
-        foreign_ids=tuple(node["NodeID"] for node in nodes if node not in group),
+    rooms = {n: sum(_num_gpus(node) // n for node, _ in pairs) for n, pairs in planned.items()}
+    chosen = max(rooms, key=rooms.__getitem__)
+    for number in planned.keys() - {chosen}:
+        reason = f"a replica there needs {format_count(number, 'GPU')}, elsewhere {chosen}"
+        left_out += [f"{_name(node)}: {reason}" for node, _ in planned[number]]
+    plans = {node["NodeID"]: plan for node, plan in planned[chosen]}
+    cluster = ClusterPlan(
+        plans=plans,
+        names=tuple(_name(node) for node, _ in planned[chosen]),
+        gpus_per_replica=chosen,
+        room=rooms[chosen],
+        foreign_ids=tuple(node["NodeID"] for node in nodes if node["NodeID"] not in plans),
     )
+    return cluster, left_out
+
+
+def _plan_replica(fleet: Fleet, plan_for: PlanFor) -> tuple[Plan, int]:
+    """Plan a replica for a node's GPUs; return the plan, and the GPUs that Ray keeps for it."""
+    are_alike = len({replace(device, name="cuda:0") for device in fleet.devices}) == 1
+    plan = plan_for(fleet, are_alike)
+    if not are_alike:
+        return plan, len(fleet.devices)
+    # Ray gives a replica any of them, and torch counts those from 0 on.
+    kind = fleet.names[0].partition(":")[0]
+    names = {name: f"{kind}:{number}" for number, name in enumerate(plan.devices)}
+    moved = plan.moved(
+        {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
+    )
+    return moved, len(plan.devices)
 
 
 def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[Fleet | str]:
@@ -123,7 +143,7 @@ def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[F
     answers = [
         task.options(
             num_cpus=0,
-            num_gpus=node["Resources"]["GPU"],
+            num_gpus=_num_gpus(node),
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         ).remote(gpus, source, version("duoka"))
@@ -139,9 +159,8 @@ def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[F
                 seen = ray.get(answer)
             except ray.exceptions.RayError as error:
                 seen = f"duoka doesn't run there: {_line(error)}"
-        number = int(node["Resources"]["GPU"])
-        if isinstance(seen, Fleet) and len(seen.devices) != number:
-            seen = f"{len(seen.devices)} GPUs are there, and Ray counts {number}"
+        if isinstance(seen, Fleet) and len(seen.devices) != _num_gpus(node):
+            seen = f"{len(seen.devices)} GPUs are there, and Ray counts {_num_gpus(node)}"
         yield seen
 
 
@@ -165,6 +184,10 @@ def sort_visible() -> None:
     visible = os.environ.get(_VISIBLE, "").split(",")
     if all(map(str.isdecimal, visible)):
         os.environ[_VISIBLE] = ",".join(sorted(visible, key=int))
+
+
+def _num_gpus(node: Node) -> int:
+    return int(node["Resources"]["GPU"])
 
 
 def _name(node: Node) -> str:
@@ -193,34 +216,12 @@ def read_bounds(text: str | None) -> tuple[int, int] | None:
     return low, high
 
 
-def deal(bounds: tuple[int, int] | None, room: Sequence[int]) -> list[tuple[int, int]]:
-    """The least and the most replicas of each kind of nodes, which have room for so many.
-
-    Each kind has one in turn. A kind that has any has one at least: where none runs, nothing tells
-    that one is wanted. What there is no room for is for nodes of the first kind that come later.
-    """
-    low, high = bounds or (sum(room), sum(room))
-    if low > sum(room):
+def choose_bounds(bounds: tuple[int, int] | None, room: int) -> tuple[int, int]:
+    """Return the least and the most replicas; by default as many as there is room for."""
+    low, high = bounds or (room, room)
+    if low > room:
         raise InfeasibleError(
-            f"{low} replicas don't fit these nodes; {sum(room)} do",
-            hint=f"--replicas {sum(room)}, or more nodes",
+            f"{low} replicas don't fit these nodes; {room} do",
+            hint=f"--replicas {room}, or more nodes",
         )
-    most = _in_turn(high, room)
-    most[0] += high - sum(most)
-    num_kinds = sum(map(bool, most))
-    if low < num_kinds:
-        raise UsageError(
-            f"there are {num_kinds} kinds of nodes, and each has one replica at least",
-            hint=f"--replicas {num_kinds}-{high}",
-        )
-    return list(
-        zip(_in_turn(low, [min(pair) for pair in zip(most, room, strict=True)]), most, strict=True)
-    )
-
-
-def _in_turn(number: int, room: Sequence[int]) -> list[int]:
-    dealt = [0] * len(room)
-    for _ in range(min(number, sum(room))):
-        free = [kind for kind, count in enumerate(dealt) if count < room[kind]]
-        dealt[min(free, key=dealt.__getitem__)] += 1
-    return dealt
+    return low, high

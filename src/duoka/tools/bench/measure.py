@@ -12,13 +12,10 @@ import math
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,11 +25,12 @@ with quiet_libraries():
     from duoka.checkpoint.checkpoint import Checkpoint
     from duoka.engine import Engine, SamplingParams
     from duoka.models.from_checkpoint import tokenizer_of
-from duoka.base.portable import portable
 from duoka.errors import DuokaError, MachineError
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
-from duoka.stages.workers import Workers, describe_end, end_with_parent
+from duoka.workers.channel import open_result, send_result
+from duoka.workers.group import WorkerGroup
+from duoka.workers.worker import run_with_channel
 
 from .deployments import Deployment, Rates, one_line, together
 
@@ -40,7 +38,6 @@ _MODULE = "duoka.tools.bench"
 _DECODE_TOKENS = 32
 _ROUNDS = 3
 _SEED = 20
-_GRACE_SECONDS = 2.0
 # Loading is part of it. A kernel that never ends would be waited for without a limit.
 _MOST_SECONDS = 3600.0
 
@@ -56,15 +53,8 @@ def measure(case: Deployment, *, trust_remote_code: bool = False) -> Deployment:
 
 def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[PeakBytes]]:
     threads = len(os.sched_getaffinity(0)) // sum(len(plan.devices) for plan in plans)
-    with ExitStack() as stack:
-        pipes = [Pipe() for _ in plans]
-        descriptors = [[worker_end.fileno()] for _, worker_end in pipes]
-        workers = stack.enter_context(
-            Workers(_MODULE, (), len(plans), threads=max(1, threads), descriptors=descriptors)
-        )
-        for _, worker_end in pipes:
-            worker_end.close()
-        drivers = [stack.enter_context(driver_end) for driver_end, _ in pipes]
+    with WorkerGroup(_MODULE, len(plans), threads=max(1, threads), has_channels=True) as workers:
+        drivers = workers.channels
         try:
             _ask(drivers, [(plan, trust_remote_code) for plan in plans])
             work = plans[0].workload
@@ -75,9 +65,8 @@ def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[Pe
             copies = _ask(drivers, [(plan.workload.batch, half, new) for plan in plans])
             peaks = _ask(drivers, [None] * len(plans))
         except (EOFError, OSError) as error:
-            codes = workers.codes(_GRACE_SECONDS)
-            ended = next(filter(None, codes.values()), 0)
-            raise MachineError(f"its process has ended: {describe_end(ended)}") from error
+            _, ending = workers.find_loss(0)
+            raise MachineError(f"its process has ended: {ending}") from error
     speed, seconds = one.many_tokens_per_second, first.first_token_seconds
     rates = replace(together(copies), first_token_seconds=seconds, one_tokens_per_second=speed)
     return rates, [*chain(*peaks)]
@@ -92,10 +81,12 @@ def _ask(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
         if not driver.poll(_MOST_SECONDS):
             raise MachineError(f"no answer within {_MOST_SECONDS:g} s: it hangs")
         replies.append(driver.recv())
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply if isinstance(reply, DuokaError | RuntimeError) else RuntimeError(reply)
-    return replies
+    try:
+        return [open_result(reply) for reply in replies]
+    except (DuokaError, RuntimeError):
+        raise
+    except Exception as error:  # of the model's code: an OSError isn't the loss of the process
+        raise RuntimeError(error) from error
 
 
 # ── in the process of a copy ──
@@ -144,23 +135,19 @@ class _Copy:
 
 
 def main() -> None:
-    """The entry of a process: the socket of who measures is its last argument."""
-    end_with_parent()
-    with suppress(EOFError, OSError):  # nobody measures any more
-        _serve(Connection(int(sys.argv[-1])))
-    os._exit(0)
+    """Run the worker process."""
+    run_with_channel(_serve)
 
 
 def _serve(driver: Connection) -> None:
-    copy: _Copy | None = None
+    copies: list[_Copy] = []
+
+    def reply() -> object:
+        if not copies:
+            copies.append(_Copy(*message))
+            return None
+        return copies[0].close() if message is None else copies[0].rates(*message)
+
     while True:
         message = driver.recv()
-        reply: object = None
-        try:
-            if copy is None:
-                copy = _Copy(*message)
-            else:
-                reply = copy.close() if message is None else copy.rates(*message)
-        except Exception as error:
-            reply = portable(error)
-        driver.send(reply)
+        send_result(driver, reply)
