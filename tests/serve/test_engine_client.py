@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from duoka.forecast.serving import Capacity
 from duoka.serve import engine_client
 from duoka.serve.engine_client import EngineClient
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import Broken, EngineRequest, Prompt, Ready
+from duoka.serve.messages import Broken, EngineRequest, Prompt
 from duoka.workers import supervision
 
-READY = Ready(context_tokens=8, sequences=2, pages=4, page_tokens=4)
+READY = Capacity(context_tokens=8, sequences=2, pages=4, page_tokens=4, step_tokens=8)
 REQUEST = EngineRequest(prompt=Prompt(text="a"))
 COUNT = EngineRequest(task="tokenize", prompt=Prompt(text="a"))
 
@@ -144,11 +145,12 @@ def test_texts_that_are_counted_at_once_are_few() -> None:
 STAND_IN = """
 import sys, time
 from multiprocessing.connection import Connection
-from duoka.serve.messages import Ready, Status
+from duoka.forecast.serving import Capacity
+from duoka.serve.messages import Status
 server = Connection(int(sys.argv[1]))
 server.recv()
 time.sleep(3)
-server.send([Ready(context_tokens=8, sequences=2, pages=4, page_tokens=4)])
+server.send([Capacity(context_tokens=8, sequences=2, pages=4, page_tokens=4, step_tokens=8)])
 while True:
     if server.recv().task == "status":
         server.send([Status(running=0, waiting=0, pages=4, free_pages=4)])

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from duoka.forecast.serving import Capacity
 from duoka.serve.engine_client import EngineClient
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import EngineRequest, Event, Prompt, Ready
+from duoka.serve.messages import EngineRequest, Event, Prompt
 from duoka.serve.pool import EngineFailure, EnginePool
 
-READY = Ready(context_tokens=8, sequences=2, pages=4, page_tokens=4)
+READY = Capacity(context_tokens=8, sequences=2, pages=4, page_tokens=4, step_tokens=8)
 REQUEST = EngineRequest(prompt=Prompt(text="a"))
 
 
@@ -40,7 +41,7 @@ def pool_of(number: int, max_queue: int = 1) -> EnginePool:
 
 def be_ready(engine: EngineClient) -> None:
     writer: Any = Silent()
-    engine.ready, engine.state, engine._writer = READY, "ready", writer
+    engine.capacity, engine.state, engine._writer = READY, "ready", writer
 
 
 async def open_request(pool: EnginePool, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:

@@ -307,7 +307,7 @@ def _tell(service: Service, url: str) -> None:
     """Say on one screen what is served, and how to ask."""
     engines = service.pool.engines
     for engine in engines:
-        ready, plan = engine.ready, engine.settings.plan
+        ready, plan = engine.capacity, engine.settings.plan
         assert ready is not None, "it is ready"
         most = min(ready.sequences, ready.pages * ready.page_tokens // ready.context_tokens)
         stderr().print(

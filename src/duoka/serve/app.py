@@ -108,7 +108,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def described() -> dict[str, Any]:
-        ready = next((e.ready for e in service.pool.engines if e.ready), None)
+        ready = next((e.capacity for e in service.pool.engines if e.capacity), None)
         most = None if ready is None else ready.context_tokens
         return {
             "id": service.model,
@@ -204,7 +204,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a chat's prompt."""
         service.check_model(request.model)
-        ready = service.pool.choose().ready
+        ready = service.pool.choose().capacity
         most = None if ready is None else ready.context_tokens
         tokens = list(await service.count(request.question))
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens}

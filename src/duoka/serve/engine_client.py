@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
 
+from duoka.forecast.serving import Capacity
 from duoka.workers import supervision
 from duoka.workers.channel import pack_message, read_message
 from duoka.workers.process import WorkerProcess, describe_exit
@@ -27,7 +28,6 @@ from .messages import (
     EngineSettings,
     Event,
     Failed,
-    Ready,
     Status,
 )
 
@@ -56,7 +56,7 @@ class EngineClient:
         self.state: State = "starting"
         self.reason: str | None = None
         self.exit_code = 1
-        self.ready: Ready | None = None
+        self.capacity: Capacity | None = None
         self.status: Status | None = None
         self.num_deaths = 0
         self.busy_shares: dict[str, float] = {}
@@ -198,8 +198,8 @@ class EngineClient:
         process.kill()
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Ready):
-            self.ready = message
+        if isinstance(message, Capacity):
+            self.capacity = message
             self._set("ready", None)
         elif isinstance(message, Status):
             self._awaits_status = False

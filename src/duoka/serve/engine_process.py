@@ -41,7 +41,6 @@ from .messages import (
     Failed,
     Kind,
     Prompt,
-    Ready,
     Status,
     Token,
 )
@@ -91,15 +90,7 @@ class EngineProcess:
     def serve(self, server: Connection) -> None:
         """Answer requests until the server is gone, which raises EOFError."""
         freeze_objects()
-        capacity = self._engine.capacity
-        self._outbox.put(
-            Ready(
-                context_tokens=capacity.context_tokens,
-                sequences=capacity.sequences,
-                pages=capacity.pages,
-                page_tokens=capacity.page_tokens,
-            )
-        )
+        self._outbox.put(self._engine.capacity)
         while True:
             request: EngineRequest = server.recv()
             if request.task == "cancel":

@@ -124,16 +124,6 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """An engine answers; what it has room for."""
-
-    context_tokens: int
-    sequences: int
-    pages: int
-    page_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """How an engine is."""
 

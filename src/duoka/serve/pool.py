@@ -112,8 +112,8 @@ class EnginePool:
             If too many requests wait already, or no engine is ready.
         """
         engine = self.choose(key)
-        ready = (e.ready for e in self.engines if e.state == "ready")
-        limit = sum(each.sequences for each in ready if each) + self._max_queue
+        ready = (e.capacity for e in self.engines if e.state == "ready")
+        limit = sum(capacity.sequences for capacity in ready if capacity) + self._max_queue
         if self.num_open >= limit:
             raise HttpError(
                 429,

@@ -102,12 +102,12 @@ def status_of(service: Service) -> dict[str, Any]:
     engines = service.pool.engines
     plan = engines[0].settings.plan
     known = [engine.status for engine in engines if engine.status is not None]
-    ready = next((engine.ready for engine in engines if engine.ready), None)
+    capacity = next((engine.capacity for engine in engines if engine.capacity), None)
     return {
         "model": service.model,
         "version": version("duoka"),
-        "context_tokens": plan.workload.context_tokens if ready is None else ready.context_tokens,
-        "sequences": sum(e.ready.sequences for e in engines if e.ready),
+        "context_tokens": (capacity or plan.workload).context_tokens,
+        "sequences": sum(e.capacity.sequences for e in engines if e.capacity),
         "images": plan.workload.images,
         "engines": [_engine_status(engine) for engine in engines],
         "running": sum(status.running for status in known),

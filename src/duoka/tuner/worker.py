@@ -17,7 +17,7 @@ import torch.distributed as dist
 from duoka.errors import DuokaError, TrainingError, UsageError
 from duoka.runtime import devices
 from duoka.runtime.lost_gpu import find_lost_gpu
-from duoka.runtime.out_of_memory import explain
+from duoka.runtime.out_of_memory import describe, explain
 from duoka.runtime.publisher import Publisher
 from duoka.workers.signals import handle_signals
 from duoka.workers.worker import run_to_exit
@@ -30,8 +30,6 @@ from .run import RunDirectory, TuneJob
 from .show import TuneProgress
 from .tensorboard import TensorBoard
 from .trainer import PeerError, StepReport, Trainer
-
-_MOST_CHARACTERS = 300
 
 
 def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> bool:
@@ -86,11 +84,8 @@ def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
     if isinstance(error, DuokaError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
-        text = str(error)
-        if len(text) > _MOST_CHARACTERS:  # what follows is advice on PyTorch's allocator
-            text = text[: text.rfind(". ", 0, _MOST_CHARACTERS) + 1]
         return TrainingError(
-            "\n".join([f"{device}: {text or 'out of memory'}", *getattr(error, "__notes__", ())]),
+            f"{device}: {describe(error) or 'out of memory'}",
             hint=f"something else uses the memory that the plan counted on; {way_on}",
         )
     if isinstance(error, torch.AcceleratorError) or find_lost_gpu(error) is not None:
