@@ -25,7 +25,7 @@ def former() -> Iterator[None]:
 
 def test_signals_are_handled_in_the_scope_but_for_ignored_ones() -> None:
     came: list[int] = []
-    with handle_signals(came.append, SIGNUMS):
+    with handle_signals(lambda signum, frame: came.append(signum), SIGNUMS):
         for signum in SIGNUMS:
             os.kill(os.getpid(), signum)
     assert came == [signal.SIGUSR1]
@@ -36,7 +36,7 @@ def test_other_threads_leave_signals_alone() -> None:
     seen: list[object] = []
 
     def run() -> None:
-        with handle_signals(seen.append, SIGNUMS):
+        with handle_signals(lambda *_: None, SIGNUMS):
             seen.append(signal.getsignal(SIGNUMS[0]))
 
     thread = threading.Thread(target=run)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import uvicorn
 
 from duoka.base.garbage import freeze_objects
+from duoka.workers.signals import handle_signals
 
 from .address import Address
 from .app import make_app
@@ -30,11 +31,9 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        before = signal.getsignal(signal.SIGHUP)
-        with super().capture_signals():
-            signal.signal(signal.SIGHUP, before if before == signal.SIG_IGN else self.handle_exit)
+        # uvicorn sends at its end the signals that it caught: the former handlers hear them.
+        with super().capture_signals(), handle_signals(self.handle_exit, (signal.SIGHUP,)):
             yield
-            signal.signal(signal.SIGHUP, before)  # whom uvicorn sends at its end what it caught
 
 
 def serve(service: Service, address: Address, *, on_ready: Callable[[Service, str], None]) -> None:

@@ -131,17 +131,11 @@ class RunDirectory:
         return self.path / ".lock"
 
     def refuse_used(self) -> None:
-        """Raise UsageError where there is something already, MachineError where nothing can be."""
+        """Raise UsageError where there is something already."""
         if self.path.exists() and (not self.path.is_dir() or {*self.path.iterdir()} - {self._lock}):
             raise UsageError(
                 f"{self.path} is there already",
                 hint="name a new directory, or go on with its run: --resume",
-            )
-        above = next(path for path in self.path.absolute().parents if path.exists())
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise MachineError(
-                f"{self.path} can't be made: {above} can't be written to",
-                hint="name another directory",
             )
 
     def write(

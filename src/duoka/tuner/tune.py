@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -202,7 +203,7 @@ def _train(directory: RunDirectory) -> TuneResult:
         environment=rendezvous.environment,
     ) as workers:
 
-        def stop(signum: int) -> None:
+        def stop(signum: int, frame: FrameType | None) -> None:
             """Ask the processes to save and leave; end them at the second signal."""
             if signals:
                 workers.end()

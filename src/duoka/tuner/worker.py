@@ -202,7 +202,7 @@ class _Worker:
             self._keep({"step": step, "eval_loss": loss})
             self._progress.evaluated(step, loss)
 
-    def _stop(self, signum: int) -> None:
+    def _stop(self, *_: Any) -> None:
         self._trainer.is_asked_to_stop = True
 
     def _resume(self) -> int:

@@ -6,22 +6,25 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
-def handle_signals(handle: Callable[[int], object], signums: Iterable[int]) -> Iterator[None]:
-    """Call a function with each signal that comes, and restore the handlers before at the end.
+def handle_signals(
+    handler: Callable[[int, FrameType | None], object], signums: Iterable[int]
+) -> Iterator[None]:
+    """Install a handler of signals, and restore the handlers before at the end.
 
-    A signal that this process was started to ignore stays ignored. Does nothing in another thread
-    than the main one, whose the signals are.
+    A signal that this process was started to ignore stays ignored. Does nothing outside the main
+    thread, which alone receives signals.
     """
     former = {}
     if threading.current_thread() is threading.main_thread():
         for signum in signums:
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                former[signum] = signal.signal(signum, lambda number, _: handle(number))
+                former[signum] = signal.signal(signum, handler)
     try:
         yield
     finally:
-        for signum, handler in former.items():
-            signal.signal(signum, handler)
+        for signum, previous in former.items():
+            signal.signal(signum, previous)

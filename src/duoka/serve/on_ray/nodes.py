@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -149,16 +150,16 @@ def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[F
         ).remote(gpus, source, version("duoka"))
         for node in nodes
     ]
-    ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_LOOK_SECONDS)
+    deadline = time.monotonic() + _LOOK_SECONDS
     for node, answer in zip(nodes, answers, strict=True):
-        seen: Fleet | str = "others have its GPUs: it wasn't reached in two minutes"
-        if answer not in ready:
+        seen: Fleet | str
+        try:
+            seen = ray.get(answer, timeout=max(1.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
             ray.cancel(answer, force=True)
-        else:
-            try:
-                seen = ray.get(answer)
-            except ray.exceptions.RayError as error:
-                seen = f"duoka doesn't run there: {_line(error)}"
+            seen = "others have its GPUs: it wasn't reached in two minutes"
+        except ray.exceptions.RayError as error:
+            seen = f"duoka doesn't run there: {_line(error)}"
         if isinstance(seen, Fleet) and len(seen.devices) != _num_gpus(node):
             seen = f"{len(seen.devices)} GPUs are there, and Ray counts {_num_gpus(node)}"
         yield seen

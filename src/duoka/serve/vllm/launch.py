@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
+from types import FrameType
 
 from duoka.errors import MachineError, UsageError
 from duoka.planner.plan import Plan
@@ -120,7 +121,7 @@ def _running(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, threading.
     is_stopping = threading.Event()
     timer = threading.Timer(DRAIN_SECONDS + _GRACE_SECONDS, process.kill)
 
-    def stop(signum: int) -> None:
+    def stop(signum: int, frame: FrameType | None = None) -> None:
         process.send_signal(_FORWARDED[signal.Signals(signum)])
         if not is_stopping.is_set():
             is_stopping.set()
