@@ -1,4 +1,4 @@
-"""A process that has the stages of a device: ``python -m duoka.engine``."""
+"""The worker process of a device, with its stages: ``python -m duoka.engine``."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _BEAT_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a process is to have: the stages of a plan that are on a device.
+    """The settings of a worker process: its device, whose stages it runs, and its channels.
 
-    `memory` and `sockets` are how tensors reach the others, and `rank` is the number that it has
-    among them (`stages.shared_memory`); `adapter`, in native form, is added to the weights.
+    `memory` and `sockets` carry tensors between the processes, which are numbered by `rank`
+    (`stages.shared_memory`); `adapter`, in native form, is added to the weights.
     """
 
     plan: Plan
@@ -62,7 +62,7 @@ class WorkerSettings:
 
 
 class StageReport(NamedTuple):
-    """What a process tells of a step: that it has failed, or what came of it in the last stage."""
+    """The failure of a step in a process, or its outcomes in the last stage."""
 
     number: int
     outcome: list[Outcome] | Exception
@@ -70,35 +70,37 @@ class StageReport(NamedTuple):
 
 
 class _StageWorker:
-    """The stages of one process."""
+    """The stages of a process."""
 
-    def __init__(self, part: WorkerSettings) -> None:
-        plan, names = part.plan, part.routes.devices
-        devices.materialise(Fleet(devices=(plan.fleet.device(part.device),)))
-        self._device = torch.device(part.device)
+    def __init__(self, settings: WorkerSettings) -> None:
+        plan, names = settings.plan, settings.routes.devices
+        devices.materialise(Fleet(devices=(plan.fleet.device(settings.device),)))
+        self._device = torch.device(settings.device)
         devices.make_current(self._device)
-        checkpoint = Checkpoint.open(plan.source, trust_remote_code=part.trust_remote_code)
+        checkpoint = Checkpoint.open(plan.source, trust_remote_code=settings.trust_remote_code)
         plan.refuse_other(checkpoint.fingerprint, plan.source)  # it may be started again much later
         model = build_model(checkpoint, plan.workload)
         load_weights(model, checkpoint, plan.placement, only=self._device)
-        if part.adapter is not None:
-            merge_adapter(model, part.adapter)
-        shares = BusyShares(lambda: {part.device: self._busy_seconds})
-        self.publisher = Publisher(plan, model, [part.device], busy_shares=shares)
+        if settings.adapter is not None:
+            merge_adapter(model, settings.adapter)
+        shares = BusyShares(lambda: {settings.device: self._busy_seconds})
+        self.publisher = Publisher(plan, model, [settings.device], busy_shares=shares)
         self._interceptor = BlockInterceptor(model, plan.placement)
-        self._paged = PagedModel(model, part.capacity)
-        self._routes = part.routes
+        self._paged = PagedModel(model, settings.capacity)
+        self._routes = settings.routes
         ranks = [plan.devices.index(name) for name in names]
-        self._channel = SharedMemoryChannel(part.memory, part.sockets, ranks, self._device)
-        self._stages = [stage for stage, name in enumerate(names) if name == part.device]
-        self._memory, self._rank = part.memory, part.rank
+        self._channel = SharedMemoryChannel(settings.memory, settings.sockets, ranks, self._device)
+        self._stages = [stage for stage, name in enumerate(names) if name == settings.device]
+        self._memory, self._rank = settings.memory, settings.rank
         self._busy_seconds = 0.0
-        # Visits of steps to this process's later stages.
+        # A plan may come back to this device (a head tied to the embedding): with the stages 0 and
+        # 2 here step n is kept as (n, 2) after stage 0. A new step of the driver goes first, so
+        # that no other device waits for this one; else the oldest kept stage is computed.
         self._later: deque[tuple[EngineStep, PagedStep, int]] = deque()
 
     def serve(self, driver: Connection) -> None:
-        """Compute steps until there are no more."""
-        first, *later_stages = self._stages
+        """Compute steps until the driver sends None."""
+        first_stage, *later_stages = self._stages
         while True:
             while self._later and not driver.poll():
                 self._visit(driver, *self._later.popleft())
@@ -108,7 +110,7 @@ class _StageWorker:
                 return
             paged = self._paged.step(step.chunks, step.size)
             self._later.extend((step, paged, stage) for stage in later_stages)
-            self._visit(driver, step, paged, first)
+            self._visit(driver, step, paged, first_stage)
 
     def _note_peaks(self) -> None:
         peaks = devices.peak_bytes(self._device)
@@ -118,19 +120,21 @@ class _StageWorker:
 
     @torch.no_grad()
     def _visit(self, driver: Connection, step: EngineStep, paged: PagedStep, stage: int) -> None:
-        """Compute what a stage has to do for a step, and tell of it."""
+        """Compute a stage of a step, and report its outcome."""
         route = self._routes.at(paged.num_tokens, len(paged.last_rows))
-        part = StageMicroBatch(route, stage, step.number, self._channel, self._device, learns=False)
+        micro_batch = StageMicroBatch(
+            route, stage, step.number, self._channel, self._device, learns=False
+        )
         begin, waited = time.perf_counter(), self._channel.waited_seconds
         is_last = stage == len(self._routes.devices) - 1
         failure = None
         try:
-            logits = part.forward(self._interceptor, self._paged.call(paged, self._device))
+            logits = micro_batch.forward(self._interceptor, self._paged.call(paged, self._device))
             if logits is not None:
                 if step.size is not None:
                     draw_in_every_way(logits)
                 driver.send(StageReport(step.number, outcomes_of(step, logits), is_last))
-        except (EOFError, OSError):  # another process is gone
+        except (EOFError, OSError):  # another process is lost
             raise
         except Exception as error:
             lost = find_lost_gpu(error, str(self._device))
@@ -148,7 +152,7 @@ class _StageWorker:
                 raise failure
             if isinstance(failure, torch.OutOfMemoryError):
                 devices.give_back()
-            part.abandon()
+            micro_batch.abandon()
 
 
 def main() -> None:
@@ -171,7 +175,7 @@ def _serve(driver: Connection) -> None:
 
 
 def _beat(memory: SharedMemory, rank: int) -> None:
-    """Show that this process is alive."""
+    """Change the number of this process's signs of life regularly."""
     for number in count(1):
         memory.beat(rank, number)
         time.sleep(_BEAT_SECONDS)

@@ -1,8 +1,8 @@
-"""The executor of several processes: one for each device of a plan, which has its stages.
+"""The executor of a plan on several devices: a worker process for the stages of each device.
 
-The driver, this process, has neither weights nor a GPU: it sends every process each step, and is
-told what came of it. Steps go through the stages one behind the other. A process that ends, or that
-is stopped, takes the others with it, and the executor is lost: who has it may make another one.
+The driver, this process, has neither weights nor a GPU: it sends each step to every worker, and
+receives the outcome from the last stage. Steps follow one another through the stages. The loss of a
+worker, or its silence, ends the other workers and the executor.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from .step import EngineStep
 _MODULE = "duoka.engine"
 # A step that takes so many times as long as reading all prompts at once does by the forecast hangs;
 # and one that takes so many seconds where that is less, or nothing is forecast.
-_TIMES, _LEAST_SECONDS, _UNKNOWN_SECONDS = 100.0, 60.0, 900.0
+_TIMES, _MIN_SECONDS, _UNKNOWN_SECONDS = 100.0, 60.0, 900.0
 _GRACE_SECONDS = 2.0
 # Before its first sign of life a process imports torch, which can take long on a slow disk.
 _IMPORT_SECONDS = 300.0
 
 
 class WorkerError(MachineError):
-    """A process of the engine has ended, or a step in it doesn't."""
+    """The loss of a worker of the engine, or a step without an end."""
 
 
 class StagedExecutor:
@@ -84,12 +84,12 @@ class StagedExecutor:
         self.num_steps = len(plan.devices)
         self._plan = plan
         self._routes = routes
-        self._steps_first: WarmUp = warm_up
+        self._warm_up_steps: WarmUp = warm_up
         self._trust_remote_code = trust_remote_code
         self._adapter = adapter
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
-        self._most_seconds = _limit(plan)
+        self._step_limit = _step_limit_seconds(plan)
         self._failures: dict[int, Exception] = {}
         self._results: deque[Result] = deque()
         # Steps on their way, and when one was last heard of.
@@ -97,7 +97,7 @@ class StagedExecutor:
         # Signs of life as they were when all had changed, and for how long one hasn't.
         self._beats: list[int] = []
         self._silence, self._next_look = SilenceCounter(), 0.0
-        self._opened = ExitStack()
+        self._resources = ExitStack()
         try:
             self._load(self._start_workers(len(plan.devices)))
             self._warm_up()
@@ -114,13 +114,13 @@ class StagedExecutor:
         """See `Executor`: the processes have warmed up."""
 
     def _start_workers(self, number: int) -> list[list[int]]:
-        """Start the processes, with all that joins them; the numbers of their sockets."""
-        capacity, opened = self.capacity, self._opened
+        """Start the workers with their shared memory; return the sockets between them, by rank."""
+        capacity, resources = self.capacity, self._resources
         most_tokens = capacity.tokens(max(capacity.step_tokens, capacity.sequences))
         largest = self._routes.at(most_tokens, capacity.logits(capacity.sequences))
         with ExitStack() as for_workers:
             self._memory = SharedMemory(largest, self.num_steps, number)
-            opened.callback(self._memory.close)
+            resources.callback(self._memory.close)
             sockets = connect(number)
             descriptors = [[end for end in ends if end >= 0] for ends in sockets]
             for end in chain(*descriptors):
@@ -129,7 +129,7 @@ class StagedExecutor:
                 ends.append(self._memory.descriptor)
             self._workers = WorkerGroup(_MODULE, number, descriptors=descriptors, has_channels=True)
             self._drivers = self._workers.channels
-            opened.callback(self._end_workers)
+            resources.callback(self._end_workers)
         return sockets
 
     def submit(self, step: EngineStep) -> None:
@@ -153,7 +153,7 @@ class StagedExecutor:
         try:
             return self._wait()
         except BaseException:
-            self._opened.close()
+            self._resources.close()
             raise
 
     def _wait(self) -> Result | None:
@@ -171,7 +171,7 @@ class StagedExecutor:
         return self._results.popleft()
 
     def _look(self) -> None:
-        """Raise where a process shows no sign of life any more, or a step takes too long."""
+        """Raise WorkerError where a worker is silent, or a step takes too long."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -187,9 +187,9 @@ class StagedExecutor:
                 f"{seconds:.0f} seconds",
                 hint="has somebody stopped it (SIGSTOP), or does the machine swap?",
             )
-        if self._num_open and now - self._heard_at > self._most_seconds:
+        if self._num_open and now - self._heard_at > self._step_limit:
             raise WorkerError(
-                f"nothing has come of a step for {self._most_seconds:.0f} seconds",
+                f"nothing has come of a step for {self._step_limit:.0f} seconds",
                 hint="see what else uses the GPUs, and whether they are well: `nvidia-smi`",
             )
 
@@ -227,13 +227,13 @@ class StagedExecutor:
 
     def close(self) -> None:
         """See `Executor`."""
-        self._opened.close()
+        self._resources.close()
         os.close(self._waker)
         os.close(self._woken)
 
     def _load(self, sockets: Sequence[Sequence[int]]) -> None:
         for rank, (driver, name) in enumerate(zip(self._drivers, self._plan.devices, strict=True)):
-            part = WorkerSettings(
+            settings = WorkerSettings(
                 plan=self._plan,
                 device=name,
                 trust_remote_code=self._trust_remote_code,
@@ -245,7 +245,7 @@ class StagedExecutor:
                 sockets=tuple(sockets[rank]),
             )
             with self._watched(rank):
-                driver.send_bytes(pickle.dumps(part))
+                driver.send_bytes(pickle.dumps(settings))
         for rank, driver in enumerate(self._drivers):
             with self._watched(rank):
                 while not driver.poll(LOOK_SECONDS):
@@ -254,9 +254,9 @@ class StagedExecutor:
             open_result(message)
 
     def _warm_up(self) -> None:
-        """Make the pages, and see that there is memory for other sizes of a step."""
+        """Make the pages, and make sure of the memory for other sizes of a step."""
         self._try_out(FIRST)
-        for size in self.capacity.warm_up_steps(self._steps_first, self._reserved_bytes):
+        for size in self.capacity.warm_up_steps(self._warm_up_steps, self._reserved_bytes):
             self._try_out(size)
 
     def _try_out(self, size: StepSize) -> None:
@@ -274,7 +274,7 @@ class StagedExecutor:
         return sum(notes.reserved_bytes for notes in self._memory.notes())
 
     def _take(self, rank: int) -> None:
-        """Take what a process tells."""
+        """Take the report of a worker."""
         with self._watched(rank):
             report: StageReport = self._drivers[rank].recv()
         self._heard_at = time.monotonic()
@@ -284,16 +284,17 @@ class StagedExecutor:
             self._failures.setdefault(report.number, report.outcome)
         if not report.is_last:
             return
-        # A failure before was told before what came of it.
-        for other, driver in enumerate(self._drivers):
-            while other != rank and driver.poll():
-                self._take(other)
+        # An earlier stage that fails reports before the last stage does, but on a channel of its
+        # own: the other channels are read before the step counts as computed.
+        for peer, driver in enumerate(self._drivers):
+            while peer != rank and driver.poll():
+                self._take(peer)
         outcome = self._failures.pop(report.number, report.outcome)
         self._results.append(Result(report.number, outcome))
 
     @contextmanager
     def _watched(self, rank: int) -> Iterator[None]:
-        """Tell which process has ended, where one has."""
+        """Raise WorkerError with the device of the lost worker where its channel breaks."""
         try:
             yield
         except (EOFError, OSError) as error:
@@ -305,9 +306,9 @@ class StagedExecutor:
             ) from error
 
 
-def _limit(plan: Plan) -> float:
-    """After how many seconds a step hangs."""
+def _step_limit_seconds(plan: Plan) -> float:
+    """Return the seconds after which a step counts as hanging."""
     seconds = plan.forecast.seconds
     if seconds is None or seconds.first_token_seconds is None:
         return _UNKNOWN_SECONDS
-    return max(_LEAST_SECONDS, _TIMES * seconds.first_token_seconds)
+    return max(_MIN_SECONDS, _TIMES * seconds.first_token_seconds)

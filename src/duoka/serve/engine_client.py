@@ -1,4 +1,4 @@
-"""An engine in a process of its own, as the server has it: started, queried, and started again."""
+"""The server's side of an engine in a process of its own: start, requests, supervision."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _RETRY_SECONDS = 5
 
 
 class EngineClient:
-    """One engine; `run` keeps its process alive, until it ends too often or can't be opened.
+    """An engine, whose process `run` keeps alive until the restart policy gives up.
 
     Parameters
     ----------
@@ -73,12 +73,12 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        """The number of requests that have not ended."""
+        """The number of running and queued requests."""
         return len(self._open)
 
     @property
     def open_tokens(self) -> int:
-        """The tokens that these requests may take."""
+        """The tokens of these requests, prompts and generations, estimated."""
         return sum(tokens for _, tokens in self._open.values())
 
     async def run(self) -> None:
@@ -104,7 +104,7 @@ class EngineClient:
                 await self._lose(Broken("the server was stopped"))
 
     async def submit(self, request: EngineRequest, tokens: int = 0) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request that may take so many tokens.
+        """Yield the events of a request, which may take so many tokens.
 
         Raises
         ------
@@ -149,7 +149,7 @@ class EngineClient:
             self._writer.write(pack_message(message))
 
     async def _live(self) -> Broken | None:
-        """Run a process from its start to its end; return the reason that it gives, if any."""
+        """Run a process from its start to its end; return the reason, if the process gives one."""
         try:
             reader = await self._start()
         except OSError as error:  # no memory, or no descriptors, for one more
@@ -185,7 +185,7 @@ class EngineClient:
         return reader
 
     async def _watch(self, process: WorkerProcess) -> None:
-        """Query the status regularly, and kill a process that hangs; one that loads never does."""
+        """Query the status regularly, and kill a silent process, unless it still loads."""
         silence = SilenceCounter(supervision.LOOK_SECONDS)
         while silence.seconds < supervision.SILENT_SECONDS:
             await asyncio.sleep(supervision.LOOK_SECONDS)
@@ -250,7 +250,7 @@ def not_ready(reason: str | None) -> HttpError:
 
 
 def _error_of(event: Failed) -> HttpError:
-    after = _RETRY_SECONDS if event.status == 503 else None
+    retry_after = _RETRY_SECONDS if event.status == 503 else None
     return HttpError(
-        event.status, event.text, code=event.code, param=event.param, retry_after=after
+        event.status, event.text, code=event.code, param=event.param, retry_after=retry_after
     )

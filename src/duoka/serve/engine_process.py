@@ -88,7 +88,7 @@ class EngineProcess:
         self._shared_tokens = 0
 
     def serve(self, server: Connection) -> None:
-        """Answer requests until the server is gone, which raises EOFError."""
+        """Answer requests until the end of the server raises EOFError."""
         freeze_objects()
         self._outbox.put(self._engine.capacity)
         while True:
@@ -143,10 +143,10 @@ class EngineProcess:
                 f"is memory for {limit} together"
             )
         running = _RunningRequest(request, self)
-        for choice, chosen in enumerate(params.split(request.n)):
-            listener = _GenerationListener(choice, chosen, running, question.reader())
+        for choice, choice_params in enumerate(params.split(request.n)):
+            listener = _GenerationListener(choice, choice_params, running, question.reader())
             stream = self._engine.submit(
-                tokens, chosen, kept_ids=question.kept_ids, on_event=listener.take
+                tokens, choice_params, kept_ids=question.kept_ids, on_event=listener.take
             )
             with self._lock:
                 streams = self._streams.get(request.number)
@@ -157,7 +157,7 @@ class EngineProcess:
         running.begin(len(tokens))
 
     def _question(self, prompt: Prompt, grammar: Grammar | None = None) -> Question:
-        """Read a prompt; refuse one that can't fit before it is counted, which takes minutes."""
+        """Read a prompt; an endless text is refused before its tokenization, of minutes."""
         limit = self._engine.capacity.context_tokens
         number = sum(len(text) for text in _texts(prompt))
         if number > limit * self._longest_token:
@@ -185,7 +185,7 @@ class EngineProcess:
         self._outbox.put(message)
 
     def token(self, choice: TokenChoice) -> Token:
-        """Return a token with its text, as the server is sent it."""
+        """Return a token with its text for the server."""
         best = tuple((*self._spelled(token), logprob) for token, logprob in choice.top_logprobs)
         return Token(*self._spelled(choice.token), choice.logprob or 0.0, best)
 
@@ -208,7 +208,7 @@ class EngineProcess:
 
 
 class _LongPromptError(UsageError):
-    """A prompt that has no room in the context."""
+    """A prompt beyond the context."""
 
 
 def _has_pictures(prompt: Prompt) -> bool:
@@ -232,7 +232,7 @@ def _texts(prompt: Prompt) -> Iterator[str]:
 class _RunningRequest:
     """The events of a request, sent once the engine has accepted all of its generations.
 
-    So a refusal of the engine is an error, and no answer that breaks off.
+    So a refusal of the engine is an HTTP error, and no stream that breaks off.
     """
 
     def __init__(self, request: EngineRequest, process: EngineProcess) -> None:
@@ -242,7 +242,7 @@ class _RunningRequest:
         self._early: list[object] | None = []
 
     def begin(self, prompt_tokens: int) -> None:
-        """Send that it is running, and the events so far."""
+        """Send the number of prompt tokens, and the events so far."""
         with self._lock:
             self.process.send(Begun(number=self.number, prompt_tokens=prompt_tokens))
             for message in self._early or ():
@@ -262,7 +262,7 @@ class _RunningRequest:
 
 
 class _GenerationListener:
-    """Turns the engine's events of one generation into messages."""
+    """Turns the engine's events of a generation into messages."""
 
     def __init__(
         self, choice: int, params: SamplingParams, running: _RunningRequest, reader: PartReader
@@ -308,7 +308,7 @@ class _GenerationListener:
         running = self._running
         for kind, call, text in parts:
             tokens, self._unsent_tokens = self._unsent_tokens, []
-            shown = map(running.process.token, tokens if self._has_logprobs else ())
+            logprobs = map(running.process.token, tokens if self._has_logprobs else ())
             running.send(
                 Delta(
                     number=running.number,
@@ -317,7 +317,7 @@ class _GenerationListener:
                     call=call,
                     text=text,
                     num_tokens=len(tokens),
-                    tokens=tuple(shown),
+                    tokens=tuple(logprobs),
                 )
             )
 
@@ -350,7 +350,7 @@ def _broken(error: BaseException) -> Broken:
 
 
 class Outbox:
-    """Sends messages from all threads; those that come while it sends go together."""
+    """Sends the messages of all threads, several at once where they come faster than they go."""
 
     def __init__(self, server: Connection) -> None:
         self._server = server

@@ -1,4 +1,4 @@
-"""What the server and the process of an engine tell each other, over a socket of their own.
+"""The messages between the server and the process of an engine.
 
 Neither torch nor transformers is needed for it: the server's process has none of them.
 """
@@ -14,7 +14,7 @@ from duoka.planner.plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The plan of an engine, and how it is opened: the first message to its process."""
+    """The plan and the options of an engine: the first message to its process."""
 
     plan: Plan
     max_new_tokens: int | None = None
@@ -25,7 +25,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is asked: messages of a chat in OpenAI's form, a text that goes on, or its tokens.
+    """A prompt: messages of a chat in OpenAI's form, a text to be continued, or its tokens.
 
     `field` is where the request has it.
     """
@@ -41,7 +41,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """A message of the server: the request `number`, or something about it.
+    """A message of the server to an engine.
 
     ``generate`` asks for `n` generations by sampling parameters in the names of duoka's: `Begun`,
     then `Delta` and `Ended` of each are sent back. ``tokenize`` asks for the tokens of a prompt and
@@ -58,7 +58,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an answer, with its log-probability, and the likeliest ones in its place."""
+    """A generated token with its log-probability, and the likeliest tokens in its place."""
 
     text: str
     data: bytes
@@ -71,7 +71,7 @@ Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """More of an answer; of a tool call, of which one."""
+    """The next piece of an answer; `call` is the number of a tool call."""
 
     number: int
     choice: int
@@ -84,7 +84,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """A request is on its way; its prompt has so many tokens."""
+    """The start of a request, with the number of its prompt's tokens."""
 
     number: int
     prompt_tokens: int
@@ -92,7 +92,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """An answer has ended."""
+    """The end of an answer."""
 
     number: int
     choice: int
@@ -105,7 +105,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A request can't be answered; `status` is HTTP's, the rest OpenAI's."""
+    """The failure of a request; `status` is HTTP's, the rest OpenAI's."""
 
     number: int
     status: int
@@ -116,7 +116,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """Tokens that were asked for, or the text of some."""
+    """The tokens of a prompt, or the text of tokens."""
 
     number: int
     tokens: Sequence[int] = ()
@@ -125,7 +125,7 @@ class Counted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How an engine is."""
+    """The load and the memory of an engine."""
 
     running: int
     waiting: int
@@ -139,7 +139,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """No engine can be opened, or it has ended for good; `code` is the exit code that says why."""
+    """The end of an engine, or the failure to open one; `code` is an exit code."""
 
     text: str
     code: int = 1

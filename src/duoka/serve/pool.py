@@ -1,4 +1,4 @@
-"""The engines of a server: one for each replica of the model, behind one address."""
+"""The engines of a server, one for each replica of the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SLACK_TOKENS = 8192
 
 
 class EngineFailure(MachineError):
-    """No engine can be opened, or all have ended too often; `code` is the exit code."""
+    """The failure of all engines, with the exit code of the server."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
@@ -26,7 +26,7 @@ class EngineFailure(MachineError):
 
 
 class EnginePool:
-    """Engines that are kept alive, and a bound on the requests that wait for them.
+    """Supervised engines, and a bound on the queued requests.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class EnginePool:
     """
 
     def __init__(self, settings: Sequence[EngineSettings], max_queue: int) -> None:
-        self.engines = [EngineClient(each, number) for number, each in enumerate(settings)]
+        self.engines = [EngineClient(engine, number) for number, engine in enumerate(settings)]
         self._max_queue = max_queue
         self._tasks: list[asyncio.Task[None]] = []
         self._replicas: OrderedDict[str, int] = OrderedDict()
@@ -76,11 +76,11 @@ class EnginePool:
 
     @property
     def num_open(self) -> int:
-        """The number of requests that have not ended."""
+        """The number of running and queued requests."""
         return sum(engine.num_open for engine in self.engines)
 
     def choose(self, key: str = "") -> EngineClient:
-        """Choose the engine for a request that begins with `key`.
+        """Choose the engine for a request, by the beginning `key` of its prompt.
 
         Raises
         ------
@@ -91,20 +91,20 @@ class EnginePool:
         if not ready:
             raise not_ready(self.engines[0].reason)
         idlest = min(ready, key=lambda engine: engine.open_tokens)
-        chosen = next((e for e in ready if e.replica == self._replicas.get(key)), idlest)
-        if chosen.open_tokens > idlest.open_tokens + _SLACK_TOKENS:
-            chosen = idlest
+        engine = next((e for e in ready if e.replica == self._replicas.get(key)), idlest)
+        if engine.open_tokens > idlest.open_tokens + _SLACK_TOKENS:
+            engine = idlest
         if key:
-            self._replicas[key] = chosen.replica
+            self._replicas[key] = engine.replica
             self._replicas.move_to_end(key)
             if len(self._replicas) > _MAX_KEYS:
                 self._replicas.popitem(last=False)
-        return chosen
+        return engine
 
     def submit(
         self, request: EngineRequest, tokens: int, key: str = ""
     ) -> AsyncGenerator[Event, None]:
-        """Yield the events of a request that may take so many tokens; see `EngineClient.submit`.
+        """Yield the events of a request; see `EngineClient.submit`.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""The server: engines opened, then an address that answers until it is told to stop."""
+"""The server: opens engines, then answers at an address until a signal ends it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.1
 
 
 class _Server(uvicorn.Server):
-    """A server that a terminal's end (SIGHUP) stops as SIGTERM does, unless it was ignored."""
+    """A server of uvicorn's; the end of the terminal (SIGHUP) stops it like SIGTERM."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -71,9 +71,9 @@ async def _serve(
         await pool.start()
         freeze_objects()
         host, port = bound.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
+        host = f"[{host}]" if ":" in host else host
         bound.listen()  # who reads the address asks at once
-        on_ready(service, f"http://{shown}:{port}")
+        on_ready(service, f"http://{host}:{port}")
         await server.serve(sockets=[bound])
         if pool.has_failed:
             raise EngineFailure(f"the engine has ended: {pool.engines[0].reason}", 12)
@@ -85,7 +85,7 @@ async def _serve(
 
 
 def config(service: Service, address: Address, limits: ClientLimits) -> uvicorn.Config:
-    """How uvicorn serves it."""
+    """Return the configuration of uvicorn."""
     # Each malformed request would be a line.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(

@@ -1,4 +1,4 @@
-"""What answers requests with the engines of a pool, whatever the form that they come in."""
+"""The service behind all API forms: requests answered with the engines of a pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CLOSED = 499
 
 
 class Service:
-    """What answers requests with the engines of a pool.
+    """Answers requests with the engines of a pool.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class Service:
     async def ask(
         self, prompt: Prompt, params: Mapping[str, Any], n: int = 1, *, is_streamed: bool
     ) -> Events:
-        """What comes of a request for `n` answers to a prompt."""
+        """Yield the events of a request for `n` answers to a prompt."""
         content = json.dumps(prompt.messages or prompt.text or prompt.tokens)
         tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()
@@ -93,7 +93,7 @@ class Service:
         return (await self.pool.choose().count(request)).text
 
     def _whole(self, prompt: Prompt) -> AbstractAsyncContextManager[Prompt]:
-        """A prompt that has its images itself."""
+        """Put the images that a prompt names by their addresses into it."""
         return nullcontext(prompt) if self._images is None else self._images.put_into(prompt)
 
 

@@ -1,4 +1,4 @@
-"""The meeting point of processes that compute together over `torch.distributed`."""
+"""The meeting point of processes for `torch.distributed`."""
 
 from __future__ import annotations
 

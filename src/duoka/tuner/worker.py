@@ -1,4 +1,4 @@
-"""A process of a run: ``python -m duoka.tuner.worker DIRECTORY``, started for each rank."""
+"""A process of a run: ``python -m duoka.tuner DIRECTORY``, started for each rank."""
 
 from __future__ import annotations
 
@@ -33,9 +33,12 @@ from .trainer import PeerError, StepReport, Trainer
 
 
 def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> bool:
-    """Do this process's part of a run, which the first one may have to `prepare`.
+    """Do the part of this process in a run; rank 0 may have to `prepare` the run.
 
-    Returns whether it came to its last step, and wasn't asked to stop before.
+    Returns
+    -------
+    bool
+        True after the last step; False where the run was stopped earlier.
 
     Raises
     ------
@@ -67,7 +70,7 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
 
 
 class LostError(Exception):
-    """The process ends because another one did, or had the same to say before."""
+    """The end of a process because of another process, which has noted the failure."""
 
 
 def _refuse_size(layout: Layout) -> None:
@@ -80,7 +83,7 @@ def _refuse_size(layout: Layout) -> None:
 
 
 def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
-    """Why a run failed, as the user is to see it; None where another process knows."""
+    """Return the failure for the user; None where another process notes the failure."""
     if isinstance(error, DuokaError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
@@ -100,7 +103,7 @@ def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a message to or from another process failed, since that has ended."""
+    """Return True if a message failed because of the end of another process."""
     text = str(error)
     return isinstance(error, (RuntimeError, ConnectionError)) and (
         "Connection" in text or "gloo" in text.lower() or "Broken pipe" in text
@@ -108,7 +111,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 class _Worker:
-    """One process, from its weights to the last step."""
+    """A process of a run, from its weights to the last step."""
 
     def __init__(self, directory: RunDirectory, run: TuneJob, rank: int) -> None:
         settings, layout = run.settings, Layout(run.plans)
@@ -148,7 +151,7 @@ class _Worker:
         self._board: TensorBoard | None = None
 
     def train(self) -> bool:
-        """Train, from the newest checkpoint on; whether the last step was made."""
+        """Train from the newest checkpoint on; return True after the last step."""
         part = self._part
         publisher = Publisher(
             part.plan,
@@ -188,7 +191,7 @@ class _Worker:
         return step == self._num_steps or bool(every and step % every == 0)
 
     def _lacks_evaluation(self, step: int) -> bool:
-        """Return True in every process where an evaluation is due that the metrics don't have."""
+        """Return True in every process if an evaluation is due, and missing from the metrics."""
         if not self._eval_steps or not self._is_due(step, self._settings.eval_every):
             return False
         evaluated = (e["step"] for e in self._directory.read_metrics() if "eval_loss" in e)
@@ -199,7 +202,7 @@ class _Worker:
     def _evaluate(self, step: int) -> None:
         loss = self._trainer.evaluate(self._eval_steps)
         if self._progress is not None:
-            self._keep({"step": step, "eval_loss": loss})
+            self._write_metrics({"step": step, "eval_loss": loss})
             self._progress.evaluated(step, loss)
 
     def _stop(self, *_: Any) -> None:
@@ -231,17 +234,17 @@ class _Worker:
         share = report.processes[dist.get_rank()].busy_share
         self._busy_shares = {str(self._part.device): share}
         if self._progress is not None:
-            self._keep(report.to_dict())
+            self._write_metrics(report.to_dict())
             self._progress.show(report)
 
-    def _keep(self, metrics: Mapping[str, Any]) -> None:
+    def _write_metrics(self, metrics: Mapping[str, Any]) -> None:
         self._directory.note(metrics)
         if self._board is not None:
             self._board.write(metrics)
 
 
 def main() -> None:
-    """Run a process that duoka has started."""
+    """Run the worker process."""
     directory = RunDirectory(Path(sys.argv[1]))
 
     def run() -> None:

@@ -1,8 +1,8 @@
-"""What does backward on virtual GPUs, beside CUDA: in a process of its own.
+"""Backward on virtual GPUs beside CUDA: in a fork of this process.
 
-Autograd knows one accelerator in a process and asserts that its tensors are on it: either CUDA or
-virtual GPUs can do backward, and which is decided for good (see `naming`). So where CUDA is there,
-backward on virtual GPUs runs in a fork of this process, which is thrown away.
+Autograd supports one accelerator in a process and asserts that its tensors are there: either CUDA
+or virtual GPUs can run backward, decided once for the process (see `naming`). So where CUDA is
+present, backward on virtual GPUs runs in a fork, which ends with its result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FORK: Any = multiprocessing.get_context("fork")
 def apart(
     function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
 ) -> _Result:
-    """Call a function in which virtual GPUs can do backward, and leave CUDA's backward as it is.
+    """Call a function with backward on virtual GPUs, without taking CUDA's from this process.
 
     What it returns or raises must be picklable; all else that it changes may stay as it was.
     """
@@ -45,15 +45,15 @@ def apart(
         give_name()
         return function(*args, **kwargs)
 
-    def named() -> _Result:
+    def run_named() -> _Result:
         give_name()
         return function(*args, **kwargs)
 
-    return in_fork(named)
+    return in_fork(run_named)
 
 
 def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _Result:
-    """Call a function in a fork of this process; what it returns or raises must be picklable.
+    """Call a function in a fork of this process; the result or error must be picklable.
 
     A lock that another thread holds at that moment is held in the fork for good: of PyTorch's
     random numbers, a module's import, a stream. A fork that sleeps for so long, and has no process
@@ -93,9 +93,9 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
 
 
 def _is_asleep(pid: int) -> bool:
-    """Tell if all threads of a process sleep, and it has no child process.
+    """Return True if all threads of a process sleep, and no child process runs.
 
-    One that has ended, whose answer another process could still give, is asleep, too.
+    An ended process, whose result another process could still send, counts as asleep.
     """
     with suppress(OSError):  # it has ended
         return all(

@@ -21,7 +21,7 @@ def pack_message(message: object) -> bytes:
 
 
 async def read_message(reader: asyncio.StreamReader) -> Any:
-    """Read a message that `Connection.send` has written at the other end.
+    """Read a message of the other end's `Connection.send`.
 
     Raises
     ------
@@ -33,7 +33,7 @@ async def read_message(reader: asyncio.StreamReader) -> Any:
 
 
 def send_result(channel: Connection, function: Callable[[], object]) -> None:
-    """Call a function and send its result, or the error that it raises."""
+    """Call a function and send its result or its error."""
     try:
         content = pickle.dumps((function(), None))
     except Exception as error:  # the receiver raises it

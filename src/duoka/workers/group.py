@@ -1,4 +1,4 @@
-"""A group of worker processes on this machine: one for each rank, watched and ended together."""
+"""A group of worker processes on this machine, watched and ended together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SETTINGS = {
 
 
 class WorkerGroup:
-    """Processes that run a Python module, one for each rank.
+    """Processes of a Python module, each with a rank.
 
     A worker finds its rank in the environment variables that torchrun sets as well.
 
@@ -99,13 +99,13 @@ class WorkerGroup:
         self.end()
 
     def wait(self) -> dict[int, int]:
-        """Wait for the end of all workers, and end the others when one fails.
+        """Wait for the end of all workers; the first failure ends the others.
 
         Returns
         -------
         dict of int to int
-            The exit codes of those that failed first, by rank; a negative code is the signal that
-            ended a process.
+            The exit codes of the first failures, by rank; a negative code is the signal that ended
+            a process.
         """
         while True:
             codes = self.exit_codes()
@@ -117,7 +117,7 @@ class WorkerGroup:
             time.sleep(_POLL_SECONDS)
 
     def exit_codes(self, wait_seconds: float = 0.0) -> dict[int, int]:
-        """Return the exit codes, by rank, of those that end within so many seconds."""
+        """Return the exit codes by rank of the workers that end within so many seconds."""
         codes = wait_for_all(self._processes, wait_seconds)
         return {rank: code for rank, code in enumerate(codes) if code is not None}
 

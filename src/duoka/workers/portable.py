@@ -1,4 +1,4 @@
-"""Errors in a form that another process can receive."""
+"""Errors in a form for other processes."""
 
 from __future__ import annotations
 

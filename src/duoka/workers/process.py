@@ -1,4 +1,4 @@
-"""A child process that ends with its parent, and takes its own children with it."""
+"""A child process: it ends with its parent, and its own children end with it."""
 
 from __future__ import annotations
 
@@ -52,26 +52,26 @@ class WorkerProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code, or the negative number of the signal that ended it; None while it runs."""
+        """The exit code, or the negative number of a signal; None while the program runs."""
         return self._process.poll()
 
     def send_signal(self, signum: int) -> None:
-        """Send a signal to the program alone; does nothing where it has ended."""
+        """Send a signal to the program alone; do nothing after its end."""
         self._process.send_signal(signum)
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Wait for its end, at most for so many seconds; return its exit code."""
+        """Wait for the end of the program, at most so many seconds; return its exit code."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
         return self.exit_code
 
     def kill(self) -> None:
-        """Kill the program and all that is left of its process group."""
+        """Kill all processes of the group."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, grace_seconds: float = 0.0) -> int:
-        """Kill what still runs after the grace period; return the exit code of the program."""
+        """Kill the group after the grace period; return the exit code of the program."""
         self.wait(grace_seconds)
         if not self._pipe.closed:  # or another process may have the number by now
             self.kill()

@@ -1,4 +1,4 @@
-"""Supervision of workers: when a lost one is started again, and when a silent one is lost."""
+"""Supervision of workers: restarts after a loss, and the limit of silence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 30.0
 
 
 class RestartPolicy:
-    """Decides whether a lost worker is started again, and after which delay.
+    """Decides about the restart of a lost worker, and its delay.
 
     The delay doubles from 1 to 30 seconds. The third loss within ten minutes is the last.
     """

@@ -35,7 +35,7 @@ def run_with_channel(serve: Callable[[Connection], object]) -> NoReturn:
 def run_to_exit(
     work: Callable[[], object], *, losses: tuple[type[Exception], ...] = (EOFError, OSError)
 ) -> NoReturn:
-    """Do a worker's work until it ends or the parent does, and exit with the code of the ending.
+    """Do the work of a worker, and exit with the code of its ending.
 
     `losses` are the errors by which the work tells that another process is gone.
     """
@@ -54,7 +54,7 @@ def run_to_exit(
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit without waiting for threads, which may wait for processes that are gone."""
+    """Flush the output and exit; threads may wait for lost processes."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -30,7 +30,7 @@ from duoka.planner.plan import Plan
 GPUS = "DUOKA_GPUS"
 """In a node's environment: which GPUs it gives, as ``--gpus`` has it."""
 PlanFor = Callable[[Fleet, bool], Plan]
-"""The plan for a node's GPUs. Where they are alike, which is said, it need not use all of them."""
+"""Plans for a node's GPUs; where they are alike (True), the plan need not use all of them."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CONNECT_SECONDS, _LOOK_SECONDS = 5.0, 120.0
 _NUMBERS = re.compile(r"([1-9]\d{0,3})(?:-([1-9]\d{0,3}))?", re.ASCII)
@@ -63,7 +63,7 @@ class ClusterPlan:
 
 
 def connect() -> None:
-    """Join the cluster that runs on this machine, or the one that RAY_ADDRESS names."""
+    """Join the cluster of this machine, or of RAY_ADDRESS."""
     handler, address = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if address != "auto":  # Ray tries for minutes
@@ -80,51 +80,51 @@ def connect() -> None:
 
 
 def plan_nodes(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[ClusterPlan, list[str]]:
-    """Plan a replica for each kind of nodes; return the plans, and why nodes are left out.
+    """Plan a replica for each kind of node; return the plans, and the nodes left out.
 
     A node gives `gpus`, where its environment doesn't say. Ray keeps equally many GPUs for each
     replica: nodes whose plan needs another number of them are left out.
     """
-    alike: dict[Fleet, list[Node]] = {}
+    nodes_by_fleet: dict[Fleet, list[Node]] = {}
     left_out = []
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
     nodes.sort(key=lambda node: node["NodeName"])
-    for node, seen in zip(nodes, _look_at(nodes, gpus, source), strict=True):
-        if isinstance(seen, Fleet):
-            alike.setdefault(seen, []).append(node)
+    for node, outcome in zip(nodes, _look_at(nodes, gpus, source), strict=True):
+        if isinstance(outcome, Fleet):
+            nodes_by_fleet.setdefault(outcome, []).append(node)
         else:
-            left_out.append(f"{_name(node)}: {seen}")
+            left_out.append(f"{_name(node)}: {outcome}")
     planned: dict[int, list[tuple[Node, Plan]]] = {}
-    for fleet, group in alike.items():
+    for fleet, group in nodes_by_fleet.items():
         try:
-            plan, num_gpus = _plan_replica(fleet, plan_for)
+            plan, number = _plan_replica(fleet, plan_for)
         except InfeasibleError as error:
             left_out += [f"{_name(node)}: {error}" for node in group]
         else:
-            planned.setdefault(num_gpus, []).extend((node, plan) for node in group)
+            planned.setdefault(number, []).extend((node, plan) for node in group)
     if not planned:
         raise InfeasibleError(
             "\n".join(["no node of the cluster holds the model", *left_out]),
             hint="Ray counts the GPUs of a node when it starts: `ray status` shows them",
         )
     rooms = {n: sum(_num_gpus(node) // n for node, _ in pairs) for n, pairs in planned.items()}
-    chosen = max(rooms, key=rooms.__getitem__)
-    for number in planned.keys() - {chosen}:
-        reason = f"a replica there needs {format_count(number, 'GPU')}, elsewhere {chosen}"
+    num_gpus = max(rooms, key=rooms.__getitem__)
+    for number in planned.keys() - {num_gpus}:
+        reason = f"a replica there needs {format_count(number, 'GPU')}, elsewhere {num_gpus}"
         left_out += [f"{_name(node)}: {reason}" for node, _ in planned[number]]
-    plans = {node["NodeID"]: plan for node, plan in planned[chosen]}
+    plans = {node["NodeID"]: plan for node, plan in planned[num_gpus]}
     cluster = ClusterPlan(
         plans=plans,
-        names=tuple(_name(node) for node, _ in planned[chosen]),
-        gpus_per_replica=chosen,
-        room=rooms[chosen],
+        names=tuple(_name(node) for node, _ in planned[num_gpus]),
+        gpus_per_replica=num_gpus,
+        room=rooms[num_gpus],
         foreign_ids=tuple(node["NodeID"] for node in nodes if node["NodeID"] not in plans),
     )
     return cluster, left_out
 
 
 def _plan_replica(fleet: Fleet, plan_for: PlanFor) -> tuple[Plan, int]:
-    """Plan a replica for a node's GPUs; return the plan, and the GPUs that Ray keeps for it."""
+    """Plan a replica for a node's GPUs; return the plan and the number of GPUs for Ray."""
     are_alike = len({replace(device, name="cuda:0") for device in fleet.devices}) == 1
     plan = plan_for(fleet, are_alike)
     if not are_alike:
@@ -132,14 +132,14 @@ def _plan_replica(fleet: Fleet, plan_for: PlanFor) -> tuple[Plan, int]:
     # Ray gives a replica any of them, and torch counts those from 0 on.
     kind = fleet.names[0].partition(":")[0]
     names = {name: f"{kind}:{number}" for number, name in enumerate(plan.devices)}
-    moved = plan.moved(
+    renamed = plan.moved(
         {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
     )
-    return moved, len(plan.devices)
+    return renamed, len(plan.devices)
 
 
 def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[Fleet | str]:
-    """What each node gives, or why it can't be used."""
+    """Yield the GPUs of each node, or the reason against it."""
     task = ray.remote(look)
     answers = [
         task.options(
@@ -152,21 +152,21 @@ def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[F
     ]
     deadline = time.monotonic() + _LOOK_SECONDS
     for node, answer in zip(nodes, answers, strict=True):
-        seen: Fleet | str
+        outcome: Fleet | str
         try:
-            seen = ray.get(answer, timeout=max(1.0, deadline - time.monotonic()))
+            outcome = ray.get(answer, timeout=max(1.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
             ray.cancel(answer, force=True)
-            seen = "others have its GPUs: it wasn't reached in two minutes"
+            outcome = "others have its GPUs: it wasn't reached in two minutes"
         except ray.exceptions.RayError as error:
-            seen = f"duoka doesn't run there: {_line(error)}"
-        if isinstance(seen, Fleet) and len(seen.devices) != _num_gpus(node):
-            seen = f"{len(seen.devices)} GPUs are there, and Ray counts {_num_gpus(node)}"
-        yield seen
+            outcome = f"duoka doesn't run there: {_line(error)}"
+        if isinstance(outcome, Fleet) and len(outcome.devices) != _num_gpus(node):
+            outcome = f"{len(outcome.devices)} GPUs are there, and Ray counts {_num_gpus(node)}"
+        yield outcome
 
 
 def look(gpus: str | None, source: str, server_version: str) -> Fleet | str:
-    """On a node: the GPUs that it gives, without their identities; or why it can't be used."""
+    """Return the GPUs of this node without their identities, or the reason against it."""
     if version("duoka") != server_version:
         return f"it has duoka {version('duoka')}, and the server {server_version}"
     if Path(source).is_absolute() and not Path(source).is_dir():

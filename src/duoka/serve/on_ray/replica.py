@@ -23,7 +23,7 @@ _ANCHOR_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """The settings of a replica's engine by the id of its node, and of the application around it.
+    """The settings of a replica: its engine by the id of the node, and the application.
 
     `is_local` says that the server's own machine alone reaches its address, and needs no key.
     """
@@ -37,10 +37,10 @@ class ReplicaSettings:
 
 
 class Anchor:
-    """An actor that lives as long as the server's process."""
+    """An actor with the lifetime of the server's process."""
 
     def ping(self) -> None:
-        """Return where the actor lives, and raise where it doesn't."""
+        """Return if the actor lives; Ray raises an error otherwise."""
 
 
 class Replica:
@@ -62,7 +62,7 @@ class Replica:
         self._watch = asyncio.create_task(_end_with(anchor))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """For Ray Serve: return the application that answers."""
+        """For Ray Serve: return the application."""
         settings = self._settings
         service = Service(
             self._pool,

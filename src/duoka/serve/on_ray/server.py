@@ -63,8 +63,10 @@ def serve_on_ray(
     serve.start(proxy_location="HeadOnly", http_options={"host": address.host, "port": port})
     name = "duoka-" + re.sub(r"[^\w.-]", "-", settings.model)
     try:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        anchor = ray.remote(Anchor).options(num_cpus=0, scheduling_strategy=here).remote()
+        this_node = NodeAffinitySchedulingStrategy(
+            ray.get_runtime_context().get_node_id(), soft=False
+        )
+        anchor = ray.remote(Anchor).options(num_cpus=0, scheduling_strategy=this_node).remote()
         deployment = _deployment(cluster, bounds, settings)
         try:
             serve.run(deployment.bind(settings, anchor), name=name, route_prefix="/")

@@ -1,4 +1,4 @@
-"""Commands: what is to be run on each machine of a plan."""
+"""The vLLM command of each machine of a plan."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class VllmOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCommand:
-    """What is run on one machine.
+    """The command of a machine.
 
     `words` are ``serve``, the model and what has no value; `options` are pairs of a name and a
     value; `environment` is what the plan adds to the machine's own.
@@ -83,7 +83,7 @@ class NodeCommand:
         return (*self.words, *(word for option in self.options for word in option))
 
     def shell_text(self, python: Path) -> str:
-        """The same for a shell, with the Python that vLLM is installed for."""
+        """Return the command for a shell, with the Python of vLLM's environment."""
         words = [os.fspath(python), "-P", "-m", MODULE, *self.words]
         return command_line(self.environment, words, self.options)
 
@@ -91,7 +91,7 @@ class NodeCommand:
 def commands(
     plan: Plan, options: VllmOptions, profile: Profile | None = None
 ) -> tuple[NodeCommand, ...]:
-    """What is run on each machine, in the order of ranks; the first one answers requests.
+    """Return the command of each machine, in the order of ranks; the first machine answers.
 
     Parameters
     ----------
@@ -137,7 +137,7 @@ def commands(
 
 
 def _refuse_decided(command: NodeCommand, options: VllmOptions) -> None:
-    """Refuse further arguments that the plan, or an option of duoka's, decides."""
+    """Refuse further arguments for options of the plan or of duoka."""
     for name, _ in command.options:
         if name in options.argument_names:
             raise UsageError(
@@ -150,13 +150,13 @@ def _refuse_decided(command: NodeCommand, options: VllmOptions) -> None:
 def _environment_there(
     command: VllmCommand, devices: Sequence[Device]
 ) -> tuple[tuple[str, str], ...]:
-    """The plan's environment on the machine of some of its GPUs, which have other numbers there."""
+    """Return the plan's environment on a machine, where its GPUs have other numbers."""
     shared = [pair for pair in command.environment if not pair[0].startswith("CUDA_")]
     return (*common.visible(NAME, devices), *shared)
 
 
 def _joining(head: Node, rank: int, num_nodes: int) -> list[tuple[str, str]]:
-    """How a machine finds the others."""
+    """Return the options by which a machine finds the others."""
     return [
         ("--distributed-executor-backend", "mp"),
         ("--nnodes", str(num_nodes)),
@@ -167,7 +167,7 @@ def _joining(head: Node, rank: int, num_nodes: int) -> list[tuple[str, str]]:
 
 
 def _listening(plan: Plan, options: VllmOptions) -> list[tuple[str, str]]:
-    """Where requests are answered, and for which name."""
+    """Return the options of the address and the model's name."""
     return [
         ("--served-model-name", served_name(plan, options)),
         ("--host", options.host),
@@ -177,13 +177,13 @@ def _listening(plan: Plan, options: VllmOptions) -> list[tuple[str, str]]:
 
 
 def served_name(plan: Plan, options: VllmOptions) -> str:
-    """What clients call the model."""
+    """Return the name of the model for clients."""
     name = common.name_of(plan)
     return options.name or (PurePath(name).name if PurePath(name).is_absolute() else name)
 
 
 def _refuse_unservable(plan: Plan, options: VllmOptions) -> None:
-    """Refuse a plan that can be exported to vLLM, and that vLLM couldn't run as planned."""
+    """Refuse a plan for which there is a command, though vLLM couldn't run it as planned."""
     is_quantized = plan.workload.quantize != "none"
     refusals = (
         (

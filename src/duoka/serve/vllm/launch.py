@@ -1,4 +1,4 @@
-"""vLLM from a plan to an exit code: a subprocess that is ready when its `/health` answers."""
+"""vLLM as a subprocess: ready when its `/health` answers, ended with this process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None]) -> int:
-    """Serve a model with vLLM as it was planned, until it ends or is stopped.
+    """Serve a model with vLLM as planned, until vLLM ends or is stopped.
 
     The commands of further machines are shown first. SIGINT, SIGTERM and SIGHUP are forwarded to
     vLLM, which then answers what it has begun and takes nothing new. To be called in the main
@@ -80,11 +80,11 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None
     # Another server's answers would be taken for vLLM's.
     with Address(host=options.host, port=options.port).bind() as bound:
         options = replace(options, port=bound.getsockname()[1])
-    head, *others = commands(plan, options, profile)
+    head, *remote = commands(plan, options, profile)
     python = _find_python(options.python)
     for note in export(plan, profile).notes:
         show(note)
-    for command in others:
+    for command in remote:
         show(f"run this on {command.address}, where the model is at the same place:")
         show(command.shell_text(Path(python)))
     inherited = {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
@@ -114,7 +114,7 @@ def _find_python(python: Path) -> str:
 
 @contextmanager
 def _running(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, threading.Event]]:
-    """Forward signals to a process while it runs, and end it and its children.
+    """Forward signals to a running process, and end the process and its children at last.
 
     It is killed where it doesn't end in time after the first signal, which sets the event.
     """
@@ -140,7 +140,7 @@ def _running(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, threading.
 def _wait_until_healthy(
     process: WorkerProcess, options: VllmOptions, is_stopping: threading.Event
 ) -> bool:
-    """Wait until vLLM answers; return False where it was asked to end before."""
+    """Wait until vLLM answers; return False where a signal comes earlier."""
     deadline = time.monotonic() + _START_SECONDS
     while not is_stopping.wait(_POLL_SECONDS):
         if process.exit_code is not None:
@@ -177,7 +177,7 @@ def _url_of(options: VllmOptions) -> str:
 
 
 def _welcome(plan: Plan, options: VllmOptions, *, has_key: bool) -> list[str]:
-    """Return what a person needs to know of a server that answers."""
+    """Return the address of vLLM and a `curl` command, for a person."""
     url = _url_of(options)
     body = {
         "model": served_name(plan.lasting(), options),

@@ -22,14 +22,14 @@ _EXAMPLE = "10.0.0.1=2,10.0.0.2=2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine: the address that the others know it by, and how many GPUs it has."""
+    """A machine: its address for the other machines, and the number of its GPUs."""
 
     address: str
     num_gpus: int
 
 
 def parse_nodes(text: str) -> tuple[Node, ...]:
-    """Read the machines as people write them, the one that is to answer first.
+    """Read a list of machines; the first machine answers requests.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 def devices_by_node(
     pipeline: LayerPipeline, nodes: Sequence[Node]
 ) -> list[tuple[Node, tuple[Device, ...]]]:
-    """The machines that have stages, in order, and the GPUs of these by their number there.
+    """Return the machines with stages in order, and the stages' GPUs by their numbers there.
 
     vLLM gives every machine as many ranks as the next one, and the ranks in order.
     """
@@ -80,7 +80,7 @@ def devices_by_node(
 
 
 def _place(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
-    """The node of a GPU, and the GPU's number there."""
+    """Return the machine of a GPU, and the number of the GPU there."""
     number = int(device.name.partition(":")[2] or 0)
     for node in nodes:
         if number < node.num_gpus:
