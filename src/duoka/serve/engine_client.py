@@ -59,9 +59,7 @@ class EngineClient:
         self.capacity: Capacity | None = None
         self.status: Status | None = None
         self.num_deaths = 0
-        self.busy_shares: dict[str, float] = {}
         self.changed = asyncio.Event()
-        self._status_time = 0.0
         self._awaits_status = False
         self._hang: Broken | None = None
         # The events of each running request, and the tokens that it may take.
@@ -202,28 +200,16 @@ class EngineClient:
             self.capacity = message
             self._set("ready", None)
         elif isinstance(message, Status):
-            self._awaits_status = False
-            self._compare(message)
+            self._awaits_status, self.status = False, message
         elif message.number in self._open:
             self._open[message.number][0].put_nowait(message)
-
-    def _compare(self, status: Status) -> None:
-        """Compute the share of busy time of each device since the last status."""
-        now, former = time.monotonic(), self.status
-        if former is not None and now > self._status_time:
-            passed, earlier = now - self._status_time, former.busy_seconds
-            self.busy_shares = {
-                device: min(1.0, (seconds - earlier.get(device, 0.0)) / passed)
-                for device, seconds in status.busy_seconds.items()
-            }
-        self.status, self._status_time = status, now
 
     async def _lose(self, broken: Broken | None) -> None:
         """End the process, and fail its running requests."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        self.status, self.busy_shares = None, {}
+        self.status = None
         if self.state == "ready":  # nothing new comes here while its process is being ended
             self.state = "restarting"
         ending = asyncio.create_task(asyncio.to_thread(self._end))

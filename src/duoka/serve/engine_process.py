@@ -23,6 +23,7 @@ with quiet_libraries():
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
     from duoka.runtime.prompt_reader import PromptReader, refuse_beyond
+    from duoka.runtime.publisher import BusyShares
 from duoka.base.garbage import freeze_objects
 from duoka.engine.grammar import Grammar
 from duoka.errors import DuokaError, MachineError, UsageError
@@ -85,7 +86,7 @@ class EngineProcess:
         self._lock = threading.Lock()
         # The generations of each running request; none of one that was cancelled early.
         self._streams: dict[int, list[Stream]] = {}
-        self._shared_tokens = 0
+        self._busy_shares = BusyShares(self._engine.busy_seconds)
 
     def serve(self, server: Connection) -> None:
         """Answer requests until the end of the server raises EOFError."""
@@ -173,12 +174,10 @@ class EngineProcess:
         for stream in streams:
             stream.cancel()
 
-    def end_request(self, number: int, completion: Completion | None) -> None:
+    def end_request(self, number: int) -> None:
         """Forget a request whose generations have all ended."""
         with self._lock:
             self._streams.pop(number, None)
-            if completion is not None:
-                self._shared_tokens += completion.shared_tokens
 
     def send(self, message: object) -> None:
         """Send a message to the server."""
@@ -201,9 +200,9 @@ class EngineProcess:
             pages=self._engine.capacity.pages,
             free_pages=load.free_pages,
             preemptions=load.num_preempted,
-            shared_tokens=self._shared_tokens,
             reserved_bytes={peak.device: peak.reserved_bytes for peak in self._engine.peaks()},
             busy_seconds=self._engine.busy_seconds(),
+            busy_shares=self._busy_shares(),
         )
 
 
@@ -254,11 +253,11 @@ class _RunningRequest:
         with self._lock:
             (self.process.send if self._early is None else self._early.append)(message)
 
-    def end(self, completion: Completion | None) -> None:
+    def end(self) -> None:
         """Note the end of a generation; called by the engine's thread alone."""
         self._remaining -= 1
         if not self._remaining:
-            self.process.end_request(self.number, completion)
+            self.process.end_request(self.number)
 
 
 class _GenerationListener:
@@ -283,7 +282,7 @@ class _GenerationListener:
             return
         if isinstance(event, Exception):
             running.send(failed(running.number, event))
-            running.end(None)
+            running.end()
             return
         # Tokens that brought no text, or one that was cut off, are sent with the rest, or alone.
         self._unsent_tokens += event.tokens[self._num_tokens :]
@@ -302,7 +301,7 @@ class _GenerationListener:
                 stop_text=event.stop_text,
             )
         )
-        running.end(event)
+        running.end()
 
     def _send(self, parts: Sequence[tuple[Kind, int, str]]) -> None:
         running = self._running

@@ -132,9 +132,9 @@ class Status:
     pages: int
     free_pages: int
     preemptions: int = 0
-    shared_tokens: int = 0
     reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    busy_shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

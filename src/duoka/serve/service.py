@@ -139,7 +139,7 @@ def _engine_status(engine: Any) -> dict[str, Any]:
                 else status.reserved_bytes.get(stage.device),
                 "weights_bytes": stage.weight_bytes,
                 "kv_cache_bytes": stage.kv_cache_bytes,
-                "busy_share": engine.busy_shares.get(stage.device),
+                "busy_share": None if status is None else status.busy_shares.get(stage.device),
             }
             for stage in plan.forecast.devices
         ],

@@ -59,7 +59,6 @@ def devices_by_node(
     vLLM gives every machine as many ranks as the next one, and the ranks in order.
     """
     devices = [stage.device for stage in pipeline.stages]
-    _refuse_detected(devices)
     parts = [
         (node, tuple(replace(device, name=f"cuda:{number}") for (_, number), device in run))
         for node, run in groupby(
@@ -81,6 +80,11 @@ def devices_by_node(
 
 def _place(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
     """Return the machine of a GPU, and the number of the GPU there."""
+    if device.uuid:
+        raise UsageError(
+            f"{device.name} was found on this machine, and the plan is for several",
+            hint="declare the GPUs of all machines, one after another: --gpus 2x24GiB,2x16GiB",
+        )
     number = int(device.name.partition(":")[2] or 0)
     for node in nodes:
         if number < node.num_gpus:
@@ -91,12 +95,3 @@ def _place(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
         f"the plan uses {device.name}, and the machines have {format_count(total, 'GPU')}",
         hint="count the GPUs of all machines as they stand in --gpus",
     )
-
-
-def _refuse_detected(devices: Sequence[Device]) -> None:
-    detected = next((device for device in devices if device.uuid), None)
-    if detected is not None:
-        raise UsageError(
-            f"{detected.name} was found on this machine, and the plan is for several",
-            hint="declare the GPUs of all machines, one after another: --gpus 2x24GiB,2x16GiB",
-        )
