@@ -12,7 +12,7 @@ from duoka.forecast.profile import Profile
 from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 from duoka.report.export import common
-from duoka.report.export.text import command_line
+from duoka.report.export.text import format_command
 from duoka.report.export.vllm import NAME, VllmCommand, read_command
 
 from .nodes import Node, devices_by_node
@@ -85,7 +85,7 @@ class NodeCommand:
     def shell_text(self, python: Path) -> str:
         """Return the command for a shell, with the Python of vLLM's environment."""
         words = [os.fspath(python), "-P", "-m", MODULE, *self.words]
-        return command_line(self.environment, words, self.options)
+        return format_command(self.environment, words, self.options)
 
 
 def commands(
@@ -152,7 +152,7 @@ def _environment_there(
 ) -> tuple[tuple[str, str], ...]:
     """Return the plan's environment on a machine, where its GPUs have other numbers."""
     shared = [pair for pair in command.environment if not pair[0].startswith("CUDA_")]
-    return (*common.visible(NAME, devices), *shared)
+    return (*common.visible_environment(NAME, devices), *shared)
 
 
 def _joining(head: Node, rank: int, num_nodes: int) -> list[tuple[str, str]]:
@@ -178,7 +178,7 @@ def _listening(plan: Plan, options: VllmOptions) -> list[tuple[str, str]]:
 
 def served_name(plan: Plan, options: VllmOptions) -> str:
     """Return the name of the model for clients."""
-    name = common.name_of(plan)
+    name = common.model_name(plan)
     return options.name or (PurePath(name).name if PurePath(name).is_absolute() else name)
 
 
