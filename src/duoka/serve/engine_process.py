@@ -68,7 +68,6 @@ class EngineProcess:
         self._generation_config = checkpoint.generation_config
         self._engine = Engine(
             plan,
-            processes=settings.processes,
             max_new_tokens=settings.max_new_tokens,
             trust_remote_code=remote,
             adapter=settings.adapter,

@@ -20,7 +20,6 @@ class EngineSettings:
     max_new_tokens: int | None = None
     trust_remote_code: bool = False
     adapter: str | None = None
-    processes: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

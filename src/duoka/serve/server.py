@@ -15,7 +15,7 @@ import uvicorn
 from duoka.base.garbage import freeze_objects
 from duoka.workers.signals import handle_signals
 
-from .address import Address
+from .address import Address, format_url
 from .app import make_app
 from .limits import MOST_HEADER_BYTES, ClientLimits, TimedProtocol
 from .pool import EngineFailure, EnginePool
@@ -70,10 +70,8 @@ async def _serve(
     try:
         await pool.start()
         freeze_objects()
-        host, port = bound.getsockname()[:2]
-        host = f"[{host}]" if ":" in host else host
         bound.listen()  # who reads the address asks at once
-        on_ready(service, f"http://{host}:{port}")
+        on_ready(service, format_url(*bound.getsockname()[:2]))
         await server.serve(sockets=[bound])
         if pool.has_failed:
             raise EngineFailure(f"the engine has ended: {pool.engines[0].reason}", 12)

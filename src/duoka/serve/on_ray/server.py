@@ -14,7 +14,7 @@ from ray import serve
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from duoka.errors import MachineError, UsageError
-from duoka.serve.address import Address
+from duoka.serve.address import Address, format_url
 
 from .nodes import ClusterPlan
 from .replica import Anchor, Replica, ReplicaSettings
@@ -73,8 +73,7 @@ def serve_on_ray(
         except RuntimeError as error:
             message = serve.status().applications[name].message
             raise MachineError(f"{name}: {message[-2000:]}") from error
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        on_ready(f"http://{host}:{port}")
+        on_ready(format_url(address.host, port))
         threading.Event().wait()
     finally:
         with suppress(Exception):  # the cluster may be gone

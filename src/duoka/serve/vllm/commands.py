@@ -184,32 +184,16 @@ def served_name(plan: Plan, options: VllmOptions) -> str:
 
 def _refuse_unservable(plan: Plan, options: VllmOptions) -> None:
     """Refuse a plan for which there is a command, though vLLM couldn't run it as planned."""
-    is_quantized = plan.workload.quantize != "none"
-    refusals = (
-        (
-            plan.workload.training is not None,
-            "vLLM serves models, and the plan is for training one",
-            "plan without training",
-        ),
-        (
-            plan.devices[0].startswith("vgpu"),
+    if plan.devices[0].startswith("vgpu"):
+        raise UsageError(
             f"the plan is for virtual GPUs ({', '.join(plan.devices)[:80]}), and vLLM needs real "
             "ones",
-            "plan for the GPUs of this machine: --gpus all",
-        ),
-        (
-            not plan.source or plan.source.endswith(".json"),
-            "the plan was made from a config or a model in memory, and vLLM loads weights",
-            "plan the directory or the repository with the weights",
-        ),
-        (
-            is_quantized and not options.argument_names.intersection(_QUANTIZATION),
-            f"the plan's weights are in {plan.workload.quantize}, made while loading; vLLM makes "
-            "no such weights",
-            "plan a checkpoint that is quantized already, or one whose weights fit as they are; "
-            "--quantization is vLLM's own way",
-        ),
-    )
-    for is_refused, text, hint in refusals:
-        if is_refused:
-            raise UsageError(text, hint=hint)
+            hint="plan for the GPUs of this machine: --gpus all",
+        )
+    quantize = plan.workload.quantize
+    if quantize != "none" and not options.argument_names.intersection(_QUANTIZATION):
+        raise UsageError(
+            f"the plan's weights are in {quantize}, made while loading; vLLM makes no such weights",
+            hint="plan a checkpoint that is quantized already, or one whose weights fit as they "
+            "are; --quantization is vLLM's own way",
+        )

@@ -21,7 +21,7 @@ from duoka.errors import MachineError, UsageError
 from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import cached_profile
 from duoka.report.export.vllm import export
-from duoka.serve.address import Address
+from duoka.serve.address import Address, format_url
 from duoka.workers.process import WorkerProcess
 from duoka.workers.signals import handle_signals
 
@@ -172,8 +172,7 @@ def _is_healthy(url: str) -> bool:
 
 def _url_of(options: VllmOptions) -> str:
     """Return where a client on this machine reaches vLLM."""
-    host = _ANY_ADDRESS.get(options.host, options.host)
-    return f"http://{f'[{host}]' if ':' in host else host}:{options.port}"
+    return format_url(_ANY_ADDRESS.get(options.host, options.host), options.port)
 
 
 def _welcome(plan: Plan, options: VllmOptions, *, has_key: bool) -> list[str]:
