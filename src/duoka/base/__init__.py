@@ -8,7 +8,6 @@
 - `progress`: what a long call is doing, said to whoever shows it
 - `requirements`: the libraries that are installed, against those that are needed
 - `model_code`: which code is a model's, and where in it an error arose
-- `portable`: errors for another process
 - `garbage`: what stays for good, left out of garbage collection
 - `quiet`: other libraries' words about themselves, left out
 - `text`: texts that others wrote, made harmless to show; choices among a few names

@@ -218,10 +218,7 @@ def _serve_on_ray(
     gpus = format_count(cluster.gpus_per_replica, "GPU")
     lines.append(f"replicas: {number}, each on {gpus} of {', '.join(cluster.names)}")
     stderr().print("\n".join(lines), markup=False, soft_wrap=True)
-
-    def show(url: str) -> None:
-        _show_address(url, settings.model, has_key=address.key is not None)
-
+    show = partial(_show_address, model=settings.model, has_key=address.key is not None)
     serve_on_ray(cluster, (low, high), settings, address, on_ready=show)
 
 
