@@ -8,7 +8,6 @@
 - `progress`: texts about the progress of long calls
 - `requirements`: installed versions of libraries, against the supported ranges
 - `model_code`: the code of models, and errors raised in it
-- `portable`: errors for another process
 - `garbage`: permanent objects, excluded from garbage collection
 - `quiet`: imports without other libraries' log messages
 - `text`: escaping of foreign texts, choices among names, dotted names

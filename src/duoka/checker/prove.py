@@ -121,7 +121,7 @@ def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | Non
     """Run prefill and decode steps; with a paged cache the largest steps."""
     device = virtual.virtual_device(0)
     if workload.is_paged:
-        PagedStepper(model, Capacity.of(workload), device).run_largest()
+        PagedStepper(model, Capacity.of(workload), device).warm_up("largest")
         return
     stepper = Stepper.of(model, workload, device, prompts)
     stepper.run(workload, decode_steps=0)

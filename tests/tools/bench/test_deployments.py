@@ -274,12 +274,12 @@ def test_a_split_and_copies_run_and_take_the_memory_of_its_forecast(
 def test_a_process_that_is_killed_ends_its_deployment_alone(
     bench_on: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Killed(module.Workers):
+    class Killed(module.WorkerGroup):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             os.kill(self._processes[0].pid, signal.SIGKILL)
 
-    monkeypatch.setattr(module, "Workers", Killed)
+    monkeypatch.setattr(module, "WorkerGroup", Killed)
     case = measure(bench_on("virtual:64MiB").deployments[0])
     assert case.measured is None
     assert case.trouble == "its process has ended: signal 9"
