@@ -11,6 +11,7 @@ from typing import Any
 import chatglm_files
 import fork_server
 import pytest
+import turns
 from hypothesis import HealthCheck, settings
 
 # What a person has set for programs is none of the tests' business.
@@ -22,6 +23,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small models on small GPUs are about their own memory; what is about workspaces asks for them.
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+# Workers inherit it, so that all collect the same families.
+os.environ.setdefault(turns.VARIABLE, turns.commit_turn(Path(__file__).parent))
+
+pytest.register_assert_rewrite("matrix")
 
 # Time limits per example say more about the machine's load than about the code. `make test` takes
 # the quick profile; a test that says how many examples it wants says it with `fuzzing.examples`.
@@ -32,9 +37,14 @@ settings.register_profile("quick", settings.get_profile("full"), max_examples=20
 settings.load_profile("full")
 
 _TESTS = Path(__file__).resolve().parent
-_LATER = "slow", "sweep"
+_LATER = "slow", "nightly"
 _CASES = 2
 _DEFAULT_SHARED = _TESTS.parents[1] / "shared" / "data"
+
+
+def pytest_report_header() -> str:
+    """Name the part of the families that this run tests, and the way to test it again."""
+    return f"families by turn: {turns.VARIABLE}={os.environ[turns.VARIABLE]}"
 
 
 @pytest.hookimpl(tryfirst=True)
