@@ -167,7 +167,7 @@ def by_turn(quick: Collection[str], common: Collection[str], others: Iterable[st
     """Make parameters: quick ones for `make test`, common ones, and others by turn (`turns`)."""
     others = sorted(set(others) - set(common))
     marks = {name: () if name in quick else pytest.mark.slow for name in common}
-    due = in_turn(others)
+    due = frozenset(in_turn(others))
     marks |= {name: pytest.mark.slow if name in due else pytest.mark.nightly for name in others}
     return [pytest.param(name, marks=mark) for name, mark in marks.items()]
 

@@ -17,7 +17,6 @@ import towers
 from checks import run_all
 from families import Family, by_turn
 from matrix import agreement, batches, clean, dispatch, engine, losses, one_gpu, paged, stages
-from turns import PARTS, in_turn
 
 CHECKS = (one_gpu, dispatch, stages, paged, engine, losses, batches, clean, agreement)
 # The common families don't even warn there.
@@ -48,13 +47,6 @@ def test_family(name: str) -> None:
 )
 def test_family_with_images(name: str) -> None:
     clean.check_images(name)
-
-
-def test_parts_cover_all_families() -> None:
-    names = families.built_names()
-    parts = [in_turn(names, str(number)) for number in range(PARTS)]
-    assert sum(map(len, parts)) == len(names) == len(frozenset().union(*parts))
-    assert in_turn(names, "all") == set(names)
 
 
 def test_reasons_name_families_that_are_built() -> None:

@@ -16,7 +16,6 @@ import seeded
 import torch
 from checks import run_all
 from seeded import Case
-from tiers import only
 from torch import nn
 
 import duoka
@@ -115,7 +114,7 @@ def test_every_case_is_read() -> None:
     assert len(names("")) == len(headers) == 179
 
 
-@pytest.mark.parametrize("name", only(("fault_loss_labels", "fault_accumulate"), names("fault")))
+@pytest.mark.parametrize("name", dict.fromkeys((*REPAIRED, *REFUSED, *names("fault"))))
 def test_fault(name: str) -> None:
     more = [repairs_are_proved] if name in REPAIRED else []
     more += [refusals_have_reasons] if name in REFUSED else []
