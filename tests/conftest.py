@@ -49,7 +49,6 @@ settings.load_profile("full")
 
 _LATER = "slow", "nightly"
 _CASES = 2
-_CASES_IN_TURN = 3
 _DEFAULT_SHARED = _TESTS.parents[1] / "shared" / "data"
 
 
@@ -80,7 +79,7 @@ def _leave_to_the_night(items: list[pytest.Function]) -> None:
         if item.nodeid in turns.NIGHTLY:
             item.add_marker("nightly")
     for cases in _cases(items, lambda item: bool(item.get_closest_marker("slow"))):
-        due = turns.in_turn(cases, min(turns.PARTS, -(-len(cases) // _CASES_IN_TURN)))
+        due = turns.in_turn(cases, min(turns.PARTS, len(cases)))
         for item in set(cases).difference(due):
             item.add_marker("nightly")
 

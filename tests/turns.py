@@ -1,7 +1,7 @@
 """What one commit tests, and what it leaves to `make nightly`.
 
 Two things go by turn: the rare families of transformers, a sixth each time, and the cases of a
-parametrized test that are marked slow, three or more each time. The commit's hash selects one of
+parametrized test that are marked slow, a sixth and at least one. The commit's hash selects one of
 six turns, so a commit always tests the same. DUOKA_TURN=k selects turn k, and DUOKA_TURN=all, which
 `make nightly` sets, tests all. A few tests that take minutes are for the night alone (NIGHTLY).
 """
