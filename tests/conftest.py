@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,13 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 def _leave_to_the_night(items: list[pytest.Function]) -> None:
     """Mark tests of `turns.NIGHTLY`, and slow cases of a test whose turn it isn't."""
+    others = []
     for item in items:
         if item.nodeid in turns.NIGHTLY:
             item.add_marker("nightly")
-    for cases in _cases(items, lambda item: bool(item.get_closest_marker("slow"))):
+        elif item.get_closest_marker("slow"):
+            others.append(item)
+    for cases in _cases(others):
         due = turns.in_turn(cases, min(turns.PARTS, len(cases)))
         for item in set(cases).difference(due):
             item.add_marker("nightly")
@@ -86,18 +89,16 @@ def _leave_to_the_night(items: list[pytest.Function]) -> None:
 
 def _leave_out_of_the_quick_run(items: list[pytest.Function]) -> None:
     """Mark all but a few cases of each test: together they are slow."""
-    for cases in _cases(items, lambda item: not any(map(item.get_closest_marker, _LATER))):
+    for cases in _cases(item for item in items if not any(map(item.get_closest_marker, _LATER))):
         for item in set(cases) - set(cases[:: -(-len(cases) // _CASES)]):
             item.add_marker("slow")
 
 
-def _cases(
-    items: list[pytest.Function], is_counted: Callable[[pytest.Function], bool]
-) -> Iterable[list[pytest.Function]]:
-    """Return the items that count, by test."""
+def _cases(items: Iterable[pytest.Function]) -> Iterable[list[pytest.Function]]:
+    """Return the cases of each test, but for those of the house."""
     cases: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if item.path.parent != _TESTS and is_counted(item):
+        if item.path.parent != _TESTS:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return cases.values()
 

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def is_there(test: str) -> bool:
-    path, _, name = test.partition("::")
+    path, _, name = test.partition("[")[0].partition("::")
     source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
     return bool(re.search(rf"^def {name or 'test_'}", source, re.MULTILINE))
 

@@ -36,6 +36,7 @@ def in_turn(cases: Sequence[Case], parts: int = PARTS, turn: str | None = None) 
     return list(cases if turn == "all" else cases[int(turn) % parts :: parts])
 
 
+_PREEMPTED = "tests/engine/test_engine.py::test_preempted_answers_are_those_of_an_engine_with_room"
 NIGHTLY = {
     # A run is killed in the middle, and goes on: each commit does so without new processes.
     "tests/tuner/test_tune.py::test_a_run_goes_on_wherever_it_was_killed": (
@@ -60,6 +61,11 @@ NIGHTLY = {
     ),
     "tests/serve/test_server.py::test_streams_that_a_lost_terminal_cuts_are_told": (
         "tests/serve/test_server.py::test_a_second_ctrl_c_waits_for_nobody",
+    ),
+    # Half a minute of two processes.
+    f"{_PREEMPTED}[paged-True]": (
+        _PREEMPTED,
+        "tests/engine/test_staged_executor.py::test_processes_answer_as_one_does",
     ),
     # Models at full size.
     "tests/api/test_towers.py::test_a_vision_model_at_full_size_learns_from_a_picture": (
