@@ -44,7 +44,7 @@ from tuning import make_tokenizer
 
 import duoka
 from duoka.engine import Engine, SamplingParams
-from duoka.engine.step import Step
+from duoka.engine.step import EngineStep
 from duoka.planner.plan import Plan
 
 VOCABULARY, PROMPT = 1000, 16
@@ -278,7 +278,7 @@ def engine_times(engine: Engine, batch: int) -> Times:
     submit = engine._executor.submit
     begun: list[float] = []
 
-    def note(step: Step) -> None:
+    def note(step: EngineStep) -> None:
         if len(step.chunks) == batch and all(len(chunk.tokens) == 1 for chunk in step.chunks):
             begun.append(time.perf_counter())
         submit(step)

@@ -26,7 +26,7 @@ import torch
 import duoka
 from duoka import virtual
 from duoka.engine import Engine, Grammar, SamplingParams
-from duoka.engine.engine import Piece
+from duoka.engine.engine import ScheduledChunk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tuning
@@ -43,7 +43,7 @@ class CountingEngine(Engine):
 
     num_short = 0
 
-    def _retry(self, pieces: Sequence[Piece], error: Exception) -> None:
+    def _retry(self, pieces: Sequence[ScheduledChunk], error: Exception) -> None:
         self.num_short += isinstance(error, torch.OutOfMemoryError)
         super()._retry(pieces, error)
 

@@ -36,9 +36,9 @@ from optimality_profiles import Planned, planned_case
 from duoka.errors import UsageError
 from duoka.hardware.device import Device, Link
 from duoka.hardware.fleet import Fleet
-from duoka.planner.search import Limits, NoPlacement, Stage, search
+from duoka.planner.search import BlockRange, NoPlacement, PlacementLimits, search
 
-Stages = tuple[Stage, ...]
+Stages = tuple[BlockRange, ...]
 AIMS = ("headroom", "latency", "throughput", "balanced", "sequential")
 
 
@@ -86,7 +86,7 @@ class Tables(AnyPlace):
 class Case:
     costs: Any
     fleet: Fleet
-    limits: Limits
+    limits: PlacementLimits
     use_all: bool
 
 
@@ -123,7 +123,7 @@ def draw_case(rng: random.Random) -> Case:
     costs = Tables(rng, {device.budget_bytes for device in fleet.devices}, speeds)
     num, count = costs.num_blocks, len(fleet.devices)
     pins = {rng.randrange(num): rng.randrange(count) for _ in range(rng.choice((0, 0, 0, 1, 2)))}
-    limits = Limits(pins=tuple(pins.items()))
+    limits = PlacementLimits(pins=tuple(pins.items()))
     return Case(costs, fleet, limits, use_all=rng.random() < 0.3 and count <= num)
 
 
@@ -135,7 +135,7 @@ def placements(case: Case) -> Iterator[Stages]:
             edges = (0, *cuts, num)
             for order in itertools.permutations(range(len(devices)), count):
                 stages = tuple(
-                    Stage(start=start, stop=stop, device=device)
+                    BlockRange(start=start, stop=stop, device=device)
                     for start, stop, device in zip(edges, edges[1:], order, strict=False)
                 )
                 at = {block: s.device for s in stages for block in range(s.start, s.stop)}
@@ -145,13 +145,13 @@ def placements(case: Case) -> Iterator[Stages]:
                     yield stages
 
 
-def needed(case: Case, stage: Stage) -> int | None:
+def needed(case: Case, stage: BlockRange) -> int | None:
     budget = case.fleet.devices[stage.device].budget_bytes
     found: int | None = case.costs.requested_bytes(stage.start, stage.stop, budget)
     return found
 
 
-def transfer(case: Case, one: Stage, other: Stage) -> float:
+def transfer(case: Case, one: BlockRange, other: BlockRange) -> float:
     """What the cut before a stage costs; an unknown link is as slow as the slowest one."""
 
     def seconds(link: Link) -> float:

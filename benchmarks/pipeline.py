@@ -27,11 +27,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import duoka
 from duoka import Placement, Training, Workload
 from duoka.stages.channels import ProcessChannel
-from duoka.stages.execute import Pipeline
-from duoka.stages.interceptor import Interceptor
+from duoka.stages.execute import StagePipeline
+from duoka.stages.interceptor import BlockInterceptor
+from duoka.stages.rendezvous import Rendezvous
 from duoka.stages.route import find_route
 from duoka.stages.schedule import busy_shares, order_passes
-from duoka.stages.workers import Workers, end_with_parent
+from duoka.workers.group import WorkerGroup
+from duoka.workers.worker import end_with_parent
 
 MICRO_BATCHES = 8
 ROUNDS = 7
@@ -131,9 +133,9 @@ class Stage:
         optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()])
 
         def run() -> None:
-            interceptor = Interceptor(self.model, placement)
+            interceptor = BlockInterceptor(self.model, placement)
             channel = ProcessChannel([0, 1], CPU)
-            Pipeline(interceptor, channel, [CPU, CPU], local=[self.rank]).run(
+            StagePipeline(interceptor, channel, [CPU, CPU], local=[self.rank]).run(
                 [route] * MICRO_BATCHES,
                 [timed.step for timed in passes],
                 lambda number, device: self.loss(number),
@@ -203,7 +205,8 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with Workers("pipeline", sys.argv[1:], 2) as workers:
+    rendezvous = Rendezvous()
+    with WorkerGroup("pipeline", 2, sys.argv[1:], environment=rendezvous.environment) as workers:
         if workers.wait():
             raise SystemExit("a stage failed")
 

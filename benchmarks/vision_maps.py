@@ -30,7 +30,7 @@ from duoka import Fleet, Workload
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError
 from duoka.models.from_checkpoint import build_model
-from duoka.report.check_report import Report
+from duoka.report.check_report import CheckReport
 
 PICTURE = (1120, 1120)
 WORKLOAD = Workload(
@@ -54,7 +54,7 @@ def cut_inside(model: nn.Module, device_map: Mapping[str, Any]) -> list[str]:
     return [n for n in smallest if not isinstance(model.get_submodule(n), nn.ModuleList)]
 
 
-def verdict(report: Report) -> tuple[str, str]:
+def verdict(report: CheckReport) -> tuple[str, str]:
     """What a check found, and the most that a card reserves."""
     if report.stop is not None:
         return f"stops: {report.stop.message}", ""

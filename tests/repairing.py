@@ -18,7 +18,7 @@ from torch import nn
 from duoka.checker.fix import Repairs, repair
 from duoka.checker.run import check_subject
 from duoka.checker.subject import Subject, read_entries
-from duoka.report.check_report import Report
+from duoka.report.check_report import CheckReport
 
 HEAD = """\
 import torch
@@ -50,7 +50,7 @@ def load(path: Path) -> ModuleType:
 
 def check(
     model: nn.Module, device_map: Mapping[str, int | str], inputs: Any, *, train: bool = False
-) -> Report:
+) -> CheckReport:
     return check_subject(
         Subject(
             model=model,

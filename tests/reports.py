@@ -7,16 +7,16 @@ from pathlib import Path
 
 from duoka.errors import Faults
 from duoka.report.check_report import (
-    Call,
+    CallSite,
+    CheckReport,
+    DeviceTransfer,
     Fault,
     Operand,
     Origin,
     PeakMemory,
     Place,
-    Report,
     Stop,
     Sync,
-    Transfer,
 )
 
 GIB = 2**30
@@ -96,7 +96,7 @@ def cache_fault(file: Path) -> Fault:
         )
         for index in range(28)
     )
-    top = Call(place=place_of(file, "self.encoder(ids)", "Model.forward"))
+    top = CallSite(place=place_of(file, "self.encoder(ids)", "Model.forward"))
     return Fault(
         kind="mixed-devices",
         effect="raises",
@@ -105,7 +105,7 @@ def cache_fault(file: Path) -> Fault:
         target="cuda:1",
         place=caches,
         message=MESSAGE,
-        path=(top, Call(place=caches, module="encoder")),
+        path=(top, CallSite(place=caches, module="encoder")),
         phase="prefill",
         modules=("encoder",),
         followups=(loss_fault(file),),
@@ -143,7 +143,7 @@ def loss_fault(file: Path) -> Fault:
         target="cuda:1",
         place=place,
         message=MESSAGE,
-        path=(Call(place=place),),
+        path=(CallSite(place=place),),
         phase="loss",
         modules=("",),
     )
@@ -181,14 +181,14 @@ def table_fault(file: Path) -> Fault:
         target="cuda:1",
         place=place,
         message=MESSAGE.replace("cuda:0", "cpu"),
-        path=tuple(Call(place=place, module=f"encoder.blocks.{index}") for index in range(12)),
+        path=tuple(CallSite(place=place, module=f"encoder.blocks.{index}") for index in range(12)),
         phase="prefill",
         modules=tuple(f"encoder.blocks.{index}.attention" for index in range(40)),
         count=80,
     )
 
 
-def bad_report(folder: Path) -> Report:
+def bad_report(folder: Path) -> CheckReport:
     """A report in which something of every kind is wrong."""
     file = write_model(folder)
     spread = Place(
@@ -197,7 +197,7 @@ def bad_report(folder: Path) -> Report:
     warning = replace(
         table_fault(file), kind="hard-coded-device", effect="nothing", message="", place=spread
     )
-    return Report(
+    return CheckReport(
         model="TinyForCausalLM",
         devices=("cuda:0", "cuda:1"),
         completeness=Faults(
@@ -210,7 +210,7 @@ def bad_report(folder: Path) -> Report:
         warnings=(warning,),
         memory=(peak(file, "cuda:0", 24), peak(file, "cuda:1", 12)),
         transfers=(
-            Transfer(
+            DeviceTransfer(
                 phase="decode", source="cuda:0", target="cuda:1", hops=2, num_bytes=8192, steps=3
             ),
         ),
@@ -226,14 +226,16 @@ def bad_report(folder: Path) -> Report:
     )
 
 
-def good_report(folder: Path) -> Report:
+def good_report(folder: Path) -> CheckReport:
     """A report in which all is well."""
-    return Report(
+    return CheckReport(
         model="TinyForCausalLM",
         devices=("cuda:0", "cuda:1"),
         memory=(peak(write_model(folder), "cuda:0", 24),),
         transfers=(
-            Transfer(phase="decode", source="cuda:0", target="cuda:1", hops=1, num_bytes=4096),
+            DeviceTransfer(
+                phase="decode", source="cuda:0", target="cuda:1", hops=1, num_bytes=4096
+            ),
         ),
         seconds=0.5,
     )

@@ -16,7 +16,7 @@ from typing import Any, Literal, Union
 import duoka
 from duoka.planner import plan
 from duoka.report import check_report
-from duoka.report.check_report import VERSION, Report
+from duoka.report.check_report import VERSION, CheckReport
 
 PLAN_FILE = Path(plan.__file__).with_name("plan.schema.json")
 REPORT_FILE = Path(check_report.__file__).with_name("report.schema.json")
@@ -31,7 +31,7 @@ def plan_schema() -> dict[str, Any]:
 def report_schema() -> dict[str, Any]:
     """That of a report's JSON form, and of what `duoka check --fix` adds to it."""
     schema = json_schema(
-        Report, title="A report of duoka", version={"const": VERSION}, ok={"type": "boolean"}
+        CheckReport, title="A report of duoka", version={"const": VERSION}, ok={"type": "boolean"}
     )
     del schema["properties"]["subject"]
     schema["required"].remove("subject")

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 
 from duoka.serve.app import make_app
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import Ask, Begun, Delta, Ended, Event, Failed, Token
-from duoka.serve.pool import Pool
+from duoka.serve.messages import Begun, Delta, Ended, EngineRequest, Event, Failed, Token
+from duoka.serve.pool import EnginePool
 from duoka.serve.service import Service
 
 MODEL = "scripted"
@@ -25,10 +25,12 @@ class ScriptedPool:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
-        self.asks: list[Ask] = []
+        self.asks: list[EngineRequest] = []
 
-    async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
-        self.asks.append(ask)
+    async def submit(
+        self, request: EngineRequest, tokens: int, key: str = ""
+    ) -> AsyncGenerator[Event, None]:
+        self.asks.append(request)
         for event in self._events:
             if isinstance(event, Failed):
                 raise HttpError(event.status, event.text, code=event.code, param=event.param)
@@ -39,7 +41,7 @@ def app_of(
     *events: Event, key: str | None = None, fetches_images: bool = False
 ) -> tuple[FastAPI, ScriptedPool]:
     pool = ScriptedPool(events)
-    service = Service(cast(Pool, pool), MODEL, fetches_images=fetches_images)
+    service = Service(cast(EnginePool, pool), MODEL, fetches_images=fetches_images)
     return make_app(service, key=key), pool
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from duoka.hardware.device import Device, Link
 from duoka.hardware.fleet import Fleet
-from duoka.planner.search import NO_LIMITS, Limits, Objective, Solution, Stage
+from duoka.planner.search import NO_LIMITS, BlockRange, Objective, PlacementLimits, Solution
 
 # Pages are brute-forced whole, with the profile of a model: tests/planner/test_page_count.py.
 OBJECTIVES = tuple(name for name in get_args(Objective) if name != "pages")
@@ -66,10 +66,10 @@ class Case:
     costs: Costs
     fleet: Fleet
     use_all: bool
-    limits: Limits = NO_LIMITS
+    limits: PlacementLimits = NO_LIMITS
 
 
-def placements(costs: Costs, fleet: Fleet, *, use_all: bool) -> Iterator[tuple[Stage, ...]]:
+def placements(costs: Costs, fleet: Fleet, *, use_all: bool) -> Iterator[tuple[BlockRange, ...]]:
     """Every placement that fits, with fewer stages before more."""
     most = len(fleet.devices)
     for count in range(most if use_all else 1, most + 1):
@@ -77,22 +77,22 @@ def placements(costs: Costs, fleet: Fleet, *, use_all: bool) -> Iterator[tuple[S
             edges = (0, *cuts, costs.num_blocks)
             for devices in itertools.permutations(range(most), count):
                 stages = tuple(
-                    Stage(start=start, stop=stop, device=device)
+                    BlockRange(start=start, stop=stop, device=device)
                     for start, stop, device in zip(edges, edges[1:], devices, strict=False)
                 )
                 if all(0 <= reserved(costs, fleet, s) <= budget(fleet, s) for s in stages):
                     yield stages
 
 
-def budget(fleet: Fleet, stage: Stage) -> int:
+def budget(fleet: Fleet, stage: BlockRange) -> int:
     return fleet.devices[stage.device].budget_bytes
 
 
-def reserved(costs: Costs, fleet: Fleet, stage: Stage) -> int:
+def reserved(costs: Costs, fleet: Fleet, stage: BlockRange) -> int:
     return int(costs.exact[budget(fleet, stage)][stage.start, stage.stop])
 
 
-def transfer_seconds(costs: Costs, fleet: Fleet, one: Stage, other: Stage) -> float:
+def transfer_seconds(costs: Costs, fleet: Fleet, one: BlockRange, other: BlockRange) -> float:
     def seconds(link: Link) -> float:
         num_bytes = int(costs.boundary_bytes[other.start])
         num_transfers = int(costs.boundary_transfers[other.start])
@@ -104,7 +104,9 @@ def transfer_seconds(costs: Costs, fleet: Fleet, one: Stage, other: Stage) -> fl
     return seconds(known) if known else max(seconds(link) for link in fleet.links)
 
 
-def value_of(costs: Costs, fleet: Fleet, stages: tuple[Stage, ...], objective: Objective) -> float:
+def value_of(
+    costs: Costs, fleet: Fleet, stages: tuple[BlockRange, ...], objective: Objective
+) -> float:
     """The objective of one placement, to be made small (so headroom is negative)."""
     if objective == "headroom":
         return -min(budget(fleet, s) - reserved(costs, fleet, s) for s in stages)
@@ -116,7 +118,7 @@ def value_of(costs: Costs, fleet: Fleet, stages: tuple[Stage, ...], objective: O
     return sum(parts) if objective == "latency" else max(parts)
 
 
-def obeys(stages: tuple[Stage, ...], limits: Limits) -> bool:
+def obeys(stages: tuple[BlockRange, ...], limits: PlacementLimits) -> bool:
     """Whether every pinned block is where it must be."""
     device_of = {
         block: stage.device for stage in stages for block in range(stage.start, stage.stop)
@@ -124,17 +126,17 @@ def obeys(stages: tuple[Stage, ...], limits: Limits) -> bool:
     return all(device_of[b] == at for b, at in limits.pins)
 
 
-def candidates(case: Case, *, use_all: bool) -> Iterator[tuple[Stage, ...]]:
+def candidates(case: Case, *, use_all: bool) -> Iterator[tuple[BlockRange, ...]]:
     """Every placement that fits and obeys the case's limits."""
     for stages in placements(case.costs, case.fleet, use_all=use_all):
         if obeys(stages, case.limits):
             yield stages
 
 
-def make_limits(rng: random.Random, num_blocks: int, num_devices: int) -> Limits:
+def make_limits(rng: random.Random, num_blocks: int, num_devices: int) -> PlacementLimits:
     """A few pins, which may contradict each other."""
     blocks = range(num_blocks)
-    return Limits(
+    return PlacementLimits(
         pins=tuple(
             (block, rng.randrange(num_devices))
             for block in rng.sample(blocks, min(num_blocks, rng.choice((0, 1, 1, 2, 3))))

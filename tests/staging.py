@@ -21,8 +21,8 @@ from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
 from duoka.stages.channels import LocalChannel
-from duoka.stages.execute import Pipeline
-from duoka.stages.interceptor import Interceptor
+from duoka.stages.execute import StagePipeline
+from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.route import Route, find_route
 from duoka.stages.schedule import order_passes
 from duoka.tracing import TraceSpec, trace_call
@@ -37,7 +37,7 @@ def placement_of(model: nn.Module, batch: Batch, num_devices: int) -> Placement:
     def trace(data: str) -> Profile:
         spec = TraceSpec(fingerprint="test", data=data)
         # Stages take no cut that only a move by the model's own code allows.
-        module = sys.modules["duoka.tracing.trace"]
+        module = sys.modules["duoka.tracing.trace_generation"]
         with patch.object(module, "find_groups", lambda model, run, **_: find_groups(model, run)):
             return trace_call(without_data(model), spec, _inputs(model, batch))
 
@@ -104,7 +104,7 @@ def learn_in_stages(
     routes = [route_of(model, placement, batch) for batch in batches]
     training = Training(method="full", micro_batches=len(batches), schedule=schedule)
     stages = [torch.device("cpu")] * routes[0].num_stages
-    pipeline = Pipeline(Interceptor(model, placement), LocalChannel(stages), stages)
+    pipeline = StagePipeline(BlockInterceptor(model, placement), LocalChannel(stages), stages)
     passes = [timed.step for timed in order_passes(routes[0].devices, training)]
     losses = pipeline.run(routes, passes, lambda number, device: model(**batches[number]).loss)
     return Learnt(losses, _gradients(model))

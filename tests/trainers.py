@@ -107,7 +107,7 @@ Gradients = dict[str, Tensor | None]
 
 
 def write_run(directory: RunDirectory, settings: TuneSettings, layout: Layout) -> None:
-    """Write down what is to be done, as `TuneRun.write` does, without a proof."""
+    """Write down what is to be done, as `TuneJob.write` does, without a proof."""
     directory.path.mkdir()
     make_dataset(LENGTHS).save(directory.samples)
     directory.write(settings, layout.plans, trust_remote_code=False)

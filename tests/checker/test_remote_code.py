@@ -12,7 +12,7 @@ import pytest
 from duoka import Checkpoint, Workload
 from duoka.api.check import check
 from duoka.errors import ModelError
-from duoka.report.check_report import Report
+from duoka.report.check_report import CheckReport
 
 SOURCES = Path(__file__).parent / "remote"
 CONFIG = {
@@ -51,7 +51,7 @@ def edited(directory: Path, name: str, old: str, new: str) -> int:
     return text[: text.index(old)].count("\n") + 1
 
 
-def checked(directory: Path, *, train: bool = False, device_map: object = MAP) -> Report:
+def checked(directory: Path, *, train: bool = False, device_map: object = MAP) -> CheckReport:
     checkpoint = Checkpoint.open(directory, trust_remote_code=True)
     return check(checkpoint, device_map, workload=WORK, train=train)
 

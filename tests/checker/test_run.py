@@ -17,7 +17,7 @@ import duoka
 from duoka import Workload, models
 from duoka.checker.prove import prove
 from duoka.errors import ModelError, PlacementError, UsageError
-from duoka.report.check_report import Report
+from duoka.report.check_report import CheckReport
 from duoka.virtual import VirtualTensor
 
 
@@ -44,7 +44,7 @@ def line_of(function: Any, marker: str) -> int:
 MAP = {"a": 0, "b": 1, "scale": 0, "shift": 0}
 
 
-def check(run: Any, device_map: Any = None, **choices: Any) -> Report:
+def check(run: Any, device_map: Any = None, **choices: Any) -> CheckReport:
     return duoka.check(Two(run), device_map or MAP, inputs=(torch.ones(2, 4),), **choices)
 
 

@@ -15,7 +15,7 @@ from cuda_rig.values import values
 import duoka
 from duoka.engine.executor import InlineExecutor
 from duoka.engine.request import SamplingParams
-from duoka.engine.sampler import Row
+from duoka.engine.sampler import SamplingRow
 from duoka.engine.step import Chunk
 from duoka.forecast.serving import Capacity
 
@@ -23,7 +23,7 @@ WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
     prefill_chunk_tokens=20, pages=20,
 )  # fmt: skip
-ROW = Row(params=SamplingParams(), seed=0, place=0)
+ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 PAGES = list(range(8))
 # Launches and copies of a step on two GPUs, at most: two layers, and four.
 MOST = {"shallow": (94, 13), "llama": (164, 15)}

@@ -17,7 +17,7 @@ from duoka import virtual
 from duoka.engine.cached_model import CachedModel
 from duoka.engine.executor import InlineExecutor
 from duoka.engine.request import SamplingParams
-from duoka.engine.sampler import Row
+from duoka.engine.sampler import SamplingRow
 from duoka.engine.step import Chunk
 from duoka.forecast.serving import Capacity
 
@@ -25,7 +25,7 @@ WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
     prefill_chunk_tokens=20, pages=30,
 )  # fmt: skip
-ROW = Row(params=SamplingParams(), seed=0, place=0)
+ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 PAGES = list(range(8))
 
 

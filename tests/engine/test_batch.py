@@ -12,7 +12,7 @@ import pytest
 from duoka.engine import Completion, Grammar, SamplingParams
 from duoka.engine.batch import AnswerFile, BatchPrompt, read_prompts
 from duoka.errors import UsageError
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 
 DEFAULTS = SamplingParams(temperature=0.5, top_k=7)
 grammars = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
@@ -92,4 +92,6 @@ def test_answers_belong_to_what_was_asked(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="something else than answers to these prompts"):
             AnswerFile(out, read(file, row))
     # Files of answers from before lines had parameters still belong to their prompts.
-    assert BatchPrompt(0, None, (Message(role="user", content="a"),)).digest == "4988f1bcad8f9b7d"
+    assert (
+        BatchPrompt(0, None, (ChatMessage(role="user", content="a"),)).digest == "4988f1bcad8f9b7d"
+    )

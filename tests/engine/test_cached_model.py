@@ -21,7 +21,7 @@ import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams, open_executor
 from duoka.engine.cached_model import CachedModel
 from duoka.errors import MachineError, ModelError, UsageError
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 from duoka.runtime import devices
 from duoka.runtime.encode_images import FEATURES
 from duoka.runtime.prompt_reader import PromptReader
@@ -36,8 +36,8 @@ WORK = duoka.Workload(batch=3, prompt_tokens=96, new_tokens=16, dtype="float32")
 SEEING = replace(WORK, images=2, image_size=(56, 56), vision_batch=1)
 
 
-def ask(text: str, *images: Image.Image) -> list[Message]:
-    return [Message(role="user", content=text, images=images)]
+def ask(text: str, *images: Image.Image) -> list[ChatMessage]:
+    return [ChatMessage(role="user", content=text, images=images)]
 
 
 CHATS = [
@@ -49,7 +49,7 @@ CHATS = [
 ]
 
 
-def one_by_one(plan: duoka.Plan, chats: list[list[Message]]) -> list[tuple[str, int]]:
+def one_by_one(plan: duoka.Plan, chats: list[list[ChatMessage]]) -> list[tuple[str, int]]:
     """What transformers' `generate` answers, on the plan's GPUs."""
     reader = PromptReader.open(duoka.Checkpoint.open(plan.source), plan.workload)
     prompts = [reader.chat.prompt(chat) for chat in chats]
@@ -57,7 +57,7 @@ def one_by_one(plan: duoka.Plan, chats: list[list[Message]]) -> list[tuple[str, 
     return [(answer.text.strip(), answer.new_tokens) for answer in answers]
 
 
-def at_once(engine: Engine, chats: list[list[Message]]) -> list[tuple[str, int]]:
+def at_once(engine: Engine, chats: list[list[ChatMessage]]) -> list[tuple[str, int]]:
     answers = engine.generate(chats, SamplingParams(max_new_tokens=NEW_TOKENS))
     assert not any(answer.shared_tokens for answer in answers)
     assert engine.num_free_pages == engine.capacity.pages

@@ -21,7 +21,7 @@ import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams
 from duoka.engine.detokenizer import Detokenizer
 from duoka.errors import DuokaError, UsageError
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 
 grammars = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
 WORK = duoka.Workload(batch=4, prompt_tokens=64, new_tokens=16, dtype="float32")
@@ -286,7 +286,7 @@ def test_what_a_model_says_before_its_content_is_no_part_of_it(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params = SamplingParams(grammar=Grammar.regex("ab"))
-    prompts = ["What?", [Message(role="user", content="What?")], [1, 2, 3]]
+    prompts = ["What?", [ChatMessage(role="user", content="What?")], [1, 2, 3]]
     plain = engine.generate(prompts, params)
     chat: Any = engine._reader.chat
     monkeypatch.setattr(engine._reader, "chat", replace(chat, content_start=(5, 6)))

@@ -17,7 +17,7 @@ import tuning
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from duoka.engine.grammar import BytesDetokenizer, Grammar, GrammarCompiler, Matcher
+from duoka.engine.grammar import BytesDetokenizer, Grammar, GrammarCompiler, GrammarMatcher
 from duoka.errors import UsageError
 from duoka.models.text.call_grammars import forced_call
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
@@ -99,13 +99,15 @@ def compiler(tokenizer: PreTrainedTokenizerBase, stop: int) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, [stop], None)
 
 
-def tokens_of(matcher: Matcher) -> list[int]:
+def tokens_of(matcher: GrammarMatcher) -> list[int]:
     octets = np.frombuffer(matcher.allowed, dtype=np.uint8)
     tokens: list[int] = np.flatnonzero(np.unpackbits(octets, bitorder="little")).tolist()
     return tokens
 
 
-def walk(matcher: Matcher, detokenizer: BytesDetokenizer, stop: int, rng: random.Random) -> str:
+def walk(
+    matcher: GrammarMatcher, detokenizer: BytesDetokenizer, stop: int, rng: random.Random
+) -> str:
     """An answer at random, which ends as soon as it can."""
     text = ""
     for _ in range(500):

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from duoka.engine.grammar import token_bits
 from duoka.engine.request import SamplingParams
-from duoka.engine.sampler import Row, sample
+from duoka.engine.sampler import SamplingRow, sample
 from duoka.engine.sequence import Sequence
 
 VOCABULARY = 37
 
 
-def random_row(rng: random.Random) -> Row:
+def random_row(rng: random.Random) -> SamplingRow:
     params = SamplingParams(
         temperature=rng.choice([0.0, 0.7, 1.0, 2.0]),
         top_p=rng.choice([1.0, 0.8]),
@@ -34,7 +34,7 @@ def random_row(rng: random.Random) -> Row:
     )
     tokens = range(VOCABULARY)
     allowed = rng.sample(tokens, rng.randrange(1, VOCABULARY))
-    return Row(
+    return SamplingRow(
         params=params,
         seed=rng.randrange(2**40),
         place=rng.randrange(100),
@@ -46,14 +46,14 @@ def random_row(rng: random.Random) -> Row:
     )
 
 
-def allows(row: Row, token: int) -> bool:
+def allows(row: SamplingRow, token: int) -> bool:
     mask = row.allowed
     if mask is None:
         return True
     return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
 
 
-def plainly(logits: list[float], row: Row) -> int:
+def plainly(logits: list[float], row: SamplingRow) -> int:
     """The token of a row, step by step as the documentation has them."""
     params, counts = row.params, Counter(row.answer)
     values = dict(enumerate(logits))
@@ -111,13 +111,15 @@ def test_rows_at_once_are_rows_one_by_one(seed: int) -> None:
 def test_what_is_banned_is_chosen_where_a_grammar_allows_nothing_else() -> None:
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature)
-        row = Row(params=params, seed=0, place=0, banned=range(20), allowed=token_bits([4, 9]))
+        row = SamplingRow(
+            params=params, seed=0, place=0, banned=range(20), allowed=token_bits([4, 9])
+        )
         tokens = {sample(logits_of(1), [replace(row, place=place)])[0].token for place in range(20)}
         assert tokens <= {4, 9}
         assert sample(logits_of(1), [replace(row, allowed=None)])[0].token >= 20
 
 
-def row_of(params: SamplingParams) -> Row:
+def row_of(params: SamplingParams) -> SamplingRow:
     params = replace(params, seed=0, max_new_tokens=5)
     return Sequence(range(100_000), params, stop_ids=(), detokenizer=None).row  # type: ignore[arg-type]
 

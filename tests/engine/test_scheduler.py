@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 
 from duoka.engine.request import Completion, SamplingParams, TokenChoice
-from duoka.engine.scheduler import Piece, Scheduler
+from duoka.engine.scheduler import ScheduledChunk, Scheduler
 from duoka.engine.sequence import Event, Sequence
 from duoka.engine.step import Chunk
 from duoka.errors import UsageError
@@ -107,7 +107,7 @@ def play(
     coming = [request(rng, common) for _ in range(number)]
     sequences = list(coming)
     failing = set(rng.sample(sequences, number // 20))
-    flying: deque[tuple[list[Piece], list[TokenChoice | None]]] = deque()
+    flying: deque[tuple[list[ScheduledChunk], list[TokenChoice | None]]] = deque()
     while coming or scheduler.waiting or scheduler.running or flying:
         if coming and (rng.random() < 0.4 or not (scheduler.waiting or scheduler.running)):
             scheduler.add(coming.pop())
@@ -172,7 +172,7 @@ def test_groups_come_back_where_they_are_faster() -> None:
     assert [len(scheduler.next_step()) for _ in range(3)] == [2, 2, 0]
     scheduler.running[0].is_cancelled = True
     for sequence in scheduler.running:
-        scheduler.computed(Piece(sequence, 0, 1), TokenChoice(token=1))
+        scheduler.computed(ScheduledChunk(sequence, 0, 1), TokenChoice(token=1))
     # Three that answer go together, and while they are on their way nobody else is.
     assert [len(scheduler.next_step()) for _ in range(2)] == [3, 0]
 

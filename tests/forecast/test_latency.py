@@ -14,7 +14,7 @@ from duoka import Device, Fleet, Workload
 from duoka.errors import FormatError
 from duoka.forecast.costs import Costs
 from duoka.forecast.latency import LAUNCH_SECONDS, LatencyModel, rate
-from duoka.forecast.profile import Kind, Profile
+from duoka.forecast.profile import BlockKind, Profile
 from duoka.forecast.replay_training import replay_of
 from duoka.hardware.device import Link
 from duoka.planner.planner import solve
@@ -48,9 +48,9 @@ def gpu(number: int = 0, memory: float = 1.0, flops: float = 1e9, **others: obje
 def launching(profile: Profile, launches: float) -> Profile:
     """The profile with blocks that start so many kernels in each step."""
     kinds = tuple(
-        Kind(
+        BlockKind(
             weight_bytes=kind.weight_bytes,
-            tapes=tuple(replace(tape, launches=(launches,)) for tape in kind.tapes),
+            traces=tuple(replace(trace, launches=(launches,)) for trace in kind.traces),
         )
         for kind in profile.kinds
     )
@@ -124,9 +124,9 @@ def test_rates_are_those_of_the_dtype() -> None:
 def test_decode_steps_are_summed_up_though_not_all_are_computed() -> None:
     cached = tiny.made_up([8 * MIB] * 5, tiny.Costs(cache=64))
     kinds = tuple(
-        Kind(
+        BlockKind(
             weight_bytes=kind.weight_bytes,
-            tapes=tuple(replace(tape, moved_bytes=tiny.rule(bk=3.0)) for tape in kind.tapes),
+            traces=tuple(replace(trace, moved_bytes=tiny.rule(bk=3.0)) for trace in kind.traces),
         )
         for kind in cached.kinds
     )
@@ -220,7 +220,7 @@ def test_impossible_times_are_refused(number: float) -> None:
 def test_a_step_of_training_has_passes_and_updates(schedule: str) -> None:
     made = rehearsing.made_up([rehearsing.Layer(weight=1000, result=1, saved=2)] * 4)
     kinds = tuple(
-        replace(kind, tapes=tuple(replace(tape, moved_bytes=(50.0,)) for tape in kind.tapes))
+        replace(kind, traces=tuple(replace(trace, moved_bytes=(50.0,)) for trace in kind.traces))
         for kind in made.kinds
     )
     workload = rehearsing.load(100, method="full", micro_batches=4, schedule=schedule)

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from duoka.errors import CheckpointError, UsageError
 from duoka.models.text.messages import (
-    Message,
+    ChatMessage,
     ToolCall,
     parse_json_call,
     parse_python_call,
@@ -93,12 +93,12 @@ def special_in(chat: Any, ids: list[int]) -> list[int]:
 def check(chat: Any, talk: list[tuple[Any, str]], last: str) -> None:
     said = [*talk[:-1], ("user", last)]
     try:
-        messages = [Message(role=role, content=content) for role, content in said]
+        messages = [ChatMessage(role=role, content=content) for role, content in said]
         ids = chat.prompt(messages)
     except UsageError as error:
         told_of(error, "", 600)
         return
-    harmless = chat.prompt([Message(role=role, content="y") for role, _ in said])
+    harmless = chat.prompt([ChatMessage(role=role, content="y") for role, _ in said])
     assert special_in(chat, ids) == special_in(chat, harmless)
     text = chat.tokenizer.decode(ids, skip_special_tokens=False)
     for _, content in said:
@@ -135,7 +135,7 @@ def test_a_template(template: ChatFormat, talk: Any, last: str) -> None:
 @fuzz()
 @given(st.lists(JSON | st.dictionaries(st.sampled_from(("name", "function", "x")), JSON)))
 def test_tools(chatglm3: ChatFormat, template: ChatFormat, tools: list[Any]) -> None:
-    asked = [Message(role="user", content="y")]
+    asked = [ChatMessage(role="user", content="y")]
     for chat in (chatglm3, template):
         try:
             ids = chat.prompt(asked, tools)
@@ -170,13 +170,13 @@ def test_templates(
 ) -> None:
     template_tokenizer.chat_template = text
     try:
-        ids = template.prompt([Message(role="user", content=said)])
+        ids = template.prompt([ChatMessage(role="user", content=said)])
     except (UsageError, CheckpointError) as error:
         told_of(error, "", 700)
     else:
         harmless = "y" * len(said)
         if "{" not in text:
-            fixed = template.prompt([Message(role="user", content=harmless)])
+            fixed = template.prompt([ChatMessage(role="user", content=harmless)])
             assert special_in(template, ids) == special_in(template, fixed)
         shown = template_tokenizer.decode(ids)
         assert "<class" not in shown or "<class" in text + said

@@ -17,7 +17,7 @@ from duoka.errors import LoadError
 from duoka.forecast.workload import Training
 from duoka.models import initialize_adapters, make_trainable
 from duoka.models.lora import (
-    Adapter,
+    LoraAdapter,
     LowRank,
     adapter_of,
     fill_adapter,
@@ -67,7 +67,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def test_a_fused_adapter_splits_exactly() -> None:
-    fused = Adapter(layers={FUSED: low_rank(32, 64, rank=3)}, base="zai-org/chatglm3-6b")
+    fused = LoraAdapter(layers={FUSED: low_rank(32, 64, rank=3)}, base="zai-org/chatglm3-6b")
     native = native_form(fused, CHATGLM)
     assert native.base == "zai-org/chatglm3-6b"
     assert list(native.layers) == [f"{LAYER}.self_attn.{part}" for part in ROWS]
@@ -88,7 +88,7 @@ def test_a_fused_adapter_splits_exactly() -> None:
 def test_three_adapters_are_one_of_the_sum_of_their_ranks(
     parts: dict[str, tuple[int, float]],
 ) -> None:
-    native = Adapter(
+    native = LoraAdapter(
         layers={
             f"{LAYER}.self_attn.{part}": low_rank(32, ROWS[part], rank, scaling)
             for part, (rank, scaling) in parts.items()
@@ -121,7 +121,7 @@ NAMES = {
 
 
 def test_other_modules_change_their_names_only() -> None:
-    native = Adapter(layers={name: low_rank(4, 4) for name in NAMES})
+    native = LoraAdapter(layers={name: low_rank(4, 4) for name in NAMES})
     published = published_form(native, CHATGLM)
     assert list(published.layers) == list(NAMES.values())
     assert native_form(published, CHATGLM) == native
@@ -133,7 +133,7 @@ def test_other_modules_change_their_names_only() -> None:
 
 def test_a_fused_adapter_of_another_size_is_refused() -> None:
     with pytest.raises(LoadError, match="has 60 rows, and 64 are needed"):
-        native_form(Adapter(layers={FUSED: low_rank(32, 60)}), CHATGLM)
+        native_form(LoraAdapter(layers={FUSED: low_rank(32, 60)}), CHATGLM)
 
 
 def test_what_is_put_into_a_model_is_what_is_added_to_its_weights() -> None:
@@ -146,7 +146,7 @@ def test_what_is_put_into_a_model_is_what_is_added_to_its_weights() -> None:
     for name, layer in layers.items():
         delta = product(layer).T if layer.is_embedding else product(layer)
         added.get_submodule(name).weight.data += delta
-    put_adapter(beside, Adapter(layers=layers))
+    put_adapter(beside, LoraAdapter(layers=layers))
     assert close(logits(beside), logits(added))
     assert not close(logits(beside), logits(small_model()))
     learning = [name for name, value in beside.named_parameters() if value.requires_grad]
@@ -166,7 +166,7 @@ def test_an_adapter_of_another_model_is_refused(layers: Mapping[str, LowRank], r
     before = list(model.state_dict())
     good = {f"{LAYER}.self_attn.o_proj": low_rank(32, 32)}
     with pytest.raises(LoadError, match=reason) as raised:
-        put_adapter(model, Adapter(layers={**good, **layers}, base="theirs"))
+        put_adapter(model, LoraAdapter(layers={**good, **layers}, base="theirs"))
     assert raised.value.hint == "the adapter was made for theirs"
     assert list(model.state_dict()) == before
 
@@ -182,7 +182,7 @@ def test_it_lies_beside_the_weights_on_their_devices() -> None:
         entries = (("", "vgpu:1"), ("model.embed_tokens", "vgpu:0"), ("model.layers.0", "vgpu:0"))
         dispatch(spread, Placement(entries=entries))
         for model in (alone, spread):
-            put_adapter(model, Adapter(layers=layers))
+            put_adapter(model, LoraAdapter(layers=layers))
         places = {
             str(parameter.device)
             for name, parameter in spread.named_parameters()

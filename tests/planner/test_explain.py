@@ -22,7 +22,7 @@ from duoka.planner.plan import Plan
 from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.planner.search import search
-from duoka.planner.search.dynamic_programme import Stage
+from duoka.planner.search.dynamic_programme import BlockRange
 
 WORKLOAD = Workload(prompt_tokens=1000, new_tokens=24, prefill_chunk_tokens=None, dtype="bfloat16")
 PROFILE = made_up([12 * MIB, *[8 * MIB] * 10, 20 * MIB], Costs(cache=4096))
@@ -33,11 +33,11 @@ def planned(gpus: Fleet, workload: Workload = WORKLOAD, profile: Profile = PROFI
     return solve(profile, PlanProblem(fleet=gpus, workload=workload))
 
 
-def stages_of(parts: Sequence[tuple[str, Sequence[str]]], gpus: Fleet) -> tuple[Stage, ...]:
+def stages_of(parts: Sequence[tuple[str, Sequence[str]]], gpus: Fleet) -> tuple[BlockRange, ...]:
     stages, start = [], 0
     for device, modules in parts:
         stop = start + len(modules)
-        stages.append(Stage(start=start, stop=stop, device=gpus.names.index(device)))
+        stages.append(BlockRange(start=start, stop=stop, device=gpus.names.index(device)))
         start = stop
     assert start == len(PROFILE.blocks)
     return tuple(stages)

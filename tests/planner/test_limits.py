@@ -14,7 +14,7 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.planner.constraints import Constraints
 from duoka.planner.limits import limits_for, usable
-from duoka.planner.search import Limits
+from duoka.planner.search import PlacementLimits
 
 FLEET = tiny.fleet(100, 100, 100)
 
@@ -41,7 +41,7 @@ MODEL = named("embed", "layers.0", "layers.1", "layers.2", "layers.3", "norm", "
 TIED = named("embed", "layers.0", "layers.1", "norm", "head", tied={4: 0})
 
 
-def limits(profile: Profile = MODEL, **values: object) -> Limits:
+def limits(profile: Profile = MODEL, **values: object) -> PlacementLimits:
     chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
     return limits_for(Constraints(**values), profile, chain, FLEET)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ import schemas
 from reports import bad_report, good_report
 
 from duoka.errors import Faults
-from duoka.report.check_report import PeakMemory, Report, Stop
+from duoka.report.check_report import CheckReport, PeakMemory, Stop
 
 
 def validator() -> Any:
@@ -49,10 +49,10 @@ def test_the_schema_refuses_other_things(tmp_path: Path) -> None:
 def test_the_verdict() -> None:
     peak = PeakMemory(device="cuda:0", allocated_bytes=1, reserved_bytes=1)
     fine = {"model": "m", "devices": ("cuda:0",)}
-    assert Report(**fine, memory=(peak,)).ok
+    assert CheckReport(**fine, memory=(peak,)).ok
     for wrong in (
         {"completeness": Faults(missing=("a",))},
         {"stop": Stop(message="TypeError", place=None, phase="prefill")},
         {"memory": (PeakMemory(device="d", allocated_bytes=1, reserved_bytes=1, overflows=True),)},
     ):
-        assert not Report(**fine, **wrong).ok  # type: ignore[arg-type]
+        assert not CheckReport(**fine, **wrong).ok  # type: ignore[arg-type]

@@ -16,22 +16,22 @@ from sarif_form import SCHEMA, Json
 
 from duoka.errors import Faults
 from duoka.report import sarif
-from duoka.report.check_report import Fault, FaultKind, Place, Report
+from duoka.report.check_report import CheckReport, Fault, FaultKind, Place
 
 
-def log_of(report: Report, root: Path) -> Json:
+def log_of(report: CheckReport, root: Path) -> Json:
     log: Json = json.loads(sarif.dumps(report, root))
     jsonschema.Draft202012Validator(SCHEMA).validate(log)
     return log
 
 
-def run_of(report: Report, root: Path) -> Json:
+def run_of(report: CheckReport, root: Path) -> Json:
     run: Json = log_of(report, root)["runs"][0]
     return run
 
 
 def result_of(fault: Fault, root: Path) -> Json:
-    [result] = run_of(Report(model="m", devices=("cuda:0",), faults=(fault,)), root)["results"]
+    [result] = run_of(CheckReport(model="m", devices=("cuda:0",), faults=(fault,)), root)["results"]
     found: Json = result
     return found
 
@@ -162,7 +162,7 @@ def test_fingerprints_stay_when_lines_move(tmp_path: Path) -> None:
 def test_equal_code_in_one_function_is_told_apart(tmp_path: Path) -> None:
     fault = table_fault(write_model(tmp_path))
     twin = replace(fault, place=replace(fault.place, line=50, end_line=50))
-    run = run_of(Report(model="m", devices=("cuda:0",), faults=(fault, twin)), tmp_path)
+    run = run_of(CheckReport(model="m", devices=("cuda:0",), faults=(fault, twin)), tmp_path)
     assert len({json.dumps(result["partialFingerprints"]) for result in run["results"]}) == 2
 
 
@@ -176,7 +176,7 @@ def test_the_root_is_by_default_the_working_directory(
 
 def test_every_name_at_fault_is_told(tmp_path: Path) -> None:
     found = Faults(missing=("a",), unknown=("b",), doubled=("c",), split=("d",), misplaced=("e",))
-    run = run_of(Report(model="m", devices=("cuda:0",), completeness=found), tmp_path)
+    run = run_of(CheckReport(model="m", devices=("cuda:0",), completeness=found), tmp_path)
     [told] = run["invocations"][0]["toolConfigurationNotifications"]
     assert told["message"]["text"] == (
         "The device map is incomplete: no device for a; not there b; two devices for c; "

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from duoka.engine.request import SamplingParams
-from duoka.engine.sampler import Row
+from duoka.engine.sampler import SamplingRow
 from duoka.engine.step import Chunk
 from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity
@@ -25,7 +25,7 @@ from duoka.runtime.paged_attention import PagedCache, attend
 from duoka.runtime.paged_steps import FIRST, PagedStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
-ROW = Row(params=SamplingParams(), seed=0, place=0)
+ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 CAPACITY = Capacity(sequences=6, context_tokens=700, pages=300, page_tokens=16, step_tokens=640)
 
 

@@ -9,7 +9,7 @@ from pieces import encode, sentencepiece_like
 
 from duoka.engine.detokenizer import Detokenizer
 from duoka.models.text.token_bytes import TokenBytes
-from duoka.serve.answers import Choice, CompletionAnswer, Usage
+from duoka.serve.answers import AnswerChoice, CompletionAnswer, Usage
 from duoka.serve.messages import Token
 
 
@@ -29,7 +29,7 @@ def test_offsets_are_where_tokens_begin(kind: str, text: str) -> None:
         assert prompt + answer == text
         data = [spelled.of(token) for token in ids[end:]]
         tokens = [Token(each.decode(errors="replace"), each, 0.0) for each in data]
-        choice = Choice(texts={"content": [answer], "reasoning": []}, tokens=tokens)
+        choice = AnswerChoice(texts={"content": [answer], "reasoning": []}, tokens=tokens)
         told = CompletionAnswer("m").whole([("", choice)], Usage(), logprobs=True)
         offsets = told["choices"][0]["logprobs"]["text_offset"]
         # What stands before a token; of a character that is cut, nothing.

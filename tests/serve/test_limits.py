@@ -17,9 +17,9 @@ from abuse import CHAT, exchange, message, message_of
 
 from duoka.serve.address import Address
 from duoka.serve.app import make_app
-from duoka.serve.limits import Limits
-from duoka.serve.messages import Ask, Event
-from duoka.serve.pool import Pool
+from duoka.serve.limits import ClientLimits
+from duoka.serve.messages import EngineRequest, Event
+from duoka.serve.pool import EnginePool
 from duoka.serve.server import config
 from duoka.serve.service import Service
 
@@ -36,7 +36,9 @@ class Writing(scripted.ScriptedPool):
         self._number, self._pause = number, pause
         self.is_ended = asyncio.Event()
 
-    async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
+    async def submit(
+        self, request: EngineRequest, tokens: int, key: str = ""
+    ) -> AsyncGenerator[Event, None]:
         try:
             yield scripted.begun()
             for _ in range(self._number):
@@ -56,8 +58,8 @@ def _piece() -> Any:
 @contextlib.asynccontextmanager
 async def serving(pool: Any, **limits: Any) -> AsyncIterator[str]:
     """Serve in this loop; the address."""
-    service = Service(cast(Pool, pool), scripted.MODEL)
-    server = uvicorn.Server(config(service, Address(port=0), Limits(**limits)))
+    service = Service(cast(EnginePool, pool), scripted.MODEL)
+    server = uvicorn.Server(config(service, Address(port=0), ClientLimits(**limits)))
     with socket.create_server(("127.0.0.1", 0)) as bound:
         task = asyncio.create_task(server.serve(sockets=[bound]))
         while not server.started:
@@ -92,9 +94,9 @@ def test_an_answer_does_not_wait_for_the_one_before_to_be_confirmed() -> None:
     """Nagle's algorithm is off: it held each answer with a body back for 40 ms."""
 
     async def run() -> list[int]:
-        service = Service(cast(Pool, Writing(0)), scripted.MODEL)
+        service = Service(cast(EnginePool, Writing(0)), scripted.MODEL)
         with Address(port=0).bind() as bound:
-            server = uvicorn.Server(config(service, Address(port=0), Limits()))
+            server = uvicorn.Server(config(service, Address(port=0), ClientLimits()))
             task = asyncio.create_task(server.serve(sockets=[bound]))
             while not server.started:
                 await asyncio.sleep(0.01)
@@ -239,7 +241,7 @@ FOREIGN = ["evil.test", "127.0.0.1.evil.test", "localhost.evil.test:8000", "192.
 @pytest.mark.parametrize("host", [*OWN, *FOREIGN])
 def test_a_local_server_answers_to_its_own_names_alone(host: str) -> None:
     _, pool = scripted.app_of()
-    service = Service(cast(Pool, pool), scripted.MODEL)
+    service = Service(cast(EnginePool, pool), scripted.MODEL)
 
     async def statuses() -> list[int]:
         codes = []
@@ -256,8 +258,8 @@ def test_a_local_server_answers_to_its_own_names_alone(host: str) -> None:
 
 @pytest.mark.parametrize(("key", "status"), [(None, 403), ("k" * 8, 200)])
 def test_a_key_lets_any_name_in(key: str | None, status: int) -> None:
-    service = Service(cast(Pool, scripted.ScriptedPool(())), scripted.MODEL)
-    app: Any = config(service, Address(key=key), Limits()).app
+    service = Service(cast(EnginePool, scripted.ScriptedPool(())), scripted.MODEL)
+    app: Any = config(service, Address(key=key), ClientLimits()).app
 
     async def ask() -> httpx2.Response:
         async with scripted.transport(app) as http:

@@ -23,7 +23,7 @@ from tuning import make_tokenizer
 import duoka
 from duoka.engine import Completion as EngineCompletion
 from duoka.engine import Engine, Grammar, SamplingParams
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 
 HI: Any = [{"role": "user", "content": "hi"}]
 TEXT = "Once upon"
@@ -60,7 +60,7 @@ def engine(llama: Path) -> Iterator[Engine]:
 
 def chat_answers(engine: Engine, n: int = 1, **params: Any) -> list[EngineCompletion]:
     chosen = SamplingParams(**{"temperature": 0, "max_new_tokens": 16, **params})
-    return engine.generate([[Message(role="user", content="hi")]], chosen, n=n)
+    return engine.generate([[ChatMessage(role="user", content="hi")]], chosen, n=n)
 
 
 def text_answers(

@@ -22,16 +22,16 @@ from served import Served
 
 from duoka.serve.anthropic import CountTokensRequest, MessagesRequest
 from duoka.serve.app import make_app
-from duoka.serve.messages import Ask, Counted, Event
-from duoka.serve.pool import Pool
-from duoka.serve.requests import ChatRequest, CompletionRequest
+from duoka.serve.messages import Counted, EngineRequest, Event
+from duoka.serve.pool import EnginePool
+from duoka.serve.requests import ChatCompletionRequest, CompletionRequest
 from duoka.serve.responses import ResponsesRequest
 from duoka.serve.service import Service
 
 COUNT = "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
 FORMS: dict[str, tuple[type[Any], type[BaseModel], dict[str, Any]]] = {
-    CHAT: (chat_create_params.CompletionCreateParamsBase, ChatRequest, {"messages": HI}),
+    CHAT: (chat_create_params.CompletionCreateParamsBase, ChatCompletionRequest, {"messages": HI}),
     COMPLETIONS: (
         completion_create_params.CompletionCreateParamsBase,
         CompletionRequest,
@@ -157,7 +157,7 @@ class Counting(scripted.ScriptedPool):
 def post(path: str, *bodies: Any, **options: Any) -> list[httpx2.Response]:
     """What a scripted server answers."""
     pool = Counting((scripted.begun(), scripted.delta("a"), scripted.ended()))
-    app = make_app(Service(cast(Pool, pool), scripted.MODEL))
+    app = make_app(Service(cast(EnginePool, pool), scripted.MODEL))
 
     async def ask() -> list[httpx2.Response]:
         async with scripted.transport(app) as http:
@@ -287,11 +287,13 @@ def test_another_content_type_is_named(kind: str) -> None:
 
 def test_a_defect_within_a_stream_is_told() -> None:
     class Failing(scripted.ScriptedPool):
-        async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
+        async def submit(
+            self, request: EngineRequest, tokens: int, key: str = ""
+        ) -> AsyncGenerator[Event, None]:
             yield scripted.begun()
             raise ZeroDivisionError
 
-    app = make_app(Service(cast(Pool, Failing(())), scripted.MODEL))
+    app = make_app(Service(cast(EnginePool, Failing(())), scripted.MODEL))
 
     async def ask() -> httpx2.Response:
         quiet = httpx2.ASGITransport(app, raise_app_exceptions=False)

@@ -15,16 +15,16 @@ from torch import Tensor
 from duoka import Placement
 from duoka.engine.paged_model import PagedModel, find_routes
 from duoka.engine.request import SamplingParams
-from duoka.engine.sampler import Row
+from duoka.engine.sampler import SamplingRow
 from duoka.engine.step import Chunk
 from duoka.forecast.serving import Capacity
-from duoka.stages.channels import LocalChannel, Message
-from duoka.stages.interceptor import Interceptor
-from duoka.stages.micro_batch import MicroBatch
+from duoka.stages.channels import LocalChannel, TensorMessage
+from duoka.stages.interceptor import BlockInterceptor
+from duoka.stages.micro_batch import StageMicroBatch
 
 CPU = torch.device("cpu")
 CAPACITY = Capacity(sequences=3, context_tokens=20, pages=15, page_tokens=4, step_tokens=15)
-ROW = Row(params=SamplingParams(), seed=0, place=0)
+ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     counts: Counter[Any] = Counter()
     send = LocalChannel.send
 
-    def counted(self: LocalChannel, message: Message, tensor: Tensor) -> None:
+    def counted(self: LocalChannel, message: TensorMessage, tensor: Tensor) -> None:
         counts[message.sender, message.receiver, tuple(tensor.shape)] += 1
         send(self, message, tensor)
 
@@ -55,7 +55,7 @@ def test_a_step_of_the_engine(sent: Counter[Any], num_stages: int) -> None:
     rng = random.Random(1)
     with torch.inference_mode():
         routes = find_routes(model, placement)
-        interceptor, channel = Interceptor(model, placement), LocalChannel([CPU] * num_stages)
+        interceptor, channel = BlockInterceptor(model, placement), LocalChannel([CPU] * num_stages)
         models = {name: PagedModel(model, CAPACITY) for name in routes.devices}
         for number, (start, size) in enumerate([(0, 9), (9, 1), (10, 1)]):
             tokens = [rng.randrange(3, families.VOCABULARY) for _ in range(size)]
@@ -65,7 +65,7 @@ def test_a_step_of_the_engine(sent: Counter[Any], num_stages: int) -> None:
             route = routes.at(step.num_tokens, len(step.last_rows))
             sent.clear()
             for stage, name in enumerate(routes.devices):
-                part = MicroBatch(route, stage, number, channel, CPU, learns=False)
+                part = StageMicroBatch(route, stage, number, channel, CPU, learns=False)
                 part.forward(interceptor, models[name].call(paged[name], CPU))
             padded = step.num_tokens
             expected: Counter[Any] = Counter()

@@ -1,4 +1,4 @@
-"""Loss and every gradient of models in stages are those of one device, whatever the family."""
+"""Loss and every gradient of models in stages; those of all families are in `matrix.stages`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 import families
 import pytest
 import torch
+from families import Family
+from matrix import stages
+from matrix.stages import batches_of
 from safetensors.torch import load_file
 from staging import differences, learn_in_stages, learn_whole, placement_of, route_of
 from tiers import only
@@ -21,47 +24,16 @@ from duoka.errors import ModelError
 from duoka.forecast.workload import Training
 from duoka.models import initialize_adapters, make_trainable
 from duoka.stages.channels import LocalChannel
-from duoka.stages.interceptor import Interceptor
-from duoka.stages.micro_batch import MicroBatch
+from duoka.stages.interceptor import BlockInterceptor
+from duoka.stages.micro_batch import StageMicroBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-# Its layers are parts in lists beside each other, so residuals in the model's own code span all.
-LEFT_OUT = {"xlm"}
-NOT_BUILT = {name for names in families.UNBUILT.values() for name in names}
-OTHERS = sorted(set(families.all_names()) - set(families.FAST) - LEFT_OUT - NOT_BUILT)
-
-
-def batches_of(model: Any, number: int = 3) -> list[dict[str, Any]]:
-    batches = []
-    for seed in range(number):
-        ids = families.inputs(model, seed=seed)["input_ids"]
-        batches.append({"input_ids": ids, "labels": ids, "use_cache": False})
-    return batches
-
-
-def compare(name: str, num_devices: int = 2, schedule: str = "1f1b") -> None:
-    model = families.build(name)
-    batches = batches_of(model)
-    placement = placement_of(model, batches[0], num_devices)
-    learnt = learn_in_stages(model, placement, batches, schedule)
-    assert differences(learn_whole(model, batches), learnt) == []
-
-
-@pytest.mark.parametrize("name", families.sample(families.FAST))
-def test_family(name: str) -> None:
-    compare(name)
-
-
-@pytest.mark.parametrize("name", families.sample(OTHERS))
-def test_other_family(name: str) -> None:
-    compare(name)
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
 @pytest.mark.parametrize("name", ["llama", "gemma", "mixtral", "bart"])
 def test_three_devices_and_every_schedule(name: str, schedule: str) -> None:
-    compare(name, 3, schedule)
+    stages.check(Family(name), 3, schedule)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -135,10 +107,10 @@ def test_code_that_reads_values_of_another_stage_is_refused() -> None:
     model, batch = Reads(), {"values": torch.ones(1, 2)}
     route = route_of(model, TWO, batch)
     channel, device = LocalChannel([torch.device("cpu")] * 2), torch.device("cpu")
-    interceptor = Interceptor(model, TWO)
-    MicroBatch(route, 0, 0, channel, device).forward(interceptor, lambda: model(**batch))
+    interceptor = BlockInterceptor(model, TWO)
+    StageMicroBatch(route, 0, 0, channel, device).forward(interceptor, lambda: model(**batch))
     with pytest.raises(ModelError, match="reads values of another stage"):
-        MicroBatch(route, 1, 0, channel, device).forward(interceptor, lambda: model(**batch))
+        StageMicroBatch(route, 1, 0, channel, device).forward(interceptor, lambda: model(**batch))
     assert model(**batch).requires_grad  # and runs as ever when no pass is on
 
 
@@ -158,9 +130,9 @@ class Chain(nn.Module):
 def test_another_course_than_the_planned_one_is_refused() -> None:
     model, batch = Chain(), {"values": torch.ones(1, 2)}
     route = route_of(model, TWO, batch)
-    micro_batch = MicroBatch(route, 0, 0, LocalChannel([]), torch.device("cpu"))
+    micro_batch = StageMicroBatch(route, 0, 0, LocalChannel([]), torch.device("cpu"))
     with pytest.raises(ModelError, match="not as it did"):
-        micro_batch.forward(Interceptor(model, TWO), lambda: model.second(batch["values"]))
+        micro_batch.forward(BlockInterceptor(model, TWO), lambda: model.second(batch["values"]))
 
 
 def test_a_device_that_comes_back_has_several_stages() -> None:
@@ -181,6 +153,6 @@ def test_nothing_but_its_place_in_the_graph_is_kept_of_what_was_sent() -> None:
             super().send(message, tensor)
 
     device = torch.device("cpu")
-    micro_batch = MicroBatch(route_of(model, TWO, batch), 0, 0, Noting([device] * 2), device)
-    assert micro_batch.forward(Interceptor(model, TWO), lambda: model(**batch)) is None
+    micro_batch = StageMicroBatch(route_of(model, TWO, batch), 0, 0, Noting([device] * 2), device)
+    assert micro_batch.forward(BlockInterceptor(model, TWO), lambda: model(**batch)) is None
     assert [reference() for reference in sent] == [None]

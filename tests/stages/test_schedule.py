@@ -4,7 +4,7 @@ import pytest
 
 from duoka.forecast.replay_training import in_flight
 from duoka.forecast.workload import Training
-from duoka.stages.schedule import Pass, busy_shares, order_passes
+from duoka.stages.schedule import ScheduledPass, busy_shares, order_passes
 
 
 def of_device(devices: list[str], device: str, training: Training) -> str:
@@ -34,8 +34,10 @@ def test_sequential_has_one_micro_batch_at_a_time() -> None:
     training = Training(micro_batches=2, schedule="sequential")
     steps = [timed.step for timed in order_passes(["a", "b"], training)]
     assert steps == [
-        Pass(0, 0, False), Pass(1, 0, False), Pass(1, 0, True), Pass(0, 0, True),
-        Pass(0, 1, False), Pass(1, 1, False), Pass(1, 1, True), Pass(0, 1, True),
+        ScheduledPass(0, 0, False), ScheduledPass(1, 0, False),
+        ScheduledPass(1, 0, True), ScheduledPass(0, 0, True),
+        ScheduledPass(0, 1, False), ScheduledPass(1, 1, False),
+        ScheduledPass(1, 1, True), ScheduledPass(0, 1, True),
     ]  # fmt: skip
 
 
@@ -47,17 +49,21 @@ def test_every_pass_once_after_what_it_needs(
 ) -> None:
     training = Training(micro_batches=micro_batches, schedule=schedule)  # type: ignore[arg-type]
     passes = order_passes(devices, training)
-    done: set[Pass] = set()
+    done: set[ScheduledPass] = set()
     flying = [0] * len(devices)
     order = list(dict.fromkeys(devices))
     for stage, number, is_backward in (timed.step for timed in passes):
         last = len(devices) - 1
         if is_backward:
-            needed = Pass(stage + 1, number, True) if stage < last else Pass(stage, number, False)
+            needed = (
+                ScheduledPass(stage + 1, number, True)
+                if stage < last
+                else ScheduledPass(stage, number, False)
+            )
         else:
-            needed = Pass(stage - 1, number, False)
+            needed = ScheduledPass(stage - 1, number, False)
         assert needed.stage < 0 or needed in done
-        done.add(Pass(stage, number, is_backward))
+        done.add(ScheduledPass(stage, number, is_backward))
         flying[stage] += -1 if is_backward else 1
         place = len(order) - order.index(devices[stage])
         assert flying[stage] <= in_flight(training, place)

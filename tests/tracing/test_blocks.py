@@ -19,12 +19,12 @@ from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.dispatch.place_tensors import place
 from duoka.runtime.steps import Stepper
-from duoka.tracing.blocks import Group, find_groups
+from duoka.tracing.blocks import ModuleGroup, find_groups
 
 WIDTH = 16
 
 
-def groups_of(model: nn.Module, *inputs: Tensor) -> list[Group]:
+def groups_of(model: nn.Module, *inputs: Tensor) -> list[ModuleGroup]:
     with virtual.gpus([None], data="meta"), torch.no_grad():
         place(model, Placement(entries=(("", "vgpu:0"),)))
         moved = [tensor.to("vgpu:0") for tensor in inputs]
@@ -37,7 +37,7 @@ def names(model: nn.Module, *inputs: Tensor) -> list[tuple[str, ...]]:
     return [group.names for group in groups]
 
 
-def assert_complete(model: nn.Module, groups: list[Group]) -> None:
+def assert_complete(model: nn.Module, groups: list[ModuleGroup]) -> None:
     """Every parameter and buffer lies under exactly one name."""
     entries = [name for group in groups for name in group.names]
     for tensor, _ in (*model.named_parameters(), *model.named_buffers()):
@@ -161,7 +161,7 @@ def test_embedding_and_positions_are_one_block() -> None:
 
 def test_a_tied_head_is_a_block_of_its_own() -> None:
     found = groups_of(Positions(), tokens())
-    assert found[-1] == Group(names=("head",), owners=("head",), streams=True)
+    assert found[-1] == ModuleGroup(names=("head",), owners=("head",), streams=True)
 
 
 class Mixed(nn.Module):
@@ -418,7 +418,7 @@ def test_where_moves_are_heard_features_may_be_put_together_later(how: str, numb
         place(model, Placement(entries=(("", "vgpu:0"),)))
         ids = tokens().to("vgpu:0")
         assert (
-            len(find_groups(model, lambda: model(ids), hears_moves=True, joins_work=False))
+            len(find_groups(model, lambda: model(ids), hears_moves=True, fuses_glue=False))
             == number
         )
 
@@ -443,7 +443,7 @@ LAYERED = {
 }
 
 
-def groups_of_language_model(model: PreTrainedModel) -> list[Group]:
+def groups_of_language_model(model: PreTrainedModel) -> list[ModuleGroup]:
     with virtual.gpus([None], data="meta"), torch.no_grad():
         place(model, Placement(entries=(("", "vgpu:0"),)))
         device = torch.device("vgpu:0")

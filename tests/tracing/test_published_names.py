@@ -22,7 +22,7 @@ from duoka.planner.device_map import judge
 from duoka.runtime.dispatch.place_tensors import tensor_names
 from duoka.tools.demo.checkpoint import CONFIG
 from duoka.tracing import get_profile
-from duoka.tracing.blocks import Group, find_containers
+from duoka.tracing.blocks import ModuleGroup, find_containers
 from duoka.tracing.published_names import by_block, name_tensors
 
 LOAD = Workload(prompt_tokens=7, new_tokens=3)
@@ -121,9 +121,9 @@ def test_containers_that_are_called_and_begin_late() -> None:
     entries = [
         f"{name}.{part}" for name in ("first", "layers.0", "layers.1") for part in ("one", "two")
     ]
-    groups = [Group(names=(entry,), owners=(entry,)) for entry in entries]
+    groups = [ModuleGroup(names=(entry,), owners=(entry,)) for entry in entries]
     assert find_containers(model, groups) == [(), (), (2,), (2,), (4,), (4,)]
-    whole = [*groups[:2], Group(names=("layers.0",), owners=()), *groups[4:]]
+    whole = [*groups[:2], ModuleGroup(names=("layers.0",), owners=()), *groups[4:]]
     assert find_containers(model, whole) == [(), (), (), (3,), (3,)]
 
 

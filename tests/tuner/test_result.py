@@ -32,8 +32,8 @@ from duoka.errors import LoadError, MachineError, UsageError
 from duoka.forecast.workload import Training
 from duoka.models import chatglm, initialize_adapters, make_trainable
 from duoka.models.from_checkpoint import tokenizer_of
-from duoka.models.lora import Adapter, LowRank, adapter_of, native_form, put_adapter
-from duoka.models.text.messages import Message, Role
+from duoka.models.lora import LoraAdapter, LowRank, adapter_of, native_form, put_adapter
+from duoka.models.text.messages import ChatMessage, Role
 from duoka.models.text.prompts import chat_format
 from duoka.planner.placement import Placement
 from duoka.runtime.load import load_weights
@@ -98,7 +98,7 @@ def logits(model: Any) -> Tensor:
     return output
 
 
-def trained_adapter(base: Checkpoint, targets: tuple[str, ...]) -> Adapter:
+def trained_adapter(base: Checkpoint, targets: tuple[str, ...]) -> LoraAdapter:
     """An adapter with random numbers, on every module that is called so."""
     model = models.build(base.config)
     torch.manual_seed(5)
@@ -111,10 +111,10 @@ def trained_adapter(base: Checkpoint, targets: tuple[str, ...]) -> Adapter:
             down, up = torch.randn(3, columns), torch.randn(rows, 3)
             layers[name] = LowRank(down=down, up=up, scaling=0.125)
     assert layers
-    return Adapter(layers=layers)
+    return LoraAdapter(layers=layers)
 
 
-def beside(base: Checkpoint, adapter: Adapter) -> Tensor:
+def beside(base: Checkpoint, adapter: LoraAdapter) -> Tensor:
     """The logits of the published model with the adapter beside its weights."""
     model = load(base.path)
     before = logits(model)
@@ -148,7 +148,7 @@ def test_an_adapter_on_some_layers_names_each(tiny: Path, tmp_path: Path) -> Non
     base = Checkpoint.open(tiny)
     adapter = trained_adapter(base, ("o_proj",))
     name = next(iter(adapter.layers))
-    write_adapter(tmp_path / "adapter", Adapter(layers={name: adapter.layers[name]}), base)
+    write_adapter(tmp_path / "adapter", LoraAdapter(layers={name: adapter.layers[name]}), base)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == [name]
 
@@ -352,7 +352,7 @@ def test_the_native_form_has_a_tokenizer_that_writes_chats(
     assert plain.decode(plain(text)["input_ids"], skip_special_tokens=True) == text
     form = chat_format(tokenizer_of(base), base.config)
     expected = form.prompt(
-        [Message(role=cast(Role, m["role"]), content=m["content"]) for m in CHAT]
+        [ChatMessage(role=cast(Role, m["role"]), content=m["content"]) for m in CHAT]
     )
     ids = plain.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert ids == expected
@@ -416,7 +416,7 @@ def test_an_adapter_on_a_tied_tensor_cannot_be_merged(tmp_path: Path) -> None:
     layer = LowRank(down=torch.ones(1, 64), up=torch.ones(32, 1), scaling=1, is_embedding=True)
     with pytest.raises(UsageError, match=r"can't be merged: .* are one tensor"):
         write_merged(
-            tmp_path / "merged", base, adapter=Adapter(layers={"model.embed_tokens": layer})
+            tmp_path / "merged", base, adapter=LoraAdapter(layers={"model.embed_tokens": layer})
         )
 
 
@@ -425,7 +425,7 @@ def test_what_is_no_tensor_of_the_checkpoint_is_refused(tiny: Path, tmp_path: Pa
     with pytest.raises(LoadError, match=r"1 of the trained parameters .*: model.none.weight"):
         write_merged(tmp_path / "m", base, parameters={"model.none.weight": torch.ones(2)})
     layer = LowRank(down=torch.ones(1, 7), up=torch.ones(5, 1), scaling=1)
-    other = Adapter(layers={"model.layers.0.mlp.down_proj": layer}, base="other")
+    other = LoraAdapter(layers={"model.layers.0.mlp.down_proj": layer}, base="other")
     with pytest.raises(LoadError, match="isn't for this model"):
         write_merged(tmp_path / "m", base, adapter=other)
     assert list(tmp_path.iterdir()) == []

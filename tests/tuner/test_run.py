@@ -22,7 +22,7 @@ from trainers import make_layout, make_report, write_run
 from duoka import TuneSettings
 from duoka.errors import DuokaError, FormatError, MachineError, TrainingError, UsageError
 from duoka.tuner.layout import Layout
-from duoka.tuner.run import Run, RunDirectory
+from duoka.tuner.run import RunDirectory, TuneJob
 from duoka.tuner.tune import move, resume
 
 SETTINGS = TuneSettings(seq_length=32, batch=4, lora_target=("q_proj",), eval_data=("é.jsonl",))
@@ -57,7 +57,7 @@ def test_it_is_read_as_it_was_written(
     directory.write(SETTINGS, layout.plans, trust_remote_code=trusts)
     assert directory.is_written
     run = directory.read()
-    assert run == Run(settings=SETTINGS, plans=layout.plans, trust_remote_code=trusts)
+    assert run == TuneJob(settings=SETTINGS, plans=layout.plans, trust_remote_code=trusts)
     assert run.fleet().names == ("vgpu:0", "vgpu:1", "vgpu:2", "vgpu:3")
     checkpoint = run.checkpoint()
     assert checkpoint.path == llama
@@ -65,8 +65,8 @@ def test_it_is_read_as_it_was_written(
 
 
 def test_several_machines_have_one_fleet(layout: Layout) -> None:
-    run = Run(settings=SETTINGS, plans=layout.plans * 2)
-    assert run.fleet() == Run(settings=SETTINGS, plans=layout.plans).fleet()
+    run = TuneJob(settings=SETTINGS, plans=layout.plans * 2)
+    assert run.fleet() == TuneJob(settings=SETTINGS, plans=layout.plans).fleet()
 
 
 def test_the_model_has_to_be_the_one_that_was_planned_for(
@@ -74,7 +74,7 @@ def test_the_model_has_to_be_the_one_that_was_planned_for(
 ) -> None:
     copied = shutil.copytree(llama, tmp_path / "model")
     plans = tuple(replace(plan, source=str(copied)) for plan in layout.plans)
-    run = Run(settings=SETTINGS, plans=plans)
+    run = TuneJob(settings=SETTINGS, plans=plans)
     assert run.checkpoint().path == copied
     config = copied / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
@@ -166,8 +166,12 @@ def test_a_new_one_takes_no_place_that_is_taken(directory: RunDirectory, tmp_pat
         with pytest.raises(UsageError, match=f"{path} is there already") as refused:
             RunDirectory(path).refuse_used()
         assert "--resume" in (refused.value.hint or "")
-    with pytest.raises(MachineError, match=r"inner can't be made: .*file can't be written to"):
-        RunDirectory(tmp_path / "file" / "inner").refuse_used()
+    inner = RunDirectory(tmp_path / "file" / "inner")
+    with (
+        pytest.raises(MachineError, match=r"inner/.lock can't be written: Not a directory"),
+        inner.locked(),
+    ):
+        pass
     for path in (tmp_path / "empty", tmp_path / "new" / "run"):
         RunDirectory(path).refuse_used()
         assert not (tmp_path / "new").exists()

@@ -14,7 +14,7 @@ from trainers import make_layout, make_report
 from duoka import TuneSettings
 from duoka.tuner.checkpoints import Resumed
 from duoka.tuner.layout import Layout
-from duoka.tuner.show import Progress
+from duoka.tuner.show import TuneProgress
 
 RESUMED = Resumed(
     path=Path("/[run]/step-000040"), step=40, state={}, refused=("/[run]/step-000050 is cut off",)
@@ -28,11 +28,13 @@ def layout(llama: Path) -> Layout:
     return make_layout(llama, TuneSettings(seq_length=32), stages=2)
 
 
-def watch(use: Callable[[Progress], None], *, num_steps: int = 100, columns: int = 0) -> list[str]:
+def watch(
+    use: Callable[[TuneProgress], None], *, num_steps: int = 100, columns: int = 0
+) -> list[str]:
     """The lines that are written; on a terminal with so many columns, or without one."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=columns > 0, width=columns or 10, highlight=False)
-    progress = Progress(num_steps, console)
+    progress = TuneProgress(num_steps, console)
     try:
         use(progress)
     finally:
@@ -56,7 +58,7 @@ def watch(use: Callable[[Progress], None], *, num_steps: int = 100, columns: int
 def test_some_hundred_lines_stand_for_a_run(
     layout: Layout, num_steps: int, shown: list[int]
 ) -> None:
-    def run(progress: Progress) -> None:
+    def run(progress: TuneProgress) -> None:
         for step in range(1, num_steps + 1):
             progress.show(make_report(layout, step, loss=2.5))
 
@@ -66,7 +68,7 @@ def test_some_hundred_lines_stand_for_a_run(
 
 
 def test_the_speed_is_that_of_the_last_ten_steps(layout: Layout) -> None:
-    def run(progress: Progress) -> None:
+    def run(progress: TuneProgress) -> None:
         progress.show(make_report(layout, 1, seconds=1000.0))
         for step in range(2, 12):
             progress.show(make_report(layout, step, seconds=0.5 if step % 2 else 1.5))
@@ -78,7 +80,7 @@ def test_the_speed_is_that_of_the_last_ten_steps(layout: Layout) -> None:
 
 
 def test_what_isnt_a_step_is_said(layout: Layout) -> None:
-    def run(progress: Progress) -> None:
+    def run(progress: TuneProgress) -> None:
         progress.resumed(RESUMED)
         progress.show(make_report(layout, 41, is_skipped=True))
         progress.evaluated(41, 2.25)
@@ -95,7 +97,7 @@ def test_what_isnt_a_step_is_said(layout: Layout) -> None:
 
 
 def test_a_bar_has_loss_and_speed(layout: Layout) -> None:
-    def run(progress: Progress) -> None:
+    def run(progress: TuneProgress) -> None:
         progress.show(make_report(layout, 1))
         progress.show(make_report(layout, 2, loss=2.5))
 
@@ -105,7 +107,7 @@ def test_a_bar_has_loss_and_speed(layout: Layout) -> None:
 
 
 def test_the_bar_of_a_resumed_run_begins_where_it_goes_on() -> None:
-    def run(progress: Progress) -> None:
+    def run(progress: TuneProgress) -> None:
         progress.resumed(RESUMED)
         progress.evaluated(40, 2.25)
 
@@ -117,7 +119,7 @@ def test_the_bar_of_a_resumed_run_begins_where_it_goes_on() -> None:
 
 def test_a_terminal_is_left_as_it_was() -> None:
     file = io.StringIO()
-    progress = Progress(9, Console(file=file, force_terminal=True, width=80))
+    progress = TuneProgress(9, Console(file=file, force_terminal=True, width=80))
     assert "\x1b[?25l" in file.getvalue()  # no cursor meanwhile
     progress.close()
     assert file.getvalue().rstrip().endswith("\x1b[?25h")

@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM
 from duoka import TuneSettings
 from duoka.errors import TrainingError
 from duoka.tuner import trainer as module
-from duoka.tuner.data import Step
+from duoka.tuner.data import OptimizerStep
 from duoka.tuner.part import ModelPart
 from duoka.tuner.run import RunDirectory
 from duoka.tuner.trainer import Trainer
@@ -58,7 +58,7 @@ def make(llama: Path, alone: None) -> Make:
     return make
 
 
-def step_of(number: int = 0, **options: Any) -> Step:
+def step_of(number: int = 0, **options: Any) -> OptimizerStep:
     return make_batches(TuneSettings(**{**SETTINGS, **options}))[number]
 
 

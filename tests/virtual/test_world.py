@@ -146,11 +146,11 @@ class Recorder:
         self.ids: list[int] = []
         self.operations: list[str] = []
 
-    def allocated(self, gpu: virtual.Gpu, storage_id: int, num_bytes: int) -> None:
+    def allocated(self, gpu: virtual.VirtualGpu, storage_id: int, num_bytes: int) -> None:
         self.live[storage_id] = num_bytes
         self.ids.append(storage_id)
 
-    def freed(self, gpu: virtual.Gpu, storage_id: int) -> None:
+    def freed(self, gpu: virtual.VirtualGpu, storage_id: int) -> None:
         self.live.pop(storage_id, None)
 
     def operation(

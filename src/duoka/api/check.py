@@ -1,4 +1,4 @@
-"""The front door of the check: what people give, turned into a model on a placement."""
+"""Implementation of `duoka.check`: resolve the arguments to a model on a placement, and run it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from duoka.base.model_code import raised_in
 from duoka.base.progress import say
 from duoka.checker.run import check_subject
 from duoka.checker.source_map import place_of
-from duoka.checker.stage_splits import splits
-from duoka.checker.subject import Subject, complete, read_entries, stop_of
+from duoka.checker.stage_splits import iter_splits
+from duoka.checker.subject import Subject, complete_map, read_entries, stop_of
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from duoka.forecast.tensor_names import Outline
@@ -33,7 +33,7 @@ from duoka.planner.device_map import DeviceMap, judge
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.planner.resolve import learning, native_training, whole_prompt_note, workload_for
-from duoka.report.check_report import Report, Stop
+from duoka.report.check_report import CheckReport, Stop
 from duoka.runtime.dispatch.place_tensors import empty_modules, tensor_names
 from duoka.runtime.image_inputs import ImagePrompts
 from duoka.virtual import UnknownValueError
@@ -53,7 +53,7 @@ Where = Placement | Plan | DeviceMap | Mapping[str, Any] | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CheckRequest:
-    """The arguments of a check besides the model, and notes collected while they are resolved."""
+    """Arguments of a check besides the model, and notes collected while they are resolved."""
 
     placement: Where | None
     inputs: Inputs | None
@@ -67,7 +67,7 @@ class _CheckRequest:
 
     @property
     def to_plan(self) -> Fleet:
-        """The devices to plan for, where there is no placement."""
+        """Return the devices to plan for if there is no placement."""
         assert self.fleet is not None, "it was refused before"
         return self.fleet
 
@@ -81,7 +81,7 @@ def check(
     *,
     fleet: Fleet | str | None = None,
     images: Sequence[tuple[int, int]] = (),
-) -> Report:
+) -> CheckReport:
     """Run a model's own code on a placement's virtual GPUs, and say all that is wrong with it.
 
     No weight is read and no GPU is touched. After a fault the run goes on with the tensors moved,
@@ -143,11 +143,11 @@ def check(
         constraints=Constraints(strategy=strategy or "auto"),
     )
     subject = _subject(model, request)
-    if isinstance(subject, Report):
+    if isinstance(subject, CheckReport):
         return subject
     subject = _with_images(_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
-    report = replace(check_subject(subject), workload=_ran(subject, request))
+    report = replace(check_subject(subject), workload=_workload_run(subject, request))
     if subject.if_too_large and not report.fits:
         report = replace(report, notes=(*report.notes, subject.if_too_large))
     if report.ok and request.refusals:
@@ -159,15 +159,15 @@ def check(
     return replace(report, stop=replace(report.stop, hint=hint))
 
 
-def _ran(subject: Subject, request: _CheckRequest) -> Workload | None:
-    """Return what was run, where no example inputs said it."""
+def _workload_run(subject: Subject, request: _CheckRequest) -> Workload | None:
+    """Return the workload that ran, unless example inputs were given."""
     work, training = subject.workload, request.training
     work_done = work if training is None else learning(work, training)
     return work_done if subject.inputs is None else None
 
 
 def _unplanned(error: DuokaError) -> Stop:
-    """That a model can't be planned, and the line of its code that says so."""
+    """Describe that a model cannot be planned, with the line of its code."""
     spot = None if error.__cause__ is None else raised_in(error.__cause__)
     place = None if spot is None else place_of(spot)
     return Stop(message=str(error), place=place, phase="plan", hint=error.hint or "")
@@ -175,8 +175,8 @@ def _unplanned(error: DuokaError) -> Stop:
 
 def _subject(
     model: str | os.PathLike[str] | Checkpoint | nn.Module, request: _CheckRequest
-) -> Subject | Report:
-    """Return the model on its devices, or a report where its code can't be built."""
+) -> Subject | CheckReport:
+    """Return the model on its devices, or a report if its code cannot be built."""
     if isinstance(model, nn.Module):
         if request.training not in (None, Training(method="full")):
             raise UsageError(
@@ -199,7 +199,7 @@ def _subject(
         if stop is None:
             raise
         is_trained = request.training is not None
-        return Report(model=checkpoint.source, devices=(), stop=stop, train=is_trained)
+        return CheckReport(model=checkpoint.source, devices=(), stop=stop, train=is_trained)
     subject = _trainable(subject, request.training)
     if checkpoint.builds_own_model:
         note = "" if subject.train else whole_prompt_note(checkpoint, subject.workload)
@@ -210,7 +210,7 @@ def _subject(
 
 
 def _offloaded(subject: Subject, placement: Where | None) -> Subject:
-    """The subject with weights in the host's memory, where a plan says so."""
+    """Return the subject with the plan's offloaded weights in host memory."""
     if not isinstance(placement, Plan) or not placement.offloaded:
         return subject
     if subject.train:
@@ -223,16 +223,16 @@ def _offloaded(subject: Subject, placement: Where | None) -> Subject:
 
 
 def _trainable(subject: Subject, training: Training | None) -> Subject:
-    """The subject as its training says."""
+    """Return the subject prepared for its training method."""
     if training is None or training == Training(method="full"):
         return subject
     make_trainable(subject.model, training, getattr(torch, subject.workload.dtype))
     # An entry that is a tensor's name means another one below an adapter.
-    return replace(subject, entries=complete(subject.model, subject.entries)[0])
+    return replace(subject, entries=complete_map(subject.model, subject.entries)[0])
 
 
 def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workload:
-    """The workload that is planned for pictures: as many, of the largest width and height."""
+    """Return the workload planned for images: their number, with the largest width and height."""
     if not sizes:
         return workload
     widths, heights = zip(*sizes, strict=True)
@@ -240,7 +240,7 @@ def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workl
 
 
 def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
-    """The subject with pictures in its prompt, as its model takes them."""
+    """Return the subject with images in its prompt."""
     if not sizes:
         return subject
     if subject.inputs is not None:
@@ -263,23 +263,23 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
     if placement is None:
         call = _call_of(request.inputs)
         load = workload if call is None else None
-        placement = _planned(partial(plan, model, workload=load, inputs=call), request)
+        placement = _plan_all(partial(plan, model, workload=load, inputs=call), request)
     if isinstance(placement, Plan):
         workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
     if placement is None:
-        entries = _dealt(model, request.to_plan)
+        entries = _distribute(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
         entries = read_entries(dict(DeviceMap.of(placement).entries))
-    entries, faults = complete(model, entries)
+    entries, faults = complete_map(model, entries)
     is_whole = isinstance(placement, Placement) and not faults
-    subject = _placed(model, entries, faults, request, workload=workload, fleet=fleet)
+    subject = _place_subject(model, entries, faults, request, workload=workload, fleet=fleet)
     return replace(subject, is_dispatched=is_whole, inputs=request.inputs)
 
 
-def _placed(
+def _place_subject(
     model: nn.Module,
     entries: tuple[tuple[str, str], ...],
     faults: Faults,
@@ -296,7 +296,7 @@ def _placed(
         completeness=faults,
         budgets={device.name: device.budget_bytes for device in fleet.devices} if fleet else {},
         generation=None if fleet is None else fleet.gpu_generation,
-        workload=_whole(workload),
+        workload=_single_chunk(workload),
         notes=tuple(request.notes),
         train=request.training is not None,
     )
@@ -336,13 +336,13 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
         placement = placement.placement
     model = build_model(checkpoint, workload)
     if placement is None:
-        entries = _dealt(model, request.to_plan)
+        entries = _distribute(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
         outline = _outline(checkpoint, workload, model, request)
-        entries, faults, is_whole = _judged(outline, model, DeviceMap.of(placement), request)
-    subject = _placed(model, entries, faults, request, workload=workload, fleet=fleet)
+        entries, faults, is_whole = _validate_map(outline, model, DeviceMap.of(placement), request)
+    subject = _place_subject(model, entries, faults, request, workload=workload, fleet=fleet)
     return replace(subject, is_dispatched=is_whole, name=checkpoint.source)
 
 
@@ -359,10 +359,10 @@ def _outline(
 
 
 def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
-    """The plan for a checkpoint: for training it where that is checked, and fits."""
+    """Plan a checkpoint, for training if that is checked and fits."""
 
     def planned(load: Workload, *, suggest: bool = True) -> Plan | None:
-        return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
+        return _plan_all(partial(plan, checkpoint, workload=load), request, suggest=suggest)
 
     workload = request.workload
     if request.training and workload.training is None:
@@ -381,9 +381,9 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
 
 
 def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
-    """Tell if a plan would put all layers on one device, where no devices can be mixed.
+    """Return True if a plan would put all layers on one device, where nothing can be mixed.
 
-    A strategy that somebody said is that of a plan.
+    False if the user chose a strategy, whose plan is used.
     """
     layers = None
     if checkpoint.builds_own_model and request.constraints.strategy == "auto":
@@ -397,23 +397,23 @@ def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
     return layers is not None
 
 
-def _planned(
-    ask: Callable[..., Plan], request: _CheckRequest, *, suggest: bool = True
+def _plan_all(
+    is_asking: Callable[..., Plan], request: _CheckRequest, *, suggest: bool = True
 ) -> Plan | None:
-    """The plan for all devices, or for as many of the first as the model has blocks for."""
+    """Plan for all devices, or for as many as the model has blocks."""
     fleet, constraints = request.to_plan, request.constraints
 
     def attempt() -> Plan:
         for count in range(len(fleet.devices), 1, -1):
             with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below
-                some = fleet.only(fleet.names[:count])
-                plan = ask(some, use_all=True, constraints=constraints, suggest=False)
+                given = fleet.only(fleet.names[:count])
+                plan = is_asking(given, use_all=True, constraints=constraints, suggest=False)
                 if count < len(fleet.devices):
                     request.notes.append(
                         f"the model has blocks for {count} of {len(fleet.devices)} devices"
                     )
                 return plan
-        return ask(fleet, constraints=constraints, suggest=suggest)
+        return is_asking(fleet, constraints=constraints, suggest=suggest)
 
     try:
         return attempt()
@@ -423,28 +423,28 @@ def _planned(
         return None
 
 
-def _dealt(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
-    """Devices for a model that can't be planned, or whose layers its code joins."""
+def _distribute(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
+    """Distribute a model that cannot be planned, or whose code joins its layers, by bytes."""
     names = fleet.names
     for num_stages in range(len(names), 1, -1):
-        for split in splits(model, num_stages):
+        for split in iter_splits(model, num_stages):
             return tuple((module, names[stage]) for module, stage in split.items())
     return (("", names[0]),)
 
 
-def _whole(workload: Workload) -> Workload:
-    """The workload with its prompt in one step, unless a plan or a person said otherwise."""
+def _single_chunk(workload: Workload) -> Workload:
+    """Return the workload with a single prefill step, unless the plan or the user set a chunk."""
     is_open = workload.prefill_chunk_tokens == "auto"
     return replace(workload, prefill_chunk_tokens=None) if is_open else workload
 
 
-def _judged(
+def _validate_map(
     outline: Outline, model: nn.Module, device_map: DeviceMap, request: _CheckRequest
 ) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
-    """A map by hand, in the names of the model or of its checkpoint, and what is wrong with it.
+    """Validate a device map and return its placement and errors.
 
-    One that only splits what should stay whole is run as it stands: then the faults are shown. The
-    last result says whether the entries are whole blocks instead.
+    A map whose only error is split blocks is run as it is, so that faults show. The last result is
+    True if its entries are whole blocks.
     """
     try:
         judgement = judge(device_map, outline, request.fleet)
@@ -452,7 +452,7 @@ def _judged(
         return judgement.placed, Faults(), True
     except PlacementError as error:
         faults = error.faults
-    entries, wrong = complete(model, read_entries(dict(device_map.entries)))
+    entries, wrong = complete_map(model, read_entries(dict(device_map.entries)))
     if not wrong:
         return entries, faults, False
     if faults.completed is None:

@@ -1,4 +1,4 @@
-"""Load a plan, spread a model: the front doors to what runs."""
+"""Load a plan, dispatch a model, load a tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from duoka.hardware.host import refuse_more
 from duoka.models.chatglm import ChatGLMPreTrainedModel
 from duoka.models.chunked_loss import chunk_loss
 from duoka.models.from_checkpoint import build_model, tokenizer_of
-from duoka.models.lora import Adapter, merge_adapter, native_form
+from duoka.models.lora import LoraAdapter, merge_adapter, native_form
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.trainable import known_targets
 from duoka.planner.placement import Placement
@@ -102,14 +102,14 @@ def load_proved(
     checkpoint: Checkpoint,
     *,
     progress: Progress | None = None,
-    lora: Adapter | None = None,
+    lora: LoraAdapter | None = None,
     outputs_stay: bool = False,
 ) -> PreTrainedModel:
-    """Load what `prove_here` has returned; see `load`."""
+    """Load a plan that `prove_here` has proved; see `load`."""
     devices.materialise(plan.fleet)
     try_copies(map(torch.device, plan.devices))  # before memory is taken there
     say("reading the weights")
-    model = _filled(plan, checkpoint, progress)
+    model = _load_weights(plan, checkpoint, progress)
     if lora is not None:
         merge_adapter(model, native_form(lora, checkpoint.config))
     model.train(plan.workload.training is not None)
@@ -119,12 +119,12 @@ def load_proved(
 def prove_here(
     plan: Plan, *, trust_remote_code: bool = False, download_progress: Progress | None = None
 ) -> tuple[Plan, Checkpoint]:
-    """Prove a plan on the GPUs that are here now, and have its weights on this machine.
+    """Prove a plan on the current GPUs and download its weights.
 
     Raises
     ------
     DuokaError
-        As `load` does, before a weight is read.
+        As for `load`, before a weight is read.
     """
     _refuse_unloadable(plan)
     checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
@@ -146,8 +146,8 @@ def prove_here(
     return plan, checkpoint
 
 
-def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> PreTrainedModel:
-    """The model with its weights where the plan says."""
+def _load_weights(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> PreTrainedModel:
+    """Return the model with its weights on the planned devices."""
     model = build_model(checkpoint, plan.workload)
     dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
@@ -166,8 +166,8 @@ def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> Pr
     return model
 
 
-def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> Adapter:
-    """Read an adapter that is to be added to the weights of a plan."""
+def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter:
+    """Read a LoRA adapter for the weights of a plan."""
     if plan.workload.quantize != "none" or plan.offloaded:
         raise UsageError(
             "an adapter is added to weights in full, and the plan quantizes or offloads them",
@@ -177,7 +177,7 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> Adapter:
 
 
 def _refuse_unloadable(plan: Plan) -> None:
-    """Refuse a plan that nothing is loaded for."""
+    """Refuse a plan for which nothing can be loaded."""
     if not plan.source:
         raise CheckpointError(
             "the plan was made for a model that was given as an object; there is nothing to load",
@@ -186,7 +186,7 @@ def _refuse_unloadable(plan: Plan) -> None:
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Say so when a plan differs in one thing: that the checkpoint's own code may run."""
+    """Raise if the only difference from the plan is trust in the checkpoint's code."""
     if plan.fingerprint == checkpoint.fingerprint or checkpoint.trust_remote_code:
         return
     trusted = Checkpoint.open(plan.source, trust_remote_code=True)

@@ -1,4 +1,4 @@
-"""Hears what a run does on virtual GPUs: peaks and what they are made of, transfers, waiting."""
+"""Record a run on virtual GPUs: peak memory by kind, transfers, synchronizations."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from duoka.base.model_code import Spot
-from duoka.report.check_report import PeakMemory, Sync, Transfer
-from duoka.virtual import Gpu, VirtualTensor
+from duoka.report.check_report import DeviceTransfer, PeakMemory, Sync
+from duoka.virtual import VirtualGpu, VirtualTensor
 
 from .execute import BETWEEN
 from .report_names import ReportNames
@@ -37,7 +37,7 @@ _SYNCS = {
 
 @dataclass(slots=True)
 class _Peak:
-    """The moment at which a GPU held most."""
+    """State of a GPU at its peak."""
 
     allocated: int = 0
     live: dict[int, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class _Peak:
 
 @dataclass(slots=True)
 class _StepCounts:
-    """What one step did."""
+    """Counts of one step."""
 
     phase: str
     transfers: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -58,13 +58,13 @@ class _StepCounts:
 
 
 class Observer:
-    """A listener of virtual GPUs (see `virtual.observe`)."""
+    """Listener of virtual GPUs (see `virtual.observe`)."""
 
     def __init__(self, names: ReportNames) -> None:
         self.names = names
         self.steps: list[_StepCounts] = []
-        self._live: dict[Gpu, dict[int, int]] = {}
-        self._peaks: dict[Gpu, _Peak] = {}
+        self._live: dict[VirtualGpu, dict[int, int]] = {}
+        self._peaks: dict[VirtualGpu, _Peak] = {}
         self._kinds: dict[int, str] = {}
 
     def begin(self, phase: str) -> None:
@@ -73,19 +73,19 @@ class Observer:
 
     @property
     def phase(self) -> str:
-        """The phase of the step that is running; "" before the first."""
+        """Phase of the running step; "" before the first."""
         return self.steps[-1].phase if self.steps else ""
 
     def mark(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Say what the memory of some tensors is for."""
+        """Assign a kind to the memory of some tensors."""
         for tensor in tensors:
             if isinstance(tensor, VirtualTensor):
                 self._kinds.setdefault(tensor.storage_id, kind)
 
     # ── what the listener hears ──
 
-    def allocated(self, gpu: Gpu, storage_id: int, num_bytes: int) -> None:
-        """Hear of a new storage, and keep the line that asked for it if that is a new peak."""
+    def allocated(self, gpu: VirtualGpu, storage_id: int, num_bytes: int) -> None:
+        """Handle a new storage, and store the current line at a new peak."""
         live = self._live.setdefault(gpu, {})
         live[storage_id] = num_bytes
         allocated = gpu.allocator.allocated_bytes
@@ -96,8 +96,8 @@ class Observer:
             peak.spot = None if frame is None else spot_of(frame)
             peak.module = self.names.module_of(frame)
 
-    def freed(self, gpu: Gpu, storage_id: int) -> None:
-        """Hear of a storage that is gone; the first after a peak ends its moment."""
+    def freed(self, gpu: VirtualGpu, storage_id: int) -> None:
+        """Handle a freed storage; the first one after a peak fixes its state."""
         live = self._live.get(gpu, {})
         peak = self._peaks.get(gpu)
         if peak is not None and peak.is_open:
@@ -107,7 +107,7 @@ class Observer:
     def operation(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Hear of an ATen operation."""
+        """Handle an ATen operation."""
         if self.phase in ("", BETWEEN):
             return
         if func in _COPIES:
@@ -140,8 +140,8 @@ class Observer:
 
     # ── what it comes to ──
 
-    def memory(self, gpu: Gpu, name: str, budget: int | None) -> PeakMemory:
-        """The peak of a GPU, and what it was made of."""
+    def memory(self, gpu: VirtualGpu, name: str, budget: int | None) -> PeakMemory:
+        """Return the peak of a GPU by kind."""
         peak = self._peaks.get(gpu, _Peak())
         live = self._live.get(gpu, {}) if peak.is_open else peak.live
         kinds: Counter[str] = Counter()
@@ -162,15 +162,15 @@ class Observer:
             module=peak.module,
         )
 
-    def transfers(self) -> tuple[Transfer, ...]:
-        """What goes over each link in the dearest step of each phase."""
-        dearest: dict[tuple[str, str, str], Transfer] = {}
+    def transfers(self) -> tuple[DeviceTransfer, ...]:
+        """Return the transfers of the most expensive step of each phase."""
+        dearest: dict[tuple[str, str, str], DeviceTransfer] = {}
         num_steps = Counter(step.phase for step in self.steps)
         for step in self.steps:
             for link, num_bytes in step.transfers.items():
                 key = (step.phase, *link)
                 if key not in dearest or dearest[key].num_bytes < num_bytes:
-                    dearest[key] = Transfer(
+                    dearest[key] = DeviceTransfer(
                         phase=step.phase,
                         source=link[0],
                         target=link[1],
@@ -181,13 +181,13 @@ class Observer:
         return tuple(dearest.values())
 
     def syncs(self) -> tuple[Sync, ...]:
-        """Where the CPU waits, in the step of each phase that waits most often there."""
-        most: Counter[tuple[str, str, Spot]] = Counter()
+        """Return the synchronizations of the step with most of them, by phase."""
+        counts: Counter[tuple[str, str, Spot]] = Counter()
         for step in self.steps:
             for (op, spot), count in step.syncs.items():
                 key = (step.phase, op, spot)
-                most[key] = max(most[key], count)
+                counts[key] = max(counts[key], count)
         return tuple(
             Sync(op=op, place=place_of(spot), phase=phase, count=count)
-            for (phase, op, spot), count in most.items()
+            for (phase, op, spot), count in counts.items()
         )

@@ -24,7 +24,7 @@ from duoka.forecast.workload import Training
 from duoka.planner.device_map import published_names
 from duoka.planner.limits import fleet_for
 from duoka.planner.resolve import native_training, workload_for
-from duoka.report.terminal.words import where
+from duoka.report.terminal.words import format_place
 
 from . import planning
 from .errors import NOT_OK
@@ -35,7 +35,7 @@ from .training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from duoka.checker.fix import Repairs
-    from duoka.report.check_report import Report
+    from duoka.report.check_report import CheckReport
 
 _TRAINING_TOKENS = "1"  # a workload answers at least one
 _DIRECTORY = Path("duoka-fixed")
@@ -92,7 +92,9 @@ class ReportOutput(NamesOption):
         check_file(self.sarif, "the SARIF log")
         check_file(self.save_device_map, "the device map")
 
-    def write(self, report: Report, checkpoint: duoka.Checkpoint, work: duoka.Workload) -> None:
+    def write(
+        self, report: CheckReport, checkpoint: duoka.Checkpoint, work: duoka.Workload
+    ) -> None:
         """Write the files."""
         if self.save_device_map is not None:
             device_map = _map_of(report)
@@ -146,7 +148,7 @@ class FixOptions:
     def _directory(self) -> Path:
         return self.output or _DIRECTORY
 
-    def repair(self, report: Report) -> Repaired:
+    def repair(self, report: CheckReport) -> Repaired:
         """Find changes and prove them; nothing is written yet."""
         from duoka.checker.fix import repair
 
@@ -184,7 +186,7 @@ def check(
     with working():
         say_import("torch")
         train = how_to_train or False
-        report: Report = duoka.check(**arguments, train=train, images=images)
+        report: CheckReport = duoka.check(**arguments, train=train, images=images)
     output.write(report, arguments["model"], arguments["workload"])
     if not output.json:
         from duoka.report.terminal import render_report
@@ -232,7 +234,7 @@ def _arguments(
     }
 
 
-def _map_of(report: Report) -> Mapping[str, int | str]:
+def _map_of(report: CheckReport) -> Mapping[str, int | str]:
     """The map that was checked, completed; empty where the model couldn't be built."""
     entries = () if report.subject is None else report.subject.entries
     return report.completeness.completed or dict(entries)
@@ -256,7 +258,7 @@ class Repaired:
         for file in files:
             stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
 
-    def cures(self, report: Report) -> bool:
+    def cures(self, report: CheckReport) -> bool:
         """Whether what was checked has been changed, and nothing is wrong with it any more."""
         faults = report.completeness
         # What had to stay whole had to because of the faults.
@@ -303,7 +305,7 @@ class Repaired:
             console.print(Text.assemble(verdict, reason), soft_wrap=True)
         for fault, reason in self._repairs.uncured:
             console.print()
-            text = f" {where(fault.place)}, {fault.op}: {reason}"
+            text = f" {format_place(fault.place)}, {fault.op}: {reason}"
             console.print(Text.assemble(("not cured:", "bold red"), text), soft_wrap=True)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from duoka.base.files import why
 from duoka.base.serialization import parse_json_object
 from duoka.errors import DuokaError, FormatError, MachineError, UsageError
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 
 from .grammar import Grammar
 from .request import Completion, SamplingParams
@@ -43,7 +43,7 @@ class BatchPrompt:
 
     number: int
     name: str | int | None
-    messages: tuple[Message, ...]
+    messages: tuple[ChatMessage, ...]
     params: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -79,7 +79,7 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
         ) from error
     prompts: list[BatchPrompt] = []
     problems: list[str] = []
-    before = [Message(role="system", content=system)] if system else []
+    before = [ChatMessage(role="system", content=system)] if system else []
     for line, text in enumerate(lines, 1):
         if text.strip():
             try:
@@ -103,9 +103,9 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
     return prompts
 
 
-def _read(text: str) -> tuple[str | int | None, list[Message], dict[str, Any]]:
+def _read(text: str) -> tuple[str | int | None, list[ChatMessage], dict[str, Any]]:
     if text.lstrip().startswith('"'):
-        return None, [Message(role="user", content=_text(_json(text)))], {}
+        return None, [ChatMessage(role="user", content=_text(_json(text)))], {}
     row = parse_json_object(text, "the line")
     unknown = sorted(row.keys() - {*_KEYS})
     if unknown:
@@ -117,7 +117,7 @@ def _read(text: str) -> tuple[str | int | None, list[Message], dict[str, Any]]:
         raise UsageError("its id is neither a text nor a number")
     params = {key: _param(key, row[key]) for key in _KEYS if key in _PARAMS and key in row}
     if "prompt" in row:
-        return name, [Message(role="user", content=_text(row["prompt"]))], params
+        return name, [ChatMessage(role="user", content=_text(row["prompt"]))], params
     messages = row["messages"]
     if not isinstance(messages, list) or not messages:
         raise UsageError("its messages are no list of some")
@@ -145,10 +145,10 @@ def _json(text: str) -> Any:
         raise FormatError(f"the line is not valid JSON: {error}") from error
 
 
-def _message(value: Any) -> Message:
+def _message(value: Any) -> ChatMessage:
     if not isinstance(value, Mapping) or value.keys() != {"role", "content"}:
         raise UsageError("a message has a role and a content, and nothing else")
-    return Message(role=value["role"], content=_text(value["content"]))
+    return ChatMessage(role=value["role"], content=_text(value["content"]))
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,7 @@ from PIL.Image import Image
 
 from duoka.errors import UsageError
 from duoka.models.text.image_prompts import images_of
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 from duoka.runtime.prompt_reader import PromptReader
 
 from .engine import Engine
@@ -39,13 +39,13 @@ class Conversation:
         self._reader = reader
         self._params = params
         self.answers: list[Completion] = []
-        self._system = [Message(role="system", content=system)] if system else []
-        self._rounds: list[tuple[Message, Message]] = []
+        self._system = [ChatMessage(role="system", content=system)] if system else []
+        self._rounds: list[tuple[ChatMessage, ChatMessage]] = []
         self._shown: list[Image] = []
         self.num_forgotten = 0
 
     @property
-    def messages(self) -> tuple[Message, ...]:
+    def messages(self) -> tuple[ChatMessage, ...]:
         """Everything that the model would be told before the next question."""
         return (*self._system, *(message for round_ in self._rounds for message in round_))
 
@@ -78,7 +78,7 @@ class Conversation:
         UsageError
             If the question alone is longer than the planned prompt.
         """
-        message = Message(role="user", content=question, images=tuple(self._shown))
+        message = ChatMessage(role="user", content=question, images=tuple(self._shown))
         prompt = self._prompt(message)
         answer = said = ""
         stream = self._engine.submit(prompt, self._params)
@@ -97,7 +97,7 @@ class Conversation:
             with suppress(Exception):  # where it failed, that is on its way already
                 self.answers.append(stream.result())
 
-    def _prompt(self, message: Message) -> list[int]:
+    def _prompt(self, message: ChatMessage) -> list[int]:
         """The ids of the history and a question; forgets rounds until they fit."""
         workload = self._reader.workload
         limit = workload.prompt_tokens

@@ -23,11 +23,12 @@ from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import DuokaError, UsageError
 from duoka.models.text.image_prompts import ImagePrompt, images_of
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 from duoka.planner.out_of_memory import OutOfMemory
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime.lost_gpu import find_lost_gpu
+from duoka.runtime.out_of_memory import describe
 from duoka.runtime.prompt_reader import refuse_beyond
 
 from .detokenizer import Detokenizer
@@ -35,14 +36,14 @@ from .executor import Result
 from .grammar import GrammarCompiler
 from .open_executor import open_executor
 from .request import Completion, SamplingParams, TextPiece
-from .scheduler import Piece, Scheduler
+from .scheduler import ScheduledChunk, Scheduler
 from .sequence import Event
 from .sequence import Sequence as EngineSequence
-from .step import Outcome, Step
+from .step import EngineStep, Outcome
 
 K = TypeVar("K")
 _GREEDY = SamplingParams()
-Prompt = str | Sequence[int] | Sequence[Message]
+Prompt = str | Sequence[int] | Sequence[ChatMessage]
 """A question, as text; the token ids of a whole prompt, as an `ImagePrompt` where there are images
 among them; or the messages of a chat."""
 
@@ -169,8 +170,8 @@ class Engine:
         )
         self._numbers = count()
         # Steps on their way, and pieces that are to be computed again before anything else.
-        self._steps: dict[int, list[Piece]] = {}
-        self._again: deque[list[Piece]] = deque()
+        self._steps: dict[int, list[ScheduledChunk]] = {}
+        self._again: deque[list[ScheduledChunk]] = deque()
         # Guards the scheduler; who has changed it wakes the executor.
         self._lock = threading.Lock()
         self._is_closed = False
@@ -216,7 +217,7 @@ class Engine:
 
         Parameters
         ----------
-        prompt : str, or sequence of Message or of int
+        prompt : str, or sequence of ChatMessage or of int
             A question or a chat, of which the family's own prompt is made; or the tokens of a whole
             prompt.
         params : SamplingParams
@@ -233,7 +234,7 @@ class Engine:
             or if its grammar can't be compiled.
         """
         tokens = self._tokens(prompt)
-        is_chat = isinstance(prompt, str) or any(isinstance(part, Message) for part in prompt)
+        is_chat = isinstance(prompt, str) or any(isinstance(part, ChatMessage) for part in prompt)
         if params.grammar is not None and is_chat:
             tokens.extend(self._reader.chat.content_start)
         if not tokens:
@@ -336,14 +337,14 @@ class Engine:
     def _tokens(self, prompt: Prompt) -> list[int]:
         """The tokens of a prompt."""
         if isinstance(prompt, str):
-            prompt = [Message(role="user", content=prompt)]
+            prompt = [ChatMessage(role="user", content=prompt)]
         if isinstance(prompt, ImagePrompt):
             return prompt
-        messages = [part for part in prompt if isinstance(part, Message)]
+        messages = [part for part in prompt if isinstance(part, ChatMessage)]
         if messages:
             self._reader.check_images(images_of(messages))
             return self._reader.chat.prompt(messages)
-        return [index(token) for token in prompt if not isinstance(token, Message)]
+        return [index(token) for token in prompt if not isinstance(token, ChatMessage)]
 
     # ── the engine's thread ──
 
@@ -377,9 +378,9 @@ class Engine:
                 return
             number = next(self._numbers)
             self._steps[number] = pieces
-            self._executor.submit(Step(number, [piece.chunk for piece in pieces]))
+            self._executor.submit(EngineStep(number, [piece.chunk for piece in pieces]))
 
-    def _next_again(self) -> list[Piece]:
+    def _next_again(self) -> list[ScheduledChunk]:
         """Pieces of a step that has failed; what is wanted of them."""
         while self._again:
             pieces = [piece for piece in self._again.popleft() if piece.is_current]
@@ -400,7 +401,7 @@ class Engine:
                 for piece, outcome in zip(pieces, result.outcomes, strict=True):
                     self._computed(piece, outcome)
 
-    def _computed(self, piece: Piece, outcome: Outcome) -> None:
+    def _computed(self, piece: ScheduledChunk, outcome: Outcome) -> None:
         if isinstance(outcome, torch.OutOfMemoryError):
             outcome = self._out_of_memory(outcome, piece.num_tokens)
         try:
@@ -408,7 +409,7 @@ class Engine:
         except Exception as error:  # of its tokenizer, say: others aren't concerned
             self._scheduler.fail(piece.sequence, error)
 
-    def _retry(self, pieces: Sequence[Piece], error: Exception) -> None:
+    def _retry(self, pieces: Sequence[ScheduledChunk], error: Exception) -> None:
         """Compute each half of a failed step alone, as often as need be.
 
         So one that can't be computed ends by itself, and what doesn't fit at once, since something
@@ -427,11 +428,8 @@ class Engine:
 
     def _out_of_memory(self, error: Exception, num_tokens: int) -> OutOfMemory:
         """What the one who asked is told of it."""
-        # Behind the first sentences there is advice on PyTorch's allocator.
-        text = ". ".join(str(error).split(". ")[:3])
-        lines = [f"out of memory, for {format_count(num_tokens, 'token')}: {text}"]
-        lines += getattr(error, "__notes__", ())
-        return OutOfMemory("\n".join(lines), self._plan, getattr(error, "available_bytes", {}))
+        text = f"out of memory, for {format_count(num_tokens, 'token')}: {describe(error)}"
+        return OutOfMemory(text, self._plan, getattr(error, "available_bytes", {}))
 
     def _fail(self, error: Exception) -> None:
         """Nothing can be computed any more."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
-from duoka.forecast.serving import Capacity
+from duoka.forecast.serving import Capacity, WarmUp
 from duoka.forecast.workload import PAGED_CACHES, Workload
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
@@ -27,14 +27,14 @@ from duoka.runtime.paged_steps import reads_pages
 from duoka.runtime.publisher import BusyShares, Publisher
 
 from .cached_model import CachedModel
-from .paged_model import PagedModel, WarmUp
+from .paged_model import PagedModel
 from .request import SamplingParams
-from .sampler import Row, sample
-from .step import Chunk, Outcome, Step
+from .sampler import SamplingRow, sample
+from .step import Chunk, EngineStep, Outcome
 
 _PLAIN = Workload(prefill_chunk_tokens=None)
 _IN_PAGES = ("dynamic", *PAGED_CACHES)
-_NOBODYS_ROW = Row(params=SamplingParams(), seed=0, place=0)
+_NOBODYS_ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 
 
 class Result(NamedTuple):
@@ -55,7 +55,7 @@ class Executor(Protocol):
     def start(self) -> None:
         """Warm up, in the thread that calls `wait`; capacity and `is_paged` are final then."""
 
-    def submit(self, step: Step) -> None:
+    def submit(self, step: EngineStep) -> None:
         """Let a step be computed."""
 
     def wait(self) -> Result | None:
@@ -121,7 +121,7 @@ class InlineExecutor:
         self._open = partial(_open, model, capacity, workload, warm_up)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.capacity = capacity
-        self._steps: deque[Step] = deque()
+        self._steps: deque[EngineStep] = deque()
         self._woken = threading.Event()
         self._busy_seconds = 0.0
 
@@ -145,7 +145,7 @@ class InlineExecutor:
         if self._publisher is not None:
             self._publisher.start()
 
-    def submit(self, step: Step) -> None:
+    def submit(self, step: EngineStep) -> None:
         """See `Executor`."""
         self._steps.append(step)
 
@@ -162,7 +162,7 @@ class InlineExecutor:
         finally:
             self._busy_seconds += time.perf_counter() - begin
 
-    def _result(self, step: Step) -> Result:
+    def _result(self, step: EngineStep) -> Result:
         try:
             if self.is_paged:
                 return Result(step.number, outcomes_of(step, self.run(step.chunks)))
@@ -201,7 +201,7 @@ class InlineExecutor:
     def _alone(self, chunk: Chunk) -> Outcome:
         """What a chunk comes to that isn't computed with others, nor again."""
         try:
-            (outcome,) = outcomes_of(Step(0, [chunk]), self.run([chunk]))
+            (outcome,) = outcomes_of(EngineStep(0, [chunk]), self.run([chunk]))
         except Exception as error:
             return self._explained(error)
         return outcome
@@ -218,7 +218,7 @@ class InlineExecutor:
         return error
 
 
-def outcomes_of(step: Step, logits: Tensor) -> list[Outcome]:
+def outcomes_of(step: EngineStep, logits: Tensor) -> list[Outcome]:
     """Choose the next tokens of a step's sequences."""
     padding = [_NOBODYS_ROW] * (len(logits) - len(step.rows))
     choices = iter(sample(logits, step.rows + padding))

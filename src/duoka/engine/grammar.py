@@ -177,7 +177,7 @@ class Vocabulary:
         return cls(tokens, int.from_bytes(text_bits, "little"), int.from_bytes(stop_bits, "little"))
 
 
-class Matcher:
+class GrammarMatcher:
     """How far an answer is in its grammar.
 
     `allowed` has the bits of the tokens that may come next.
@@ -244,12 +244,12 @@ class GrammarCompiler:
         # Who asks for the same at the same time waits for it.
         self._lock = threading.Lock()
 
-    def start(self, grammar: Grammar) -> tuple[Matcher, BytesDetokenizer]:
+    def start(self, grammar: Grammar) -> tuple[GrammarMatcher, BytesDetokenizer]:
         """What an answer is matched and written by; UsageError if it can't be compiled."""
         with self._lock:
             matcher = self._compiled(grammar).deep_copy()
             vocabulary = self._vocabulary()
-        return Matcher(grammar, matcher, vocabulary), BytesDetokenizer(vocabulary)
+        return GrammarMatcher(grammar, matcher, vocabulary), BytesDetokenizer(vocabulary)
 
     def _compile(self, grammar: Grammar) -> Any:
         llguidance = _llguidance()

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from duoka.runtime.draw import BANNED, Change, change, draw, log_probabilities, mask
+from duoka.runtime.draw import BANNED, LogitChange, change, draw, log_probabilities, mask
 
 from .request import SamplingParams, TokenChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class SamplingRow:
     """What a row of logits is sampled by.
 
     Parameters
@@ -56,7 +56,7 @@ class Row:
         return bool(is_biased or self.allowed is not None)
 
 
-def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenChoice]:
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
     """Choose a token for each row of logits, [rows, vocabulary]."""
     raw = logits.float()
     changed = raw
@@ -74,24 +74,24 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[TokenChoice]:
     return _choices(raw, tokens, rows)
 
 
-def _changes(row: Row, vocabulary: int) -> dict[int, Change]:
+def _changes(row: SamplingRow, vocabulary: int) -> dict[int, LogitChange]:
     """What penalties and biases do to a row's logits, by token."""
     params = row.params
-    changes: dict[int, Change] = {}
+    changes: dict[int, LogitChange] = {}
     if params.repetition_penalty != 1:
-        changes |= dict.fromkeys((*row.prompt, *row.answer), Change(params.repetition_penalty))
+        changes |= dict.fromkeys((*row.prompt, *row.answer), LogitChange(params.repetition_penalty))
     for token, times in Counter(row.answer).items() if params.has_penalties else ():
-        known = changes.get(token, Change())
+        known = changes.get(token, LogitChange())
         subtracted = params.presence_penalty + params.frequency_penalty * times
-        changes[token] = Change(known.divisor, known.addend - subtracted)
+        changes[token] = LogitChange(known.divisor, known.addend - subtracted)
     for token, bias in params.logit_bias.items():
-        known = changes.get(token, Change())
-        changes[token] = Change(known.divisor, known.addend + bias)
+        known = changes.get(token, LogitChange())
+        changes[token] = LogitChange(known.divisor, known.addend + bias)
     changes |= dict.fromkeys(row.banned, BANNED)
     return {token: change for token, change in changes.items() if 0 <= token < vocabulary}
 
 
-def _octets(rows: Sequence[Row], vocabulary: int) -> bytes:
+def _octets(rows: Sequence[SamplingRow], vocabulary: int) -> bytes:
     """What is allowed of each row, a bit for each token; all of it where nothing is said."""
     size = -(-vocabulary // 8)
     masks = (row.allowed for row in rows)
@@ -100,7 +100,7 @@ def _octets(rows: Sequence[Row], vocabulary: int) -> bytes:
     )
 
 
-def _draw(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """A token of each row at random, by its probability among those that are left."""
     device = logits.device
 
@@ -123,7 +123,7 @@ def _uniform(seed: int, place: int) -> float:
     return random.Random(f"{seed}/{place}").random()
 
 
-def _choices(raw: Tensor, tokens: Tensor, rows: Sequence[Row]) -> list[TokenChoice]:
+def _choices(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
     """The tokens, with log-probabilities where somebody wants them."""
     ids: list[int] = tokens.tolist()
     wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]

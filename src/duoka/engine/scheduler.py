@@ -33,7 +33,7 @@ _LEAST_PROMPT_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ScheduledChunk:
     """What a step computes of a sequence: so many tokens, from the place `start` on."""
 
     sequence: Sequence
@@ -60,9 +60,9 @@ class Piece:
         return self.sequence.is_running and self.start == self.sequence.computed
 
     @property
-    def half(self) -> Piece:
+    def half(self) -> ScheduledChunk:
         """The first half of it."""
-        return Piece(self.sequence, self.start, self.num_tokens // 2)
+        return ScheduledChunk(self.sequence, self.start, self.num_tokens // 2)
 
 
 class Scheduler:
@@ -115,7 +115,7 @@ class Scheduler:
         """Let a sequence wait for its turn."""
         self.waiting.append(sequence)
 
-    def next_step(self) -> list[Piece]:
+    def next_step(self) -> list[ScheduledChunk]:
         """What is to be computed next, beside what is on its way; nothing where nobody waits."""
         self._end_cancelled()
         self._admit()
@@ -127,13 +127,13 @@ class Scheduler:
             share = 0 if len(ready) < len(answering) else len(ready)
         # The oldest first; the youngest may have to make room for it.
         ready = [sequence for sequence in ready[:share] if self._has_room(sequence)]
-        pieces = [Piece(sequence, sequence.scheduled, 1) for sequence in ready]
+        pieces = [ScheduledChunk(sequence, sequence.scheduled, 1) for sequence in ready]
         left = self._prompt_tokens(len(pieces))
         for sequence in [sequence for sequence in wanted if sequence.is_running]:
             number = 0 if sequence.is_answering else sequence.num_left
             is_cut = number > left and self.capacity.whole_prompts
             if number and left > 0 and not (is_cut and pieces):
-                pieces.append(Piece(sequence, sequence.scheduled, min(left, number)))
+                pieces.append(ScheduledChunk(sequence, sequence.scheduled, min(left, number)))
                 left -= pieces[-1].num_tokens
         for piece in pieces:
             piece.sequence.scheduled = piece.start + piece.num_tokens
@@ -159,7 +159,7 @@ class Scheduler:
             piece = -(-unread // (_PIECES_PER_STAGE * self._num_steps))
         return min(most, max(_LEAST_PROMPT_TOKENS, piece))
 
-    def computed(self, piece: Piece, outcome: Outcome) -> None:
+    def computed(self, piece: ScheduledChunk, outcome: Outcome) -> None:
         """A piece has been computed; its sequence takes the next token, and may end with it."""
         sequence = piece.sequence
         if not piece.is_current:  # it has ended, or what was before this has failed

@@ -12,9 +12,9 @@ from duoka.models.text.image_prompts import ImagePrompt
 
 from .detokenizer import Detokenizer
 from .generation_rules import GenerationRules
-from .grammar import BytesDetokenizer, Matcher, token_bits
+from .grammar import BytesDetokenizer, GrammarMatcher, token_bits
 from .request import Completion, Finish, SamplingParams, TextPiece, TokenChoice
-from .sampler import Row
+from .sampler import SamplingRow
 
 Event = TextPiece | Completion | Exception
 """What is told of an answer: more of its text, all of it at the end, or why there is none."""
@@ -39,7 +39,7 @@ class Sequence:
         stop_ids: Tokens[int],
         detokenizer: Detokenizer | BytesDetokenizer,
         rules: GenerationRules = _NO_RULES,
-        matcher: Matcher | None = None,
+        matcher: GrammarMatcher | None = None,
         on_event: Callable[[Event], None] | None = None,
     ) -> None:
         assert params.seed is not None, "it is resolved"
@@ -96,7 +96,7 @@ class Sequence:
         return self.scheduled > self.computed
 
     @property
-    def row(self) -> Row:
+    def row(self) -> SamplingRow:
         """What its next token is sampled by."""
         params, place, rules = self._row_params, len(self._answer), self._rules
         banned = rules.banned(self.prompt, self._answer, self._stop_ids)
@@ -105,7 +105,7 @@ class Sequence:
         allowed = None if self._matcher is None else self._matcher.allowed
         is_last = place == self.max_new_tokens - 1 and self._matcher is None
         forced = rules.forced(self.prompt, place, is_last=is_last)
-        return Row(
+        return SamplingRow(
             params=params,
             seed=self._seed,
             place=place,

@@ -9,7 +9,7 @@ from duoka.forecast.serving import StepSize
 from duoka.models.text.image_prompts import ImagePrompt
 
 from .request import TokenChoice
-from .sampler import Row
+from .sampler import SamplingRow
 
 Outcome = TokenChoice | Exception | None
 """What a chunk comes to: a token, nothing yet, or why it can't be computed."""
@@ -27,7 +27,7 @@ class Chunk:
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
-    row: Row | None
+    row: SamplingRow | None
     images: ImagePrompt | None = None
 
     @property
@@ -42,7 +42,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class EngineStep:
     """Chunks of different sequences that are computed at once; `number` is this step's alone.
 
     With a `size` it has none: nobody's tokens are computed, to see whether there is memory.
@@ -53,6 +53,6 @@ class Step:
     size: StepSize | None = None
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SamplingRow]:
         """How the tokens are chosen of which there are logits."""
         return [chunk.row for chunk in self.chunks if chunk.row is not None]

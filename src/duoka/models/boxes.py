@@ -23,7 +23,7 @@ class IndescribableError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TensorCopy:
     """A box of one checkpoint tensor, and the box of one parameter or buffer that it fills.
 
     `axes` has for each dimension of the target the source's dimension along it; None where the
@@ -59,7 +59,7 @@ class Piece:
         with torch.no_grad():
             self.place(target).copy_(self.orient(source[self.source_slices]))
 
-    def cut(self, dim: int, start: int, stop: int) -> Piece | None:
+    def cut(self, dim: int, start: int, stop: int) -> TensorCopy | None:
         """Return what lies in [start, stop) of the target's `dim`, counted from `start`."""
         low, high = max(self.target_box[dim][0], start), min(self.target_box[dim][1], stop)
         if low >= high:
@@ -71,7 +71,7 @@ class Piece:
         box = _with_extent(self.target_box, dim, (low - start, high - start))
         return replace(self, source_box=origin, target_box=box)
 
-    def shift(self, dim: int, by: int) -> Piece:
+    def shift(self, dim: int, by: int) -> TensorCopy:
         """Return the piece moved along the target's `dim`."""
         start, stop = self.target_box[dim]
         return replace(self, target_box=_with_extent(self.target_box, dim, (start + by, stop + by)))
@@ -84,7 +84,7 @@ def _with_extent(box: Box, dim: int, extent: tuple[int, int]) -> Box:
 class Sketch:
     """A shape, and the parts that fill it."""
 
-    def __init__(self, shape: Sequence[int], parts: Sequence[Piece]) -> None:
+    def __init__(self, shape: Sequence[int], parts: Sequence[TensorCopy]) -> None:
         self.shape = torch.Size(shape)
         self.parts = tuple(parts)
 
@@ -92,7 +92,7 @@ class Sketch:
     def of(cls, name: str, shape: Sequence[int]) -> Sketch:
         """Describe a whole tensor."""
         box = tuple((0, extent) for extent in shape)
-        whole = Piece(
+        whole = TensorCopy(
             source=name,
             source_shape=tuple(shape),
             source_box=box,
@@ -218,7 +218,7 @@ def _unsqueeze(sketch: Sketch, dim: int) -> Sketch:
 def _cat(sketches: Sequence[Sketch], dim: int = 0) -> Sketch:
     first = sketches[0]
     dim %= first.ndim
-    parts: list[Piece] = []
+    parts: list[TensorCopy] = []
     extent = 0
     for sketch in sketches:
         if _without(sketch.shape, dim) != _without(first.shape, dim):

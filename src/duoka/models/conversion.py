@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 
 from duoka.errors import LoadError
 
-from .boxes import Piece, Sketch
+from .boxes import Sketch, TensorCopy
 
 Shape = Sequence[int]
 
@@ -58,9 +58,9 @@ class Recipe:
     the checkpoint, and in the model.
     """
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TensorCopy, ...] = ()
     customs: tuple[Custom, ...] = ()
-    duplicates: tuple[Piece, ...] = ()
+    duplicates: tuple[TensorCopy, ...] = ()
     derived: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -262,7 +262,7 @@ def _one_of_each_tie(canonical: Mapping[str, str], available: Collection[str]) -
     return chosen
 
 
-def _pieces(target: str, sketch: Sketch) -> Iterator[Piece]:
+def _pieces(target: str, sketch: Sketch) -> Iterator[TensorCopy]:
     return (replace(part, target=target) for part in sketch.parts)
 
 

@@ -136,7 +136,7 @@ class Blocks(nn.Module):
         return hidden_states
 
 
-class Adapter(nn.Module):
+class VisionAdapter(nn.Module):
     """What four patches came to, as the text model's layers want it."""
 
     def __init__(self, config: Any) -> None:
@@ -166,7 +166,7 @@ class EvaClip(nn.Module):
         self.patch_embedding = PatchEmbedding(vision)
         self.transformer = Blocks(vision)
         self.conv = nn.Conv2d(vision.hidden_size, width, kernel_size=2, stride=2)
-        self.linear_proj = Adapter(config)
+        self.linear_proj = VisionAdapter(config)
         self.boi = nn.Parameter(torch.zeros(1, 1, width))
         self.eoi = nn.Parameter(torch.zeros(1, 1, width))
 

@@ -71,7 +71,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Adapter:
+class LoraAdapter:
     """A LoRA adapter.
 
     Parameters
@@ -114,7 +114,7 @@ class Adapter:
 # ── names and layouts ──
 
 
-def native_form(adapter: Adapter, config: Mapping[str, Any]) -> Adapter:
+def native_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
     """The same adapter in the names of the class that duoka builds of a configuration."""
     if config.get("model_type") != CHATGLM:
         return adapter
@@ -135,7 +135,7 @@ def native_form(adapter: Adapter, config: Mapping[str, Any]) -> Adapter:
     return replace(adapter, layers=layers)
 
 
-def published_form(adapter: Adapter, config: Mapping[str, Any]) -> Adapter:
+def published_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
     """The same adapter in the names of the code that a configuration was published with."""
     if config.get("model_type") != CHATGLM:
         return adapter
@@ -191,7 +191,7 @@ def _fuse(parts: list[LowRank | None], rows: list[int]) -> LowRank:
 # ── in a model ──
 
 
-def put_adapter(model: nn.Module, adapter: Adapter) -> None:
+def put_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
     """Put an adapter in native form into a model, frozen, beside the weights where these are.
 
     Raises
@@ -224,7 +224,7 @@ def put_adapter(model: nn.Module, adapter: Adapter) -> None:
             setattr(module.get_submodule(owner), leaf, parameter)
 
 
-def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
+def merge_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
     """Add an adapter in native form to a model's weights where they are, a few rows at a time.
 
     Raises
@@ -252,7 +252,7 @@ def merge_adapter(model: nn.Module, adapter: Adapter) -> None:
             place += (layer.scaling * (raised @ down)).to(place.dtype)
 
 
-def fill_adapter(model: nn.Module, adapter: Adapter) -> None:
+def fill_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
     """Give a model's adapters, as far as they have data, the values of another in native form.
 
     Raises
@@ -285,7 +285,7 @@ def fill_adapter(model: nn.Module, adapter: Adapter) -> None:
                     parameter.copy_(value)
 
 
-def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "") -> Adapter:
+def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "") -> LoraAdapter:
     """The adapter that is in a model, with values from tensors by their names there.
 
     Raises
@@ -311,7 +311,7 @@ def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "
             num_experts=getattr(module, "num_experts", 1),
         )
         dropout = getattr(module.lora_dropout[_ADAPTER], "p", 0.0)
-    return Adapter(layers=layers, base=base, dropout=dropout)
+    return LoraAdapter(layers=layers, base=base, dropout=dropout)
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -329,7 +329,7 @@ def _in_model(key: str) -> str:
     return f"{kind}.{_ADAPTER}{dot}{weight}"
 
 
-def refuse_other_model(model: nn.Module, adapter: Adapter) -> None:
+def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
     """Raise LoadError if an adapter in native form is not for a model, which has none yet."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name, layer in adapter.layers.items():

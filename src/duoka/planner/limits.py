@@ -23,7 +23,7 @@ from .constraints import Constraints
 from .device_map import DeviceMap, Spelling, find_device
 from .plan import Plan
 from .request import LARGEST, PlanProblem, PlanRequest
-from .search import Limits
+from .search import PlacementLimits
 
 
 def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = False) -> Fleet:
@@ -83,11 +83,13 @@ def _of_pin(name: str, target: str) -> Iterator[None]:
 
 def limits_for(
     constraints: Constraints, profile: Profile, chain: Sequence[int], fleet: Fleet
-) -> Limits:
+) -> PlacementLimits:
     """What constraints forbid the search."""
     if not constraints.pins:
-        return Limits()
-    return Limits(pins=tuple(_Reader(profile, chain).pins(constraints.pins, fleet).items()))
+        return PlacementLimits()
+    return PlacementLimits(
+        pins=tuple(_Reader(profile, chain).pins(constraints.pins, fleet).items())
+    )
 
 
 class _Reader:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.latency import Seconds
 from duoka.forecast.profile import Profile
@@ -32,7 +32,7 @@ from .reasons import (
 )
 from .request import PlanProblem
 from .room import preferences
-from .search import NO_LIMITS, KnownBytes, Limits, NoPlacement, Objective, Solution
+from .search import NO_LIMITS, KnownBytes, NoPlacement, Objective, PlacementLimits, Solution
 
 _SMALLEST_CHUNK_TOKENS = 512
 _LARGEST_CHUNK_TOKENS = 8192
@@ -95,8 +95,7 @@ def _conceivable(profile: Profile, ready: PlanProblem) -> bool:
 def _chunked(profile: Profile, problem: PlanProblem) -> list[Costs]:
     """The costs of each chunk that the prompt may run in, the largest first."""
     return [
-        costs_of(profile, workload, problem.replay_cache)
-        for workload in with_chunks(problem.workload)
+        Costs(profile, workload, problem.replay_cache) for workload in with_chunks(problem.workload)
     ]
 
 
@@ -137,7 +136,7 @@ def _ready(profile: Profile, problem: PlanProblem) -> PlanProblem:
     return replace(problem, fleet=fleet, limits=limits)
 
 
-def _limits(problem: PlanProblem) -> Limits:
+def _limits(problem: PlanProblem) -> PlacementLimits:
     return NO_LIMITS if problem.limits is None else problem.limits
 
 
@@ -215,7 +214,7 @@ def _on_fewest(chunked: Sequence[Costs], problem: PlanProblem, source: str) -> P
     return shortage
 
 
-def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[Limits]:
+def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[PlacementLimits]:
     """One number of devices after the other, where fewer are better than larger chunks."""
     limits = _limits(problem)
     wants_pages = chunked[0].page_bytes is not None and problem.objective in ("auto", "pages")

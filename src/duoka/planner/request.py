@@ -15,7 +15,7 @@ from duoka.hardware.fleet import Fleet
 
 from .constraints import Constraints
 from .device_map import DeviceMap
-from .search import Limits, Objective
+from .search import Objective, PlacementLimits
 
 Largest = Literal["context", "batch"]
 LARGEST: tuple[Largest, ...] = get_args(Largest)
@@ -54,7 +54,7 @@ class PlanProblem(PlanRequest):
 
     fleet: Fleet
     device_map: DeviceMap | None = None
-    limits: Limits | None = None
+    limits: PlacementLimits | None = None
     replay_cache: ReplayCache = field(default_factory=ReplayCache, compare=False, repr=False)
 
     @classmethod

@@ -47,7 +47,7 @@ def draw(
     return tokens.gather(-1, torch.minimum(places, last))[:, 0]
 
 
-class Change(NamedTuple):
+class LogitChange(NamedTuple):
     """What a logit is divided by if it is positive, or else multiplied by, and what is added."""
 
     divisor: float = 1.0
@@ -55,10 +55,10 @@ class Change(NamedTuple):
 
 
 # The least number there is, and not minus infinity, which is for what isn't allowed at all.
-BANNED = Change(1.0, torch.finfo(torch.float32).min)
+BANNED = LogitChange(1.0, torch.finfo(torch.float32).min)
 
 
-def change(logits: Tensor, changes: Sequence[tuple[int, int, Change]]) -> None:
+def change(logits: Tensor, changes: Sequence[tuple[int, int, LogitChange]]) -> None:
     """Change logits, [rows, vocabulary], in place: each row and token at most once.
 
     So many are changed at a time, however many there are.
@@ -103,7 +103,7 @@ def draw_in_every_way(logits: Tensor) -> None:
         changed = raw
         if is_changed:
             changed = raw.clone()
-            change(changed, [(0, 0, Change())])
+            change(changed, [(0, 0, LogitChange())])
             mask(changed, b"\xff" * len(raw) * -(-raw.shape[-1] // 8))
         tokens = changed.argmax(dim=-1)
         log_probabilities(raw, tokens)

@@ -26,7 +26,7 @@ from duoka.models.from_checkpoint import IMAGES_CONFIG
 from duoka.models.text.image_prompts import image_settings
 from duoka.planner.placement import Placement
 
-from .dispatch.place_tensors import Snapshot, place
+from .dispatch.place_tensors import TensorSnapshot, place
 
 Size = tuple[int, int]
 """Width and height in pixels."""
@@ -274,7 +274,7 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
         marks = _first((model.config,), (*_IMAGE_TOKENS, *_BEGIN))
         return 0 if marks is None else 1
     names = inspect.signature(owner.get_image_features).parameters
-    snapshot = Snapshot(model)
+    snapshot = TensorSnapshot(model)
     # One virtual GPU: model code that mixes devices is for the check itself to find.
     device = virtual.virtual_device(0)
     with virtual.unnamed_gpus([None], data="meta"), torch.no_grad():

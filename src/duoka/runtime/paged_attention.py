@@ -27,7 +27,7 @@ from duoka.forecast.serving import PIECE_ROWS, Capacity
 from duoka.models.kv_cache import round_to_int8
 
 if TYPE_CHECKING:
-    from .paged_steps import Group, PagedStep, Piece
+    from .paged_steps import PagedStep, QueryTile, SequenceGroup
 
 NAME = "duoka_paged"
 # Where scores have to be there, so many at a time: as many in every step, so that the forecast
@@ -253,7 +253,9 @@ class _Layer(NamedTuple):
     scores: _Scores
     room: _Room
 
-    def attended(self, gathered: tuple[Tensor, Tensor], group: Group, piece: Piece) -> Tensor:
+    def attended(
+        self, gathered: tuple[Tensor, Tensor], group: SequenceGroup, piece: QueryTile
+    ) -> Tensor:
         """What a piece comes to, [rows, heads of keys, sharing, head_dim]."""
         keys, values = (_seen(states, group, piece) for states in gathered)
         skipped = piece.skipped * (len(gathered[0]) // (group.sequences * group.pages))
@@ -271,7 +273,7 @@ class _Layer(NamedTuple):
         return attended if group.sequences > 1 else attended.permute(2, 0, 1, 3)
 
 
-def _seen(states: Tensor, group: Group, piece: Piece) -> Tensor:
+def _seen(states: Tensor, group: SequenceGroup, piece: QueryTile) -> Tensor:
     """What a piece sees of what was gathered.
 
     Of several sequences [sequences, heads, keys, head_dim]; of one [heads, 1, keys, head_dim].

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
-from duoka.forecast.serving import FIRST, PIECE_ROWS, Capacity, StepSize, padded, power
+from duoka.forecast.serving import FIRST, PIECE_ROWS, Capacity, StepSize, WarmUp, padded, power
 from duoka.models.kv_cache import new_cache
 
 from . import paged_attention
@@ -34,7 +34,7 @@ _PADDING = 1.25
 _SERVED = frozenset({"full_attention", "sliding_attention"})
 
 
-class Chunk(Protocol):
+class TokenChunk(Protocol):
     """New tokens of a sequence."""
 
     @property
@@ -68,7 +68,7 @@ class _Nobodys(NamedTuple):
     wants_logits: bool
 
 
-class Piece(NamedTuple):
+class QueryTile(NamedTuple):
     """Queries that attend at once: `rows` of them from `first` on in the packed row.
 
     Of them those of `meant` count. They see keys among those gathered, from `skipped` pages on,
@@ -82,7 +82,7 @@ class Piece(NamedTuple):
     pages: int
 
 
-class Group(NamedTuple):
+class SequenceGroup(NamedTuple):
     """Sequences that are computed together, each with so many `pages`.
 
     Their numbers begin at `at` in the table. Several have one query each, in one piece.
@@ -91,13 +91,13 @@ class Group(NamedTuple):
     sequences: int
     pages: int
     at: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[QueryTile, ...]
 
 
 class PagedStep:
     """The sequences of one step, as attention needs them."""
 
-    def __init__(self, chunks: Sequence[Chunk], cache: PagedCache) -> None:
+    def __init__(self, chunks: Sequence[TokenChunk], cache: PagedCache) -> None:
         self.cache = cache
         order = sorted(range(len(chunks)), key=lambda at: _order(chunks[at]))
         self.chunks = [chunks[at] for at in order]
@@ -110,7 +110,7 @@ class PagedStep:
         self.num_tokens = capacity.tokens(number)
         self.last_rows = wanted + [0] * (capacity.logits(len(wanted)) - len(wanted))
         self.windows: dict[int, int] = {}  # the windows of the layers that have been called
-        self._groups: dict[int, list[Group]] = {}
+        self._groups: dict[int, list[SequenceGroup]] = {}
         self._rows = np.repeat(np.arange(len(lengths)), lengths)  # of each token its chunk
 
     @classmethod
@@ -121,8 +121,10 @@ class PagedStep:
         step = cls([_Nobodys([0] * size.tokens, 0, size.tokens, pages, True)], cache)
         step.last_rows = [0] * size.logits
         numbers = capacity.gathered_pages
-        piece = Piece(0, size.rows, slice(0, size.rows), 0, numbers)
-        step._groups = {window: [Group(1, numbers, 0, (piece,))] for window in cache.windows}
+        piece = QueryTile(0, size.rows, slice(0, size.rows), 0, numbers)
+        step._groups = {
+            window: [SequenceGroup(1, numbers, 0, (piece,))] for window in cache.windows
+        }
         return step
 
     def enter(self, layer: int, window: int) -> None:
@@ -133,7 +135,7 @@ class PagedStep:
             raise ModelError(f"layer {layer} has a window that its attention doesn't know")
         self.windows[layer] = window
 
-    def groups(self, window: int) -> list[Group]:
+    def groups(self, window: int) -> list[SequenceGroup]:
         """The groups of all sequences, where layers look back over `window` tokens; 0: over all."""
         return self._groups[window]
 
@@ -217,7 +219,7 @@ class PagedStep:
             pieces = (
                 (piece,) if several else tuple(self._cut(start, int(firsts[start]), window, pages))
             )
-            groups.append(Group(number, pages, at, pieces))
+            groups.append(SequenceGroup(number, pages, at, pieces))
             lists.append(table.ravel())
             at += table.size
         self._groups[window] = groups
@@ -240,7 +242,7 @@ class PagedStep:
             yield start, stop
             start = stop
 
-    def _cut(self, index: int, first: int, window: int, pages: int) -> Iterator[Piece]:
+    def _cut(self, index: int, first: int, window: int, pages: int) -> Iterator[QueryTile]:
         """The pieces of a chunk: keys that one needn't see are left out by whole pages."""
         chunk, size = self.chunks[index], self.cache.capacity.page_tokens
         for offset in range(0, len(chunk.tokens), PIECE_ROWS):
@@ -251,11 +253,11 @@ class PagedStep:
             row = int(self.offsets[index]) + offset
             yield self._piece(row, number, skipped, min(seen, pages - skipped))
 
-    def _piece(self, row: int, number: int, skipped: int, pages: int) -> Piece:
+    def _piece(self, row: int, number: int, skipped: int, pages: int) -> QueryTile:
         """A piece of so many queries from a row on; those beside them are computed, and dropped."""
         rows = min(power(number), self.num_tokens)
         first = max(0, min(row, self.num_tokens - rows))
-        return Piece(first, rows, slice(row - first, row - first + number), skipped, pages)
+        return QueryTile(first, rows, slice(row - first, row - first + number), skipped, pages)
 
 
 class PagedStepper:
@@ -285,26 +287,11 @@ class PagedStepper:
         self.refuse_other_windows(step)
         draw_in_every_way(logits)
 
-    def run_largest(self) -> None:
-        """Run the first step, and those of as many tokens as there can be."""
+    def warm_up(self, warm_up: WarmUp = "every") -> None:
+        """Run the first step and those of other sizes: what can fail fails now."""
         self.start()
-        for size in self.cache.capacity.largest_steps():
+        for size in self.cache.capacity.warm_up_steps(warm_up, self._reserved_bytes):
             self.try_out(size)
-
-    def warm_up(self) -> None:
-        """Run steps of every size, the largest first, until none needs more memory.
-
-        What can fail fails now: see `forecast.serving`. Where nobody counts memory those of as many
-        tokens as there can be will do.
-        """
-        self.start()
-        capacity = self.cache.capacity
-        reserved, now = -1, self._reserved_bytes()
-        sizes = capacity.steps() if now else capacity.largest_steps()
-        while reserved < now:
-            for size in sizes:
-                self.try_out(size)
-            reserved, now = now, self._reserved_bytes()
 
     def _reserved_bytes(self) -> int:
         """The most that the allocators of the model's devices have reserved together."""
@@ -341,13 +328,13 @@ class PagedStepper:
                 raise ModelError(f"layer {number} has a window that its attention doesn't know")
 
 
-def _order(chunk: Chunk) -> tuple[bool, int]:
+def _order(chunk: TokenChunk) -> tuple[bool, int]:
     """Prompts first, then sequences with one new token by length."""
     is_single = len(chunk.tokens) == 1
     return is_single, chunk.end if is_single else 0
 
 
-def _first(chunk: Chunk, window: int, page_tokens: int) -> int:
+def _first(chunk: TokenChunk, window: int, page_tokens: int) -> int:
     """The first page that any of a chunk's tokens sees."""
     return max(0, chunk.start - window + 1) // page_tokens if window else 0
 

@@ -14,7 +14,7 @@ from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
 from duoka.models.from_checkpoint import tokenizer_of
 from duoka.models.text.image_prompts import ImagePrompt
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 from duoka.models.text.prompts import ChatFormat, chat_format
 
 
@@ -41,8 +41,8 @@ class PromptReader:
         self, question: str, *, system: str | None = None, images: Sequence[Image] = ()
     ) -> list[int]:
         """The token ids of a single question; with images an `ImagePrompt`."""
-        messages = [Message(role="system", content=system)] if system else []
-        user = Message(role="user", content=question, images=tuple(images))
+        messages = [ChatMessage(role="system", content=system)] if system else []
+        user = ChatMessage(role="user", content=question, images=tuple(images))
         return self.chat.prompt([*messages, user])
 
     def plain(self, text: str) -> list[int]:

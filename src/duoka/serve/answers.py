@@ -43,7 +43,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Choice:
+class AnswerChoice:
     """One answer, put together."""
 
     texts: dict[str, list[str]] = field(default_factory=lambda: {"content": [], "reasoning": []})
@@ -87,9 +87,9 @@ class Choice:
         return message
 
 
-async def collected(events: AsyncIterator[Event], n: int, usage: Usage) -> list[Choice]:
+async def collected(events: AsyncIterator[Event], n: int, usage: Usage) -> list[AnswerChoice]:
     """All answers to a request, when they have ended."""
-    choices = [Choice() for _ in range(n)]
+    choices = [AnswerChoice() for _ in range(n)]
     async for event in events:
         usage.take(event)
         if isinstance(event, Delta | Ended):
@@ -118,7 +118,9 @@ class ChatAnswer:
     def __init__(self, model: str) -> None:
         self._head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model}
 
-    def whole(self, choices: Sequence[Choice], usage: Usage, *, logprobs: bool) -> dict[str, Any]:
+    def whole(
+        self, choices: Sequence[AnswerChoice], usage: Usage, *, logprobs: bool
+    ) -> dict[str, Any]:
         """All of it."""
         return {
             **self._head,
@@ -184,7 +186,7 @@ class CompletionAnswer:
         )
 
     def whole(
-        self, choices: Sequence[tuple[str, Choice]], usage: Usage, *, logprobs: bool
+        self, choices: Sequence[tuple[str, AnswerChoice]], usage: Usage, *, logprobs: bool
     ) -> dict[str, Any]:
         """All of it; each answer with what stands before it."""
         return {

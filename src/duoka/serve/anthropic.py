@@ -122,7 +122,7 @@ class Tool(_Block):
         return {"type": "function", "function": without_none(values)}
 
 
-class ToolChoice(Form):
+class AnthropicToolChoice(Form):
     """Whether tools may be called, or must be; or the one that must be."""
 
     type: Literal["auto", "any", "none", "tool"]
@@ -148,7 +148,7 @@ class Thinking(Form):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class SchemaFormat(Form):
+class AnthropicSchemaFormat(Form):
     """JSON that fits a schema."""
 
     type: Literal["json_schema"]
@@ -159,7 +159,7 @@ class OutputConfig(Form):
     """How the text of an answer is."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: SchemaFormat | None = None
+    format: AnthropicSchemaFormat | None = None
 
 
 class Metadata(Form):
@@ -175,14 +175,14 @@ class CountTokensRequest(_Block):
     messages: Annotated[list[Said], Field(min_length=1)]
     system: str | list[TextBlock] | None = None
     tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
     @property
     def question(self) -> Prompt:
         """What is asked."""
-        chosen = self.tool_choice or ToolChoice(type="auto")
+        chosen = self.tool_choice or AnthropicToolChoice(type="auto")
         choice, tools = chosen.choice, [tool.tool() for tool in self.tools or ()]
         refuse_missing_tool(choice, tools)
         chat: list[dict[str, Any]] = []

@@ -35,7 +35,7 @@ _THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ClientLimits:
     """For how long a client is waited for, and for how many.
 
     Parameters
@@ -78,7 +78,7 @@ class Gate:
     ----------
     app : ASGI application
     memory : RequestMemory
-    limits : Limits
+    limits : ClientLimits
     key : str, optional
         What a client has to know.
     is_local : bool
@@ -90,7 +90,7 @@ class Gate:
         self,
         app: ASGIApp,
         memory: RequestMemory,
-        limits: Limits,
+        limits: ClientLimits,
         *,
         key: str | None = None,
         is_local: bool = False,
@@ -248,7 +248,7 @@ async def respond(send: Send, error: HttpError, path: str) -> None:
 class TimedProtocol(H11Protocol):
     """HTTP, on connections whose requests come in time, and whose answers are taken in time."""
 
-    limits: ClassVar = Limits()
+    limits: ClassVar = ClientLimits()
     _header_timer: asyncio.TimerHandle | None = None
     _take_timer: asyncio.TimerHandle | None = None
 

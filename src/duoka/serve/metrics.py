@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from .messages import Begun, Delta, Ended, Event
-from .pool import Pool
+from .pool import EnginePool
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _LATELY_SECONDS = 5.0
@@ -26,7 +26,7 @@ _REASONS = {"cancelled": "abort", "tool_calls": "stop"}
 class Metrics:
     """What has been counted since the start, and how the engines are now."""
 
-    def __init__(self, pool: Pool, model: str) -> None:
+    def __init__(self, pool: EnginePool, model: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_Engines(pool, model))
         self._model = model
@@ -75,16 +75,16 @@ class Metrics:
         """Count a request that wasn't answered."""
         self.failures.labels(self._model, str(status)).inc()
 
-    def watch(self) -> Watch:
+    def watch(self) -> RequestMetrics:
         """What counts the events of one request."""
-        return Watch(self, self._model)
+        return RequestMetrics(self, self._model)
 
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""
         return generate_latest(self.registry)
 
 
-class Watch:
+class RequestMetrics:
     """Counts what comes of one request."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
@@ -120,7 +120,7 @@ class Watch:
 class _Engines(Collector):
     """How the engines are when somebody looks."""
 
-    def __init__(self, pool: Pool, model: str) -> None:
+    def __init__(self, pool: EnginePool, model: str) -> None:
         self._pool, self._model = pool, model
 
     def collect(self) -> Iterator[Any]:
@@ -141,12 +141,12 @@ class _Engines(Collector):
         busy = CounterMetricFamily(
             "duoka:stage_busy_seconds", "Seconds of work by device.", labels=[*labels, "device"]
         )
-        share = gauge("duoka:busy_share", "Share of the last half second in work.", "device")
+        share = gauge("duoka:busy_share", "Share of the last seconds in work.", "device")
         for engine in self._pool.engines:
             at = [self._model, str(engine.replica)]
             up.add_metric(at, float(engine.state == "ready"))
             deaths.add_metric(at, engine.num_deaths)
-            for stage in engine.begin.plan.forecast.devices:
+            for stage in engine.settings.plan.forecast.devices:
                 forecast.add_metric([*at, stage.device], stage.reserved_bytes)
             status = engine.status
             if status is None:
@@ -155,7 +155,7 @@ class _Engines(Collector):
             waiting.add_metric(at, status.waiting)
             usage.add_metric(at, 1 - status.free_pages / max(1, status.pages))
             preempted.add_metric(at, status.preemptions)
-            for device, part in engine.busy_shares.items():
+            for device, part in status.busy_shares.items():
                 share.add_metric([*at, device], part)
             for device, number in status.reserved_bytes.items():
                 reserved.add_metric([*at, device], number)

@@ -9,10 +9,10 @@ from typing import Any
 from duoka.engine.grammar import Grammar
 from duoka.errors import UsageError
 from duoka.models.text.answer_format import AnswerFormat
-from duoka.models.text.answer_parts import CallArguments, CallStart, Content, Part, Reasoning
+from duoka.models.text.answer_parts import CallArguments, CallStart, Content, Part, ReasoningPart
 from duoka.models.text.answer_reader import AnswerReader
 from duoka.models.text.call_grammars import ForcedCall
-from duoka.models.text.chat_requests import MOST_IMAGES, ChatRequest
+from duoka.models.text.chat_requests import MOST_IMAGES, ChatMessages
 from duoka.models.text.image_prompts import images_of
 from duoka.models.text.messages import Tool
 from duoka.models.text.tool_choice import ToolChoice
@@ -52,7 +52,7 @@ class PartReader:
 def _known(part: Part) -> tuple[Kind, int, str] | None:
     if isinstance(part, Content):
         return "content", 0, part.text
-    if isinstance(part, Reasoning):
+    if isinstance(part, ReasoningPart):
         return "reasoning", 0, part.text
     if isinstance(part, CallStart):
         return "tool_name", part.index, part.name
@@ -102,7 +102,7 @@ class QuestionReader:
         chat = self._reader.chat
         choice = ToolChoice.openai(prompt.tool_choice, prompt.parallel_tool_calls)
         tools = choice.offered(prompt.tools)
-        request = ChatRequest(
+        request = ChatMessages(
             reasoning=self._answers.reasoning,
             takes_images=chat.images is not None,
             most_images=min(MOST_IMAGES, self._reader.workload.images),

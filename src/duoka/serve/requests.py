@@ -163,7 +163,7 @@ class Sampled(Form):
         return without_none(values)
 
 
-class ChatRequest(Sampled, Unheeded):
+class ChatCompletionRequest(Sampled, Unheeded):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]

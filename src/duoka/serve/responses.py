@@ -155,7 +155,7 @@ class TextFormat(Form):
     type: Literal["text", "json_object"]
 
 
-class SchemaFormat(Form):
+class ResponseSchemaFormat(Form):
     """JSON that fits a schema; it always does, whether `strict` or not."""
 
     type: Literal["json_schema"]
@@ -168,11 +168,11 @@ class SchemaFormat(Form):
 class TextConfig(Form):
     """How the text of an answer is."""
 
-    format: Annotated[TextFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class Reasoning(Form):
+class ReasoningOptions(Form):
     """What is asked of reasoning; how much there is, the model alone decides."""
 
     effort: str | None = None
@@ -202,7 +202,7 @@ class ResponsesRequest(Unheeded):
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: Reasoning | None = None
+    reasoning: ReasoningOptions | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
@@ -253,7 +253,7 @@ class ResponsesRequest(Unheeded):
 
     def _response_format(self) -> dict[str, Any] | None:
         form = None if self.text is None else self.text.format
-        if isinstance(form, SchemaFormat):
+        if isinstance(form, ResponseSchemaFormat):
             content = form.model_dump(by_alias=True, exclude_none=True)
             return {"type": content.pop("type"), "json_schema": content}
         return None if form is None else form.model_dump()

@@ -20,7 +20,7 @@ from duoka.runtime.dispatch.copies import carry
 _MOST_TRANSFERS = 2**12
 
 
-class Message(NamedTuple):
+class TensorMessage(NamedTuple):
     """What a tensor is: a transfer's from source to target, or its gradient on the way back."""
 
     source: int
@@ -43,10 +43,10 @@ class Message(NamedTuple):
 class Channel(Protocol):
     """Brings tensors from one stage to another."""
 
-    def send(self, message: Message, tensor: Tensor) -> None:
+    def send(self, message: TensorMessage, tensor: Tensor) -> None:
         """Send a tensor; nobody waits until it has come."""
 
-    def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Wait for a tensor, and return it on the receiver's device."""
 
 
@@ -55,16 +55,16 @@ class LocalChannel:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
-        self._messages: dict[Message, Tensor] = {}
+        self._messages: dict[TensorMessage, Tensor] = {}
 
-    def send(self, message: Message, tensor: Tensor) -> None:
+    def send(self, message: TensorMessage, tensor: Tensor) -> None:
         """See `Channel`. A copy, since either side may write to its own."""
         device = self._devices[message.receiver]
         self._messages[message] = (
             carry(tensor, device) if tensor.device != device else tensor.clone()
         )
 
-    def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Channel`."""
         return self._messages.pop(message)
 
@@ -82,7 +82,7 @@ class ProcessChannel:
         self._local = LocalChannel([device] * len(ranks))
         self._pending: list[tuple[Any, Tensor]] = []
 
-    def send(self, message: Message, tensor: Tensor) -> None:
+    def send(self, message: TensorMessage, tensor: Tensor) -> None:
         """See `Channel`."""
         rank = self._ranks[message.receiver]
         if rank == dist.get_rank():
@@ -93,7 +93,7 @@ class ProcessChannel:
         self._pending = [entry for entry in self._pending if not entry[0].is_completed()]
         self._pending.append((dist.isend(host, rank, tag=_tag(message)), host))
 
-    def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Channel`."""
         rank = self._ranks[message.sender]
         if rank == dist.get_rank():
@@ -113,7 +113,7 @@ class ProcessChannel:
         self.waited_seconds += time.perf_counter() - begin
 
 
-def _tag(message: Message) -> int:
+def _tag(message: TensorMessage) -> int:
     """A number that no other message of a step has."""
     place = message.micro_batch * _MOST_TRANSFERS + message.transfer
     return 2 * place + message.is_gradient

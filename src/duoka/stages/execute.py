@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from .channels import Channel
-from .interceptor import Interceptor
-from .micro_batch import MicroBatch
+from .interceptor import BlockInterceptor
+from .micro_batch import StageMicroBatch
 from .route import Route
-from .schedule import Pass
+from .schedule import ScheduledPass
 
 Forward = Callable[[int, torch.device], Tensor]
 """Calls the model with a micro-batch; its loss, as far as the last stage gets that."""
 
 
-class Pipeline:
+class StagePipeline:
     """Stages of a model, of which this process has some, by default all.
 
     `devices` has one for each stage; it is used of this process's alone.
@@ -26,7 +26,7 @@ class Pipeline:
 
     def __init__(
         self,
-        interceptor: Interceptor,
+        interceptor: BlockInterceptor,
         channel: Channel,
         devices: Sequence[torch.device],
         *,
@@ -40,7 +40,7 @@ class Pipeline:
     def run(
         self,
         routes: Sequence[Route],
-        passes: Sequence[Pass],
+        passes: Sequence[ScheduledPass],
         forward: Forward,
         *,
         learns: bool = True,
@@ -50,7 +50,7 @@ class Pipeline:
         `routes` has the route of each micro-batch. Without `learns` there is no backward, and
         nothing is kept for it.
         """
-        running: dict[tuple[int, int], tuple[MicroBatch, Tensor | None]] = {}
+        running: dict[tuple[int, int], tuple[StageMicroBatch, Tensor | None]] = {}
         losses: list[Tensor] = []
         for stage, number, is_backward in passes:
             if stage not in self._local:
@@ -60,7 +60,7 @@ class Pipeline:
                 micro_batch.backward(loss)
                 continue
             device = self._devices[stage]
-            micro_batch = MicroBatch(
+            micro_batch = StageMicroBatch(
                 routes[number], stage, number, self._channel, device, learns=learns
             )
             loss = micro_batch.forward(self._interceptor, partial(forward, number, device))

@@ -17,7 +17,7 @@ from duoka.runtime.dispatch.install_movers import moving_modules
 from duoka.runtime.dispatch.place_tensors import devices_by_name
 
 
-class Block(NamedTuple):
+class PlacedBlock(NamedTuple):
     """A module that is called on one device; a container holds several, its first one's device."""
 
     name: str
@@ -30,12 +30,12 @@ class Decider(Protocol):
     """Who decides what a call of a block does."""
 
     def call(
-        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run the call, or not, and return what it returns."""
 
 
-class Interceptor:
+class BlockInterceptor:
     """Hands the calls of a model's blocks to a decider, while there is one.
 
     Without one, and in what backward computes again, blocks run as ever.
@@ -50,7 +50,7 @@ class Interceptor:
             name = names[module]
             is_container = name in containers
             caches = caches_of(module) if is_container else frozenset[int | str]()
-            block = Block(name, str(device), is_container, caches)
+            block = PlacedBlock(name, str(device), is_container, caches)
             module.__dict__[AROUND] = partial(self._call, block)
             update_class(module)
 
@@ -65,7 +65,7 @@ class Interceptor:
             self._decider = None
 
     def _call(
-        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         decider = self._decider
         if decider is None:

@@ -19,15 +19,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from duoka.errors import ModelError
 from duoka.runtime.dispatch.arguments import mapped, mapped_call, shared_in, tensors_in
 
-from .channels import Channel, Message
-from .interceptor import Block, Interceptor
+from .channels import Channel, TensorMessage
+from .interceptor import BlockInterceptor, PlacedBlock
 from .placeholder import AroundBlocks, Placeholder, is_elsewhere
 from .route import Route, Shape
 
 _UNPLANNED = -1
 
 
-class MicroBatch:
+class StageMicroBatch:
     """A micro-batch in one stage of a route, on the device of that stage."""
 
     def __init__(
@@ -57,7 +57,7 @@ class MicroBatch:
         self._gradients: dict[int, Tensor] = {}
         self._around = AroundBlocks()
 
-    def forward(self, interceptor: Interceptor, run: Callable[[], Tensor]) -> Tensor | None:
+    def forward(self, interceptor: BlockInterceptor, run: Callable[[], Tensor]) -> Tensor | None:
         """Run this stage's part; the last stage returns what the model does."""
         try:
             with interceptor.deciding(self), self._around:
@@ -102,7 +102,7 @@ class MicroBatch:
                 self._channel.send(self._message(number, is_gradient=True), gradient)
 
     def call(
-        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """See `interceptor.Decider`."""
         index = self._next_call
@@ -134,7 +134,7 @@ class MicroBatch:
         return result
 
     def _run(
-        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         if any(map(is_elsewhere, tensors_in((args, kwargs)))):
             raise ModelError(
@@ -183,9 +183,9 @@ class MicroBatch:
             self._message(number, is_gradient=is_gradient), shape.sizes, shape.dtype
         )
 
-    def _message(self, number: int, *, is_gradient: bool = False) -> Message:
+    def _message(self, number: int, *, is_gradient: bool = False) -> TensorMessage:
         transfer = self._route.transfers[number]
-        return Message(transfer.source, transfer.target, number, self._number, is_gradient)
+        return TensorMessage(transfer.source, transfer.target, number, self._number, is_gradient)
 
     def _placeholder(self, value: Any) -> Any:
         if not isinstance(value, Shape):
@@ -193,7 +193,7 @@ class MicroBatch:
         return Placeholder.of(_bare(value), self._device)
 
 
-def _other_course(block: Block) -> ModelError:
+def _other_course(block: PlacedBlock) -> ModelError:
     return ModelError(
         f"the model called {block.name}, and not as it did when its stages were planned",
         hint="its code must not depend on the values of a batch",
@@ -204,7 +204,7 @@ class _Arrival(torch.autograd.Function):
     """A leaf whose tensor comes from another stage, and that its code may write to."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, micro_batch: MicroBatch, number: int) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, micro_batch: StageMicroBatch, number: int) -> Tensor:
         ctx.micro_batch, ctx.number = micro_batch, number
         return micro_batch._receive(number)
 

@@ -30,7 +30,7 @@ from duoka.runtime.dispatch.place_tensors import (
     tensor_names,
 )
 
-from .interceptor import Block, Interceptor
+from .interceptor import BlockInterceptor, PlacedBlock
 
 _MOST_ROUTES = 256
 
@@ -44,7 +44,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class StageTransfer:
     """A tensor that one stage makes and another one needs."""
 
     source: int
@@ -54,7 +54,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class BlockCall:
     """A call of a block or container.
 
     `arrivals` has for each tensor among the arguments, in the order of `mapped_call`, the number of
@@ -72,9 +72,9 @@ class Call:
 class Route:
     """The calls of one run of a model in order, its stages' devices, and what crosses."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[BlockCall, ...]
     devices: tuple[str, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[StageTransfer, ...]
 
     @property
     def num_stages(self) -> int:
@@ -203,7 +203,7 @@ def find_route(
         copied = copy.deepcopy(bare)
         with virtual.unnamed_gpus([None], data=data):
             device = virtual.virtual_device(0)
-            interceptor = Interceptor(copied, placement)
+            interceptor = BlockInterceptor(copied, placement)
             place(copied, Placement(entries=(("", str(device)),)))
             if data == "cpu":
                 invent_values(copied)
@@ -230,9 +230,9 @@ class _Finder:
     """Listens to a run, and knows of every tensor which stage it belongs to."""
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
-        self.calls: list[Call | None] = []
+        self.calls: list[BlockCall | None] = []
         self.devices: list[str] = []
-        self.transfers: list[Transfer] = []
+        self.transfers: list[StageTransfer] = []
         self._in_block = False
         # By storage: the stage that has made what is in it.
         self._stages: dict[int, int] = {}
@@ -251,7 +251,7 @@ class _Finder:
         return Route(calls=calls, devices=tuple(self.devices), transfers=tuple(self.transfers))
 
     def call(
-        self, block: Block, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+        self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """See `interceptor.Decider`."""
         if not self.devices or self.devices[-1] != block.device:
@@ -281,7 +281,7 @@ class _Finder:
                 if isinstance(tensor, virtual.VirtualTensor):
                     self._stages[tensor.storage_id] = stage
             outputs = mapped((result, written), _shape_of)
-        self.calls[index] = Call(
+        self.calls[index] = BlockCall(
             block=block.name, stage=stage, arrivals=tuple(arrivals), outputs=outputs
         )
         return result
@@ -294,7 +294,7 @@ class _Finder:
             return tensor
         key = (id(tensor), stage)
         if key not in self._crossed:
-            transfer = Transfer(
+            transfer = StageTransfer(
                 source=source,
                 target=stage,
                 shape=Shape(tuple(tensor.shape), tensor.dtype),

@@ -19,7 +19,7 @@ from duoka.forecast.replay_training import in_flight
 from duoka.forecast.workload import Training
 
 
-class Pass(NamedTuple):
+class ScheduledPass(NamedTuple):
     """A micro-batch forward or backward through one stage."""
 
     stage: int
@@ -32,7 +32,7 @@ class Timed(NamedTuple):
 
     begin: float
     end: float
-    step: Pass
+    step: ScheduledPass
 
 
 def order_passes(
@@ -72,7 +72,7 @@ class _Play:
         order = list(dict.fromkeys(devices))
         self._limits = [in_flight(training, len(order) - order.index(at)) for at in devices]
         self._free_at = dict.fromkeys(devices, 0.0)
-        self._ended: dict[Pass, float] = {}
+        self._ended: dict[ScheduledPass, float] = {}
         # Of each stage how many passes forward and backward have begun.
         self._forward = [0] * len(devices)
         self._backward = [0] * len(devices)
@@ -88,20 +88,20 @@ class _Play:
             (self._backward if step.is_backward else self._forward)[step.stage] += 1
             yield Timed(begin, begin + seconds, step)
 
-    def _next(self, stage: int) -> Iterator[tuple[float, tuple[bool, int], Pass]]:
+    def _next(self, stage: int) -> Iterator[tuple[float, tuple[bool, int], ScheduledPass]]:
         """What a stage can do next: when, by which rank among equals, and what."""
         free_at = self._free_at[self._devices[stage]]
-        forward = Pass(stage, self._forward[stage], False)
+        forward = ScheduledPass(stage, self._forward[stage], False)
         if forward.micro_batch < self._number and not self._is_full(stage):
-            before = Pass(stage - 1, forward.micro_batch, False)
+            before = ScheduledPass(stage - 1, forward.micro_batch, False)
             if stage == 0 or before in self._ended:
                 ready = self._ended.get(before, 0.0)
                 yield max(free_at, ready), (not self._is_gpipe, forward.micro_batch), forward
-        backward = Pass(stage, self._backward[stage], True)
+        backward = ScheduledPass(stage, self._backward[stage], True)
         if backward.micro_batch < self._forward[stage]:
             is_last = stage == len(self._devices) - 1
             after = backward._replace(stage=stage + 1, is_backward=not is_last)
-            after = Pass(stage, backward.micro_batch, False) if is_last else after
+            after = ScheduledPass(stage, backward.micro_batch, False) if is_last else after
             if after in self._ended:
                 begin = max(free_at, self._ended[after])
                 yield begin, (self._is_gpipe, backward.micro_batch), backward

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .channels import LocalChannel, Message
+from .channels import LocalChannel, TensorMessage
 from .route import Route
 
 _ALIGNMENT = 64
@@ -67,7 +67,7 @@ class SharedMemory:
         self.__dict__.update(state)
         self._bytes = mmap.mmap(self.descriptor, 0)
 
-    def place(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def place(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A message's place, as a tensor."""
         begin, end = self._offsets[message.transfer], self._offsets[message.transfer + 1]
         assert prod(sizes) * dtype.itemsize <= end - begin, "larger than the largest step's"
@@ -137,9 +137,9 @@ class SharedMemoryChannel:
         self._ranks = ranks
         self._device = device
         self._local = LocalChannel([device] * len(ranks))
-        self._arrived: set[Message] = set()
+        self._arrived: set[TensorMessage] = set()
 
-    def send(self, message: Message, tensor: Tensor) -> None:
+    def send(self, message: TensorMessage, tensor: Tensor) -> None:
         """See `Channel`."""
         peer = self._peers[self._ranks[message.receiver]]
         if peer is None:
@@ -149,14 +149,14 @@ class SharedMemoryChannel:
             self._memory.place(message, tuple(tensor.shape), tensor.dtype).copy_(tensor)
         peer.send(tuple(message))
 
-    def receive(self, message: Message, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `Channel`; EOFError or OSError is raised where the other process is gone."""
         peer = self._peers[self._ranks[message.sender]]
         if peer is None:
             return self._local.receive(message, sizes, dtype)
         begin = time.perf_counter()
         while message not in self._arrived:
-            self._arrived.add(Message(*peer.recv()))
+            self._arrived.add(TensorMessage(*peer.recv()))
         self.waited_seconds += time.perf_counter() - begin
         self._arrived.remove(message)
         if not prod(sizes):

@@ -1,4 +1,4 @@
-"""The part of a model that one process trains: its own weights, and the shape of all others."""
+"""Part of a model that one process trains: its own weights, and the shapes of all others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from duoka.forecast.workload import Training
 from duoka.hardware.fleet import Fleet
 from duoka.models import initialize_adapters
 from duoka.models.from_checkpoint import build_model
-from duoka.models.lora import Adapter, fill_adapter
+from duoka.models.lora import LoraAdapter, fill_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime import load as loader
@@ -23,7 +23,7 @@ from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.steps import autocast_for
 from duoka.runtime.text_training import make_text_trainable
-from duoka.stages.interceptor import Interceptor
+from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.route import Route, find_route
 
 from .dropout import seed_by_module
@@ -44,7 +44,7 @@ class ModelPart:
         One of the plan's.
     seed : int
         Of adapters' first values.
-    adapter : Adapter, optional
+    adapter : LoraAdapter, optional
         In native form: these are the first values.
     """
 
@@ -54,7 +54,7 @@ class ModelPart:
         plan: Plan,
         device: str,
         seed: int,
-        adapter: Adapter | None = None,
+        adapter: LoraAdapter | None = None,
     ) -> None:
         assert plan.workload.training is not None, "the plan is for training"
         self.plan = plan
@@ -67,7 +67,7 @@ class ModelPart:
         # The routes of batches are looked for on a copy without data.
         self._blueprint = without_data(self.model)
         seed_by_module(self.model)
-        self.interceptor = Interceptor(self.model, plan.placement)
+        self.interceptor = BlockInterceptor(self.model, plan.placement)
         self._routes: dict[Any, Route] = {}
         self.trained = {
             name: parameter
@@ -75,7 +75,7 @@ class ModelPart:
             if parameter.requires_grad and not parameter.is_meta
         }
 
-    def _loaded(self, checkpoint: Checkpoint, seed: int, adapter: Adapter | None) -> nn.Module:
+    def _loaded(self, checkpoint: Checkpoint, seed: int, adapter: LoraAdapter | None) -> nn.Module:
         model = build_model(checkpoint, self.plan.workload)
         if method_of(checkpoint.config) is not None:
             if len(self.plan.devices) > 1:
@@ -99,16 +99,16 @@ class ModelPart:
 
     @property
     def all_trained(self) -> list[str]:
-        """What learns in any process, in the model's order."""
+        """Trained parameters of all processes, in model order."""
         return [name for name, p in self.model.named_parameters() if p.requires_grad]
 
     def loss(self, batch: Batch, device: torch.device) -> Tensor:
-        """Call the model; its loss, as far as this process's stages make it."""
+        """Call the model and return its loss, as far as this process's stages compute it."""
         loss: Tensor = self._call(self.model, batch, device).loss
         return loss
 
     def route(self, batch: Batch) -> Route:
-        """What crosses between stages for a batch of this form."""
+        """Return the tensors sent between stages for a batch of this form."""
         form = tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()))
         if form not in self._routes:
             # Without labels: the loss is the last stage's own, and may begin its backward.

@@ -20,14 +20,14 @@ from .known_values import REAL_BYTES, UnknownValueError, unknown_numbers_as, wit
 from .naming import device_type, is_virtual, spoken, virtual_device
 from .operators import is_product
 from .tensor import VirtualTensor
-from .world import Gpu, Listener, World, active_world, observe, settled_by
+from .world import Listener, VirtualGpu, World, active_world, observe, settled_by
 
 __all__ = [
     "REAL_BYTES",
-    "Gpu",
     "Listener",
     "MixedDevicesError",
     "UnknownValueError",
+    "VirtualGpu",
     "VirtualTensor",
     "World",
     "active_world",

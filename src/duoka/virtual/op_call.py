@@ -1,7 +1,7 @@
-"""One ATen call on virtual tensors: arguments unwrapped, devices judged, results wrapped.
+"""An ATen call on virtual tensors: unwrap arguments, check devices, wrap results.
 
-Every operator's handler goes through here. On a GPU with meta data, `values` decides what is
-computed and what is only shaped.
+Every operator's handler goes through here. On a GPU with meta data, `known_values` decides
+what is computed and what is only shaped.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from . import faults, known_values
 from .tensor import VirtualTensor, place
-from .world import Gpu, thread
+from .world import VirtualGpu, thread
 
 
 class Plain:
@@ -21,7 +21,7 @@ class Plain:
     __slots__ = ("args", "gpu", "kwargs", "mixed")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.gpu: Gpu | None = None
+        self.gpu: VirtualGpu | None = None
         self.mixed = False
         self.args = [self._plain(value) for value in args]
         self.kwargs = {name: self._plain(value) for name, value in kwargs.items()}
@@ -46,8 +46,8 @@ class Plain:
         return value
 
 
-def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plain, Gpu]:
-    """Unwrap a call's arguments and judge their devices."""
+def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plain, VirtualGpu]:
+    """Unwrap a call's arguments and check their devices."""
     plain = Plain(args, kwargs)
     gpu = plain.gpu
     assert gpu is not None, f"{func} was called without a virtual tensor"
@@ -64,7 +64,7 @@ def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Pl
     return plain, gpu
 
 
-def execute(func: Any, plain: Plain, gpu: Gpu) -> Any:
+def execute(func: Any, plain: Plain, gpu: VirtualGpu) -> Any:
     """Compute on the backing tensors."""
     if gpu.meta:
         even = known_values.even_choice if gpu.data == "even" else known_values.execute
@@ -72,8 +72,8 @@ def execute(func: Any, plain: Plain, gpu: Gpu) -> Any:
     return func(*plain.args, **plain.kwargs)
 
 
-def wrap_results(out: Any, gpu: Gpu) -> Any:
-    """Wrap what a call returned; results that share memory with what exists aren't charged."""
+def wrap_results(out: Any, gpu: VirtualGpu) -> Any:
+    """Wrap the results of a call; results on existing storages aren't charged."""
     if isinstance(out, torch.Tensor):
         return place(out, gpu)
     if isinstance(out, (list, tuple)):

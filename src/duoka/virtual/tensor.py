@@ -11,7 +11,7 @@ import torch
 from duoka.errors import VirtualDeviceError
 
 from .naming import NAME, PLACE
-from .world import Block, Gpu, arm, blocks_by_storage, thread
+from .world import StorageBlock, VirtualGpu, arm, blocks_by_storage, thread
 
 _make = torch.Tensor._make_wrapper_subclass
 
@@ -27,7 +27,7 @@ _runner: Runner = _run
 
 
 def install_operators(run: Runner) -> None:
-    """Say who runs the operations of virtual tensors (tensors know nothing of operators)."""
+    """Install the runner of operations (tensors know nothing of operators)."""
     global _runner
     _runner = run
 
@@ -41,7 +41,7 @@ class VirtualTensor(torch.Tensor):
     """
 
     backing: torch.Tensor
-    block: Block
+    block: StorageBlock
 
     # Subclass handling in Python would only cost time: everything happens in __torch_dispatch__.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -57,13 +57,13 @@ class VirtualTensor(torch.Tensor):
         return _runner(func, args, kwargs or {})
 
     @property
-    def gpu(self) -> Gpu:
-        """The GPU that the tensor lives on."""
+    def gpu(self) -> VirtualGpu:
+        """The GPU of the tensor."""
         return self.block.gpu
 
     @property
     def storage_id(self) -> int:
-        """The number of the tensor's storage, as listeners hear it."""
+        """The number of the tensor's storage, as told to listeners."""
         return self.block.id
 
     @property
@@ -117,7 +117,7 @@ class VirtualTensor(torch.Tensor):
         return self.numpy()
 
     def data_ptr(self) -> int:
-        """A stand-in for the pointer: tensors that share memory have the same."""
+        """Return a stand-in for the pointer, equal for tensors on the same memory."""
         address = self.block.address
         return address + int(self.storage_offset()) * self.element_size() if address else 0
 
@@ -182,9 +182,9 @@ class VirtualTensor(torch.Tensor):
 
 
 class VirtualStorage:
-    """The identity and size of a storage on a virtual GPU: what code that looks for ties reads."""
+    """The identity and size of a storage on a virtual GPU, for code in search of ties."""
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: StorageBlock) -> None:
         self._block = block
         self.device = block.gpu.device
 
@@ -193,7 +193,7 @@ class VirtualStorage:
         return self._block.id
 
     def data_ptr(self) -> int:
-        """A stand-in for the pointer."""
+        """Return a stand-in for the pointer."""
         return self._block.address
 
     def nbytes(self) -> int:
@@ -208,7 +208,7 @@ class VirtualStorage:
         return self._block.num_bytes
 
 
-def wrap(backing: torch.Tensor, block: Block) -> VirtualTensor:
+def wrap(backing: torch.Tensor, block: StorageBlock) -> VirtualTensor:
     """Show a backing tensor as a tensor on the GPU of its block."""
     tensor: VirtualTensor = _make(
         VirtualTensor,
@@ -228,18 +228,18 @@ def wrap(backing: torch.Tensor, block: Block) -> VirtualTensor:
     return tensor
 
 
-def place(backing: torch.Tensor, gpu: Gpu) -> VirtualTensor:
-    """Wrap the result of an operation: charged, unless it shares the memory of what exists."""
+def place(backing: torch.Tensor, gpu: VirtualGpu) -> VirtualTensor:
+    """Wrap the result of an operation, and charge its storage if new."""
     if backing.layout is not torch.strided or backing.is_quantized:
         raise VirtualDeviceError(
             f"virtual GPUs hold dense tensors, not {backing.layout} of {backing.dtype}",
             hint="keep sparse and quantized tensors on the CPU",
         )
     storage = backing.untyped_storage()
-    known = blocks_by_storage.get(storage._cdata)
-    block = known() if known is not None else None
+    existing = blocks_by_storage.get(storage._cdata)
+    block = existing() if existing is not None else None
     if block is None or block.gpu is not gpu:
-        block = Block(gpu, storage)
+        block = StorageBlock(gpu, storage)
     return wrap(backing, block)
 
 
@@ -251,16 +251,16 @@ def resync(tensor: VirtualTensor) -> None:
 
 def _deepcopy(tensor: VirtualTensor, memo: dict[int, Any]) -> VirtualTensor:
     if id(tensor) in memo:
-        known: VirtualTensor = memo[id(tensor)]
-        return known
+        existing: VirtualTensor = memo[id(tensor)]
+        return existing
     if not tensor.is_leaf:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
             "protocol at the moment."
         )
-    block: Block | None = memo.get(id(tensor.block))
+    block: StorageBlock | None = memo.get(id(tensor.block))
     if block is None:
-        block = Block(tensor.gpu, tensor.block.storage.clone())
+        block = StorageBlock(tensor.gpu, tensor.block.storage.clone())
         memo[id(tensor.block)] = block
     data = torch.empty(0, dtype=tensor.dtype, device=tensor.backing.device)
     data.set_(block.storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -305,12 +305,12 @@ def _restore(storage: Any, location: str) -> None:
 
 
 def install() -> None:
-    """Teach `torch.load` what ``map_location="vgpu:0"`` is."""
+    """Register ``map_location="vgpu:0"`` with `torch.load`, to refuse it."""
     torch.serialization.register_package(5, lambda storage: None, _restore)
 
 
 class _Reduced:
-    """An object that pickles as a call."""
+    """An object pickled as a call."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._call = function, arguments
@@ -320,7 +320,7 @@ class _Reduced:
 
 
 def _text_of(tensor: VirtualTensor) -> str:
-    """Print a tensor as torch prints one on a device."""
+    """Format a tensor as torch formats tensors on a device."""
     backing = tensor.backing.detach()
     notes = [f"device='{tensor.device}'"]
     if backing.is_meta:

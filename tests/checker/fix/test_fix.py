@@ -16,7 +16,7 @@ from torch import nn
 import duoka
 from duoka.checker.fix import Repairs, apply, repair
 from duoka.errors import UsageError
-from duoka.report.check_report import Report
+from duoka.report.check_report import CheckReport
 
 X = {"x": torch.linspace(-1, 1, 12).view(3, 4)}
 HELPERS = """
@@ -128,7 +128,7 @@ class Model(nn.Module):
 """
 
 
-def fault_report(path: Path) -> Report:
+def fault_report(path: Path) -> CheckReport:
     """The report of a model's file, which nobody has read since its import."""
     report = check(build(load(path).Model), {"a": 0, "b": 1}, X)
     linecache.clearcache()
@@ -142,7 +142,7 @@ def test_a_report_without_its_subject_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_report_without_faults_needs_no_patches() -> None:
-    repairs = repair(Report(model="Model", devices=("cuda:0",)))
+    repairs = repair(CheckReport(model="Model", devices=("cuda:0",)))
     assert list(repairs) == []
     assert repairs.proved
     assert repairs.diff == ""

@@ -12,7 +12,7 @@ from duoka.models.text.answer_parts import (
     CallStart,
     Content,
     Part,
-    Reasoning,
+    ReasoningPart,
 )
 from duoka.models.text.answer_reader import AnswerReader, CallForm, Tags, joined
 from duoka.models.text.call_forms import (
@@ -114,7 +114,7 @@ def content(parts: Sequence[Part]) -> str:
 
 
 def reasoning(parts: Sequence[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Reasoning))
+    return "".join(part.text for part in parts if isinstance(part, ReasoningPart))
 
 
 def calls(parts: Sequence[Part]) -> list[ToolCall]:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from duoka.errors import UsageError
 from duoka.models.text.answer_format import AnswerFormat
-from duoka.models.text.answer_parts import Content, Reasoning
+from duoka.models.text.answer_parts import Content, ReasoningPart
 from duoka.models.text.call_forms import LineForm, ObjectForm
-from duoka.models.text.messages import Message, ToolCall
+from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 
@@ -28,11 +28,11 @@ CALLS = (
     ToolCall(name="now", arguments={}, id="call_2"),
 )
 FAMILIES = sorted(TEMPLATES)
-QUESTION = Message(role="user", content="how is it?")
+QUESTION = ChatMessage(role="user", content="how is it?")
 
 
-def answer_of(*said: ToolCall) -> Message:
-    return Message(role="assistant", content="", tool_call=said[0], further_calls=said[1:])
+def answer_of(*said: ToolCall) -> ChatMessage:
+    return ChatMessage(role="assistant", content="", tool_call=said[0], further_calls=said[1:])
 
 
 def without_ids(said: Any) -> list[ToolCall]:
@@ -44,7 +44,7 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
     chat = chat_format(tokenizer(name), LLAMA)
     assert chat.answers.form == FORMS[name]
     said = CALLS[:1] if name == "llama" else CALLS
-    result = Message(role="observation", content="21", call_id="call_1")
+    result = ChatMessage(role="observation", content="21", call_id="call_1")
     prompt = chat.prompt([QUESTION], TOOLS)
     whole = chat.prompt([QUESTION, answer_of(*said), result], TOOLS)
     assert whole[: len(prompt)] == prompt
@@ -60,7 +60,9 @@ def test_what_a_template_writes_is_read_back(name: str) -> None:
 
 def test_ids_join_calls_and_results_as_mistral_wants_them() -> None:
     chat = chat_format(tokenizer("mistral"), LLAMA)
-    results = [Message(role="observation", content="x", call_id=call.id) for call in CALLS[::-1]]
+    results = [
+        ChatMessage(role="observation", content="x", call_id=call.id) for call in CALLS[::-1]
+    ]
     text = chat.tokenizer.decode(chat.prompt([QUESTION, answer_of(*CALLS), *results], TOOLS))
     assert '"id": "call00000"}, {' in text
     assert text.index("xcall00001") < text.index("xcall00000")
@@ -109,7 +111,7 @@ def test_reasoning_that_the_prompt_begins() -> None:
     chat = chat_format(tokenizer("hermes", open_think), LLAMA)
     prompt = chat.prompt([QUESTION])
     assert read(chat.answers.reader(None, prompt), list("so\n</think>\n\nYes.")) == [
-        *(Reasoning("so"), Content("Yes."))
+        *(ReasoningPart("so"), Content("Yes."))
     ]
     closed = chat_format(tokenizer("hermes"), LLAMA)
     for text in ("Yes <think>no</think>", "a</think>"):
@@ -133,7 +135,7 @@ def test_the_chatglm_family(name: str, shared_data: Path) -> None:
     chat: Any = chat_format(load_tokenizer(shared_data / "tokenizers" / name, config), config)
     assert chat.answers.form == LineForm("python" if name == "chatglm3-6b" else "json")
     assert chat.tokenizer.convert_ids_to_tokens(list(chat.answers.kept_ids)) == ["<|assistant|>"]
-    said = Message(
+    said = ChatMessage(
         role="assistant", content="我来查。", tool_call=CALLS[0], further_calls=CALLS[1:]
     )
     prompt = chat.prompt([QUESTION], TOOLS)

@@ -10,7 +10,7 @@ import pytest
 from duoka.engine.grammar import Grammar, GrammarCompiler
 from duoka.errors import UsageError
 from duoka.models.text.answer_format import AnswerFormat
-from duoka.models.text.messages import Message, ToolCall
+from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 
@@ -36,7 +36,7 @@ OTHER = {
         "additionalProperties": False,
     },
 }
-QUESTION = [Message(role="user", content="how is it?")]
+QUESTION = [ChatMessage(role="user", content="how is it?")]
 
 
 def sampled(answers: AnswerFormat, grammar: str, seed: int) -> str:

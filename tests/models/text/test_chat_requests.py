@@ -12,8 +12,8 @@ from PIL import Image
 
 from duoka.errors import UsageError
 from duoka.models.text.answer_reader import Tags
-from duoka.models.text.chat_requests import MOST_IMAGES, ChatRequest
-from duoka.models.text.messages import Message, ToolCall
+from duoka.models.text.chat_requests import MOST_IMAGES, ChatMessages
+from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import chat_format
 
 from .call_templates import tokenizer
@@ -54,20 +54,20 @@ ASK = ToolCall(name="ask", arguments={}, id="call_2")
 
 
 def test_a_chat_is_read() -> None:
-    messages = ChatRequest().openai(OPENAI)
-    assert messages[0] == Message(role="system", content="Be brief.")
+    messages = ChatMessages().openai(OPENAI)
+    assert messages[0] == ChatMessage(role="system", content="Be brief.")
     assert (messages[1].role, messages[1].content) == ("user", "What is this?")
     assert [image.size for image in messages[1].images] == [(2, 3)]
     assert messages[2:] == [
-        Message(role="assistant", content="", tool_call=LOOK, further_calls=(ASK,)),
-        Message(role="observation", content="no", call_id="call_2"),
-        Message(role="observation", content="red", call_id="call_1"),
+        ChatMessage(role="assistant", content="", tool_call=LOOK, further_calls=(ASK,)),
+        ChatMessage(role="observation", content="no", call_id="call_2"),
+        ChatMessage(role="observation", content="red", call_id="call_1"),
     ]
 
 
 def test_a_prompt_of_them() -> None:
     chat = chat_format(tokenizer("mistral"), {"model_type": "llama"})
-    text = chat.tokenizer.decode(chat.prompt(ChatRequest().openai([OPENAI[0], *OPENAI[2:]])))
+    text = chat.tokenizer.decode(chat.prompt(ChatMessages().openai([OPENAI[0], *OPENAI[2:]])))
     assert '"id": "call00000"}, {"name": "ask", "arguments": {}, "id": "call00001"}]' in text
     assert "tool\nnocall00001" in text
     assert "tool\nredcall00000" in text
@@ -79,7 +79,7 @@ def test_reasoning_is_written_as_the_model_writes_it() -> None:
         (None, "Yes."),
         (Tags("<think>", "</think>"), "<think>\nso\n</think>\n\nYes."),
     ):
-        assert ChatRequest(reasoning).openai(openai)[0].content == expected
+        assert ChatMessages(reasoning).openai(openai)[0].content == expected
 
 
 def image(url: object, **more: object) -> list[dict[str, Any]]:
@@ -119,27 +119,27 @@ REFUSED: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("messages", "reason"), REFUSED)
 def test_what_is_refused(messages: Any, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        ChatRequest().openai(messages)
+        ChatMessages().openai(messages)
 
 
 def test_limits_of_images() -> None:
     with pytest.raises(UsageError, match="takes no images"):
-        ChatRequest(takes_images=False).openai(OPENAI)
+        ChatMessages(takes_images=False).openai(OPENAI)
     many = image(f"data:image/png;base64,{png()}") * MOST_IMAGES
-    assert len(ChatRequest().openai(many)) == MOST_IMAGES
+    assert len(ChatMessages().openai(many)) == MOST_IMAGES
     with pytest.raises(UsageError, match="memory for 64 images, and there are more"):
-        ChatRequest().openai([*many, many[0]])
+        ChatMessages().openai([*many, many[0]])
     with pytest.raises(UsageError, match="larger than"):
-        ChatRequest().openai(image("data:image/png;base64," + "A" * (2**27)))
+        ChatMessages().openai(image("data:image/png;base64," + "A" * (2**27)))
     with pytest.raises(UsageError, match="memory for 1 image, and"):  # the second isn't decoded
-        ChatRequest(most_images=1).openai([many[0], *image("data:image/png;base64,AAAA")])
+        ChatMessages(most_images=1).openai([many[0], *image("data:image/png;base64,AAAA")])
 
 
 @fuzz()
 @given(openai=damaged(OPENAI) | JSON)
 def test_anything_is_read_or_refused(openai: Any) -> None:
     try:
-        assert all(isinstance(message, Message) for message in ChatRequest().openai(openai))
+        assert all(isinstance(message, ChatMessage) for message in ChatMessages().openai(openai))
     except UsageError as error:
         told_of(error, "", 600)
 
@@ -147,4 +147,4 @@ def test_anything_is_read_or_refused(openai: Any) -> None:
 @given(text=st.text(max_size=20))
 def test_texts_stay_as_they_are(text: str) -> None:
     said = [{"role": "user", "content": text}]
-    assert ChatRequest().openai(said) == [Message(role="user", content=text)]
+    assert ChatMessages().openai(said) == [ChatMessage(role="user", content=text)]

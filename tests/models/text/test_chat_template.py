@@ -7,14 +7,14 @@ from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
 from duoka.models.text.chat_template import MOST_TEMPLATE_CHARACTERS
-from duoka.models.text.messages import Message, ToolCall
+from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import TemplateFormat, chat_format
 
 LLAMA = {"model_type": "llama", "eos_token_id": 7}
 
 
-def user(content: str) -> Message:
-    return Message(role="user", content=content)
+def user(content: str) -> ChatMessage:
+    return ChatMessage(role="user", content=content)
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def chat(template_tokenizer: PreTrainedTokenizerBase) -> Any:
 def test_template_and_stop_ids(chat: Any, template_tokenizer: PreTrainedTokenizerBase) -> None:
     assert isinstance(chat, TemplateFormat)
     assert chat.stop_ids == (9, 7, template_tokenizer.eos_token_id)
-    ids = chat.prompt([Message(role="system", content="be brief"), user("hi there")])
+    ids = chat.prompt([ChatMessage(role="system", content="be brief"), user("hi there")])
     assert template_tokenizer.decode(ids) == (
         "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi there<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -112,18 +112,18 @@ def test_tools_with_special_tokens_are_refused(chat: Any) -> None:
 
 
 def test_tool_calls_are_refused(chat: Any) -> None:
-    call = Message(role="assistant", content="", tool_call=ToolCall(name="x", arguments={}))
+    call = ChatMessage(role="assistant", content="", tool_call=ToolCall(name="x", arguments={}))
     with pytest.raises(UsageError, match="tool calls"):
-        chat.prompt([user("hi"), call, Message(role="observation", content="1")])
+        chat.prompt([user("hi"), call, ChatMessage(role="observation", content="1")])
 
 
 def test_messages_are_valid_text() -> None:
     with pytest.raises(UsageError, match="surrogate"):
         user("\ud800")
     with pytest.raises(UsageError, match="metadata"):
-        Message(role="user", content="x", metadata="\udc00")
+        ChatMessage(role="user", content="x", metadata="\udc00")
     with pytest.raises(UsageError, match="not NoneType"):
-        Message(role="user", content=None)  # type: ignore[arg-type]
+        ChatMessage(role="user", content=None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("template", [{}, {"other": "x"}])

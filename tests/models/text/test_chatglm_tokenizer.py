@@ -9,7 +9,7 @@ import pytest
 
 from duoka.errors import UsageError
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 
@@ -104,9 +104,9 @@ def test_chatglm2_goes_on_where_its_prompt_ends(shared_data: Path, tmp_path: Pat
     config = {**CHATGLM, "_name_or_path": "THUDM/chatglm2-6b"}
     tokenizer: Any = load_tokenizer(tmp_path, config, native=ChatGLMTokenizer)
     form: Any = chat_format(tokenizer, config)
-    said = form.written([Message(role="user", content="hi")])
+    said = form.written([ChatMessage(role="user", content="hi")])
     assert tokenizer.decode(said[2:]) == "[Round 1]\n\n问：hi"
-    prompt = form.prompt([Message(role="user", content="hi")])
+    prompt = form.prompt([ChatMessage(role="user", content="hi")])
     assert tokenizer.decode(prompt[2:]) == "[Round 1]\n\n问：hi\n\n答："
 
 

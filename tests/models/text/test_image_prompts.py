@@ -15,7 +15,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.models.text.image_prompts import ImagePrompt, joined_pictures, padded_rows
-from duoka.models.text.messages import Message
+from duoka.models.text.messages import ChatMessage
 from duoka.runtime.prompt_reader import PromptReader
 
 PICTURE = Image.effect_noise((56, 56), 50).convert("RGB")
@@ -32,14 +32,14 @@ def reader(directory: Path) -> PromptReader:
     return PromptReader.open(Checkpoint.open(directory), workload)
 
 
-def said(text: str, *images: Image.Image) -> Message:
-    return Message(role="user", content=text, images=images)
+def said(text: str, *images: Image.Image) -> ChatMessage:
+    return ChatMessage(role="user", content=text, images=images)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_by_a_familys_processor(name: str, tmp_path: Path) -> None:
     prompts = reader(write_family(name, tmp_path))
-    answered = Message(role="assistant", content="A cat.")
+    answered = ChatMessage(role="assistant", content="A cat.")
     prompt = prompts.chat.prompt([said("What?", PICTURE), answered, said("And it?", OTHER)])
     assert isinstance(prompt, ImagePrompt)
     picture = FAMILIES[name].written_out

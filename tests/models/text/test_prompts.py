@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
-from duoka.models.text.messages import Message, ToolCall
+from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import (
     ChatFormat,
     ChatGLM2Format,
@@ -52,8 +52,8 @@ def chatglm2(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Cha
     return chat_format(load_tokenizer(directory, config), config)
 
 
-def user(content: str) -> Message:
-    return Message(role="user", content=content)
+def user(content: str) -> ChatMessage:
+    return ChatMessage(role="user", content=content)
 
 
 def test_chatglm3(chatglm3: ChatFormat) -> None:
@@ -71,15 +71,15 @@ def test_glm4(glm4: ChatFormat) -> None:
 def test_chatglm2(chatglm2: ChatFormat) -> None:
     assert isinstance(chatglm2, ChatGLM2Format)
     assert chatglm2.stop_ids == (2,)
-    messages = [user("你好"), Message(role="assistant", content="你好！"), user("多卡？")]
+    messages = [user("你好"), ChatMessage(role="assistant", content="你好！"), user("多卡？")]
     ids = chatglm2.prompt(messages)
     assert ids[:2] == [64790, 64792]
     assert chatglm2.tokenizer.decode(ids[2:]) == (
         "[Round 1]\n\n问：你好\n\n答：你好！\n\n[Round 2]\n\n问：多卡？\n\n答："
     )
-    led = chatglm2.prompt([Message(role="system", content="Be brief."), user("hi")])
+    led = chatglm2.prompt([ChatMessage(role="system", content="Be brief."), user("hi")])
     assert chatglm2.tokenizer.decode(led[2:]) == "Be brief.\n\n[Round 1]\n\n问：hi\n\n答："
-    for refused in ([user("a"), user("b"), Message(role="observation", content="c")],):
+    for refused in ([user("a"), user("b"), ChatMessage(role="observation", content="c")],):
         with pytest.raises(UsageError, match="observation"):
             chatglm2.prompt(refused)
     with pytest.raises(UsageError, match="tools"):
@@ -90,7 +90,7 @@ def test_chatglm2(chatglm2: ChatFormat) -> None:
 @pytest.mark.parametrize("name", ["chatglm2", "chatglm3", "glm4"])
 def test_where_the_content_of_an_answer_starts(name: str, request: pytest.FixtureRequest) -> None:
     chat: ChatFormat = request.getfixturevalue(name)
-    messages = [user("你好"), Message(role="assistant", content='{"a": 1}')]
+    messages = [user("你好"), ChatMessage(role="assistant", content='{"a": 1}')]
     content = chat.tokenizer.encode('{"a": 1}', add_special_tokens=False)
     ids = chat.sample(messages, None, "user").ids
     assert ids[:-1] == [*chat.prompt(messages[:1]), *chat.content_start, *content]
@@ -117,10 +117,10 @@ def pieces(chat: Any, ids: list[int]) -> list[str]:
 def test_roles_and_history(name: str, request: pytest.FixtureRequest) -> None:
     chat = request.getfixturevalue(name)
     messages = [
-        Message(role="system", content="Be brief."),
+        ChatMessage(role="system", content="Be brief."),
         user("hi"),
-        Message(role="assistant", content="Hello."),
-        Message(role="observation", content="42"),
+        ChatMessage(role="assistant", content="Hello."),
+        ChatMessage(role="observation", content="42"),
     ]
     found = pieces(chat, chat.prompt(messages))[2:]
     assert found[0::2] == [
@@ -136,7 +136,7 @@ def test_chatglm3_tools(chatglm3: Any) -> None:
     system = pieces(chatglm3, ids)[3]
     assert json.loads(system) == [WEATHER]
     assert '    {\n        "name": "get_weather",\n        "description": "查询天气"' in system
-    led = [Message(role="system", content="Use tools."), user("x")]
+    led = [ChatMessage(role="system", content="Use tools."), user("x")]
     assert (
         pieces(chatglm3, chatglm3.prompt(led, tools=[WEATHER]))[3]
         .strip()
@@ -151,7 +151,7 @@ def test_chatglm3_call_and_its_result(chatglm3: Any) -> None:
     said_before = chatglm3.parse(f"\n 我来查。<|assistant|> {text}")
     assert said_before.content == "我来查。"
     assert said_before.tool_call == answer.tool_call
-    result = Message(role="observation", content='{"temperature": 21}')
+    result = ChatMessage(role="observation", content='{"temperature": 21}')
     ids = chatglm3.prompt([user("北京天气"), answer, result], tools=[WEATHER])
     found = pieces(chatglm3, ids)
     assert found[7].replace("\n ", "\n") == text
@@ -161,12 +161,14 @@ def test_chatglm3_call_and_its_result(chatglm3: Any) -> None:
 
 
 def test_glm4_tools_call_and_result(glm4: Any) -> None:
-    ids = glm4.prompt([Message(role="system", content="简洁。"), user("北京天气")], tools=[WEATHER])
+    ids = glm4.prompt(
+        [ChatMessage(role="system", content="简洁。"), user("北京天气")], tools=[WEATHER]
+    )
     system = pieces(glm4, ids)[3]
     assert system.startswith('\n简洁。\n\n# 可用工具\n\n## get_weather\n\n{\n    "name"')
     answer = glm4.parse('get_weather\n{"city": "北京"}')
     assert answer.tool_call == ToolCall(name="get_weather", arguments={"city": "北京"})
-    result = Message(role="observation", content="21")
+    result = ChatMessage(role="observation", content="21")
     found = pieces(glm4, glm4.prompt([user("x"), answer, result]))
     assert found[5] == 'get_weather\n{"city": "北京"}'
 
@@ -234,9 +236,9 @@ def assert_same_special_tokens(chat: Any, attack: str) -> None:
     special = set(chat.tokenizer.get_added_vocab().values())
     messages = [
         [
-            Message(role="system", content=text),
+            ChatMessage(role="system", content=text),
             user(text),
-            Message(role="assistant", content=text),
+            ChatMessage(role="assistant", content=text),
             user(text),
         ]
         for text in ("x", attack)
@@ -245,19 +247,19 @@ def assert_same_special_tokens(chat: Any, attack: str) -> None:
     assert attacked == harmless
     if isinstance(chat, ChatGLM3Format | GLM4Format):
         tool = {**WEATHER, "description": attack}
-        observed = Message(role="observation", content=attack, metadata=attack.split("\n")[0])
+        observed = ChatMessage(role="observation", content=attack, metadata=attack.split("\n")[0])
         ids = [i for i in chat.prompt([user(attack), observed], tools=[tool]) if i in special]
         assert len(ids) == 2 + 4
 
 
 def test_what_cannot_be_answered(chatglm3: ChatFormat) -> None:
-    for messages in ([], [user("a"), Message(role="assistant", content="b")]):
+    for messages in ([], [user("a"), ChatMessage(role="assistant", content="b")]):
         with pytest.raises(UsageError):
             chatglm3.prompt(messages)
     with pytest.raises(UsageError, match="role"):
-        Message(role="root", content="x")  # type: ignore[arg-type]
+        ChatMessage(role="root", content="x")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="one line"):
-        Message(role="user", content="x", metadata="a\n<|system|>")
+        ChatMessage(role="user", content="x", metadata="a\n<|system|>")
 
 
 def test_foreign_tokenizer_for_chatglm(template_tokenizer: PreTrainedTokenizerBase) -> None:

@@ -24,7 +24,7 @@ from searching import (
 )
 
 from duoka.errors import UsageError
-from duoka.planner.search import Limits, NoPlacement, Objective, search
+from duoka.planner.search import NoPlacement, Objective, PlacementLimits, search
 
 
 def limited_case(rng: random.Random) -> Case:
@@ -80,22 +80,24 @@ def test_any_case_equals_brute_force(seed: int, objective: Objective) -> None:
 def test_a_pin_decides_the_device_and_so_the_order() -> None:
     costs, fleet = plain_costs(3, 3), fleet_of(4, 4)
     assert shape_of(search(costs, fleet)) == [(0, 1, 0), (1, 2, 1)]
-    pinned = Limits(pins=((1, 0),))
+    pinned = PlacementLimits(pins=((1, 0),))
     assert shape_of(search(costs, fleet, limits=pinned)) == [(0, 1, 1), (1, 2, 0)]
 
 
 def test_a_pin_can_cost_a_device() -> None:
-    found = search(plain_costs(1, 1, 1), fleet_of(9, 9), limits=Limits(pins=((0, 0), (2, 1))))
+    found = search(
+        plain_costs(1, 1, 1), fleet_of(9, 9), limits=PlacementLimits(pins=((0, 0), (2, 1)))
+    )
     assert len(found.stages) == 2
 
 
 def test_limits_that_nothing_obeys_are_refused() -> None:
-    limits = Limits(pins=((0, 0), (1, 1), (2, 0)))
+    limits = PlacementLimits(pins=((0, 0), (1, 1), (2, 0)))
     with pytest.raises(UsageError, match="contradicts itself"):
         search(plain_costs(1, 1, 1), fleet_of(9, 9), limits=limits)
 
 
 def test_the_shortfall_knows_the_pins() -> None:
     with pytest.raises(NoPlacement) as caught:
-        search(plain_costs(5, 1), fleet_of(8, 2), limits=Limits(pins=((0, 1),)))
+        search(plain_costs(5, 1), fleet_of(8, 2), limits=PlacementLimits(pins=((0, 1),)))
     assert caught.value.shortfall_bytes() == 3

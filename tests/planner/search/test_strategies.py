@@ -23,9 +23,9 @@ from searching import (
 
 from duoka.errors import UsageError
 from duoka.planner.constraints import Strategy
-from duoka.planner.search import NoPlacement, Stage, search
+from duoka.planner.search import BlockRange, NoPlacement, search
 
-Stages = tuple[Stage, ...]
+Stages = tuple[BlockRange, ...]
 
 
 def any_case(rng: random.Random) -> Case:

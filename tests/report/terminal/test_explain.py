@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from duoka.planner.explain import Alternative, Change, Crossing, Explanation, Fewer, Share
+from duoka.planner.explain import Alternative, BoundaryMove, Crossing, Explanation, Fewer, Share
 from duoka.report.terminal import render_explanation
-from duoka.report.terminal.explain import shortly
+from duoka.report.terminal.explain import format_duration
 
 GIB = 2**30
 LAYERS = tuple(f"model.layers.{number}" for number in range(24, 40))
@@ -36,13 +36,13 @@ EXPLANATION = Explanation(
     shares=(FIRST, SECOND),
     crossings=(Crossing(source="cuda:0", target="cuda:1", per="token", num_bytes=8192),),
     changes=(
-        Change(
+        BoundaryMove(
             giver=share("cuda:1", LAYERS[1:], 10.6, 12),
             taker=share("cuda:0", (*FIRST.modules, LAYERS[0]), 24.1, 24),
             modules=LAYERS[:1],
             outcome="impossible",
         ),
-        Change(
+        BoundaryMove(
             giver=share("cuda:0", FIRST.modules[:1], 23.3, 24),
             taker=share("cuda:1", (FIRST.modules[1], *SECOND.modules), 11.9, 12),
             modules=FIRST.modules[1:],
@@ -134,4 +134,4 @@ def test_a_bound_of_next_to_nothing_is_no_number() -> None:
     ("seconds", "text"), [(2.5, "2.50 s"), (0.03346, "33.5 ms"), (1.5e-5, "15.0 µs")]
 )
 def test_times_are_short(seconds: float, text: str) -> None:
-    assert shortly(seconds) == text
+    assert format_duration(seconds) == text

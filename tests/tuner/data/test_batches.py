@@ -7,7 +7,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import families
 import numpy as np
 import pytest
 import torch
@@ -17,16 +16,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from duoka.errors import UsageError
-from duoka.tuner.data import Batches, Dataset, MicroBatch, Step
+from duoka.tuner.data import Batches, Dataset, OptimizerStep, TrainingMicroBatch
 
 PACKINGS = pytest.mark.parametrize("packing", [False, True])
 
 
-def samples_of(step: Step) -> list[int]:
+def samples_of(step: OptimizerStep) -> list[int]:
     return [s for micro_batch in step.micro_batches for row in micro_batch.rows for s in row]
 
 
-def rows_of(step: Step) -> list[tuple[int, ...]]:
+def rows_of(step: OptimizerStep) -> list[tuple[int, ...]]:
     return [row for micro_batch in step.micro_batches for row in micro_batch.rows]
 
 
@@ -187,13 +186,13 @@ def test_rows_of_a_step_run_at_once_by_length(make_dataset: Any) -> None:
 def test_rows_have_few_lengths(make_dataset: Any, seq_length: int) -> None:
     longest = range(2, seq_length + 1, max(1, seq_length // 200))
     data = make_dataset(longest, seq_length)
-    lengths = {MicroBatch(data, ((at,),), False).length for at in range(len(data))}
+    lengths = {TrainingMicroBatch(data, ((at,),), False).length for at in range(len(data))}
     assert len(lengths) <= 32
     assert max(lengths) <= seq_length, "as was planned"
     assert all(length % 8 == 0 or length < 128 or length == seq_length for length in lengths)
     for at, tokens in enumerate(longest):
-        assert MicroBatch(data, ((at,),), False).length >= tokens
-        assert MicroBatch(data, ((at,),), True).length == seq_length + 1, "always one"
+        assert TrainingMicroBatch(data, ((at,),), False).length >= tokens
+        assert TrainingMicroBatch(data, ((at,),), True).length == seq_length + 1, "always one"
 
 
 @settings(max_examples=examples(60))
@@ -237,22 +236,3 @@ def test_runs_of_older_versions_keep_their_micro_batches(make_dataset: Any, tmp_
     old.save(tmp_path / "again")
     assert Dataset.load(tmp_path / "again").row_lengths == old.row_lengths
     assert Dataset.load(tmp_path / "new").row_lengths == data.row_lengths != old.row_lengths
-
-
-# A tokens' own attention is all that may reach it: what is behind it must not count.
-@pytest.mark.parametrize("name", families.sample(["llama", *sorted(families.FAST)[:40]]))
-def test_padding_is_not_seen(name: str, make_dataset: Any) -> None:
-    model: Any = families.build(name)
-    if model.config.is_encoder_decoder:
-        return
-    data = make_dataset([6, 11], seq_length=24)
-    (both,) = Batches(data, batch=2, micro_batch=2, shuffle=False)[0].micro_batches
-    with torch.no_grad():
-        loss = model(**both.tensors(), use_cache=False).loss * both.trained_tokens
-        alone = 0.0
-        for sample in range(2):
-            ids, is_trained = (torch.from_numpy(array) for array in data.tokens(sample))
-            labels = torch.where(is_trained, ids, -100).long()[None]
-            single = model(ids[None].long(), labels=labels, use_cache=False).loss
-            alone += single * int(data.trained_tokens[sample])
-    torch.testing.assert_close(loss, alone, rtol=1e-4, atol=1e-4)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from duoka.errors import UsageError
 from duoka.tuner.data import files
-from duoka.tuner.data.files import Row, data_files, read_rows
+from duoka.tuner.data.files import DataRow, data_files, read_rows
 from duoka.tuner.data.rows import Document
 
 
-def rows_of(path: Path, content: bytes | str) -> list[Row]:
+def rows_of(path: Path, content: bytes | str) -> list[DataRow]:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return list(read_rows(path))
 
@@ -25,7 +25,7 @@ def rows_of(path: Path, content: bytes | str) -> list[Row]:
 def test_lines(tmp_path: Path) -> None:
     content = b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": "b\\u0000"}'
     rows = rows_of(tmp_path / "a.jsonl", content)
-    assert rows == [Row(1, {"text": "a"}), Row(4, {"text": "b\0"})]
+    assert rows == [DataRow(1, {"text": "a"}), DataRow(4, {"text": "b\0"})]
     assert rows_of(tmp_path / "b.json", content) == rows, "lines under the other name"
     assert rows_of(tmp_path / "c.jsonl", "") == []
 
@@ -61,7 +61,7 @@ def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_lists(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "a.json", '\ufeff[\n{"a": 1},\n{\n"a": 2}, {"a": 3}\n]\n')
-    assert rows == [Row(1, {"a": 1}), Row(2, {"a": 2}), Row(3, {"a": 3})]
+    assert rows == [DataRow(1, {"a": 1}), DataRow(2, {"a": 2}), DataRow(3, {"a": 3})]
     assert rows_of(tmp_path / "b.json", "[]") == []
     for broken in ('[{"a": 1}, {"a": ]', '[{"a": 1}', '[{"a": 1}, ' + "[" * 100_000):
         with pytest.raises(UsageError, match=r"c.json can't be read: "):
@@ -72,10 +72,10 @@ def test_lists(tmp_path: Path) -> None:
 def test_csv(tmp_path: Path) -> None:
     content = '\ufeffprompt,completion\r\n1,NA\r\n\r\n"a\nb","say ""c"""\r\n1,2,3\r\nx,\r\n'
     rows = rows_of(tmp_path / "a.csv", content)
-    assert rows[0] == Row(2, {"prompt": "1", "completion": "NA"}), "no number, not nothing"
-    assert rows[1] == Row(4, {"prompt": "a\nb", "completion": 'say "c"'})
+    assert rows[0] == DataRow(2, {"prompt": "1", "completion": "NA"}), "no number, not nothing"
+    assert rows[1] == DataRow(4, {"prompt": "a\nb", "completion": 'say "c"'})
     assert (rows[2].line, rows[2].problem) == (6, "it has 3 fields; the first line has 2")
-    assert rows[3] == Row(7, {"prompt": "x", "completion": ""})
+    assert rows[3] == DataRow(7, {"prompt": "x", "completion": ""})
     for damaged in ('text\na\n"b', "text\na\n" + "b" * 200_000, b"text\na\n\xff\n"):
         rows = rows_of(tmp_path / "b.csv", damaged)
         assert "from here on the table can't be read" in rows[-1].problem
@@ -89,7 +89,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet.write_table(pyarrow.table({"messages": [said, said], "text": [None, None]}), path)
     monkeypatch.setattr(files, "_ROWS_AT_A_TIME", 1)
     value = {"messages": said, "text": None}
-    assert list(read_rows(path)) == [Row(1, value), Row(2, value)]
+    assert list(read_rows(path)) == [DataRow(1, value), DataRow(2, value)]
     content = path.read_bytes()
     for damaged in (b"", b"PAR1", content[:-5], b"PAR1" + bytes(40) + content[44:]):
         rows = rows_of(path, damaged)

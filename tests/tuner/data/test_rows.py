@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from duoka.errors import UsageError
-from duoka.models.text.messages import Message, ToolCall
-from duoka.tuner.data.rows import Chat, Completion, Document, read_row
+from duoka.models.text.messages import ChatMessage, ToolCall
+from duoka.tuner.data.rows import Chat, Document, PromptCompletion, read_row
 
 TOOL = {"name": "f", "description": "d", "parameters": {}}
-USER, ANSWER = Message(role="user", content="q"), Message(role="assistant", content="a")
-SYSTEM = Message(role="system", content="s")
-CALL = Message(role="assistant", content="", tool_call=ToolCall(name="f", arguments={"x": 1}))
-RESULT = Message(role="observation", content="1")
+USER, ANSWER = ChatMessage(role="user", content="q"), ChatMessage(role="assistant", content="a")
+SYSTEM = ChatMessage(role="system", content="s")
+CALL = ChatMessage(role="assistant", content="", tool_call=ToolCall(name="f", arguments={"x": 1}))
+RESULT = ChatMessage(role="observation", content="1")
 OPENAI = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
@@ -129,7 +129,7 @@ CHATS: dict[str, tuple[dict[str, Any], Chat]] = {
     ),
     "Alpaca": (
         {"instruction": "q", "input": "1", "output": "a", "system": ""},
-        Chat(messages=(Message(role="user", content="q\n1"), ANSWER)),
+        Chat(messages=(ChatMessage(role="user", content="q\n1"), ANSWER)),
     ),
     "Alpaca with a history": (
         {"instruction": "q", "input": "", "output": "a", "system": "s", "history": [["q", "a"]]},
@@ -150,7 +150,7 @@ def test_chats(name: str) -> None:
 
 
 def test_texts() -> None:
-    assert read_row({"prompt": "", "completion": "a"}) == Completion("", "a")
+    assert read_row({"prompt": "", "completion": "a"}) == PromptCompletion("", "a")
     assert read_row({"messages": None, "text": "a"}) == Document(["a"])
 
 

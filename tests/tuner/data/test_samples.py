@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from tuning import make_tokenizer
 
 from duoka.errors import CheckpointError, UsageError
-from duoka.models.text.messages import Message, ToolCall
-from duoka.models.text.prompts import ChatFormat, Sample, chat_format
+from duoka.models.text.messages import ChatMessage, ToolCall
+from duoka.models.text.prompts import ChatFormat, TrainingSample, chat_format
 from duoka.models.text.tokenizer import load_tokenizer
-from duoka.tuner.data.rows import Chat, Completion, Document
+from duoka.tuner.data.rows import Chat, Document, PromptCompletion
 from duoka.tuner.data.samples import chat_samples, row_samples
 
 CHATGLM = {"model_type": "chatglm"}
@@ -30,15 +30,15 @@ MARKED = (
 )
 
 
-def user(content: str) -> Message:
-    return Message(role="user", content=content)
+def user(content: str) -> ChatMessage:
+    return ChatMessage(role="user", content=content)
 
 
-def answer(content: str) -> Message:
-    return Message(role="assistant", content=content)
+def answer(content: str) -> ChatMessage:
+    return ChatMessage(role="assistant", content=content)
 
 
-def shown(chat: ChatFormat, sample: Sample) -> str:
+def shown(chat: ChatFormat, sample: TrainingSample) -> str:
     """A sample as text, with what is trained between braces."""
     text, before = "", False
     for number, is_trained in zip(*sample, strict=True):
@@ -114,8 +114,8 @@ def test_what_is_trained_is_what_the_assistant_says(turns: list[tuple[str, str]]
 
 
 def test_completions(chat: ChatFormat) -> None:
-    assert samples(chat, Completion("ab", "c<|end|>")) == ["ab{c<|end|><|end|>}"]
-    (sample,) = row_samples(Completion("ab", "c<|end|>"), chat, 512, "all")
+    assert samples(chat, PromptCompletion("ab", "c<|end|>")) == ["ab{c<|end|><|end|>}"]
+    (sample,) = row_samples(PromptCompletion("ab", "c<|end|>"), chat, 512, "all")
     assert sample.ids.count(chat.stop_ids[0]) == 1, "what looks like the end is text"
 
 
@@ -140,8 +140,8 @@ def test_glm(glm: ChatFormat) -> None:
     call = ToolCall(name="f", arguments={"x": 1})
     messages = (
         user("a<|user|>"),
-        Message(role="assistant", content="", tool_call=call),
-        Message(role="observation", content="1"),
+        ChatMessage(role="assistant", content="", tool_call=call),
+        ChatMessage(role="observation", content="1"),
         answer("b"),
         user("c"),
         answer("d"),

@@ -1,4 +1,4 @@
-"""From a report to patches, each with its proof."""
+"""From a report to patches with proofs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 
 from duoka import virtual
 from duoka.errors import UsageError
-from duoka.report.check_report import Report, Stop
+from duoka.report.check_report import CheckReport, Stop
 
 from ..run import check_subject
 from ..subject import Subject
-from .live_code import ClosureError, SwapError, live_functions, swapped
+from .live_code import ClosureError, SwapError, live_functions, swap_code
 from .patch import Patch, Repairs, unified_diff
-from .search import Draft, Outcome, search
+from .search import Draft, FixOutcome, search
 from .sources import Sources
 from .verify import Proof, prove
 
 
-def repair(report: Report) -> Repairs:
+def repair(report: CheckReport) -> Repairs:
     """Find the smallest changes of source that cure a report's faults, and prove them.
 
     Neither files nor the model are changed: while it is checked again, the model's live functions
@@ -30,7 +30,7 @@ def repair(report: Report) -> Repairs:
 
     Parameters
     ----------
-    report : Report
+    report : CheckReport
         As `duoka.check` returns it.
 
     Returns
@@ -62,13 +62,13 @@ def repair(report: Report) -> Repairs:
 
     @contextmanager
     def patched(draft: Draft, model: nn.Module) -> Iterator[None]:
-        before = {file: sources.text(file) for file in draft}
+        original = {file: sources.text(file) for file in draft}
         # A twin is younger than the model, and so may be its closures.
         functions = live if model is subject.model else live_functions()
-        with swapped(functions, before, draft):
+        with swap_code(functions, original, draft):
             yield
 
-    def check(draft: Draft) -> Report:
+    def check(draft: Draft) -> CheckReport:
         try:
             with patched(draft, subject.model):
                 return check_subject(subject)
@@ -88,8 +88,8 @@ def repair(report: Report) -> Repairs:
     return _assembled(outcome, sources, proof)
 
 
-def _left_over(outcome: Outcome) -> Proof | None:
-    """What the last check of the patched code still found, if anything."""
+def _left_over(outcome: FixOutcome) -> Proof | None:
+    """Return the findings of the last check of the patched code."""
     report = outcome.report
     if report.stop is not None:
         return Proof(False, f"the patched code doesn't run to its end: {report.stop.message}")
@@ -99,18 +99,18 @@ def _left_over(outcome: Outcome) -> Proof | None:
     return None
 
 
-def _assembled(outcome: Outcome, sources: Sources, proof: Proof) -> Repairs:
+def _assembled(outcome: FixOutcome, sources: Sources, proof: Proof) -> Repairs:
     patches = tuple(
         Patch(
             file=file,
-            before=before,
-            after=after,
-            diff=unified_diff(file, before, after),
+            before=original,
+            after=patched,
+            diff=unified_diff(file, original, patched),
             cures=tuple(outcome.cures(file)),
             proved=proof.holds,
             reason=proof.reason,
         )
-        for file, after in outcome.draft.items()
-        if (before := sources.text(file)) != after
+        for file, patched in outcome.draft.items()
+        if (original := sources.text(file)) != patched
     )
     return Repairs(patches=patches, uncured=tuple(outcome.uncured()))

@@ -13,7 +13,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class ReasoningPart:
     """More of what the model says to itself."""
 
     text: str
@@ -43,4 +43,4 @@ class CallEnd:
     is_whole: bool
 
 
-Part = Content | Reasoning | CallStart | CallArguments | CallEnd
+Part = Content | ReasoningPart | CallStart | CallArguments | CallEnd

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from duoka.base.serialization import parse_json_object
 from duoka.errors import FormatError
 
-from .answer_parts import CallArguments, CallEnd, CallStart, Content, Part, Reasoning
+from .answer_parts import CallArguments, CallEnd, CallStart, Content, Part, ReasoningPart
 from .json_text import JsonText
 
 MOST_CALL_CHARACTERS = 1 << 20
@@ -342,10 +342,10 @@ class AnswerReader:
     def _reason(self) -> Script:
         assert self._reasoning is not None, "what has no tags isn't read as reasoning"
         self._has_said, self._space = False, []
-        yield from self._scan((self._reasoning.end,), lambda text: self._say(text, Reasoning))
+        yield from self._scan((self._reasoning.end,), lambda text: self._say(text, ReasoningPart))
         self._has_said, self._space = False, []
 
-    def _say(self, text: str, kind: type[Content | Reasoning] = Content) -> None:
+    def _say(self, text: str, kind: type[Content | ReasoningPart] = Content) -> None:
         """Tell of a text, of which the white space at both ends is left out."""
         solid = text.rstrip() if self._has_said else text.strip()
         if self._is_forced and kind is Content:
@@ -379,10 +379,10 @@ def joined(parts: list[Part]) -> list[Part]:
 def _is_more(first: Part, second: Part) -> bool:
     if isinstance(first, CallArguments) and isinstance(second, CallArguments):
         return first.index == second.index
-    return type(first) is type(second) and isinstance(first, Content | Reasoning)
+    return type(first) is type(second) and isinstance(first, Content | ReasoningPart)
 
 
 def _with_text(part: Part, text: str) -> Part:
     if isinstance(part, CallArguments):
         return CallArguments(part.index, text)
-    return type(part)(text) if isinstance(part, Content | Reasoning) else part
+    return type(part)(text) if isinstance(part, Content | ReasoningPart) else part

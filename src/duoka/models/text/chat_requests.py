@@ -22,7 +22,7 @@ from duoka.base.units import format_count
 from duoka.errors import UsageError
 
 from .answer_reader import MOST_CALLS, Tags
-from .messages import Message, Role, ToolCall, read_tool_call, refuse_half_pairs
+from .messages import ChatMessage, Role, ToolCall, read_tool_call, refuse_half_pairs
 
 MOST_MESSAGES = 4096
 MOST_IMAGES = 64
@@ -39,7 +39,7 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 @dataclass
-class ChatRequest:
+class ChatMessages:
     """The messages of one request.
 
     Parameters
@@ -58,7 +58,7 @@ class ChatRequest:
     _num_images: int = field(default=0, init=False)
     _call_ids: set[str] = field(default_factory=set, init=False)
 
-    def openai(self, messages: object) -> list[Message]:
+    def openai(self, messages: object) -> list[ChatMessage]:
         """Read the messages of OpenAI's chat completions.
 
         Raises
@@ -71,7 +71,7 @@ class ChatRequest:
                 f"messages must be a list of 1 to {MOST_MESSAGES}",
                 hint='as [{"role": "user", "content": "Hello"}]',
             )
-        chat: list[Message] = []
+        chat: list[ChatMessage] = []
         for number, said in enumerate(messages):
             try:
                 if not isinstance(said, Mapping):
@@ -81,7 +81,7 @@ class ChatRequest:
                 raise UsageError(f"messages[{number}]: {error}", hint=error.hint) from error
         return chat
 
-    def _message(self, said: Mapping[str, Any]) -> Message:
+    def _message(self, said: Mapping[str, Any]) -> ChatMessage:
         role = _ROLES.get(said.get("role")) if isinstance(said.get("role"), str) else None
         if role is None:
             known = ", ".join(map(str, _ROLES))
@@ -98,7 +98,7 @@ class ChatRequest:
         if role == "assistant":
             thought = said.get("reasoning_content") or said.get("reasoning")
             return self._answer(content, thought, calls)
-        return Message(role=role, content=content, images=images)
+        return ChatMessage(role=role, content=content, images=images)
 
     def _openai_content(self, content: object, role: Role) -> tuple[str, tuple[Image, ...]]:
         if not isinstance(content, list):
@@ -138,7 +138,7 @@ class ChatRequest:
         _refuse_unknown(call, {"id", "type", "function", "index"}, "a call")
         return self._call(call.get("id"), call.get("function"))
 
-    def _answer(self, content: str, thought: object, calls: tuple[ToolCall, ...]) -> Message:
+    def _answer(self, content: str, thought: object, calls: tuple[ToolCall, ...]) -> ChatMessage:
         if len(calls) > MOST_CALLS:
             raise UsageError(f"it calls {len(calls)} tools; at most {MOST_CALLS} are read")
         if thought not in _EMPTY:
@@ -146,7 +146,7 @@ class ChatRequest:
             if self.reasoning is not None:
                 begin, end = self.reasoning
                 content = f"{begin}\n{text}\n{end}\n\n{content}"
-        return Message(
+        return ChatMessage(
             role="assistant",
             content=content,
             tool_call=calls[0] if calls else None,
@@ -159,13 +159,13 @@ class ChatRequest:
         self._call_ids.add(number)
         return replace(read_tool_call(function), id=number)
 
-    def _result(self, number: object, content: str) -> Message:
+    def _result(self, number: object, content: str) -> ChatMessage:
         if not isinstance(number, str) or number not in self._call_ids:
             raise UsageError(
                 f"it is the result of the call {_shown(number)}, which no message before it made",
                 hint="send the assistant's message with its calls, too",
             )
-        return Message(role="observation", content=content, call_id=number)
+        return ChatMessage(role="observation", content=content, call_id=number)
 
     def _image(self, content: str) -> Image:
         if len(content) > (MOST_BYTES * 4) // 3 + 4:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from duoka.errors import CheckpointError, UsageError
 
 from .image_prompts import PromptImages, images_of
-from .messages import Message, Tool, ToolCall, tool_function
+from .messages import ChatMessage, Tool, ToolCall, tool_function
 from .tokenizer import special_id
 
 MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published ones have some ten thousand
@@ -33,7 +33,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 def encode_template(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None = None,
     images: PromptImages | None = None,
 ) -> list[int]:
@@ -43,7 +43,7 @@ def encode_template(
 
 def encode_answer(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     stop_ids: Sequence[int],
 ) -> tuple[list[int], list[bool]]:
@@ -92,7 +92,7 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
 
 def _marked_by_template(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     ids: Sequence[int],
 ) -> list[bool] | None:
@@ -121,7 +121,7 @@ class _Encoded(NamedTuple):
 
 def _encode(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     *,
     images: PromptImages | None = None,
@@ -191,7 +191,7 @@ class _Special:
             tool_function(tool)  # refuses what is none
         self._refuse(list(tools), "a tool's description")
 
-    def refuse_in_calls(self, messages: Sequence[Message]) -> None:
+    def refuse_in_calls(self, messages: Sequence[ChatMessage]) -> None:
         """Raise UsageError for a special token in a call of a tool."""
         calls = [call for message in messages for call in message.calls]
         self._refuse([[call.name, call.arguments] for call in calls], "a tool call")
@@ -261,7 +261,7 @@ def _unsafe() -> UsageError:
 
 def _render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
+    messages: Sequence[ChatMessage],
     contents_of: Sequence[Sequence[str]],
     tools: Sequence[Tool] | None,
     *,
@@ -307,7 +307,7 @@ def _render(
     return texts
 
 
-def _with_names(messages: Sequence[Message], names: Iterator[str]) -> list[Message]:
+def _with_names(messages: Sequence[ChatMessage], names: Iterator[str]) -> list[ChatMessage]:
     """Messages whose calls have other names."""
     renamed = []
     for message in messages:
@@ -318,7 +318,7 @@ def _with_names(messages: Sequence[Message], names: Iterator[str]) -> list[Messa
 
 
 def _conversation(
-    messages: Sequence[Message], contents: Sequence[str], *, in_parts: bool = False
+    messages: Sequence[ChatMessage], contents: Sequence[str], *, in_parts: bool = False
 ) -> list[dict[str, Any]]:
     """Messages as transformers takes them, with other contents."""
     conversation = []
@@ -341,7 +341,7 @@ class _CallIds:
     Mistral's templates take nine letters and digits alone, so these are counted anew.
     """
 
-    def __init__(self, messages: Sequence[Message]) -> None:
+    def __init__(self, messages: Sequence[ChatMessage]) -> None:
         calls = [call for message in messages for call in message.calls if call.id]
         self._names = {call.id: call.name for call in calls}
         self._ids = {name: f"call{number:05}" for number, name in enumerate(self._names)}
@@ -352,7 +352,7 @@ class _CallIds:
         said = {"type": "function", "function": function}
         return {**said, "id": self._ids[call.id]} if call.id else said
 
-    def of_result(self, message: Message) -> dict[str, str]:
+    def of_result(self, message: ChatMessage) -> dict[str, str]:
         """The id of the call that an observation belongs to, and the name of the tool."""
         if message.call_id not in self._ids:
             return {}
@@ -360,7 +360,7 @@ class _CallIds:
         return names if message.role == "observation" else {}
 
 
-def _parts(message: Message, content: str) -> list[dict[str, str]]:
+def _parts(message: ChatMessage, content: str) -> list[dict[str, str]]:
     """A message's images and its text as templates for images take them."""
     return [*({"type": "image"} for _ in message.images), {"type": "text", "text": content}]
 

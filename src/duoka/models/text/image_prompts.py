@@ -22,7 +22,7 @@ from transformers.models.auto import image_processing_auto, processing_auto
 from duoka.errors import CheckpointError, UsageError
 
 from ..glm4v import GLM4VConfig
-from .messages import Message
+from .messages import ChatMessage
 
 _PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
@@ -57,7 +57,7 @@ class ImagePrompt(list[int]):
             self.rows[name] = torch.cat((row, more), dim=1)
 
 
-def images_of(messages: Sequence[Message]) -> list[Image.Image]:
+def images_of(messages: Sequence[ChatMessage]) -> list[Image.Image]:
     """All images of a conversation, in their order."""
     return [image for message in messages for image in message.images]
 

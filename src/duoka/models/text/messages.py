@@ -40,7 +40,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class ChatMessage:
     """One message; an observation is what a tool returned.
 
     `metadata` is what the ChatGLM family writes beside the role: the name of the tool that is
@@ -84,7 +84,7 @@ def refuse_half_pairs(text: str, what: str) -> None:
         )
 
 
-def read_message(said: object) -> Message:
+def read_message(said: object) -> ChatMessage:
     """Read a message as transformers and OpenAI write it; a tool's is an observation.
 
     It calls one tool at most: a sample that calls several isn't trained. What is asked of a server
@@ -105,7 +105,7 @@ def read_message(said: object) -> Message:
     content: Any = said.get("content")
     if content is None and calls:
         content = ""
-    return Message(
+    return ChatMessage(
         role=role,
         content=_joined_texts(content) if isinstance(content, list) else content,
         metadata=said.get("metadata") or "",
@@ -143,7 +143,7 @@ def read_tool_call(call: Any) -> ToolCall:
     return ToolCall(name=name, arguments=arguments)
 
 
-def last_is_answerable(messages: Sequence[Message], *, takes_images: bool = False) -> None:
+def last_is_answerable(messages: Sequence[ChatMessage], *, takes_images: bool = False) -> None:
     """Raise UsageError unless somebody waits for the assistant, who can see what is shown."""
     if not takes_images and any(message.images for message in messages):
         raise UsageError("this model takes no images", hint="leave the images out")

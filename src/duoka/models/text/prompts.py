@@ -24,7 +24,7 @@ from .call_forms import LineForm
 from .chat_template import encode_answer, encode_template
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
-    Message,
+    ChatMessage,
     Role,
     Tool,
     ToolCall,
@@ -38,7 +38,7 @@ from .messages import (
 from .tokenizer import special_id
 
 
-class Sample(NamedTuple):
+class TrainingSample(NamedTuple):
     """What a model is trained on: token ids, and which of them it is to learn to say."""
 
     ids: list[int]
@@ -68,19 +68,21 @@ class ChatFormat(Protocol):
     def images(self) -> ImageFormat | None:
         """How images are read; None where the model takes none."""
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+    def prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+    ) -> list[int]:
         """Return the ids after which the model answers; with images an `ImagePrompt`."""
 
     def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, next_role: Role
-    ) -> Sample:
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
+    ) -> TrainingSample:
         """Return the ids of messages of which the last one is an answer that is to be trained.
 
         They end in the token that ends the answer, which with some models is the role that speaks
         next.
         """
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
+    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
         """Return what an answer says; with a tool call if it is one, to one of `tools` if given."""
 
 
@@ -147,7 +149,9 @@ class _TokenFormat:
         """The line of metadata, which is empty where no tool is called."""
         return tuple(_encode(self.tokenizer, "\n"))
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+    def prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+    ) -> list[int]:
         """See `ChatFormat.prompt`."""
         last_is_answerable(messages, takes_images=self.images is not None)
         ids = [*self.written(messages, tools), special_id(self.tokenizer, "<|assistant|>")]
@@ -157,7 +161,7 @@ class _TokenFormat:
         return ImagePrompt(ids, len(images), self.images.pictures(images))
 
     def written(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
         """Return the ids of what was said, without what makes the model answer."""
         ids = [special_id(self.tokenizer, name) for name in self.start]
@@ -169,37 +173,41 @@ class _TokenFormat:
         return ids
 
     def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, next_role: Role
-    ) -> Sample:
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
+    ) -> TrainingSample:
         """See `ChatFormat.sample`. The roles that end an answer are those that `stops` has."""
         context = len(self.written(messages[:-1], tools)) + 1
         stop = special_id(self.tokenizer, f"<|{next_role}|>")
         ids = [*self.written(messages, tools), stop]
-        return Sample(ids, [False] * context + [True] * (len(ids) - context))
+        return TrainingSample(ids, [False] * context + [True] * (len(ids) - context))
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
+    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
         """See `ChatFormat.parse`. What was said before a call is the message's content."""
         said, _, last = text.rpartition("<|assistant|>")
         name, _, arguments = last.partition("\n")
         call = self.read(name, arguments)
         known = None if tools is None else {tool_function(tool)["name"] for tool in tools}
         if call is None or (known is not None and call.name not in known):
-            return Message(role="assistant", content=" ".join(text.split("<|assistant|>")).strip())
-        return Message(role="assistant", content=said.strip(), tool_call=call)
+            return ChatMessage(
+                role="assistant", content=" ".join(text.split("<|assistant|>")).strip()
+            )
+        return ChatMessage(role="assistant", content=said.strip(), tool_call=call)
 
-    def _with_tools(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    def _with_tools(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    ) -> list[ChatMessage]:
         """Write calls as the model writes them, and tools into the system's message."""
-        said: list[Message] = []
+        said: list[ChatMessage] = []
         for message in messages:
             if message.tool_call is None or message.content:
                 said.append(replace(message, tool_call=None, further_calls=()))
             for call in message.calls:
                 written = self.write(call)
-                said.append(Message(role="assistant", metadata=call.name, content=written))
+                said.append(ChatMessage(role="assistant", metadata=call.name, content=written))
         if not tools:
             return said
         leading = said.pop(0).content if said[0].role == "system" else ""
-        return [Message(role="system", content=self.describe(leading, tools)), *said]
+        return [ChatMessage(role="system", content=self.describe(leading, tools)), *said]
 
 
 class ChatGLM3Format(_TokenFormat):
@@ -279,19 +287,21 @@ class ChatGLM2Format:
         end = self.tokenizer.eos_token_id
         return (end,) if isinstance(end, int) else ()
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+    def prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+    ) -> list[int]:
         """See `ChatFormat.prompt`. A system's message stands before the first round."""
         last_is_answerable(messages)
         return self._ids(messages, tools, "\n\n答：")
 
     def written(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
         """Return the ids of what was said, without what makes the model answer."""
         return self._ids(messages, tools, "")
 
     def _ids(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, end: str
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, end: str
     ) -> list[int]:
         if tools:
             raise UsageError("ChatGLM2 was not trained to call tools")
@@ -315,17 +325,17 @@ class ChatGLM2Format:
         return [*prefix, *_encode(self.tokenizer, text + (end if before == "user" else ""))]
 
     def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, next_role: Role
-    ) -> Sample:
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
+    ) -> TrainingSample:
         """See `ChatFormat.sample`. An answer is encoded by itself, and the end of text ends it."""
         self.written(messages, tools)  # refuses answers that no question is before
         context = self.prompt(messages[:-1], tools)
         answer = [*_encode(self.tokenizer, messages[-1].content), *self.stop_ids]
-        return Sample([*context, *answer], [False] * len(context) + [True] * len(answer))
+        return TrainingSample([*context, *answer], [False] * len(context) + [True] * len(answer))
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
+    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
         """See `ChatFormat.parse`."""
-        return Message(role="assistant", content=text.strip())
+        return ChatMessage(role="assistant", content=text.strip())
 
 
 def has_template(chat: ChatFormat) -> bool:
@@ -335,9 +345,9 @@ def has_template(chat: ChatFormat) -> bool:
 
 def why_untold(chat: ChatFormat, system: str) -> str:
     """Why a model can't be told a system's message; empty where it can."""
-    question = Message(role="user", content="?")
+    question = ChatMessage(role="user", content="?")
     try:
-        is_left_out = chat.prompt([Message(role="system", content=system), question]) == (
+        is_left_out = chat.prompt([ChatMessage(role="system", content=system), question]) == (
             chat.prompt([question])
         )
     except UsageError as error:
@@ -361,7 +371,9 @@ class TemplateFormat:
         """See `ChatFormat.answers`."""
         return AnswerFormat.of_template(self.tokenizer)
 
-    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[int]:
+    def prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+    ) -> list[int]:
         """See `ChatFormat.prompt`. Without a template the messages' texts follow one another."""
         last_is_answerable(messages, takes_images=self.images is not None)
         if self.tokenizer.chat_template is not None:
@@ -376,8 +388,8 @@ class TemplateFormat:
             return _encode(self.tokenizer, text, add_special_tokens=True)
 
     def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] | None, next_role: Role
-    ) -> Sample:
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
+    ) -> TrainingSample:
         """See `ChatFormat.sample`, and `encode_answer`."""
         if self.tokenizer.chat_template is None:
             raise CheckpointError(
@@ -385,11 +397,11 @@ class TemplateFormat:
                 hint="train it on texts, or on prompts and completions; or take its chat model",
             )
         with self._lock:
-            return Sample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
+            return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> Message:
+    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
         """See `ChatFormat.parse`. Only the ChatGLM family's forms of tool calls are read."""
-        return Message(role="assistant", content=text.strip())
+        return ChatMessage(role="assistant", content=text.strip())
 
 
 def _encode(

@@ -124,7 +124,7 @@ class Match:
     clash: tuple[str, ...] = ()
 
 
-class Matcher:
+class EntryMatcher:
     """A map's entries by convention; the device of an entry is None where it has none.
 
     An entry that one convention's longest name gives and one that the other's does may both speak

@@ -11,7 +11,7 @@ from duoka.errors import Faults, PlacementError
 from duoka.forecast.tensor_names import NamedTensor, Outline, OutlineBlock
 from duoka.hardware.fleet import Fleet
 
-from .names import Entries, Match, Matcher, Spelling
+from .names import Entries, EntryMatcher, Match, Spelling
 from .read import DeviceMap, Devices
 from .suggest import listed, meant, runs, shorten, shown
 
@@ -101,7 +101,7 @@ class _Judge:
 
     def _parts(self, entries: Mapping[str, str | None]) -> list[_Part]:
         """What the map says, block by block; tied blocks together."""
-        matcher = Matcher(self.spelling, entries)
+        matcher = EntryMatcher(self.spelling, entries)
         tied: dict[int, list[OutlineBlock]] = {}
         blocks = self.outline.blocks
         for index, block in enumerate(blocks):
@@ -115,7 +115,7 @@ class _Judge:
             for group in tied.values()
         ]
 
-    def _matches(self, matcher: Matcher, tensors: Sequence[NamedTensor]) -> dict[str, Match]:
+    def _matches(self, matcher: EntryMatcher, tensors: Sequence[NamedTensor]) -> dict[str, Match]:
         """What the map says of tensors; a name that it lacks has the device of its tie."""
         matches = {tensor.name: matcher.match(tensor) for tensor in tensors}
         known = {

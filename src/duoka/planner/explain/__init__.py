@@ -9,12 +9,12 @@ It knows nothing of how that is shown.
 - `data`: what an explanation holds
 """
 
-from .data import Alternative, Change, Crossing, Explanation, Fewer, Share
+from .data import Alternative, BoundaryMove, Crossing, Explanation, Fewer, Share
 from .explain import explain
 
 __all__ = [
     "Alternative",
-    "Change",
+    "BoundaryMove",
     "Crossing",
     "Explanation",
     "Fewer",

@@ -15,7 +15,7 @@ from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.hardware.fleet import Fleet
 
 from ..room import room_bytes
-from ..search import Limits, NoPlacement, Objective, Stage, search
+from ..search import BlockRange, NoPlacement, Objective, PlacementLimits, search
 from .data import Alternative, Share
 
 # No device has that much: what a stage needs where nothing limits it.
@@ -23,7 +23,7 @@ _UNLIMITED = 1 << 62
 _LARGER_IS_BETTER = ("headroom", "balance", "order")
 _TIMED: tuple[Objective, ...] = ("latency", "throughput")
 
-Stages = tuple[Stage, ...]
+Stages = tuple[BlockRange, ...]
 _NAMES = {
     "headroom": "the most headroom",
     "latency": "the shortest time",
@@ -38,7 +38,13 @@ class Trial:
     """
 
     def __init__(
-        self, costs: Costs, fleet: Fleet, objective: str, limits: Limits, *, leaves_room: bool
+        self,
+        costs: Costs,
+        fleet: Fleet,
+        objective: str,
+        limits: PlacementLimits,
+        *,
+        leaves_room: bool,
     ) -> None:
         self.costs = costs
         self.leaves_room = leaves_room
@@ -50,12 +56,12 @@ class Trial:
         known = (*_LARGER_IS_BETTER, *(_TIMED if self.has_speeds else ()))
         self.objective = objective if objective in known else "headroom"
 
-    def shares(self, stages: Sequence[Stage]) -> tuple[Share, ...]:
+    def shares(self, stages: Sequence[BlockRange]) -> tuple[Share, ...]:
         """What the devices of a placement have, in execution order."""
         num = len(stages)
         return tuple(self._share(stage, num - number) for number, stage in enumerate(stages))
 
-    def _share(self, stage: Stage, place: int) -> Share:
+    def _share(self, stage: BlockRange, place: int) -> Share:
         device = self.fleet.devices[stage.device]
         start, stop, budget = stage.start, stage.stop, device.budget_bytes
         requested = self.costs.requested_bytes(start, stop, budget, place=place)
@@ -83,7 +89,7 @@ class Trial:
             for module in blocks[index].modules
         )
 
-    def allows(self, stages: Sequence[Stage]) -> bool:
+    def allows(self, stages: Sequence[BlockRange]) -> bool:
         """Whether a placement is what was demanded."""
         num = self.costs.num_blocks
         return all(self.limits.allow(num, s.device)[s.start, s.stop] for s in stages)
@@ -104,7 +110,7 @@ class Trial:
         assert seconds is not None, "what is optimised is known"
         return seconds.total_seconds if self.objective == "latency" else seconds.slowest_seconds
 
-    def seconds(self, stages: Sequence[Stage]) -> Seconds | None:
+    def seconds(self, stages: Sequence[BlockRange]) -> Seconds | None:
         """What each stage takes; None where speeds are unknown."""
         devices = self.fleet.devices
         named = [(devices[stage.device].name, stage.start, stage.stop) for stage in stages]
@@ -173,7 +179,7 @@ def _optimum(trial: Trial, objective: Objective, *, use_all: bool = False) -> St
 
 def _to_stages(cuts: Sequence[int], devices: Sequence[int]) -> Stages:
     return tuple(
-        Stage(start=start, stop=stop, device=device)
+        BlockRange(start=start, stop=stop, device=device)
         for (start, stop), device in zip(pairwise(cuts), devices, strict=True)
     )
 

@@ -40,7 +40,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class BoundaryMove:
     """One block moved over the boundary between two stages, and both devices as they would be then.
 
     The outcome is impossible where it doesn't fit; tight where it leaves too little room; forbidden
@@ -119,7 +119,7 @@ class Explanation:
     shares: tuple[Share, ...]
     leaves_room: bool = False
     crossings: tuple[Crossing, ...] = ()
-    changes: tuple[Change, ...] = ()
+    changes: tuple[BoundaryMove, ...] = ()
     fewer: Fewer | None = None
     alternatives: tuple[Alternative, ...] = ()
 

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from duoka.errors import FormatError, UsageError
-from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.hardware.fleet import Fleet
 
@@ -18,9 +18,9 @@ from ..plan import Plan
 from ..plan_profile import needed_profile
 from ..planner import with_chunks
 from ..room import is_large_chunk, is_tight, room_bytes
-from ..search import NoPlacement, Stage, search
+from ..search import BlockRange, NoPlacement, search
 from .alternatives import Stages, Trial, alternatives
-from .data import Change, Crossing, Explanation, Fewer, Outcome, Share
+from .data import BoundaryMove, Crossing, Explanation, Fewer, Outcome, Share
 
 
 def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
@@ -59,7 +59,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
             if set(block.modules) & set(plan.offloaded)
         ]
         profile = profile.offloading(streams)
-    costs = costs_of(profile, plan.workload)
+    costs = Costs(profile, plan.workload)
     limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
     leaves_room = plan.objective != GIVEN and not any(map(is_tight, plan.forecast.devices))
     trial = Trial(costs, plan.fleet, plan.objective, limits, leaves_room=leaves_room)
@@ -90,10 +90,10 @@ def _runs(costs: Costs, plan: Plan) -> Stages:
         if at is None and (modules or not devices):
             raise FormatError(f"the plan says nothing of {modules[0] if modules else 'the model'}")
         devices.append(devices[-1] if at is None else names.index(at))
-    runs: list[Stage] = []
+    runs: list[BlockRange] = []
     for device, places in groupby(range(len(devices)), key=devices.__getitem__):
         first, *rest = places
-        runs.append(Stage(start=first, stop=first + len(rest) + 1, device=device))
+        runs.append(BlockRange(start=first, stop=first + len(rest) + 1, device=device))
     return tuple(runs)
 
 
@@ -132,7 +132,7 @@ def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
         )
 
 
-def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
+def _changes(trial: Trial, stages: Stages) -> Iterator[BoundaryMove]:
     """At each boundary, the last block before it given on, and the first behind it taken in."""
     current = trial.value(stages)
     for number in range(len(stages) - 1):
@@ -145,7 +145,7 @@ def _changes(trial: Trial, stages: Stages) -> Iterator[Change]:
             shares = trial.shares(changed)[number : number + 2]
             giver, taker = shares if cut < after.start else shares[::-1]
             value = trial.value(changed)
-            yield Change(
+            yield BoundaryMove(
                 giver=giver,
                 taker=taker,
                 modules=trial.modules(min(cut, after.start), max(cut, after.start)),
@@ -178,7 +178,7 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
         workloads = [*with_chunks(replace(plan.workload, prefill_chunk_tokens=chunk))]
     if trial.leaves_room and is_large_chunk(plan.workload):
         workloads = [*filter(is_large_chunk, workloads)] or workloads
-    costs = costs_of(trial.costs.profile, workloads[-1])
+    costs = Costs(trial.costs.profile, workloads[-1])
     costs = costs.leaving(room_bytes) if trial.leaves_room else costs
     try:
         search(costs, Fleet(devices=tuple(largest)))

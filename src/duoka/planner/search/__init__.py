@@ -21,21 +21,21 @@ It knows nothing of models, workloads or how costs come about.
 """
 
 from .device_groups import exchangeable
-from .dynamic_programme import Stage, UnsearchableError
+from .dynamic_programme import BlockRange, UnsearchableError
 from .known_bytes import KnownBytes
-from .limits import NO_LIMITS, Limits
+from .limits import NO_LIMITS, PlacementLimits
 from .problem import OBJECTIVES, NoPlacement, Objective
 from .solve import Solution, conceivable, fewest, search
 
 __all__ = [
     "NO_LIMITS",
     "OBJECTIVES",
+    "BlockRange",
     "KnownBytes",
-    "Limits",
     "NoPlacement",
     "Objective",
+    "PlacementLimits",
     "Solution",
-    "Stage",
     "UnsearchableError",
     "conceivable",
     "exchangeable",

@@ -16,7 +16,7 @@ from .dynamic_programme import Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class DeviceGroup:
     """Devices that nothing but their names tells apart, by index, in the user's order."""
 
     index: int
@@ -48,7 +48,7 @@ def group_devices(
     links: Floats | None,
     timed: bool,
     alone: frozenset[int] = frozenset(),
-) -> tuple[Group, ...]:
+) -> tuple[DeviceGroup, ...]:
     """Put devices together that can be exchanged without changing any cost.
 
     The seconds of a stage are taken to depend on the device's speeds alone. Those in `alone`
@@ -65,7 +65,7 @@ def group_devices(
         )
 
     return tuple(
-        Group(
+        DeviceGroup(
             index=index,
             devices=tuple(group),
             budget_bytes=devices[group[0]].budget_bytes,

@@ -34,7 +34,7 @@ class UnsearchableError(UsageError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class BlockRange:
     """The blocks from `start` up to, not with, `stop`, on the fleet's device of that index."""
 
     start: int
@@ -42,7 +42,7 @@ class Stage:
     device: int
 
 
-Stages: TypeAlias = tuple[Stage, ...]
+Stages: TypeAlias = tuple[BlockRange, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,7 +246,7 @@ class Programme:
 
     def _trace(self, used: Sequence[int]) -> Stages:
         """The best placement on these devices, from the first block on."""
-        stages: list[Stage] = []
+        stages: list[BlockRange] = []
         left, start, before = np.array(used), 0, -1
         while start < self._num_blocks:
             place = int(left.sum())
@@ -263,7 +263,7 @@ class Programme:
             # Of equally good devices the one that the user named first.
             _, device, stop, before = min(zip(costs, devices, stops, groups, strict=True))
             left[before] -= 1
-            stages.append(Stage(start=start, stop=int(stop), device=device))
+            stages.append(BlockRange(start=start, stop=int(stop), device=device))
             start = int(stop)
         return tuple(stages)
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PlacementLimits:
     """What is demanded of a placement's devices.
 
     `pins` are blocks, each with the index of the fleet's device that it must be on. `num_devices`
@@ -37,4 +37,4 @@ class Limits:
         return allowed
 
 
-NO_LIMITS = Limits()
+NO_LIMITS = PlacementLimits()

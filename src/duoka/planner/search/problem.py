@@ -18,10 +18,10 @@ from duoka.errors import UsageError
 from duoka.forecast.costs import Costs
 from duoka.hardware.fleet import Fleet
 
-from .device_groups import Group, group_devices, link_seconds
-from .dynamic_programme import Floats, Programme, Stage, Stages, UnsearchableError
+from .device_groups import DeviceGroup, group_devices, link_seconds
+from .dynamic_programme import BlockRange, Floats, Programme, Stages, UnsearchableError
 from .known_bytes import KnownBytes
-from .limits import NO_LIMITS, Limits
+from .limits import NO_LIMITS, PlacementLimits
 
 Objective = Literal["headroom", "latency", "throughput", "pages"]
 OBJECTIVES: tuple[Objective | Literal["auto"], ...] = ("auto", *get_args(Objective))
@@ -83,7 +83,7 @@ class Problem:
         aim: Aim,
         *,
         use_all: bool = False,
-        limits: Limits = NO_LIMITS,
+        limits: PlacementLimits = NO_LIMITS,
         alternatives: Sequence[Costs] = (),
         memory: KnownBytes | None = None,
     ) -> None:
@@ -181,7 +181,7 @@ class Problem:
     def _parts(self, stages: Stages) -> list[tuple[float, int]]:
         """What each stage and transfer costs, with its device."""
         parts: list[tuple[float, int]] = []
-        before: Stage | None = None
+        before: BlockRange | None = None
         for place, stage in placed(stages):
             group = self._group_of[stage.device]
             if before is not None and self._links is not None:
@@ -215,11 +215,11 @@ class Problem:
             ]
         )
 
-    def group_of(self, device: int) -> Group:
+    def group_of(self, device: int) -> DeviceGroup:
         """The group of the fleet's device of that index."""
         return self._group_of[device]
 
-    def may_be(self, group: Group, place: int) -> npt.NDArray[np.bool_]:
+    def may_be(self, group: DeviceGroup, place: int) -> npt.NDArray[np.bool_]:
         """[num_blocks + 1, num_blocks + 1]: whether a stage may be there, as far as known."""
         return self.memory.fits[self._key(group, place)] & self._allowed[group.index]
 
@@ -234,10 +234,10 @@ class Problem:
                 "some pins away",
             )
 
-    def _key(self, group: Group, place: int) -> tuple[int, int]:
+    def _key(self, group: DeviceGroup, place: int) -> tuple[int, int]:
         return self.memory.key(group.budget_bytes, place)
 
-    def _costs(self, group: Group, place: int) -> Floats:
+    def _costs(self, group: DeviceGroup, place: int) -> Floats:
         """What the objective makes of each stage on a device of the group, as far as known."""
         fits = self.may_be(group, place)
         if self.aim in ("latency", "throughput"):
@@ -255,21 +255,21 @@ class Problem:
         """[place][group]: what the objective makes of each stage."""
         return [[self._table(group, place) for group in self._groups] for place in self.places]
 
-    def _table(self, group: Group, place: int) -> Floats:
+    def _table(self, group: DeviceGroup, place: int) -> Floats:
         key = self._key(group, place)
         known = (self.memory.bytes[key], self.memory.fits[key])
         return self._table_cache.get(
             ("costs", group.index, place), known, lambda: self._costs(group, place)
         )
 
-    def _missing_bytes(self, group: Group, place: int) -> Floats:
+    def _missing_bytes(self, group: DeviceGroup, place: int) -> Floats:
         """What each stage's lower bound exceeds the budget by; a byte where it fits in spite."""
         key = self._key(group, place)
         over = self.memory.bytes[key] - self.memory.usable_bytes(group.budget_bytes)
         missing = np.maximum(over, np.where(self.memory.fits[key], 0, 1))
         return np.where(self._allowed[group.index], missing, np.inf)
 
-    def _pressure(self, group: Group, place: int) -> Floats:
+    def _pressure(self, group: DeviceGroup, place: int) -> Floats:
         """How hard each stage presses on its budget: the more the less it leaves free."""
         unit = max(other.budget_bytes for other in self._groups) / 1024
         needed = self.memory.bytes[self._key(group, place)]
@@ -300,7 +300,7 @@ class Problem:
             for place in self.places
         ]
 
-    def _tie_table(self, group: Group, place: int, bound: float) -> Floats:
+    def _tie_table(self, group: DeviceGroup, place: int, bound: float) -> Floats:
         costs = self._table(group, place)
 
         def make() -> Floats:
@@ -333,6 +333,6 @@ class Problem:
         )
 
 
-def placed(stages: Stages) -> Iterator[tuple[int, Stage]]:
+def placed(stages: Stages) -> Iterator[tuple[int, BlockRange]]:
     """The stages in order, each with its place from the end, which counts from 1."""
     return zip(range(len(stages), 0, -1), stages, strict=True)

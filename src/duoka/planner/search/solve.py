@@ -14,9 +14,9 @@ from duoka.forecast.costs import Costs
 from duoka.hardware.fleet import Fleet
 
 from ..constraints import STRATEGIES, Strategy
-from .dynamic_programme import Stage, Stages
+from .dynamic_programme import BlockRange, Stages
 from .known_bytes import KnownBytes
-from .limits import NO_LIMITS, Limits
+from .limits import NO_LIMITS, PlacementLimits
 from .problem import OBJECTIVES, Aim, Objective, Problem
 
 
@@ -46,7 +46,7 @@ def search(
     objective: Objective | Literal["auto"] = "auto",
     use_all: bool = False,
     strategy: Strategy = "auto",
-    limits: Limits = NO_LIMITS,
+    limits: PlacementLimits = NO_LIMITS,
     memory: KnownBytes | None = None,
 ) -> Solution:
     """Find the optimal contiguous placement.
@@ -87,7 +87,7 @@ def _value_of(aim: Aim, cost: float) -> float:
     return {"headroom": -cost, "pages": -cost, "balance": 1.0 - cost}.get(aim, cost)
 
 
-def _sequential(costs: Costs, fleet: Fleet, limits: Limits) -> Solution:
+def _sequential(costs: Costs, fleet: Fleet, limits: PlacementLimits) -> Solution:
     problem = Problem(costs, fleet, "headroom", limits=limits)
     stages = _fill_in_order(problem, costs.num_blocks, len(fleet.devices))
     first = float(stages[0].stop if stages[0].device == 0 else 0)
@@ -124,7 +124,7 @@ def conceivable(
     *,
     use_all: bool = False,
     strategy: Strategy = "auto",
-    limits: Limits = NO_LIMITS,
+    limits: PlacementLimits = NO_LIMITS,
 ) -> bool:
     """Tell whether lower bounds leave a placement possible, whichever of these costs are so."""
     use_all = use_all or strategy == "balanced"
@@ -137,7 +137,7 @@ def conceivable(
     return problem.fewest() is not None
 
 
-def fewest(costs: Sequence[Costs], fleet: Fleet, *, limits: Limits = NO_LIMITS) -> int:
+def fewest(costs: Sequence[Costs], fleet: Fleet, *, limits: PlacementLimits = NO_LIMITS) -> int:
     """How many devices it takes at the least, by lower bounds, whichever of these costs are so."""
     first, *alternatives = costs
     problem = Problem(first, fleet, "headroom", limits=limits, alternatives=alternatives)
@@ -216,7 +216,7 @@ def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | N
         }
         stop = max((int(known[-1]) for known in stops.values() if len(known)), default=start)
         if stop > start:
-            stages.append(Stage(start=start, stop=stop, device=device))
+            stages.append(BlockRange(start=start, stop=stop, device=device))
             lefts = {left - 1 for left, known in stops.items() if stop in known}
             start = stop
         else:

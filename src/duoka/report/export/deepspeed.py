@@ -15,18 +15,20 @@ from duoka.forecast.profile import Profile
 from duoka.planner.plan import Plan
 
 from . import common
-from .stages import Pipeline, read_pipeline
-from .text import Export, assignments
+from .stages import LayerPipeline, read_pipeline
+from .text import Export, format_environment
 
 NAME = "DeepSpeed"
 
 
 def export(plan: Plan, profile: Profile | None) -> Export:
-    """The plan as Python."""
+    """Write the plan as a Python program."""
     del profile  # numbers of layers say it all
     pipeline = read_pipeline(plan, NAME)
     bounds = boundaries(pipeline)
-    environment = assignments(common.visible(NAME, [stage.device for stage in pipeline.stages]))
+    environment = format_environment(
+        common.visible_environment(NAME, [stage.device for stage in pipeline.stages])
+    )
     text = "\n".join(
         [
             f"# {environment} torchrun --nproc-per-node {len(pipeline.stages)} THIS_FILE",
@@ -48,13 +50,13 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     return Export(tool=NAME, text=text, notes=tuple(_notes(plan, pipeline)))
 
 
-def boundaries(pipeline: Pipeline) -> list[int]:
-    """Where stages begin in the list of embedding, layers, norm and head, and where it ends."""
+def boundaries(pipeline: LayerPipeline) -> list[int]:
+    """Return the stage boundaries in the list [embedding, layers, norm, head]."""
     inner = [1 + stage.start for stage in pipeline.stages[1:]]
     return [0, *inner, 1 + pipeline.num_layers + 2]
 
 
-def _notes(plan: Plan, pipeline: Pipeline) -> Iterator[str]:
+def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield (
         "PipelineModule takes no boundaries: as many layers as stages, each a whole stage, are "

@@ -171,7 +171,7 @@ def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
         table[key] = placed[id(tensor)]
 
 
-class Snapshot:
+class TensorSnapshot:
     """The parameters and buffers of a model as objects, to put back when loading fails."""
 
     def __init__(self, model: nn.Module) -> None:

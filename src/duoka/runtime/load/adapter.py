@@ -17,7 +17,7 @@ from torch import Tensor
 
 from duoka.checkpoint.headers import read_header, read_json, reading
 from duoka.errors import CheckpointError
-from duoka.models.lora import Adapter, LowRank
+from duoka.models.lora import LoraAdapter, LowRank
 
 from .pickles import load_pickle
 from .sources import damage_told
@@ -42,7 +42,7 @@ _OTHER_KINDS = (
 )
 
 
-def read_adapter(directory: Path) -> Adapter:
+def read_adapter(directory: Path) -> LoraAdapter:
     """Read a LoRA adapter, in the names of its files.
 
     Raises
@@ -74,7 +74,7 @@ def read_adapter(directory: Path) -> Adapter:
     if not layers:
         raise CheckpointError(f"{path} holds no tensors")
     base = config.get("base_model_name_or_path")
-    return Adapter(layers=layers, base=base if isinstance(base, str) else "")
+    return LoraAdapter(layers=layers, base=base if isinstance(base, str) else "")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

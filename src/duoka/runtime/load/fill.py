@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from duoka.errors import LoadError
-from duoka.models.boxes import Box, Piece
+from duoka.models.boxes import Box, TensorCopy
 from duoka.models.conversion import Custom, Recipe
 from duoka.models.quantization import computes_in, fill_rows, is_composed, takes_rows
 
@@ -52,7 +52,7 @@ class Filler:
 
     def fill(self, recipe: Recipe) -> None:
         """Read each source once, file by file, and copy its pieces into their places."""
-        pieces_of: dict[str, list[Piece]] = {}
+        pieces_of: dict[str, list[TensorCopy]] = {}
         for piece in recipe.pieces:
             pieces_of.setdefault(piece.source, []).append(piece)
         whole = [name for custom in recipe.customs for name in custom.sources]
@@ -69,7 +69,7 @@ class Filler:
                 self._convert(reader, custom)
 
     def _fill_ahead(
-        self, sources: Sequence[Source], pieces_of: Mapping[str, Sequence[Piece]]
+        self, sources: Sequence[Source], pieces_of: Mapping[str, Sequence[TensorCopy]]
     ) -> None:
         kinds = {target.device for target in self._targets.values() if can_pin(target.device)}
         with read_ahead(stretches(sources, STRETCH_BYTES), pinned=bool(kinds)) as stream:
@@ -79,7 +79,7 @@ class Filler:
                 filled.wait = _when_done(kinds)
                 self._report(filled.stretch.num_bytes)
 
-    def _put_pieces(self, pieces: Iterable[Piece], box: Box | None, tensor: Tensor) -> None:
+    def _put_pieces(self, pieces: Iterable[TensorCopy], box: Box | None, tensor: Tensor) -> None:
         """Copy what a part of a source, or all of it, has of each of its pieces."""
         for piece in pieces:
             part = piece if box is None else _within(piece, box)
@@ -123,7 +123,7 @@ class Filler:
             self._progress(self._done_bytes, self._total_bytes)
 
 
-def _within(piece: Piece, box: Box) -> Piece | None:
+def _within(piece: TensorCopy, box: Box) -> TensorCopy | None:
     """What a piece takes from a box of its source; None when that is nothing."""
     common = tuple(
         (max(one, other), min(end, limit))

@@ -19,7 +19,13 @@ from duoka.errors import LoadError
 from duoka.models.conversion import Recipe, initialize_derived, plan_tensors
 from duoka.planner.placement import Placement
 
-from ..dispatch.place_tensors import Snapshot, devices_by_name, move_tensors, on_host, tensor_names
+from ..dispatch.place_tensors import (
+    TensorSnapshot,
+    devices_by_name,
+    move_tensors,
+    on_host,
+    tensor_names,
+)
 from .fill import Filler, Progress
 from .sources import Source, list_sources
 
@@ -49,7 +55,7 @@ def load_weights(
         devices = {name: at if at == only else _NOWHERE for name, at in devices.items()}
     generation = _generation_config(checkpoint)
     sources, recipe = _matched(model, checkpoint)
-    with nothing_left(devices.values(), Snapshot(model).restore):
+    with nothing_left(devices.values(), TensorSnapshot(model).restore):
         _fill(model, devices, recipe, sources, progress)
     if generation is not None and hasattr(model, "generation_config"):
         model.__dict__["generation_config"] = generation

@@ -36,7 +36,7 @@ _BUFFERS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StretchPart:
     """A box of one tensor, and where its bytes begin in a stretch."""
 
     source: Source
@@ -51,7 +51,7 @@ class Stretch:
     file: Path
     offset: int
     num_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[StretchPart, ...]
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Filled:
     buffer: Tensor
     wait: Wait | None = None
 
-    def tensors(self) -> Iterator[tuple[Part, Tensor]]:
+    def tensors(self) -> Iterator[tuple[StretchPart, Tensor]]:
         """Each part as a tensor of its box's extents, on the host, valid until the next stretch."""
         for part in self.stretch.parts:
             extents = [stop - start for start, stop in part.box]
@@ -92,11 +92,11 @@ def stretches(sources: Iterable[Source], most_bytes: int) -> list[Stretch]:
                 and last.num_bytes + size <= most_bytes
                 and last.num_bytes % source.dtype.itemsize == 0
             ):
-                part = Part(source, box, last.num_bytes)
+                part = StretchPart(source, box, last.num_bytes)
                 grown = (*last.parts, part)
                 result[-1] = Stretch(last.file, last.offset, last.num_bytes + size, grown)
             else:
-                result.append(Stretch(source.file, offset, size, (Part(source, box, 0),)))
+                result.append(Stretch(source.file, offset, size, (StretchPart(source, box, 0),)))
     return result
 
 

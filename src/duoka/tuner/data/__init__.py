@@ -8,7 +8,7 @@
 - `preview`: the first samples for people to look at
 """
 
-from .batches import Batches, MicroBatch, Step
+from .batches import Batches, OptimizerStep, TrainingMicroBatch
 from .dataset import BadRow, Dataset, read_dataset
 from .packing import refuse_packing
 from .preview import render_preview
@@ -17,8 +17,8 @@ __all__ = [
     "BadRow",
     "Batches",
     "Dataset",
-    "MicroBatch",
-    "Step",
+    "OptimizerStep",
+    "TrainingMicroBatch",
     "read_dataset",
     "refuse_packing",
     "render_preview",

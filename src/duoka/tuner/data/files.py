@@ -1,4 +1,4 @@
-"""Files of training data → their rows, one at a time; what a row means is `rows`' own."""
+"""Files of training data → rows, one at a time; `rows` interprets them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _ROWS_AT_A_TIME = 1024
 _DAMAGED = "from here on the table can't be read"
 
 
-class Row(NamedTuple):
-    """What stands in one place of a file; with a problem where it can't be read."""
+class DataRow(NamedTuple):
+    """Content of a row, or the problem that makes it unreadable."""
 
     line: int
     value: Mapping[str, Any] | Document
@@ -37,37 +37,37 @@ class Row(NamedTuple):
 
 
 def data_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files that are named, those of a directory in the order of their names."""
+    """Return the named files, and those of named directories in alphabetical order."""
     files: list[Path] = []
     for path in map(Path, paths):
         try:
-            inside = _files_inside(path) if path.is_dir() else [path] if path.exists() else []
+            children = _files_inside(path) if path.is_dir() else [path] if path.exists() else []
         except OSError as error:
             raise UsageError(f"{path} can't be read: {why(error)}", hint=_HINT) from error
-        if not inside:
+        if not children:
             raise UsageError(f"there is no training data at {path}", hint=_HINT)
-        if path.suffix not in _SUFFIXES and inside == [path]:
+        if path.suffix not in _SUFFIXES and children == [path]:
             raise UsageError(f"{path} is no file of training data by its name", hint=_HINT)
-        files += inside
+        files += children
     return files
 
 
 def _files_inside(directory: Path) -> list[Path]:
-    """The files of rows in a directory; texts only where it has no others: most are a README."""
+    """Return the data files of a directory; text files only if there are no others."""
     files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
     rows = [file for file in files if file.suffix in (*_LINES, *_TABLES)]
     return rows or [file for file in files if file.suffix in _TEXTS]
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Read a file's rows, with the line that each begins in; of Parquet and lists its number."""
+def read_rows(path: Path) -> Iterator[DataRow]:
+    """Read the rows of a file with their line numbers (for Parquet and lists their index)."""
     try:
         if path.suffix == ".csv":
             yield from _csv_rows(path)
         elif path.suffix == ".parquet":
             yield from _parquet_rows(path)
         elif path.suffix in _TEXTS:
-            yield Row(1, Document(_pieces(path)))
+            yield DataRow(1, Document(_pieces(path)))
         elif path.suffix == ".json" and _is_list(path):
             yield from _list_rows(path)
         else:
@@ -78,8 +78,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise UsageError(f"{path} can't be read: it is nested too deeply") from error
 
 
-def _line_rows(path: Path) -> Iterator[Row]:
-    """Read one JSON object a line; empty lines are none."""
+def _line_rows(path: Path) -> Iterator[DataRow]:
+    """Read one JSON object per line, skipping empty lines."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(_MOST_LINE_BYTES):
@@ -87,14 +87,16 @@ def _line_rows(path: Path) -> Iterator[Row]:
             if len(line) == _MOST_LINE_BYTES and not line.endswith(b"\n"):
                 while (more := file.readline(_MOST_LINE_BYTES)) and not more.endswith(b"\n"):
                     pass
-                yield Row(number, {}, f"the line has more than {_MOST_LINE_BYTES} bytes")
+                yield DataRow(number, {}, f"the line has more than {_MOST_LINE_BYTES} bytes")
                 continue
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if text:
-                    yield Row(number, parse_json_object(text, "the line"))
+                    yield DataRow(number, parse_json_object(text, "the line"))
             except (UnicodeDecodeError, FormatError) as error:
-                yield Row(number, {}, why(error) if isinstance(error, ValueError) else str(error))
+                yield DataRow(
+                    number, {}, why(error) if isinstance(error, ValueError) else str(error)
+                )
 
 
 def _is_list(path: Path) -> bool:
@@ -102,24 +104,24 @@ def _is_list(path: Path) -> bool:
         return file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
-def _list_rows(path: Path) -> Iterator[Row]:
-    """Read a JSON list, whose items are counted."""
+def _list_rows(path: Path) -> Iterator[DataRow]:
+    """Read the items of a JSON list."""
     for number, item in enumerate(json.loads(read_bytes(path, most_bytes=_MOST_LIST_BYTES)), 1):
         if isinstance(item, dict):
-            yield Row(number, item)
+            yield DataRow(number, item)
         else:
-            yield Row(number, {}, "the item is no object")
+            yield DataRow(number, {}, "the item is no object")
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """Read a text in pieces that end where a line does."""
+    """Read a text in pieces that end at line ends."""
     with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
         while piece := file.read(_PIECE_CHARACTERS):
             yield piece + file.readline(_PIECE_CHARACTERS)
 
 
-def _csv_rows(path: Path) -> Iterator[Row]:
-    """Read a table whose first line names the columns; all that is in it is text."""
+def _csv_rows(path: Path) -> Iterator[DataRow]:
+    """Read a table; the first line names the columns, all values are strings."""
     with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         names: list[str] = []
@@ -128,7 +130,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
             try:
                 fields = next(reader, None)
             except (csv.Error, UnicodeDecodeError) as error:
-                yield Row(line, {}, f"{_DAMAGED}: {error}")
+                yield DataRow(line, {}, f"{_DAMAGED}: {error}")
                 return
             if fields is None:
                 return
@@ -136,12 +138,12 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                 names = fields
             elif fields and len(fields) != len(names):
                 problem = f"it has {len(fields)} fields; the first line has {len(names)}"
-                yield Row(line, {}, problem)
+                yield DataRow(line, {}, problem)
             elif fields:
-                yield Row(line, dict(zip(names, fields, strict=True)))
+                yield DataRow(line, dict(zip(names, fields, strict=True)))
 
 
-def _parquet_rows(path: Path) -> Iterator[Row]:
+def _parquet_rows(path: Path) -> Iterator[DataRow]:
     say_import("pyarrow")
     try:
         from pyarrow import ArrowException
@@ -157,6 +159,6 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
             for batch in table.iter_batches(_ROWS_AT_A_TIME):
                 for value in batch.to_pylist():
                     number += 1
-                    yield Row(number, value)
+                    yield DataRow(number, value)
     except (ArrowException, OSError, ValueError) as error:
-        yield Row(number + 1, {}, f"{_DAMAGED}: {str(error).strip()}")
+        yield DataRow(number + 1, {}, f"{_DAMAGED}: {str(error).strip()}")
