@@ -6,7 +6,6 @@ text comes out of it again.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from duoka.errors import CheckpointError, UsageError
 from duoka.models.text.messages import (
     ChatMessage,
-    ToolCall,
-    parse_json_call,
     parse_python_call,
-    write_json_call,
     write_python_call,
 )
 from duoka.models.text.prompts import ChatFormat, chat_format
@@ -199,25 +195,3 @@ def test_python_calls(name: str, content: str) -> None:
     if call is not None:
         assert parse_python_call(call.name, write_python_call(call)) == call
         assert all(isinstance(key, str) for key in call.arguments)
-
-
-@fuzz()
-@given(NAMES, OBJECTS | JSON.map(json.dumps))
-def test_json_calls(name: str, content: str) -> None:
-    call = parse_json_call(name, content)
-    if call is not None:
-        assert json.loads(content) == call.arguments
-        assert parse_json_call(call.name, write_json_call(call)) == call
-
-
-@fuzz()
-@given(
-    st.lists(st.sampled_from(("<|assistant|>", "\n", "weather", "{}")) | CALLS | SAID, max_size=6)
-)
-def test_answers(chatglm3: ChatFormat, glm4: ChatFormat, pieces: list[str]) -> None:
-    for chat in (chatglm3, glm4):
-        message = chat.parse("".join(pieces))
-        assert message.role == "assistant"
-        assert message.tool_call is None or isinstance(message.tool_call, ToolCall)
-        known = chat.parse("".join(pieces), [{"name": "weather"}])
-        assert known.tool_call is None or known.tool_call.name == "weather"

@@ -7,10 +7,9 @@ from contextlib import suppress
 
 from PIL.Image import Image
 
-from duoka.errors import UsageError
 from duoka.models.text.image_prompts import images_of
 from duoka.models.text.messages import ChatMessage
-from duoka.runtime.prompt_reader import PromptReader
+from duoka.runtime.prompt_reader import PromptReader, refuse_long
 
 from .engine import Engine
 from .request import Completion, SamplingParams
@@ -92,7 +91,9 @@ class Conversation:
         finally:
             stream.cancel()
             if said:
-                self._rounds.append((message, self._reader.chat.parse(answer)))
+                self._rounds.append(
+                    (message, ChatMessage(role="assistant", content=answer.strip()))
+                )
                 self._shown.clear()
             with suppress(Exception):  # where it failed, that is on its way already
                 self.answers.append(stream.result())
@@ -108,10 +109,7 @@ class Conversation:
             if len(prompt) <= limit:
                 return prompt
             if not self._rounds:
-                raise UsageError(
-                    f"the question has {len(prompt)} tokens; the plan has memory for {limit}",
-                    hint="ask something shorter, or plan with a larger --context",
-                )
+                refuse_long(len(prompt), limit)
             self._forget()
 
     def _forget(self) -> None:

@@ -18,6 +18,23 @@ from duoka.models.text.messages import ChatMessage
 from duoka.models.text.prompts import ChatFormat, chat_format
 
 
+class PromptTooLong(UsageError):
+    """A prompt that is longer than there is memory for."""
+
+
+def refuse_long(prompt_tokens: int, limit: int, *, new_tokens: int = 0) -> None:
+    """Raise PromptTooLong unless a prompt, and its answer if that counts, is within a limit."""
+    if prompt_tokens + new_tokens > limit:
+        text, hint = f"the prompt has {prompt_tokens} tokens", "plan with a larger --context"
+        if not new_tokens:
+            raise PromptTooLong(f"{text}; there is memory for {limit}", hint=hint)
+        raise PromptTooLong(
+            f"{text}, and {new_tokens} new ones are asked for; there is memory for {limit} "
+            "together",
+            hint=f"ask for fewer new tokens, or {hint}",
+        )
+
+
 class PromptReader:
     """A checkpoint's tokenizer and prompt format, within the limits of a workload."""
 
@@ -83,13 +100,13 @@ class PromptReader:
         for what, got, limit, option in (
             ("prompts", len(prompts), planned.batch, "--batch"),
             ("images in a prompt", max(images, default=0), planned.images, "--images"),
-            ("tokens of prompt", longest, planned.prompt_tokens, "--context"),
         ):
             if got > limit:
                 raise UsageError(
                     f"{got} {what}; the plan has memory for {limit}",
                     hint=f"plan with a larger {option}",
                 )
+        refuse_long(longest, planned.prompt_tokens)
 
 
 def num_embeddings(model: PreTrainedModel) -> int | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,21 +12,20 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from .answers import ChatAnswer, CompletionAnswer, Usage, collected, finish_reason
+from .answers import ChatAnswer, CompletionAnswer
 from .anthropic import add_messages
 from .errors import HttpError, invalid
 from .limits import ClientLimits, Gate, JsonRoute
-from .messages import Delta, Ended, Prompt, Spell
+from .messages import Prompt, Spell
 from .requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Sampled,
     TokenizeRequest,
 )
 from .responses import add_responses
-from .service import Events, Service, status_of
-from .streams import awaited, streamed, unless_gone
+from .service import Service, status_of
+from .streams import respond
 
 _PAGE = Path(__file__).parent / "page"
 _POLICY = (
@@ -67,8 +64,7 @@ def make_app(
     app.add_exception_handler(Exception, _tell)
     _add_health(app, service)
     _add_models(app, service)
-    _add_chat(app, service)
-    _add_completions(app, service)
+    _add_openai(app, service)
     add_responses(app, service)
     add_messages(app, service)
     _add_tokens(app, service)
@@ -130,73 +126,25 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return described()
 
 
-def _add_chat(app: FastAPI, service: Service) -> None:
+def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat(request: ChatCompletionRequest, http: Request) -> Response:
+    async def create_chat_completion(request: ChatCompletionRequest, http: Request) -> Response:
         """Answer a chat."""
         service.check_model(request.model)
-        form, n = ChatAnswer(service.model), request.n or 1
-        events = service.ask(request.prompt, request.params(), n, is_streamed=request.stream)
-        has_logprobs = bool(request.logprobs)
-        if not request.stream:
-            usage = Usage()
-            choices = await unless_gone(http, collected(events, n, usage))
-            return JSONResponse(form.whole(choices, usage, logprobs=has_logprobs))
+        has_usage = request.stream_options.include_usage
+        options = {"has_logprobs": request.logprobs, "has_usage": has_usage}
+        answer = ChatAnswer(service.model, request.n, **options)
+        return await respond(service, request, [request.to_prompt()], answer, http)
 
-        async def pieces(events: Events, usage: Usage) -> AsyncIterator[Any]:
-            for piece in form.first(n):
-                yield piece
-            async for event in events:
-                usage.take(event)
-                if isinstance(event, Delta | Ended):
-                    yield form.piece(event, logprobs=has_logprobs)
-            if has_usage(request):
-                yield form.last(usage)
-
-        return await streamed([events], pieces)
-
-
-def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
-    async def completions(request: CompletionRequest, http: Request) -> Response:
+    async def create_completion(request: CompletionRequest, http: Request) -> Response:
         """Continue texts."""
         service.check_model(request.model)
-        form, n = CompletionAnswer(service.model), request.n or 1
-        prompts, has_logprobs = request.prompts, request.top is not None
+        prompts, has_logprobs = request.to_prompts(), request.top is not None
         befores = [(await _text_of(service, prompt)) if request.echo else "" for prompt in prompts]
-        sources = [
-            service.ask(prompt, request.params(), n, is_streamed=request.stream)
-            for prompt in prompts
-        ]
-        if not request.stream:
-            usage = Usage()
-            work = asyncio.gather(*(collected(events, n, usage) for events in sources))
-            answers = await unless_gone(http, awaited(work))
-            choices = [
-                (before, choice)
-                for before, several in zip(befores, answers, strict=True)
-                for choice in several
-            ]
-            return JSONResponse(form.whole(choices, usage, logprobs=has_logprobs))
-
-        async def pieces(events: Events, usage: Usage) -> AsyncIterator[Any]:
-            at = usage.num_sources * n
-            before = befores[usage.num_sources]
-            usage.num_sources += 1
-            for number in range(n if before else 0):
-                yield form.piece(at + number, before, (), None, logprobs=has_logprobs)
-            async for event in events:
-                usage.take(event)
-                if isinstance(event, Delta):
-                    number = at + event.choice
-                    yield form.piece(number, event.text, event.tokens, None, logprobs=has_logprobs)
-                elif isinstance(event, Ended):
-                    end = finish_reason(event)
-                    yield form.piece(at + event.choice, "", (), end, logprobs=has_logprobs)
-            if has_usage(request) and usage.num_sources == len(sources):
-                yield form.last(usage)
-
-        return await streamed(sources, pieces)
+        options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
+        answer = CompletionAnswer(service.model, befores, request.n, **options)
+        return await respond(service, request, prompts, answer, http)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -206,7 +154,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         service.check_model(request.model)
         ready = service.pool.choose().ready
         most = None if ready is None else ready.context_tokens
-        tokens = list(await service.count(request.question))
+        tokens = list(await service.count(request.to_prompt()))
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
 
     @app.post("/detokenize")
@@ -235,11 +183,6 @@ async def _text_of(service: Service, prompt: Prompt) -> str:
     spell = Spell(number=-1, tokens=prompt.tokens or (), field=prompt.field)
     spelled = await service.pool.choose().count(spell)
     return spelled.text
-
-
-def has_usage(request: Sampled) -> bool:
-    """Whether a stream tells the tokens at its end."""
-    return request.stream_options is not None and request.stream_options.include_usage
 
 
 async def _tell(request: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -25,10 +25,11 @@ with quiet_libraries():
     from duoka.engine import Engine, SamplingParams
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
-    from duoka.runtime.prompt_reader import PromptReader, refuse_beyond
+    from duoka.models.text.answer_reader import AnswerReader
+    from duoka.runtime.prompt_reader import PromptReader, PromptTooLong, refuse_beyond
+from duoka.base.answer_parts import AnswerPart
 from duoka.base.garbage import freeze_objects
-from duoka.engine.grammar import Grammar
-from duoka.errors import DuokaError, MachineError, UsageError
+from duoka.errors import DuokaError, MachineError
 from duoka.models.text.token_bytes import TokenBytes
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.stages.workers import end_with_parent
@@ -44,9 +45,7 @@ from .messages import (
     Delta,
     Ended,
     Failed,
-    Kind,
     Look,
-    Prompt,
     Ready,
     Spell,
     Status,
@@ -54,7 +53,7 @@ from .messages import (
     packed,
     read,
 )
-from .questions import PartReader, Question, QuestionReader
+from .questions import QuestionReader
 
 _PROMPT_THREADS = 4
 _SEND_SECONDS = 0.5
@@ -74,7 +73,6 @@ class EngineProcess:
     def __init__(self, begin: Begin, tell: Callable[[object], None]) -> None:
         self._tell = tell
         checkpoint = Checkpoint.open(begin.plan.source, trust_remote_code=begin.trust_remote_code)
-        self._generation_config = checkpoint.generation_config
         self._engine = Engine(
             begin.plan,
             processes=begin.processes,
@@ -84,11 +82,10 @@ class EngineProcess:
             on_failure=self._end,
         )
         self._reader = PromptReader.open(checkpoint, begin.plan.workload)
-        self._questions = QuestionReader(self._reader)
+        self._questions = QuestionReader(
+            self._reader, checkpoint.generation_config, self._engine.capacity.context_tokens
+        )
         self._token_bytes = TokenBytes(self._reader.tokenizer)
-        vocabulary = self._reader.tokenizer.get_vocab()
-        self._longest_token = max(map(len, vocabulary))
-        self._num_tokens = 1 + max(vocabulary.values())
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.
         self._picture_thread = ThreadPoolExecutor(1, "duoka-pictures")
@@ -119,7 +116,8 @@ class EngineProcess:
                     continue
                 if isinstance(message, Ask):
                     self._streams[message.number] = []
-                has_pictures = not isinstance(message, Spell) and _has_pictures(message.prompt)
+                turns = () if isinstance(message, Spell) else message.prompt.messages or ()
+                has_pictures = any(turn.images for turn in turns)
                 threads = self._picture_thread if has_pictures else self._threads
                 threads.submit(self._do, message)
 
@@ -130,10 +128,10 @@ class EngineProcess:
                 if message.number in self._streams:  # not cancelled while it waited
                     self._ask(message)
             elif isinstance(message, Count):
-                tokens = self._question(message.prompt).tokens
+                tokens = self._questions.read(message.prompt).tokens
                 self._tell(Counted(number=message.number, tokens=list(tokens)))
             else:
-                refuse_beyond(message.tokens, self._num_tokens)
+                refuse_beyond(message.tokens, self._questions.num_tokens)
                 text = self._reader.tokenizer.decode(list(message.tokens))
                 self._tell(Counted(number=message.number, text=str(text)))
         except Exception as error:  # of a template's or tokenizer's code, say: one request's alone
@@ -141,31 +139,12 @@ class EngineProcess:
             self._tell(failed(message.number, error, field))
 
     def _ask(self, ask: Ask) -> None:
-        values = dict(ask.params)
-        form = values.pop("response_format", None)
-        field = "text.format" if ask.prompt.field == "input" else "response_format"
-        try:
-            grammar = None if form is None else Grammar.from_response_format(form)
-            field = "logit_bias"
-            refuse_beyond(values.get(field, ()), self._num_tokens)
-        except UsageError as error:
-            error.param = field
-            raise
-        question = self._question(ask.prompt, grammar)
-        tokens = question.tokens
-        values["grammar"] = question.grammar
-        params = SamplingParams.recommended(self._generation_config, **values)
-        limit = self._engine.capacity.context_tokens
-        new = params.max_new_tokens or 1
-        if len(tokens) + new > limit:
-            self._tell(_too_long(ask, len(tokens), new, limit))
-            return
+        question = self._questions.read(ask.prompt, ask.params)
         answers = _Answers(ask, self)
-        for choice, chosen in enumerate(params.split(ask.n)):
-            reader = question.reader()
-            answer = _Answer(choice, chosen, answers, reader)
+        for choice, chosen in enumerate(question.params.split(ask.n)):
+            answer = _Answer(choice, chosen, answers, question.open_reader())
             stream = self._engine.submit(
-                tokens, chosen, kept_ids=question.kept_ids, on_event=answer.take
+                question.tokens, chosen, kept_ids=question.kept_ids, on_event=answer.take
             )
             with self._lock:
                 streams = self._streams.get(ask.number)
@@ -173,18 +152,7 @@ class EngineProcess:
                     streams.append(stream)
             if streams is None:  # cancelled, or failed, meanwhile
                 stream.cancel()
-        answers.begin(len(tokens))
-
-    def _question(self, prompt: Prompt, grammar: Grammar | None = None) -> Question:
-        """Read a prompt; what can't fit is refused before it is counted, which takes minutes."""
-        limit = self._engine.capacity.context_tokens
-        number = sum(len(text) for text in _texts(prompt))
-        if number > limit * self._longest_token:
-            raise _EndlessPrompt(
-                f"the prompt has {number} characters, and {limit} tokens, for which there is "
-                f"memory, have at most {self._longest_token} each"
-            )
-        return self._questions.read(prompt, grammar)
+        answers.begin(len(question.tokens))
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -236,39 +204,6 @@ class EngineProcess:
         )
 
 
-class _EndlessPrompt(UsageError):
-    """A prompt that is too long, whatever its tokens are."""
-
-
-def _has_pictures(prompt: Prompt) -> bool:
-    contents = [message.get("content") for message in prompt.messages or ()]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, Mapping) and "image_url" in part for part in parts)
-
-
-def _texts(prompt: Prompt) -> Iterator[str]:
-    """The texts that a prompt is made of."""
-    if prompt.text is not None:
-        yield prompt.text
-    for message in prompt.messages or ():
-        content = message.get("content")
-        for part in content if isinstance(content, list) else [{"text": content}]:
-            text = part.get("text") if isinstance(part, Mapping) else None
-            if isinstance(text, str):
-                yield text
-
-
-def _too_long(ask: Ask, num_tokens: int, new_tokens: int, limit: int) -> Failed:
-    return Failed(
-        number=ask.number,
-        status=400,
-        code="context_length_exceeded",
-        param=ask.prompt.field,
-        text=f"the prompt has {num_tokens} tokens, and {new_tokens} new ones are asked for; there "
-        f"is memory for {limit} together",
-    )
-
-
 class _Answers:
     """What comes of a request, told when the engine has taken all of it.
 
@@ -308,7 +243,7 @@ class _Answer:
     """One of the answers to a request, as it comes."""
 
     def __init__(
-        self, choice: int, params: SamplingParams, answers: _Answers, reader: PartReader
+        self, choice: int, params: SamplingParams, answers: _Answers, reader: AnswerReader
     ) -> None:
         self._choice, self._answers, self._reader = choice, answers, reader
         # Those of text that may still become a part of another kind.
@@ -333,7 +268,7 @@ class _Answer:
         is_cut = event.finish != "stop" or event.stop_text is not None
         self._tell(self._reader.finish(is_cut=is_cut))
         if self._untold_tokens and self._tells_tokens:
-            self._tell([("content", 0, "")])
+            self._tell([AnswerPart("content", "")])
         calls = event.finish == "stop" and self._reader.num_calls
         answers.tell(
             Ended(
@@ -347,18 +282,16 @@ class _Answer:
         )
         answers.end(event)
 
-    def _tell(self, parts: Sequence[tuple[Kind, int, str]]) -> None:
+    def _tell(self, parts: Sequence[AnswerPart]) -> None:
         answers = self._answers
-        for kind, call, text in parts:
+        for part in parts:
             tokens, self._untold_tokens = self._untold_tokens, []
             shown = map(answers.process.token, tokens if self._tells_tokens else ())
             answers.tell(
                 Delta(
                     number=answers.number,
                     choice=self._choice,
-                    kind=kind,
-                    call=call,
-                    text=text,
+                    **part._asdict(),
                     num_tokens=len(tokens),
                     tokens=tuple(shown),
                 )
@@ -368,7 +301,8 @@ class _Answer:
 def failed(number: int, error: Exception, field: str | None = None) -> Failed:
     """Why a request isn't answered, as HTTP has it; by a field of it, unless the error knows."""
     is_theirs = isinstance(error, DuokaError) and not isinstance(error, MachineError)
-    hint = getattr(error, "hint", None)
+    is_too_long = isinstance(error, PromptTooLong)  # its hint is for whoever plans
+    hint = None if is_too_long else getattr(error, "hint", None)
     text = (
         str(error)[:1000]
         if isinstance(error, DuokaError)
@@ -378,7 +312,7 @@ def failed(number: int, error: Exception, field: str | None = None) -> Failed:
         number=number,
         status=400 if is_theirs else 500,
         text=f"{text}; {hint}" if hint else text,
-        code="context_length_exceeded" if isinstance(error, _EndlessPrompt) else None,
+        code="context_length_exceeded" if is_too_long else None,
         param=getattr(error, "param", None) or field,
     )
 

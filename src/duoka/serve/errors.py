@@ -115,7 +115,8 @@ def _text(error: Mapping[str, Any]) -> str:
     """What is wrong, without pydantic's words for its own code."""
     if error["type"].startswith("union_tag_"):
         tag = error["ctx"].get("tag")
-        kind = "no type is given" if tag is None else f"the type {tag[:80]!r} is unknown"
+        field = "role" if error["ctx"]["discriminator"] == "'role'" else "type"
+        kind = f"no {field} is given" if tag is None else f"the {field} {tag[:80]!r} is unknown"
         return f"{kind}; known: {error['ctx'].get('expected_tags', 'see the documentation')}"
     return str(error["msg"]).removeprefix("Value error, ")
 

@@ -7,17 +7,17 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .answers import new_id
+from .answers import Piece, new_id
 from .errors import HttpError
 from .messages import Delta, Ended
-from .parts import PartKind, PartsAnswer, Piece
+from .parts import BlockKind, BlocksAnswer
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 # Under which name Anthropic's clients get arguments back that are no JSON object.
 _NO_JSON = "INVALID_JSON"
 
 
-class MessageAnswer(PartsAnswer):
+class MessageAnswer(BlocksAnswer):
     """One message, as it comes; `model` is its model's name."""
 
     def __init__(self, model: str) -> None:
@@ -35,20 +35,19 @@ class MessageAnswer(PartsAnswer):
             "usage": {},
         }
 
-    @property
-    def answer(self) -> dict[str, Any]:
-        """See `PartsAnswer`."""
+    def to_dict(self) -> dict[str, Any]:
+        """See `Answer`."""
         return self._message
 
-    def failed(self, error: HttpError) -> list[Piece]:
-        """See `PartsAnswer`."""
-        return [error.anthropic_body]
+    def fail(self, error: HttpError) -> Iterator[Piece]:
+        """See `Answer`."""
+        yield error.anthropic_body
 
     def _begin(self) -> Iterator[Piece]:
         self._message["usage"] = self._usage()
         yield {"type": "message_start", "message": copy.deepcopy(self._message)}
 
-    def _begin_part(self, kind: PartKind, name: str) -> Iterator[Piece]:
+    def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
         block: dict[str, Any] = {"type": "text", "text": ""}
         if kind == "tool":
             block = {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": {}}
@@ -58,7 +57,7 @@ class MessageAnswer(PartsAnswer):
         self._blocks.append(block)
         yield self._at("content_block_start", content_block=copy.deepcopy(block))
 
-    def _add(self, kind: PartKind, delta: Delta) -> Iterator[Piece]:
+    def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
         if not delta.text:
             return
         block = self._blocks[-1]
@@ -73,7 +72,7 @@ class MessageAnswer(PartsAnswer):
             change = {"type": "text_delta", "text": delta.text}
         yield self._at("content_block_delta", delta=change)
 
-    def _end_part(self, kind: PartKind, *, is_whole: bool) -> Iterator[Piece]:
+    def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
         if kind == "tool":
             self._blocks[-1]["input"] = _read(self._arguments)
         yield self._at("content_block_stop")

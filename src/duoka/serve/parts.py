@@ -1,73 +1,54 @@
-"""Answers that consist of parts: reasoning, text, calls of tools, one after another.
+"""Answers that consist of blocks: reasoning, text, calls of tools, one after another.
 
-So OpenAI's responses and Anthropic's messages have them, each in a form of its own.
+OpenAI's responses and Anthropic's messages have them, each in a form of its own.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator
-from contextlib import aclosing
-from typing import Any, Literal
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Literal
 
-from fastapi import Request
-from fastapi.responses import JSONResponse, Response
-
-from .answers import Usage
-from .errors import HttpError
+from .answers import Answer, Piece
 from .messages import Begun, Delta, Ended, Event
-from .service import Events
-from .streams import streamed, unless_gone
 
-PartKind = Literal["reasoning", "content", "tool"]
-Piece = dict[str, Any]
-"""An event of a stream, as it is told."""
+BlockKind = Literal["reasoning", "content", "tool"]
 
 
-class PartsAnswer(ABC):
-    """One answer, as it comes: the pieces of its stream, and all of it at the end.
+class BlocksAnswer(Answer):
+    """One answer, as it is generated: the events of its stream, and the whole at the end."""
 
-    `answer` is as far as it has come.
-    """
+    has_names = True
 
     def __init__(self) -> None:
-        self.usage = Usage()
+        super().__init__()
         self.reasoning_tokens = 0
-        # The part that goes on: its kind, and which call it is.
-        self._open: tuple[PartKind, int] | None = None
-
-    @property
-    @abstractmethod
-    def answer(self) -> dict[str, Any]:
-        """All of it."""
-
-    @abstractmethod
-    def failed(self, error: HttpError) -> list[Piece]:
-        """What tells that it can't go on."""
+        # The block that goes on: its kind, and the number of its call.
+        self._open: tuple[BlockKind, int] | None = None
 
     @abstractmethod
     def _begin(self) -> Iterator[Piece]:
-        """What comes before its parts."""
+        """Return the events before the blocks."""
 
     @abstractmethod
-    def _begin_part(self, kind: PartKind, name: str) -> Iterator[Piece]:
-        """A part begins; of a call, of which tool."""
+    def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
+        """Begin a block; a call has the name of a tool."""
 
     @abstractmethod
-    def _add(self, kind: PartKind, delta: Delta) -> Iterator[Piece]:
-        """There is more of the part."""
+    def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
+        """Add to the last block."""
 
     @abstractmethod
-    def _end_part(self, kind: PartKind, *, is_whole: bool) -> Iterator[Piece]:
-        """The part has ended; it may have been cut."""
+    def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
+        """End the last block, which a limit may have cut."""
 
     @abstractmethod
     def _end(self, event: Ended) -> Iterator[Piece]:
-        """What comes after its parts."""
+        """Return the events after the blocks."""
 
-    def take(self, event: Event) -> Iterator[Piece]:
-        """What there is to tell of what comes."""
-        self.usage.take(event)
+    def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
+        """See `Answer`."""
+        self.usage.add(event)
         if isinstance(event, Begun):
             yield from self._begin()
         elif isinstance(event, Delta):
@@ -80,39 +61,20 @@ class PartsAnswer(ABC):
         if delta.kind == "reasoning":
             self.reasoning_tokens += delta.num_tokens
         is_name = delta.kind == "tool_name"
-        kind: PartKind = "tool"
+        kind: BlockKind = "tool"
         if delta.kind in ("content", "reasoning"):
             kind = delta.kind
-        part = (kind, delta.call if kind == "tool" else 0)
-        if not delta.text and part != self._open and not is_name:
-            return  # tokens that are no text begin nothing
-        if is_name or part != self._open:
+        block = (kind, delta.call)
+        if block != self._open and not delta.text:
+            return  # tokens without a text begin nothing
+        if is_name or block != self._open:
             yield from self._close(is_whole=True)
-            self._open = part
-            yield from self._begin_part(kind, delta.text if is_name else "")
+            self._open = block
+            yield from self._begin_block(kind, delta.text if is_name else "")
         if not is_name:
-            yield from self._add(kind, delta)
+            yield from self._extend_block(kind, delta)
 
     def _close(self, *, is_whole: bool) -> Iterator[Piece]:
         if self._open is not None:
             kind, self._open = self._open[0], None
-            yield from self._end_part(kind, is_whole=is_whole)
-
-
-async def respond(form: PartsAnswer, events: Events, http: Request, *, stream: bool) -> Response:
-    """Answer with what comes of a request: as a stream, or when it is there."""
-
-    async def pieces(events: Events, _: Usage) -> AsyncIterator[Piece]:
-        async for event in events:
-            for piece in form.take(event):
-                yield piece
-
-    async def whole() -> None:
-        async with aclosing(events):
-            async for _ in pieces(events, form.usage):
-                pass
-
-    if stream:
-        return await streamed([events], pieces, failed=form.failed)
-    await unless_gone(http, whole())
-    return JSONResponse(form.answer)
+            yield from self._end_block(kind, is_whole=is_whole)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from .answers import chat_logprobs, new_id
+from .answers import Piece, chat_logprobs, new_id
 from .errors import HttpError
 from .messages import Delta, Ended
-from .parts import PartKind, PartsAnswer, Piece
+from .parts import BlockKind, BlocksAnswer
 
 # The events of each kind of part, and what its text is called.
 _EVENTS = {
@@ -22,7 +22,7 @@ _EVENTS = {
 _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
 
-class ResponseAnswer(PartsAnswer):
+class ResponseAnswer(BlocksAnswer):
     """One response, as it comes.
 
     Parameters
@@ -59,22 +59,21 @@ class ResponseAnswer(PartsAnswer):
             **settings,
         }
 
-    @property
-    def answer(self) -> dict[str, Any]:
-        """See `PartsAnswer`."""
+    def to_dict(self) -> dict[str, Any]:
+        """See `Answer`."""
         return self._response
 
-    def failed(self, error: HttpError) -> list[Piece]:
-        """See `PartsAnswer`."""
+    def fail(self, error: HttpError) -> Iterator[Piece]:
+        """See `Answer`."""
         code = _CODES.get(error.status, "server_error")
         self._response |= {"status": "failed", "error": {"code": code, "message": error.text}}
-        return [self._whole("response.failed")]
+        yield self._whole("response.failed")
 
     def _begin(self) -> Iterator[Piece]:
         yield self._whole("response.created")
         yield self._whole("response.in_progress")
 
-    def _begin_part(self, kind: PartKind, name: str) -> Iterator[Piece]:
+    def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
         item: dict[str, Any]
         if kind == "tool":
             call = {"call_id": new_id("call_"), "name": name, "arguments": ""}
@@ -94,7 +93,7 @@ class ResponseAnswer(PartsAnswer):
         item["content"].append(part)
         yield self._of_part("response.content_part.added", part=copy.deepcopy(part))
 
-    def _add(self, kind: PartKind, delta: Delta) -> Iterator[Piece]:
+    def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
         item, name = self._output[-1], f"{_EVENTS[kind]}.delta"
         if kind == "tool":
             item["arguments"] += delta.text
@@ -109,7 +108,7 @@ class ResponseAnswer(PartsAnswer):
         part["logprobs"] += logprobs
         yield self._of_part(name, delta=delta.text, logprobs=logprobs)
 
-    def _end_part(self, kind: PartKind, *, is_whole: bool) -> Iterator[Piece]:
+    def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
         item, name = self._output[-1], f"{_EVENTS[kind]}.done"
         item["status"] = "completed" if is_whole else "incomplete"
         if kind == "tool":
@@ -124,8 +123,8 @@ class ResponseAnswer(PartsAnswer):
     def _end(self, event: Ended) -> Iterator[Piece]:
         is_whole = event.finish != "length"
         if not self._output:  # an answer without a word is one all the same
-            yield from self._begin_part("content", "")
-            yield from self._end_part("content", is_whole=is_whole)
+            yield from self._begin_block("content", "")
+            yield from self._end_block("content", is_whole=is_whole)
         self._response["usage"] = {
             "input_tokens": self.usage.prompt_tokens,
             "input_tokens_details": {

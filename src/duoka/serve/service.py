@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from importlib.metadata import version
@@ -62,7 +61,7 @@ class Service:
         self, prompt: Prompt, params: Mapping[str, Any], n: int = 1, *, is_streamed: bool
     ) -> Events:
         """What comes of a request for `n` answers to a prompt."""
-        content = json.dumps(prompt.messages or prompt.text or prompt.tokens)
+        content = ascii(prompt.messages or prompt.text or prompt.tokens)
         tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()
         try:

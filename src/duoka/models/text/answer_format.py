@@ -15,7 +15,7 @@ from duoka.errors import UsageError
 
 from .answer_reader import AnswerReader, CallForm, Tags
 from .call_forms import LineForm, MistralForm, ObjectForm, PairForm, ParameterForm, TaggedForm
-from .call_grammars import ForcedCall, forced_call
+from .call_grammars import ForcedCall, force_call
 from .messages import TOOL_NAME, Tool, tool_function
 
 _MOST_TOOLS = 128
@@ -77,8 +77,9 @@ class AnswerFormat:
         prompt: Sequence[int] = (),
         *,
         forced: ForcedCall | None = None,
+        is_parallel: bool = True,
     ) -> AnswerReader:
-        """Read an answer to a prompt.
+        """Return a reader of the answer to a prompt.
 
         Parameters
         ----------
@@ -87,7 +88,9 @@ class AnswerFormat:
         prompt : sequence of int
             Its last tokens say whether the answer begins within reasoning.
         forced : ForcedCall, optional
-            What the prompt was given, so that the answer is a call; no content then.
+            The call that the prompt begins, so that the answer has no content.
+        is_parallel : bool
+            Whether more than the first call is returned.
         """
         form = self.form
         if forced is not None and form is None:
@@ -98,9 +101,10 @@ class AnswerFormat:
             self.reasoning,
             is_reasoning=forced is None and self.begins_within_reasoning(prompt),
             is_forced=forced is not None,
+            is_parallel=is_parallel,
         )
         parts = reader.feed(forced.text) if forced is not None else []
-        assert not parts, "what begins a call is no part"
+        assert not parts, "the beginning of a call is no part"
         return reader
 
     def begins_within_reasoning(self, prompt: Sequence[int]) -> bool:
@@ -122,7 +126,7 @@ class AnswerFormat:
         if self.begins_within_reasoning(prompt):
             assert self.reasoning is not None, "it has begun"
             before = f"{self.reasoning.end}\n\n"
-        return forced_call(self.form, tools, self.tokenizer, before=before, parallel=parallel)
+        return force_call(self.form, tools, self.tokenizer, before=before, parallel=parallel)
 
     def _marks(self) -> Iterator[str]:
         yield from self.reasoning or ()

@@ -54,7 +54,7 @@ class _Written:
     after: str = ""
 
 
-def forced_call(
+def force_call(
     form: CallForm | None,
     tools: Sequence[Tool],
     tokenizer: PreTrainedTokenizerBase,

@@ -207,17 +207,6 @@ def _refuse_odd(value: object) -> None:
         raise ValueError("no value of an argument")
 
 
-def parse_json_call(metadata: str, content: str) -> ToolCall | None:
-    """Read GLM-4's form: the name, and the arguments as a JSON object."""
-    name = metadata.strip()
-    if len(content) > _MAX_CHARACTERS or not TOOL_NAME.fullmatch(name):
-        return None
-    try:
-        return ToolCall(name=name, arguments=parse_json_object(content, "the call"))
-    except FormatError:
-        return None
-
-
 def write_python_call(call: ToolCall) -> str:
     """Write the content of a ChatGLM3 message that calls a tool."""
     arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())

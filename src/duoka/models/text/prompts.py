@@ -29,8 +29,6 @@ from .messages import (
     Tool,
     ToolCall,
     last_is_answerable,
-    parse_json_call,
-    parse_python_call,
     tool_function,
     write_json_call,
     write_python_call,
@@ -82,9 +80,6 @@ class ChatFormat(Protocol):
         next.
         """
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
-        """Return what an answer says; with a tool call if it is one, to one of `tools` if given."""
-
 
 def chat_format(
     tokenizer: PreTrainedTokenizerBase,
@@ -128,7 +123,6 @@ class _TokenFormat:
     tokenizer: PreTrainedTokenizerBase
     start: tuple[str, str]
     stops: tuple[str, ...]
-    read: Callable[[str, str], ToolCall | None] = field(repr=False)
     write: Callable[[ToolCall], str] = field(repr=False)
     describe: Callable[[str, Sequence[Tool]], str] = field(repr=False)
     form: LineForm
@@ -181,18 +175,6 @@ class _TokenFormat:
         ids = [*self.written(messages, tools), stop]
         return TrainingSample(ids, [False] * context + [True] * (len(ids) - context))
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
-        """See `ChatFormat.parse`. What was said before a call is the message's content."""
-        said, _, last = text.rpartition("<|assistant|>")
-        name, _, arguments = last.partition("\n")
-        call = self.read(name, arguments)
-        known = None if tools is None else {tool_function(tool)["name"] for tool in tools}
-        if call is None or (known is not None and call.name not in known):
-            return ChatMessage(
-                role="assistant", content=" ".join(text.split("<|assistant|>")).strip()
-            )
-        return ChatMessage(role="assistant", content=said.strip(), tool_call=call)
-
     def _with_tools(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
     ) -> list[ChatMessage]:
@@ -218,7 +200,6 @@ class ChatGLM3Format(_TokenFormat):
             tokenizer=tokenizer,
             start=("[gMASK]", "sop"),
             stops=(str(tokenizer.eos_token), "<|user|>", "<|observation|>"),
-            read=parse_python_call,
             write=write_python_call,
             describe=_chatglm3_tools,
             form=LineForm("python"),
@@ -238,7 +219,6 @@ class GLM4Format(_TokenFormat):
             tokenizer=tokenizer,
             start=("[gMASK]", "<sop>"),
             stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
-            read=parse_json_call,
             write=write_json_call,
             describe=_glm4_tools,
             form=LineForm("json"),
@@ -333,10 +313,6 @@ class ChatGLM2Format:
         answer = [*_encode(self.tokenizer, messages[-1].content), *self.stop_ids]
         return TrainingSample([*context, *answer], [False] * len(context) + [True] * len(answer))
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
-        """See `ChatFormat.parse`."""
-        return ChatMessage(role="assistant", content=text.strip())
-
 
 def has_template(chat: ChatFormat) -> bool:
     """Whether a format writes a chat, and not texts one after another."""
@@ -398,10 +374,6 @@ class TemplateFormat:
             )
         with self._lock:
             return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
-
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
-        """See `ChatFormat.parse`. Only the ChatGLM family's forms of tool calls are read."""
-        return ChatMessage(role="assistant", content=text.strip())
 
 
 def _encode(
