@@ -229,8 +229,9 @@ class MessagesRequest(CountTokensRequest, Asking):
     def grammar(self) -> dict[str, Any] | None:
         """See `Asking`."""
         form = None if self.output_config is None else self.output_config.format
-        schema = None if form is None else {"schema": form.schema_}
-        return schema and {"type": "json_schema", "json_schema": schema}
+        if form is None:
+            return None
+        return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
 def read_turns(said: Said) -> list[Turn]:

@@ -58,10 +58,8 @@ def make_app(
     app.add_middleware(
         Gate, memory=service.memory, limits=limits or ClientLimits(), key=key, is_local=is_local
     )
-    app.add_exception_handler(HttpError, _tell)
-    app.add_exception_handler(RequestValidationError, _tell_invalid)
-    app.add_exception_handler(HTTPException, _tell_http)
-    app.add_exception_handler(Exception, _tell)
+    for kind in (HttpError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
     _add_health(app, service)
     _add_models(app, service)
     _add_openai(app, service)
@@ -185,18 +183,12 @@ async def _text_of(service: Service, prompt: Prompt) -> str:
     return spelled.text
 
 
-async def _tell(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        error = invalid(error.errors(), error.body)
     known = HttpError.of(error)
-    return JSONResponse(known.body_for(request.url.path), known.status, known.headers)
-
-
-async def _tell_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "it is asked for these"
-    return await _tell(request, invalid(error.errors(), error.body))
-
-
-async def _tell_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "it is asked for these"
-    refused = HttpError(error.status_code, str(error.detail))
-    body = refused.body_for(request.url.path)
-    return JSONResponse(body, error.status_code, dict(error.headers or {}))
+    headers = known.headers
+    if isinstance(error, HTTPException):  # Starlette's own, of an unknown path or method
+        known = HttpError(error.status_code, str(error.detail))
+        headers = dict(error.headers or {})
+    return JSONResponse(known.body_for(request.url.path), known.status, headers)

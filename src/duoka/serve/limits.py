@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -112,7 +113,8 @@ class Gate:
             if await body.read():
                 await self._app(scope, body.receive, send)
         except HttpError as error:  # before anything was answered
-            await respond(send, error, scope["path"])
+            response = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
+            await response(scope, receive, send)
         finally:
             self._memory.add(-body.num_bytes)
 
@@ -136,7 +138,7 @@ class Gate:
 
 
 class _Body:
-    """What a client sends, up to a limit and in time."""
+    """The body of a request, up to a limit and in time."""
 
     def __init__(self, memory: RequestMemory, seconds: float, receive: Receive) -> None:
         self._memory = memory
@@ -146,10 +148,11 @@ class _Body:
         self.num_bytes = 0
 
     async def read(self) -> bool:
-        """Take all of it; whether the client is still there then."""
+        """Read the whole body; return False if the client has gone."""
         parts: list[bytes] = []
         begin = asyncio.get_running_loop().time()
-        while True:
+        is_open = True
+        while is_open:
             end = begin + self._seconds + self.num_bytes / _LEAST_BYTES_PER_SECOND
             try:
                 async with asyncio.timeout_at(end):
@@ -164,13 +167,12 @@ class _Body:
                 raise _too_large()
             self._memory.add(len(parts[-1]))
             self.num_bytes += len(parts[-1])
-            if not message.get("more_body", False):
-                break
+            is_open = message.get("more_body", False)
         self._whole = {"type": "http.request", "body": b"".join(parts), "more_body": False}
         return True
 
     async def receive(self) -> Message:
-        """All of it once; then the client's going away, as long as it takes."""
+        """Return the whole body once; then wait until the client goes away."""
         message, self._whole = self._whole, None
         return await self._receive() if message is None else message
 
@@ -230,32 +232,16 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def respond(send: Send, error: HttpError, path: str) -> None:
-    """Answer a request of this path with an error."""
-    body = json.dumps(error.body_for(path)).encode()
-    length = {"Content-Length": str(len(body))}
-    headers = {"Content-Type": "application/json", **length, **error.headers}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": error.status,
-            "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
-
-
 class TimedProtocol(H11Protocol):
-    """HTTP, on connections whose requests come in time, and whose answers are taken in time."""
+    """HTTP on connections whose requests come in time and whose answers are taken in time."""
 
     limits: ClassVar = ClientLimits()
-    _header_timer: asyncio.TimerHandle | None = None
-    _take_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(self.limits.header_seconds, transport.abort)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._start_timer("headers", self.limits.header_seconds, transport.abort)
         most = self.limits.connections
         if len(self.connections) > most:
             text = f"{most} connections are open"
@@ -267,7 +253,7 @@ class TimedProtocol(H11Protocol):
         self._refuse(HttpError(getattr(error, "error_status_hint", 400), f"{msg} {error}"))
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer with an error what isn't a request yet, and close the connection."""
+        """Answer with an error before there is a request, and close the connection."""
         body = json.dumps(error.body).encode()
         headers = {"Connection": "close", "Content-Length": len(body), **error.headers}
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
@@ -278,39 +264,37 @@ class TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._stop("_header_timer")
-        self._stop("_take_timer")
+        for name in list(self._timers):
+            self._stop_timer(name)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         super().data_received(data)
         if self._is_answering:
-            self._stop("_header_timer")
-        elif self._header_timer is None:  # uvicorn's own ends with the first byte
-            seconds = self.limits.header_seconds
-            self._header_timer = self.loop.call_later(seconds, self.transport.abort)
+            self._stop_timer("headers")
+        elif "headers" not in self._timers:  # uvicorn's own ends with the first byte
+            self._start_timer("headers", self.limits.header_seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         super().pause_writing()
-        self._stop("_take_timer")
-        self._take_timer = self.loop.call_later(self.limits.take_seconds, self.transport.abort)
+        self._start_timer("answer", self.limits.take_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
-        self._stop("_take_timer")
+        self._stop_timer("answer")
         super().resume_writing()
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
         super().on_response_complete()
-        if self.transport.get_write_buffer_size() and self._take_timer is None:
-            self._take_timer = self.loop.call_later(self.limits.take_seconds, self._let_go)
+        if self.transport.get_write_buffer_size() and "answer" not in self._timers:
+            self._start_timer("answer", self.limits.take_seconds, self._abort_untaken)
 
-    def _let_go(self) -> None:
-        """End a connection where an answer's rest wasn't taken, which closing waits for."""
-        self._take_timer = None
+    def _abort_untaken(self) -> None:
+        """Close a connection whose client doesn't take the rest of an answer."""
+        self._stop_timer("answer")
         if self.transport.get_write_buffer_size() and not self._is_answering:
             self.transport.abort()
 
@@ -318,18 +302,21 @@ class TimedProtocol(H11Protocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _stop(self, name: str) -> None:
-        timer: asyncio.TimerHandle | None = getattr(self, name)
+    def _start_timer(self, name: str, seconds: float, action: Callable[[], object]) -> None:
+        self._stop_timer(name)
+        self._timers[name] = self.loop.call_later(seconds, action)
+
+    def _stop_timer(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
-            setattr(self, name, None)
 
 
-def _check_type(said: str) -> None:
+def _check_type(given: str) -> None:
     """Refuse a body of another type than JSON, which a page of the web may send unasked."""
-    kind = said.partition(";")[0].strip().lower()
+    kind = given.partition(";")[0].strip().lower()
     if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
-        text = f"Content-Type is {said[:80]}" if said else "Content-Type is missing"
+        text = f"Content-Type is {given[:80]}" if given else "Content-Type is missing"
         raise HttpError(415, f"{text}; send JSON, and say application/json")
 
 

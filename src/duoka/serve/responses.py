@@ -30,8 +30,10 @@ from .service import Service
 from .streams import respond
 
 _LOGPROBS = "message.output_text.logprobs"
-_REPEATED = ("prompt_cache_key", "safety_identifier", "user", "instructions", "max_output_tokens")
-_REPEATED += ("temperature", "top_p", "top_logprobs")
+_REPEATED = (
+    *("prompt_cache_key", "safety_identifier", "user", "instructions", "max_output_tokens"),
+    *("temperature", "top_p", "top_logprobs"),
+)
 _STORED = ("previous_response_id", "conversation", "prompt")
 
 
@@ -223,7 +225,7 @@ class ResponsesRequest(Asking, Unheeded):
         if isinstance(form, ResponseSchemaFormat):
             content = _dump(form)
             return {"type": content.pop("type"), "json_schema": content}
-        return form and form.model_dump()
+        return None if form is None else form.model_dump()
 
     def to_prompt(self) -> Prompt:
         """Return the chat."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
@@ -66,7 +66,7 @@ async def _read_all(answer: Answer, sources: Sequence[Events]) -> None:
         pass
 
 
-async def _read(answer: Answer, sources: Sequence[Events]) -> AsyncIterator[Piece]:
+async def _read(answer: Answer, sources: Sequence[Events]) -> AsyncGenerator[Piece, None]:
     """Let an answer take the events of its sources, one source after another."""
     async with AsyncExitStack() as stack:
         for events in sources:

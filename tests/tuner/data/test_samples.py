@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from tuning import make_tokenizer
 
 from duoka.errors import CheckpointError, UsageError
-from duoka.models.text.messages import ChatMessage, ToolCall, write_json_call
+from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import ChatFormat, TrainingSample, chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 from duoka.tuner.data.rows import Chat, Document, PromptCompletion
@@ -162,4 +163,6 @@ def test_glm(glm: ChatFormat) -> None:
         assert not sample.is_trained[len(prompt) - 1]
         assert sample.is_trained[len(prompt)]
     said = glm.tokenizer.decode(trained[: trained.index(observation_id)])
-    assert said == f"{call.name}\n{write_json_call(call)}"
+    reader = glm.answers.reader([{"name": call.name}])
+    name, arguments = reader.feed(said) + reader.finish()
+    assert (name.text, json.loads(arguments.text)) == (call.name, call.arguments)

@@ -36,7 +36,7 @@ class CharacterReader:
         self._taken: list[str] = []
         self._again: list[str] = []
         self._size = 0
-        self._keep: Callable[[str], None] = str
+        self._keep: Callable[[str], object] = str
 
     def take(self) -> Characters:
         """Take the next character; after the end always ""."""
@@ -96,7 +96,7 @@ class CharacterReader:
 
     # ── JSON ──
 
-    def json_value(self, first: str, keep: Callable[[str], None] | None = None) -> Characters:
+    def json_value(self, first: str, keep: Callable[[str], object] | None = None) -> Characters:
         """Take a JSON value that begins with a given character; `keep` receives each of its own."""
         chars: list[str] = []
         self._keep = keep or chars.append
