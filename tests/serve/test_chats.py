@@ -65,7 +65,7 @@ def test_a_chat_is_read() -> None:
     assert (messages[1].role, messages[1].content) == ("user", "What is this?")
     assert [image.size for image in messages[1].images] == [(2, 3)]
     assert messages[2:] == [
-        ChatMessage(role="assistant", content="", tool_call=LOOK, further_calls=(ASK,)),
+        ChatMessage(role="assistant", content="", calls=(LOOK, ASK)),
         ChatMessage(role="observation", content="no", call_id="call_2"),
         ChatMessage(role="observation", content="red", call_id="call_1"),
     ]

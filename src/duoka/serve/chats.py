@@ -68,13 +68,11 @@ class ChatMessages:
         if turn.reasoning and self.reasoning is not None:
             begin, end = self.reasoning
             content = f"{begin}\n{turn.reasoning}\n{end}\n\n{content}"
-        calls = self._read_calls(turn)
         return ChatMessage(
             role=turn.role,
             content=content,
             images=tuple(map(self._read_image, turn.images)),
-            tool_call=calls[0] if calls else None,
-            further_calls=tuple(calls[1:]),
+            calls=tuple(self._read_calls(turn)),
         )
 
     def _read_calls(self, turn: Turn) -> list[ToolCall]:

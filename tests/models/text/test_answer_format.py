@@ -32,7 +32,7 @@ QUESTION = ChatMessage(role="user", content="how is it?")
 
 
 def answer_of(*said: ToolCall) -> ChatMessage:
-    return ChatMessage(role="assistant", content="", tool_call=said[0], further_calls=said[1:])
+    return ChatMessage(role="assistant", content="", calls=said)
 
 
 def without_ids(said: Any) -> list[ToolCall]:
@@ -135,9 +135,7 @@ def test_the_chatglm_family(name: str, shared_data: Path) -> None:
     chat: Any = chat_format(load_tokenizer(shared_data / "tokenizers" / name, config), config)
     assert chat.answers.form == LineForm("python" if name == "chatglm3-6b" else "json")
     assert chat.tokenizer.convert_ids_to_tokens(list(chat.answers.kept_ids)) == ["<|assistant|>"]
-    said = ChatMessage(
-        role="assistant", content="我来查。", tool_call=CALLS[0], further_calls=CALLS[1:]
-    )
+    said = ChatMessage(role="assistant", content="我来查。", calls=CALLS)
     prompt = chat.prompt([QUESTION], TOOLS)
     sample = chat.sample([QUESTION, said], TOOLS, "observation").ids
     assert sample[: len(prompt)] == prompt

@@ -111,7 +111,7 @@ def test_tools_with_special_tokens_are_refused(chat: Any) -> None:
 
 
 def test_tool_calls_are_refused(chat: Any) -> None:
-    call = ChatMessage(role="assistant", content="", tool_call=ToolCall(name="x", arguments={}))
+    call = ChatMessage(role="assistant", content="", calls=(ToolCall(name="x", arguments={}),))
     with pytest.raises(UsageError, match="tool calls"):
         chat.prompt([user("hi"), call, ChatMessage(role="observation", content="1")])
 

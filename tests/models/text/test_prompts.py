@@ -146,8 +146,8 @@ def test_chatglm3_tools(chatglm3: Any) -> None:
 
 def test_chatglm3_call_and_its_result(chatglm3: Any) -> None:
     text = "get_weather\n```python\ntool_call(city='北京')\n```"
-    answer = ChatMessage(role="assistant", content="", tool_call=BEIJING)
-    said_before = ChatMessage(role="assistant", content="我来查。", tool_call=BEIJING)
+    answer = ChatMessage(role="assistant", content="", calls=(BEIJING,))
+    said_before = ChatMessage(role="assistant", content="我来查。", calls=(BEIJING,))
     result = ChatMessage(role="observation", content='{"temperature": 21}')
     ids = chatglm3.prompt([user("北京天气"), answer, result], tools=[WEATHER])
     found = pieces(chatglm3, ids)
@@ -163,7 +163,7 @@ def test_glm4_tools_call_and_result(glm4: Any) -> None:
     )
     system = pieces(glm4, ids)[3]
     assert system.startswith('\n简洁。\n\n# 可用工具\n\n## get_weather\n\n{\n    "name"')
-    answer = ChatMessage(role="assistant", content="", tool_call=BEIJING)
+    answer = ChatMessage(role="assistant", content="", calls=(BEIJING,))
     result = ChatMessage(role="observation", content="21")
     found = pieces(glm4, glm4.prompt([user("x"), answer, result]))
     assert found[5] == 'get_weather\n{"city": "北京"}'

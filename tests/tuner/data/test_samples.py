@@ -141,7 +141,7 @@ def test_glm(glm: ChatFormat) -> None:
     call = ToolCall(name="f", arguments={"x": 1})
     messages = (
         user("a<|user|>"),
-        ChatMessage(role="assistant", content="", tool_call=call),
+        ChatMessage(role="assistant", content="", calls=(call,)),
         ChatMessage(role="observation", content="1"),
         answer("b"),
         user("c"),

@@ -228,13 +228,9 @@ class LineForm:
             message += char
         turn = self.turn if message.endswith(self.turn) else ""
         call = parse_python_call(name, message.removesuffix(turn))
-        try:
-            arguments = json.dumps(call and call.arguments, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):  # bytes, sets
-            call = None
         if call is None:
             calls.stop(turn)
-        calls.add_call(name, arguments)
+        calls.add_call(name, json.dumps(call.arguments, ensure_ascii=False))
         calls.take_again(turn)
 
 

@@ -174,7 +174,11 @@ class _Marks:
         self.contents, self.names = marks[: len(messages)], marks[len(messages) :]
         names = iter(self.names)
         self.messages = [
-            _replace_texts(message, content, names)
+            replace(
+                message,
+                content=content,
+                calls=tuple(replace(call, name=next(names)) for call in message.calls),
+            )
             for message, content in zip(messages, self.contents, strict=True)
         ]
 
@@ -182,12 +186,6 @@ class _Marks:
         """Replace the marks by contents, and by the names."""
         texts = [*contents, *self._names]
         return self._pattern.sub(lambda mark: texts[int(mark[1])], marked)
-
-
-def _replace_texts(message: ChatMessage, content: str, names: Iterator[str]) -> ChatMessage:
-    calls = [replace(call, name=next(names)) for call in message.calls]
-    call = calls[0] if calls else None
-    return replace(message, content=content, tool_call=call, further_calls=tuple(calls[1:]))
 
 
 class _Special:

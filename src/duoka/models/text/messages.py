@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -51,19 +50,12 @@ class ChatMessage:
     role: Role
     content: str
     metadata: str = ""
-    tool_call: ToolCall | None = None
+    calls: tuple[ToolCall, ...] = ()
     images: tuple[Image, ...] = ()
-    further_calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
-
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """All calls."""
-        return () if self.tool_call is None else (self.tool_call, *self.further_calls)
 
     def __post_init__(self) -> None:
         """Refuse what no model knows."""
-        assert self.tool_call is not None or not self.further_calls, "there is a first one"
         if self.role not in get_args(Role):
             raise UsageError(
                 f"{self.role!r} is no role of a message", hint=f"roles: {', '.join(get_args(Role))}"
@@ -109,7 +101,7 @@ def read_message(said: object) -> ChatMessage:
         role=role,
         content=_joined_texts(content) if isinstance(content, list) else content,
         metadata=said.get("metadata") or "",
-        tool_call=read_tool_call(calls[0]) if calls else None,
+        calls=tuple(map(read_tool_call, calls)),
     )
 
 
@@ -190,21 +182,8 @@ def _keywords(node: ast.expr) -> dict[str, Any]:
         if keyword.arg is None or keyword.arg in arguments:
             raise ValueError("an unpacked or repeated argument")
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    _refuse_odd(arguments)
+    json.dumps(arguments, allow_nan=False)  # refuses literals that no JSON schema describes
     return arguments
-
-
-def _refuse_odd(value: object) -> None:
-    """Raise ValueError for literals that no function expects, and no writer of ours can write."""
-    if isinstance(value, dict):
-        _refuse_odd(list(value.items()))
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            _refuse_odd(item)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a number without end")
-    elif isinstance(value, complex) or value is ...:
-        raise ValueError("no value of an argument")
 
 
 def write_python_call(call: ToolCall) -> str:

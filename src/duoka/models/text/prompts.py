@@ -206,8 +206,8 @@ class _RoleFormat(ChatFormat):
         """Write calls as the model writes them, and tools into the system's message."""
         chat: list[ChatMessage] = []
         for message in messages:
-            if message.tool_call is None or message.content:
-                chat.append(replace(message, tool_call=None, further_calls=()))
+            if message.content or not message.calls:
+                chat.append(replace(message, calls=()))
             for call in message.calls:
                 content = self._write_call(call)
                 chat.append(ChatMessage(role="assistant", metadata=call.name, content=content))

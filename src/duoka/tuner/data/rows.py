@@ -189,7 +189,7 @@ def _messages(said: Mapping[str, Any]) -> Iterator[ChatMessage]:
     elif said.get("role") == "tool" and said.get("parameters") is not None:
         name, parameters = said.get("name"), said["parameters"]
         call = read_tool_call({"name": name, "arguments": parameters})
-        yield ChatMessage(role="assistant", content="", tool_call=call)
+        yield ChatMessage(role="assistant", content="", calls=(call,))
         result = said.get("observation")
         content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         yield ChatMessage(role="observation", content=content)
@@ -229,13 +229,13 @@ def _checked(
         ):
             after = f"after one of role {before!r}" if before else "at the beginning"
             raise UsageError(f"message {number} of role {role!r} can't stand {after}")
-        if role == "assistant" and not message.content.strip() and message.tool_call is None:
+        if role == "assistant" and not message.content.strip() and not message.calls:
             raise UsageError(f"message {number} is an empty answer")
         before = role
     if before != "assistant":
         raise UsageError("there is no answer at its end" if messages else "there are no messages")
     tools = tuple(map(_json, _list_of(row.get("tools"), "tools")))
-    calls = [message.tool_call.arguments for message in messages if message.tool_call]
+    calls = [call.arguments for message in messages for call in message.calls]
     if tools or calls:
         text = json.dumps([tools, calls], ensure_ascii=False, default=str)
         refuse_half_pairs(text, "a tool, or a call of one,")

@@ -65,7 +65,7 @@ def _next_role(messages: tuple[ChatMessage, ...], at: int) -> Role:
     """Who speaks after a message; after the last one the tool that it calls, or the user."""
     if at + 1 < len(messages):
         return messages[at + 1].role
-    calls = messages[at].tool_call is not None or messages[at].metadata
+    calls = messages[at].calls or messages[at].metadata
     return "observation" if calls else "user"
 
 
