@@ -181,9 +181,8 @@ def _messages(said: Mapping[str, Any]) -> Iterator[ChatMessage]:
     if "from" in said and "role" not in said:
         speaker, content = said["from"], said.get("value")
         if speaker == "function_call":
-            yield ChatMessage(
-                role="assistant", content="", tool_call=read_tool_call(_json(content))
-            )
+            call = read_tool_call(_json(content))
+            yield ChatMessage(role="assistant", content="", calls=(call,))
         else:
             yield read_message({"role": _ROLES.get(str(speaker), speaker), "content": content})
     elif said.get("role") == "tool" and said.get("parameters") is not None:
