@@ -1,7 +1,7 @@
 """Answers in the forms of OpenAI's chats and completions: whole, or piece by piece.
 
-Every form takes the same events, and returns the pieces that a stream has of each. `responses` and
-`anthropic` have the other two forms, which `parts` reads.
+Every form takes the same events, and returns the pieces of each in a stream. The answers of the
+other two interfaces are in `response_answer` and `message_answer`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Usage:
 
 
 class Answer(ABC):
-    """The answer to a request in the form of one interface, as it is generated."""
+    """The answer to a request in the form of an interface, during generation."""
 
     has_names = False
     """Whether the pieces of a stream are events with names, and no mark ends it."""
@@ -69,7 +69,7 @@ class Answer(ABC):
         yield from ()
 
     def fail(self, error: HttpError) -> Iterator[Piece]:
-        """Return the pieces that report why a stream breaks off."""
+        """Return the pieces for the error of a stream."""
         yield error.body
 
     @abstractmethod
@@ -78,7 +78,7 @@ class Answer(ABC):
 
 
 class OpenAIAnswer(Answer):
-    """The common form of chats and completions, which have several choices.
+    """The common form of chats and completions, with several choices.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ def _choice(number: int, content: dict[str, Any], logprobs: Any, finish: Any) ->
 
 @dataclass(slots=True)
 class ChatChoice:
-    """One of several answers to a chat."""
+    """A choice among the answers to a chat."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -167,7 +167,7 @@ class ChatChoice:
 
 
 class ChatAnswer(OpenAIAnswer):
-    """The answers to a chat; `options` are those of `OpenAIAnswer`."""
+    """The answers to a chat; for `options` see `OpenAIAnswer`."""
 
     _whole: ClassVar = {"object": "chat.completion"}
 
@@ -195,7 +195,7 @@ class ChatAnswer(OpenAIAnswer):
 
 
 class CompletionChoice:
-    """One of several continuations of a text."""
+    """A choice among the continuations of a text."""
 
     def __init__(self, before: str) -> None:
         self.texts = [before]
@@ -290,7 +290,7 @@ def new_id(prefix: str) -> str:
 
 
 def _spell(text: str, data: bytes) -> str:
-    """Write a token as completions have it; bytes that are no text are spelled out."""
+    """Write a token as completions do; invalid UTF-8 is spelled out byte by byte."""
     try:
         data.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """``POST /v1/messages`` and its ``count_tokens``: Anthropic's form of chats.
 
 Source: https://docs.anthropic.com/en/api/messages, and its official Python client's types. Tools
-and memory that would be the server's own are refused by name.
+and memory of the server's own are refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .streams import respond
 
 
 class CacheControl(Form):
-    """Where a beginning is worth being kept; all are, as long as there is room."""
+    """A breakpoint of the prompt cache, without effect: every prefix is cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -71,7 +71,7 @@ class ImageBlock(_Block):
 
 
 class ThinkingBlock(Form):
-    """What was thought before an answer."""
+    """The reasoning before an answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -79,7 +79,7 @@ class ThinkingBlock(Form):
 
 
 class ToolUseBlock(_Block):
-    """A call of a tool, as it was answered."""
+    """A call of a tool in an answer."""
 
     type: Literal["tool_use"]
     id: str
@@ -97,7 +97,7 @@ class ToolResultBlock(_Block):
 
     @property
     def images(self) -> list[ImageBlock]:
-        """The images of the result, which a user alone can show: they go before the user's text."""
+        """The images of the result; only a user can show them, before the user's text."""
         return [part for part in self.content if isinstance(part, ImageBlock)]
 
     def to_turn(self) -> Turn:
@@ -128,7 +128,7 @@ class Said(Form):
 
 
 class Tool(_Block):
-    """A function that may be called."""
+    """A function of the client."""
 
     type: Literal["custom"] | None = None
     name: str
@@ -137,7 +137,7 @@ class Tool(_Block):
     strict: bool | None = None
 
     def to_chat_tool(self) -> dict[str, Any]:
-        """Return the tool as chats have it."""
+        """Return the tool in the form of chats."""
         values = {
             "name": self.name,
             "description": self.description,
@@ -148,7 +148,7 @@ class Tool(_Block):
 
 
 class AnthropicToolChoice(Form):
-    """Whether tools may be called, or one has to be, and which."""
+    """The choice between no call, any call, and a required call."""
 
     type: Literal["auto", "any", "none", "tool"] = "auto"
     name: str | None = None
@@ -156,7 +156,7 @@ class AnthropicToolChoice(Form):
 
     @property
     def mode(self) -> str:
-        """The choice as `choose_tools` takes it."""
+        """The choice for `choose_tools`."""
         if (self.type == "tool") != (self.name is not None):
             text = f"tool_choice of type {self.type} {'needs a' if self.name is None else 'has no'}"
             raise HttpError(400, f"{text} name", param="tool_choice.name")
@@ -164,7 +164,7 @@ class AnthropicToolChoice(Form):
 
 
 class Thinking(Form):
-    """What is asked of reasoning; how much there is, the model alone decides."""
+    """The settings of reasoning, without effect: the model decides."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=1024)] | None = None
@@ -172,7 +172,7 @@ class Thinking(Form):
 
 
 class AnthropicSchemaFormat(Form):
-    """JSON that fits a schema."""
+    """JSON by a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -186,7 +186,7 @@ class OutputConfig(Form):
 
 
 class Metadata(Form):
-    """Who asks; it isn't kept."""
+    """The user of a client; it is not kept."""
 
     user_id: str | None = None
 
@@ -235,7 +235,7 @@ class MessagesRequest(CountTokensRequest, Asking):
 
 
 def read_turns(said: Said) -> list[Turn]:
-    """Return the messages that a message is: each result of a tool is one of its own."""
+    """Return the messages of a message: each result of a tool becomes a message of its own."""
     blocks = said.content
     if isinstance(blocks, str):
         return [Turn(role=said.role, content=blocks)]

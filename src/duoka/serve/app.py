@@ -1,4 +1,4 @@
-"""The server's application: what each address answers."""
+"""The application of the server: the answers of each path."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        """Whether the server is alive, or ever will be again."""
+        """Answer 200 unless every engine has ended for good."""
         return Response(status_code=503 if pool.has_failed else 200)
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether an engine answers now."""
+        """Answer 200 if an engine is ready."""
         return Response(status_code=200 if pool.is_ready else 503)
 
     @app.get("/version")
@@ -91,7 +91,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """What Prometheus reads."""
+        """Return the metrics for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/duoka/status")
@@ -114,7 +114,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served."""
+        """List the served model."""
         return {"object": "list", "data": [described()]}
 
     @app.get("/v1/models/{name:path}")

@@ -27,7 +27,7 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 @dataclass
 class ChatMessages:
-    """The messages of one request.
+    """Reads the messages of a request.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class ChatMessages:
     _call_ids: set[str] = field(default_factory=set, init=False)
 
     def read(self, turns: Sequence[Turn]) -> list[ChatMessage]:
-        """Read the messages of a request; UsageError with the number of one that can't be."""
+        """Read the messages; UsageError with the number of the message that is refused."""
         if len(turns) > MOST_MESSAGES:
             raise UsageError(f"messages must be a list of 1 to {MOST_MESSAGES}")
         chat: list[ChatMessage] = []
@@ -94,7 +94,7 @@ class ChatMessages:
             )
 
     def _read_image(self, url: str) -> Image:
-        """Decode an image; refuse it where the model takes none, or not so many."""
+        """Decode an image; UsageError where the model takes none, or not so many."""
         if not self.takes_images:
             raise UsageError("this model takes no images", hint="leave the images out")
         if self._num_images == self.most_images:

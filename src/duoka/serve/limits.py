@@ -1,4 +1,4 @@
-"""Limits for what is hostile or slow, and who may ask: what every request goes through first."""
+"""Limits for hostile and slow clients, and the check of the key, before anything else."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
-    """For how long a client is waited for, and for how many.
+    """Limits in time and number for clients.
 
     Parameters
     ----------
     header_seconds : float
-        Until all headers of a request have come.
+        For all headers of a request.
     body_seconds : float
-        Until its body has, and a second more for each 16 KiB of it.
+        For its body, and a second more for each 16 KiB of it.
     take_seconds : float
-        In which a client takes nothing of its answer.
+        Without progress in sending an answer.
     connections : int
     """
 
@@ -57,13 +57,13 @@ class ClientLimits:
 
 
 class RequestMemory:
-    """Bytes of requests that are in memory."""
+    """The bytes of requests in memory."""
 
     def __init__(self) -> None:
         self._number = 0
 
     def add(self, number: int) -> None:
-        """Count more of them, or fewer."""
+        """Add bytes, or remove them; HttpError above the limit."""
         if number > 0 and self._number + number > _MOST_MEMORY_BYTES:
             text = f"requests of {self._number // 2**20} MiB are on their way"
             raise HttpError(503, text, code="overloaded", retry_after=5)
@@ -71,7 +71,7 @@ class RequestMemory:
 
 
 class Gate:
-    """Lets a request in that has the key, and a body that comes in time and isn't too large.
+    """Admits requests with the key, and with a body of limited size that comes in time.
 
     A body is read before anything else sees it; `JsonRoute` parses it.
 
@@ -81,10 +81,10 @@ class Gate:
     memory : RequestMemory
     limits : ClientLimits
     key : str, optional
-        What a client has to know.
+        The key that clients have to send.
     is_local : bool
-        Whether no other name is answered than this machine's own: a page of the web can give a name
-        of its own this machine's address, and would be let in as the server's own page.
+        Whether only this machine's own names are answered: with DNS rebinding a page of the web
+        gives its name this machine's address, and would be taken for the server's own page.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class _Body:
 
 
 class JsonRoute(APIRoute):
-    """A route that parses the body of a request once, by `parse_json`."""
+    """A route with `parse_json` as parser of bodies."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI."""
@@ -313,7 +313,7 @@ class TimedProtocol(H11Protocol):
 
 
 def _check_type(given: str) -> None:
-    """Refuse a body of another type than JSON, which a page of the web may send unasked."""
+    """Refuse a body of another type than JSON: pages of the web may send those unasked."""
     kind = given.partition(";")[0].strip().lower()
     if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
         text = f"Content-Type is {given[:80]}" if given else "Content-Type is missing"

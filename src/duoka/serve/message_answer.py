@@ -1,4 +1,4 @@
-"""Answers in Anthropic's form: blocks, and the events that tell how they grow."""
+"""Answers in the form of Anthropic's messages: blocks, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .messages import Delta, Ended
 from .parts import BlockKind, BlocksAnswer
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-# Under which name Anthropic's clients get arguments back that are no JSON object.
+# The key of arguments that are no JSON object.
 _NO_JSON = "INVALID_JSON"
 
 
 class MessageAnswer(BlocksAnswer):
-    """One message, as it comes; `model` is its model's name."""
+    """A message during generation; `model` is the model's name."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class MessageAnswer(BlocksAnswer):
         yield {"type": "message_stop"}
 
     def _usage(self) -> dict[str, Any]:
-        """Its tokens; those that were in the cache are counted apart."""
+        """Return the tokens, with cached ones counted apart."""
         usage = self.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.shared_tokens,
@@ -102,7 +102,7 @@ class MessageAnswer(BlocksAnswer):
 
 
 def _read(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; what was cut is no JSON, and given back as it is."""
+    """Parse the arguments of a call; text that was cut is no JSON, and returned unchanged."""
     try:
         content = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

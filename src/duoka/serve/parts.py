@@ -1,6 +1,6 @@
-"""Answers that consist of blocks: reasoning, text, calls of tools, one after another.
+"""Answers in blocks: reasoning, text and calls of tools, one after another.
 
-OpenAI's responses and Anthropic's messages have them, each in a form of its own.
+OpenAI's responses and Anthropic's messages have blocks, each in a form of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BlockKind = Literal["reasoning", "content", "tool"]
 
 
 class BlocksAnswer(Answer):
-    """One answer, as it is generated: the events of its stream, and the whole at the end."""
+    """An answer in blocks: the events of its stream, and the whole answer at the end."""
 
     has_names = True
 
@@ -40,7 +40,7 @@ class BlocksAnswer(Answer):
 
     @abstractmethod
     def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
-        """End the last block, which a limit may have cut."""
+        """End the last block; a limit may have cut it."""
 
     @abstractmethod
     def _end(self, event: Ended) -> Iterator[Piece]:

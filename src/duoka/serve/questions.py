@@ -1,4 +1,4 @@
-"""Questions: a request as the engine takes it, with the reader of its answers."""
+"""Requests for the engine: tokens, sampling parameters, and the reader of the answers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class QuestionReader:
         return grammar
 
     def _refuse_endless(self, prompt: Prompt) -> None:
-        """Refuse a prompt by its characters, before it is tokenized, which takes minutes."""
+        """Refuse an endless prompt by its characters: tokenizing would take minutes."""
         texts = [prompt.text or "", *(turn.content for turn in prompt.messages or ())]
         number = sum(map(len, texts))
         if self._limit is not None and number > self._limit * self._longest_token:

@@ -1,4 +1,4 @@
-"""Images that requests name by their address: fetched where that is allowed, within limits."""
+"""Fetch the images of requests from their addresses, within limits."""
 
 from __future__ import annotations
 

@@ -34,12 +34,12 @@ TopLogprobs = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 
 
 def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are given."""
+    """Drop the values that are None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 class Form(BaseModel):
-    """An object of a request: a field that is null is absent, and an unknown one is refused."""
+    """An object of a request: null means absent, and unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,7 +50,7 @@ class Form(BaseModel):
 
 
 class Asking(Form):
-    """The fields of every form that asks for an answer."""
+    """The common fields of requests for answers."""
 
     model: str = ""
     stream: bool = False
@@ -64,17 +64,17 @@ class Asking(Form):
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """The form that the answer has to fit, as `Grammar.from_response_format` takes it."""
+        """The form of the answer, for `Grammar.from_response_format`."""
         return None
 
     def params(self) -> dict[str, Any]:
-        """Return the parameters of `SamplingParams` that are given."""
+        """Return the given parameters under the names of `SamplingParams`."""
         values = {name: getattr(self, name, None) for name in _PARAMS}
         return without_none(values | {"logprobs": self.top, "response_format": self.grammar})
 
 
 class Unheeded(Form):
-    """OpenAI's fields that change no answer here."""
+    """OpenAI's fields without effect."""
 
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -143,7 +143,7 @@ class CalledFunction(Form):
 
 
 class AnsweredCall(MessageForm):
-    """A call of a tool, as it was answered."""
+    """A call of a tool in an answer."""
 
     id: str
     type: Literal["function"] = "function"
@@ -210,7 +210,7 @@ RequestMessage = Annotated[
 
 
 def make_turn(role: Any, content: str | Iterable[Any], **values: Any) -> Turn:
-    """Return a message whose content is a text, or parts that have a `text` or a `url` each."""
+    """Return a message with a content of text, or of parts with a `text` or a `url` each."""
     if isinstance(content, str):
         return Turn(role=role, content=content, **values)
     parts = list(content)
@@ -223,7 +223,7 @@ def make_turn(role: Any, content: str | Iterable[Any], **values: Any) -> Turn:
 
 
 class Function(Form):
-    """A function that may be called."""
+    """A function of the client."""
 
     name: str
     description: str | None = None
@@ -232,7 +232,7 @@ class Function(Form):
 
 
 class ChatTool(Form):
-    """A tool of a chat, which is always a function."""
+    """A tool of a chat: a function."""
 
     type: Literal["function"] = "function"
     function: Function
@@ -285,7 +285,7 @@ class StreamOptions(Form):
 
 
 class ResponseFormat(Form):
-    """The form that an answer has to fit; the types "regex" and "lark" are duoka's own."""
+    """The form of an answer; the types "regex" and "lark" are duoka's own."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     json_schema: dict[str, Any] | None = None
@@ -395,7 +395,7 @@ class CompletionRequest(Sampled):
 
 
 class TokenizeRequest(Form):
-    """``POST /tokenize``: a text, or a chat as the model is asked it."""
+    """``POST /tokenize``: a text, or a chat."""
 
     model: str = ""
     prompt: str | None = None

@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's responses: items, and the events that tell how they grow."""
+"""Answers in the form of OpenAI's responses: items, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
 
 class ResponseAnswer(BlocksAnswer):
-    """One response, as it comes.
+    """A response during generation.
 
     Parameters
     ----------
     model : str
     settings : mapping
-        What it repeats of the request.
+        The settings of the request, which the response repeats.
     has_logprobs : bool
-        Whether log-probabilities are told.
+        Whether log-probabilities are wanted.
     """
 
     def __init__(self, model: str, settings: Mapping[str, Any], *, has_logprobs: bool) -> None:

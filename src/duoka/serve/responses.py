@@ -1,7 +1,7 @@
 """``POST /v1/responses``, OpenAI's other form of chats; nothing is kept between requests.
 
 Source: https://platform.openai.com/docs/api-reference/responses, and its official Python client's
-types. What would need a memory, or tools of the server's own, is refused by name.
+types. Requests that need a memory, or tools of the server's own, are refused by name.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class InputItem(Form):
 
 
 class InputMessage(InputItem):
-    """A message, as it is asked or was answered."""
+    """A message of a request or of an answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -84,7 +84,7 @@ class InputMessage(InputItem):
 
 
 class FunctionCall(InputItem):
-    """A call of a tool, as it was answered."""
+    """A call of a tool in an answer."""
 
     type: Literal["function_call"]
     call_id: str
@@ -117,12 +117,12 @@ class InputReasoning(InputItem):
 
     @property
     def texts(self) -> Sequence[ReasoningText]:
-        """The texts, or those of a summary."""
+        """The texts, or the texts of a summary."""
         return self.content or self.summary or ()
 
 
 def _type_of(item: Any) -> str | None:
-    """Return the type of an item, which a message alone may leave out."""
+    """Return the type of an item; only a message may leave its type out."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     return kind if isinstance(kind, str) else None
 
@@ -137,12 +137,12 @@ Item = Annotated[
 
 
 class FunctionTool(Function):
-    """A function that may be called."""
+    """A function of the client."""
 
     type: Literal["function"]
 
     def to_chat_tool(self) -> dict[str, Any]:
-        """Return the tool as chats have it."""
+        """Return the tool in the form of chats."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -154,7 +154,7 @@ class TextFormat(Form):
 
 
 class ResponseSchemaFormat(Form):
-    """JSON that fits a schema; it always does, whether `strict` or not."""
+    """JSON by a schema, `strict` or not."""
 
     type: Literal["json_schema"]
     name: str
@@ -164,14 +164,14 @@ class ResponseSchemaFormat(Form):
 
 
 class TextConfig(Form):
-    """How the text of an answer is."""
+    """The form of the text of an answer."""
 
     format: Annotated[TextFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(Form):
-    """What is asked of reasoning; how much there is, the model alone decides."""
+    """The settings of reasoning, without effect: the model decides."""
 
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -241,7 +241,7 @@ class ResponsesRequest(Asking, Unheeded):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that an answer repeats."""
+        """Return the settings for the answer, which repeats them."""
         values = self.model_dump(by_alias=True)
         return {name: values[name] for name in _REPEATED} | {
             "metadata": self.metadata or {},

@@ -42,7 +42,7 @@ async def respond(
 
 
 async def _begin(sources: Sequence[Events]) -> list[Events]:
-    """Return the same, of which each has had its first event."""
+    """Wait for the first event of each source; return the sources with it."""
     begun: list[Events] = []
     try:
         for events in sources:
@@ -67,7 +67,7 @@ async def _read_all(answer: Answer, sources: Sequence[Events]) -> None:
 
 
 async def _read(answer: Answer, sources: Sequence[Events]) -> AsyncGenerator[Piece, None]:
-    """Let an answer take the events of its sources, one source after another."""
+    """Pass the events of the sources to an answer, source by source."""
     async with AsyncExitStack() as stack:
         for events in sources:
             await stack.enter_async_context(aclosing(events))
@@ -102,7 +102,7 @@ def _write_event(piece: Piece) -> str:
 
 
 async def _run_unless_gone(http: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Wait for work; cancel it if the client goes away."""
+    """Wait for work, and cancel the work if the client goes away."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_wait_until_gone(http))
     try:

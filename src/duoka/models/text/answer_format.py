@@ -1,6 +1,6 @@
-"""How one model's answers are read: which form its calls have, and what marks its reasoning.
+"""The form of a model's answers: its calls of tools, and the tags around its reasoning.
 
-Both are told by the chat template and the special tokens that come with the model.
+Both are found in the chat template and the special tokens of the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .messages import TOOL_NAME, Tool, tool_function
 _MOST_TOOLS = 128
 _TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
 _NUM_LAST = 8  # tokens of a prompt in which reasoning may begin
-# What a template has only if its model writes calls so; the first that fits.
+# A text of the template, and the form of calls that it tells; the first match counts.
 _FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<arg_key>", PairForm()),
     ("<function=", ParameterForm()),
@@ -35,10 +35,10 @@ _FORMS: tuple[tuple[str, CallForm], ...] = (
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model's answers are read.
+    """The form of a model's answers.
 
-    `form` is None for models that aren't known to call tools, `reasoning` for those that don't
-    reason.
+    `form` is None for models without a known form of calls, `reasoning` for models without
+    reasoning.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class AnswerFormat:
 
     @classmethod
     def of_template(cls, tokenizer: PreTrainedTokenizerBase) -> AnswerFormat:
-        """Find it out by the template for tools and the tokens that were added."""
+        """Find the form by the template for tools and the added tokens."""
         try:
             template = tokenizer.get_chat_template(tools=[{}])
         except ValueError:  # it has none
@@ -63,7 +63,7 @@ class AnswerFormat:
 
     @property
     def kept_ids(self) -> tuple[int, ...]:
-        """Special tokens that an answer's text must have, because its parts are told by them."""
+        """The special tokens that mark parts, and so stay in the text of an answer."""
         special = {
             token.content: number
             for number, token in self.tokenizer.added_tokens_decoder.items()
@@ -108,7 +108,7 @@ class AnswerFormat:
         return reader
 
     def begins_within_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends where reasoning has begun."""
+        """Return True if the answer to a prompt begins within reasoning."""
         if self.reasoning is None:
             return False
         end = str(self.tokenizer.decode(list(prompt[-_NUM_LAST:]), skip_special_tokens=False))
@@ -117,9 +117,9 @@ class AnswerFormat:
     def forced_call(
         self, tools: Sequence[Tool], prompt: Sequence[int] = (), *, parallel: bool = True
     ) -> ForcedCall:
-        """What makes the answer to a prompt a call of one of some tools.
+        """Force the answer to a prompt to be a call of some tools.
 
-        UsageError is raised where the model's form of a call can't be written as a grammar.
+        UsageError if the model's form of calls can't be written as a grammar.
         """
         tool_schemas(tools)
         before = ""
@@ -136,7 +136,7 @@ class AnswerFormat:
 
 
 def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
-    """The parameters of each tool by its name, which must be one that a call can have."""
+    """Return the parameters of each tool by its name; UsageError for an unusable name."""
     if len(tools) > _MOST_TOOLS:
         raise UsageError(f"there are {len(tools)} tools; at most {_MOST_TOOLS} can be offered")
     schemas: dict[str, Mapping[str, Any]] = {}

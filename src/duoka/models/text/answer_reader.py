@@ -1,4 +1,4 @@
-r"""Read the text of an answer, as it is generated, into its parts.
+r"""Read the text of an answer into its parts, during generation.
 
 The reader is a generator that receives one character at a time, so the result doesn't depend on how
 the text was cut. Characters that may begin a marker wait until that is decided; text that began
@@ -33,19 +33,19 @@ class Tags(NamedTuple):
 
 
 class CallForm(Protocol):
-    """The form in which a family writes calls of tools."""
+    """The form of a family's calls of tools."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Texts that begin calls at any place."""
+        """The texts that begin calls at any place."""
 
     @property
     def inner_marks(self) -> tuple[str, ...]:
-        """Other texts of a call that may be special tokens."""
+        """Other texts of calls, as far as they may be special tokens."""
 
     @property
     def turn(self) -> str:
-        """A text that begins another message of the same answer; empty for none."""
+        """The text between messages of one answer; empty for none."""
 
     @property
     def is_at_start(self) -> bool:
@@ -60,7 +60,7 @@ class CallForm(Protocol):
 
 
 class CallReader(CharacterReader):
-    """Characters of calls, and the parts that they make.
+    """The characters of calls, and the parts made of them.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class CallReader(CharacterReader):
         self.add("tool_arguments", text)
 
     def end(self) -> None:
-        """Note that the arguments are complete; NoCall if they are not one JSON object."""
+        """End the call; NoCall unless its arguments are one JSON object."""
         if not is_json_object("".join(self._arguments)):
             self.stop()
         self.is_open = False
@@ -117,13 +117,13 @@ class CallReader(CharacterReader):
         self._taken.clear()
 
     def pop_parts(self) -> list[AnswerPart]:
-        """Return the parts that were added since the last time."""
+        """Return the new parts."""
         parts = [AnswerPart(kind, "".join(texts), call) for kind, call, texts in self._parts]
         self._parts.clear()
         return parts
 
     def attempt(self, script: Script, marker: str) -> Characters:
-        """Follow a script; return the text that is content after all."""
+        """Follow a script; return its text if that is no call, but content."""
         self._taken, self._size = [marker], 0
         try:
             yield from script
@@ -144,7 +144,7 @@ class CallReader(CharacterReader):
         self._again.clear()
 
     def forget(self) -> None:
-        """Forget the characters that were taken."""
+        """Forget the characters taken so far."""
         self._taken.clear()
         self._size = 0
 
@@ -199,7 +199,7 @@ class AnswerReader:
         return self._calls.num_whole_calls
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """Take more of the answer's text; return the parts that are decided."""
+        """Take more of the text; return the new parts."""
         position = 0
         while position < len(text):
             # Where no marker can have begun, all that comes before the next one is added at once.
@@ -214,7 +214,7 @@ class AnswerReader:
         return self._pop_parts()
 
     def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
-        """Return the parts that had to wait; nothing of a call that a limit has cut is content."""
+        """End the text; return the remaining parts. A call cut by a limit leaves no content."""
         self._is_cut = is_cut
         if not self._calls.has_ended:
             self._calls.has_ended = True
@@ -317,7 +317,7 @@ def _match_first(markers: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def is_json_object(text: str) -> bool:
-    """Return True if a text is one JSON object, as `parse_json_object` takes it."""
+    """Return True if `parse_json_object` accepts a text."""
     try:
         parse_json_object(text, "the call")
     except FormatError:

@@ -1,4 +1,4 @@
-"""The forms in which families of models write calls of tools.
+"""The forms of calls of tools, by family of models.
 
 A form reads calls with a script of `CallReader`; see `answer_reader`. The grammars of forced calls
 are in `call_grammars`.
@@ -30,7 +30,7 @@ _TAGGED = ("<tool_call>",), ("</tool_call>",)
 
 
 def _read_object(calls: CallReader) -> Script:
-    """Read an object with a name and arguments, of which "{" has been taken."""
+    """Read an object with a name and arguments, after its opening brace."""
     name, arguments, keys = "", "", set[str]()
     char = yield from calls.after_space()
     while char != "}":
@@ -61,7 +61,7 @@ def _read_object(calls: CallReader) -> Script:
 
 
 def _read_key(calls: CallReader, char: str, keys: set[str]) -> Characters:
-    """Take a key, of which the first character has been taken, and the colon after it."""
+    """Take a key from its first character on, and the colon after the key."""
     if char != '"':
         calls.stop(char)
     key = str(json.loads((yield from calls.json_value(char))))
@@ -96,7 +96,7 @@ def _read_arguments(calls: CallReader, name: str) -> Script:
 
 
 def _read_optional(calls: CallReader, text: str) -> Script:
-    """Read a text that the end of the answer may leave out, as a grammar does."""
+    """Read a text, unless the answer ends here: a grammar may leave the text out."""
     char = yield from calls.after_space()
     if char:
         calls.give_back(char)
@@ -222,7 +222,7 @@ class LineForm:
             yield from _read_arguments(calls, name)
 
     def _read_python(self, calls: CallReader, name: str) -> Script:
-        """Read a fenced call up to the next message; a fence within its texts doesn't end it."""
+        """Read a fenced call up to the next message; fences within its texts don't end the call."""
         message = yield from calls.expect(_FENCE)
         while not message.endswith(self.turn) and (char := (yield from calls.take())):
             message += char
@@ -278,7 +278,7 @@ class ParameterForm:
 
 
 class _Arguments:
-    """The arguments of a call that are written one by one, with texts as they are."""
+    """The arguments of a call, written one by one with texts unquoted."""
 
     def __init__(self, calls: CallReader, name: str) -> None:
         if name not in calls.schemas:
@@ -307,7 +307,7 @@ class _Arguments:
             self._calls.end()
 
     def _to_json(self, key: str, written: str) -> str:
-        """Write a value as JSON: as a text where the schema has one, or if it is no JSON."""
+        """Write a value as JSON: as a text by its schema, or if the value is no JSON."""
         schema = self._properties.get(key)
         kind = schema.get("type") if isinstance(schema, dict) else None
         kinds = kind if isinstance(kind, list) else [kind]

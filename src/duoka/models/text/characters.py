@@ -1,4 +1,4 @@
-"""Read text that arrives character by character: fixed texts, and JSON values.
+"""Read fixed texts and JSON values character by character.
 
 Readers are generators. Each receives characters through `CharacterReader.take`, wherever the text
 was cut on its way, and raises `NoCall` at the first character that can't follow. Every value is
@@ -28,7 +28,7 @@ class NoCall(Exception):
 
 
 class CharacterReader:
-    """The characters of an answer, with those that have to be read again."""
+    """The characters of an answer, some of which are read again."""
 
     def __init__(self) -> None:
         self.has_ended = False
@@ -61,17 +61,17 @@ class CharacterReader:
             self._size -= 1
 
     def take_again(self, text: str) -> None:
-        """Let a text be taken again that is part of the answer already."""
+        """Let a text be taken again, though it is part of the answer already."""
         self._again.extend(reversed(text))
 
     def after_space(self) -> Characters:
-        """Take the next character that is not white space."""
+        """Take white space and the next character."""
         while (char := (yield from self.take())) and char in _SPACE:
             pass
         return char
 
     def expect(self, *texts: str) -> Characters:
-        """Take white space and one of some texts, none of which begins another; return it."""
+        """Take white space and a text of some; no text may be the beginning of another."""
         taken = yield from self.after_space()
         while taken not in texts:
             char = ""
@@ -97,14 +97,14 @@ class CharacterReader:
     # ── JSON ──
 
     def json_value(self, first: str, keep: Callable[[str], object] | None = None) -> Characters:
-        """Take a JSON value that begins with a given character; `keep` receives each of its own."""
+        """Take a JSON value from its first character on; `keep` receives every character."""
         chars: list[str] = []
         self._keep = keep or chars.append
         self.give_back((yield from self._value(first, 0)))
         return "".join(chars)
 
     def _value(self, char: str, depth: int) -> Characters:
-        """Return the character after a number, by which alone a number ends; otherwise ""."""
+        """Take a value; return the character after a number, otherwise ""."""
         if char == '"':
             yield from self._string(char)
         elif char and char in "{[" and depth < _DEEPEST:

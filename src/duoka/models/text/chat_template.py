@@ -1,9 +1,14 @@
-"""Chat templates, applied so that the text of a message cannot become a special token.
+"""Apply chat templates so that the text of a message never becomes a special token.
 
-A template gives one string in which its own special tokens and those that somebody typed look
-alike. So it is rendered twice, the second time with marks in the place of the contents. That
-tells which special tokens are the template's: only these become ids; between them everything is
-encoded as text.
+A template renders one string, where its own special tokens and typed ones look alike. So the
+messages are rendered twice, the second time with marks in place of contents and names of calls:
+
+    contents  ["hi<|end|>"]   <|user|>hi<|end|><|end|>
+    marks     ["⟦0⟧"]         <|user|>⟦0⟧<|end|>
+
+The special tokens of the second string are the template's, and become ids. The texts between them
+are encoded as text, after the marks were replaced by the contents. Where no content holds a special
+token, or a part of one at its edges, the first string is simply encoded.
 """
 
 from __future__ import annotations
@@ -46,11 +51,11 @@ def encode_answer(
     tools: Sequence[Tool] | None,
     stop_ids: Sequence[int],
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids of a chat up to the end of its last answer, and which are the answer's.
+    """Return the ids of a chat up to the end of its last answer, with a mask of the answer.
 
-    What the model is asked with must begin what is written with the answer. Of the rest, up to
-    the first token that stops the model, all is the answer's, or what the template itself marks by
-    ``{% generation %}``, and the stop. Where the template writes no stop, one is added.
+    The prompt must be the beginning of the chat with the answer. The answer is the rest up to the
+    first stop token and this token, or the part that the template marks by ``{% generation %}``.
+    Where the template writes no stop token, one is added.
     """
     question = _encode(tokenizer, messages[:-1], tools)
     whole = _encode(tokenizer, messages, tools, is_prompt=False)
@@ -72,7 +77,7 @@ def encode_answer(
 
 
 def _solid(text: str) -> str:
-    """A text without white space, of which templates take some away."""
+    """Drop the white space of a text: templates strip some."""
     return "".join(text.split())
 
 
@@ -84,7 +89,7 @@ def _end_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> int:
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Count the common tokens at the beginning of two texts."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(first))
 
@@ -95,7 +100,7 @@ def _marked_by_template(
     tools: Sequence[Tool] | None,
     ids: Sequence[int],
 ) -> list[bool] | None:
-    """Which tokens the template says to be the assistant's; None where it says nothing."""
+    """Return the template's own mask of the assistant's tokens; None without ``generation``."""
     template = _template(tokenizer, has_tools=bool(tools))
     if not _GENERATION.search(template):
         return None
@@ -189,7 +194,7 @@ class _Marks:
 
 
 class _Special:
-    """The tokens that text must not become; other added tokens are text like any other."""
+    """The special tokens, which text must not become; other added tokens are text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.added_tokens_decoder.values()
@@ -312,7 +317,7 @@ def _render(
 def _conversation(
     messages: Sequence[ChatMessage], *, in_parts: bool = False
 ) -> list[dict[str, Any]]:
-    """Return messages as transformers takes them."""
+    """Return messages in the form of transformers."""
     conversation = []
     ids = _CallIds(messages)
     for message in messages:
@@ -328,9 +333,9 @@ def _conversation(
 
 
 class _CallIds:
-    """What calls and their results are told to belong together by, where somebody said so.
+    """The ids of calls and of their results, where the messages have some.
 
-    Mistral's templates take nine letters and digits alone, so these are counted anew.
+    They are numbered anew, because Mistral's templates take nine letters and digits alone.
     """
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
@@ -339,13 +344,13 @@ class _CallIds:
         self._ids = {name: f"call{number:05}" for number, name in enumerate(self._names)}
 
     def write_call(self, call: ToolCall) -> dict[str, Any]:
-        """A call as transformers takes it."""
+        """Return a call in the form of transformers."""
         function = {"name": call.name, "arguments": dict(call.arguments)}
         said = {"type": "function", "function": function}
         return {**said, "id": self._ids[call.id]} if call.id else said
 
     def describe_result(self, message: ChatMessage) -> dict[str, str]:
-        """The id of the call that an observation belongs to, and the name of the tool."""
+        """Return the id and the tool's name of the call of an observation."""
         if message.call_id not in self._ids:
             return {}
         names = {"tool_call_id": self._ids[message.call_id], "name": self._names[message.call_id]}
@@ -381,6 +386,6 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode foreign text: what looks like a special token is text."""
+    """Encode foreign text; special tokens in the text stay text."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     return ids

@@ -1,6 +1,6 @@
-"""What is said in a chat, whatever the model; and tool calls out of an answer.
+"""Messages of a chat, whatever the model, and calls of tools in their text.
 
-An answer is hostile text: it is parsed, never run.
+An answer is hostile text: calls are parsed, never executed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A model's wish to have a function called; arguments hold only what JSON and literals know."""
+    """A call of a function, with arguments of JSON or Python literals."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -40,11 +40,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """One message; an observation is what a tool returned.
+    """A message; an observation is the result of a tool.
 
-    `metadata` is what the ChatGLM family writes beside the role: the name of the tool that is
-    called. `images` stand before the content. Who calls several tools at once calls `further_calls`
-    after `tool_call`. An observation may say by `call_id` to which call it belongs.
+    `metadata` is the line of the ChatGLM family beside the role: the name of a called tool.
+    `images` stand before the content. `call_id` is the call of an observation.
     """
 
     role: Role
@@ -55,7 +54,7 @@ class ChatMessage:
     call_id: str = ""
 
     def __post_init__(self) -> None:
-        """Refuse what no model knows."""
+        """Refuse unknown roles and invalid text."""
         if self.role not in get_args(Role):
             raise UsageError(
                 f"{self.role!r} is no role of a message", hint=f"roles: {', '.join(get_args(Role))}"
@@ -69,7 +68,7 @@ class ChatMessage:
 
 
 def refuse_half_pairs(text: str, what: str) -> None:
-    """Raise UsageError for half of a surrogate pair: no tokenizer takes it."""
+    """Raise UsageError for half of a surrogate pair, as no tokenizer takes one."""
     if _LONE_SURROGATE.search(text):
         raise UsageError(
             f"{what} is no valid text: it has half of a surrogate pair", hint="read it as UTF-8"
@@ -77,10 +76,10 @@ def refuse_half_pairs(text: str, what: str) -> None:
 
 
 def read_message(said: object) -> ChatMessage:
-    """Read a message as transformers and OpenAI write it; a tool's is an observation.
+    """Read a message in the form of transformers and OpenAI.
 
-    It calls one tool at most: a sample that calls several isn't trained. What is asked of a server
-    may call more; see `chat_requests`.
+    The message has at most one call: samples with several calls aren't trained. Requests to a
+    server may have more; see `duoka.serve.chats`.
     """
     if not isinstance(said, Mapping):
         raise UsageError(
@@ -106,7 +105,7 @@ def read_message(said: object) -> ChatMessage:
 
 
 def _joined_texts(parts: Sequence[Any]) -> str:
-    """The text of a content that comes in parts, each of which has it under a key of its own."""
+    """Join the texts of a content in parts."""
     joined = ""
     for part in parts:
         fields = part if isinstance(part, Mapping) else {}
@@ -118,7 +117,7 @@ def _joined_texts(parts: Sequence[Any]) -> str:
 
 
 def read_tool_call(call: Any) -> ToolCall:
-    """Read a call as OpenAI writes it, or its function alone; arguments may be JSON in a text."""
+    """Read a call in OpenAI's form, or its function; arguments may be JSON in a text."""
     try:
         function = call.get("function", call)
         name, arguments = function["name"], function["arguments"]
@@ -136,7 +135,7 @@ def read_tool_call(call: Any) -> ToolCall:
 
 
 def last_is_answerable(messages: Sequence[ChatMessage], *, takes_images: bool = False) -> None:
-    """Raise UsageError unless somebody waits for the assistant, who can see what is shown."""
+    """Raise UsageError unless the assistant can answer the last message."""
     if not takes_images and any(message.images for message in messages):
         raise UsageError("this model takes no images", hint="leave the images out")
     if not messages:
@@ -146,7 +145,7 @@ def last_is_answerable(messages: Sequence[ChatMessage], *, takes_images: bool = 
 
 
 def tool_function(tool: Tool) -> Mapping[str, Any]:
-    """Return the function that a tool describes, taken out of OpenAI's wrapping."""
+    """Return the function of a tool, without OpenAI's wrapping."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UsageError(
@@ -187,11 +186,11 @@ def _keywords(node: ast.expr) -> dict[str, Any]:
 
 
 def write_python_call(call: ToolCall) -> str:
-    """Write the content of a ChatGLM3 message that calls a tool."""
+    """Write a call as the content of a message of ChatGLM3."""
     arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
     return f"```python\ntool_call({arguments})\n```"
 
 
 def write_json_call(call: ToolCall) -> str:
-    """Write the content of a GLM-4 message that calls a tool."""
+    """Write a call as the content of a message of GLM-4."""
     return json.dumps(dict(call.arguments), ensure_ascii=False)

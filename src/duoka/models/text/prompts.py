@@ -1,4 +1,4 @@
-"""Prompts: messages of a chat → the token ids after which a model answers.
+"""Prompts: messages of a chat → token ids.
 
 The roles of ChatGLM3 and GLM-4 are ids that this code inserts; the words of people and tools are
 encoded as plain text. So nobody can change the speaker by writing ``<|user|>`` into a message.
@@ -43,14 +43,14 @@ from .tokenizer import special_id
 
 
 class TrainingSample(NamedTuple):
-    """Token ids to train on, and which of them the model learns to generate."""
+    """Token ids, and a mask of the tokens to train."""
 
     ids: list[int]
     is_trained: list[bool]
 
 
 class ChatFormat(ABC):
-    """The form of one model's chats.
+    """The form of a model's chats.
 
     Parameters
     ----------
@@ -68,11 +68,11 @@ class ChatFormat(ABC):
     @property
     @abstractmethod
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """The tokens at the end of an answer."""
 
     @property
     def content_start(self) -> tuple[int, ...]:
-        """The tokens before an answer's content that don't belong to it."""
+        """The tokens between a prompt and the content of its answer."""
         return ()
 
     @cached_property
@@ -84,16 +84,15 @@ class ChatFormat(ABC):
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """Return the ids after which the model answers; with images an `ImagePrompt`."""
+        """Return the ids of a prompt; with images an `ImagePrompt`."""
 
     @abstractmethod
     def sample(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
     ) -> TrainingSample:
-        """Return the ids of messages of which the last one is an answer to be trained.
+        """Return the ids of messages up to an answer to train, the last message.
 
-        They end in the token that ends the answer, which with some models is the role of the next
-        message.
+        The last id ends the answer: with some models the role of the next message.
         """
 
 
@@ -142,11 +141,11 @@ class _RoleFormat(ChatFormat):
     @property
     @abstractmethod
     def _end(self) -> str:
-        """The token that ends a text."""
+        """The token at the end of a text."""
 
     @abstractmethod
     def _write_call(self, call: ToolCall) -> str:
-        """Write the content of a message that calls a tool."""
+        """Write a call as the content of a message."""
 
     @abstractmethod
     def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
@@ -159,13 +158,13 @@ class _RoleFormat(ChatFormat):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The end of a text, and the roles that only others have."""
+        """The end of a text, and the roles of others."""
         names = (self._end, "<|user|>", "<|observation|>")
         return tuple(special_id(self.tokenizer, name) for name in names)
 
     @property
     def content_start(self) -> tuple[int, ...]:
-        """The line of metadata, which is empty where no tool is called."""
+        """The line of metadata, empty without a call."""
         return tuple(text_ids(self.tokenizer, "\n"))
 
     def prompt(
@@ -218,7 +217,7 @@ class _RoleFormat(ChatFormat):
 
 
 class ChatGLM3Format(_RoleFormat):
-    """The form of ChatGLM3, which calls a tool in a line of Python."""
+    """The form of ChatGLM3, with calls in a line of Python."""
 
     _start = ("[gMASK]", "sop")
     _form = LineForm("python")
@@ -235,7 +234,7 @@ class ChatGLM3Format(_RoleFormat):
 
 
 class GLM4Format(_RoleFormat):
-    """The form of GLM-4, which calls a tool with JSON, and of GLM-4V.
+    """The form of GLM-4, with calls in JSON, and of GLM-4V.
 
     GLM-4V has the tokens of a message's images before its text.
     """
@@ -374,12 +373,12 @@ class TemplateFormat(ChatFormat):
 
 
 def has_template(chat: ChatFormat) -> bool:
-    """Return True if a format writes a chat, and not texts one after another."""
+    """Return True if a format writes roles, and not only texts."""
     return not isinstance(chat, TemplateFormat) or chat.tokenizer.chat_template is not None
 
 
 def why_untold(chat: ChatFormat, system: str) -> str:
-    """Return why a model can't be given a system message; empty if it can."""
+    """Describe why a model can't be given a system message; empty if it can be."""
     question = ChatMessage(role="user", content="?")
     try:
         is_left_out = chat.prompt([ChatMessage(role="system", content=system), question]) == (
