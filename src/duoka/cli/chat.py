@@ -104,7 +104,7 @@ def _talk_with_a_person(conversation: Conversation) -> None:
 
 
 def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = False) -> bool:
-    """Do what a line says; False if it ends the conversation."""
+    """Handle a line; return False if it ends the conversation."""
     if said is None or said == "/exit":
         return False
     if said == "/clear":
@@ -149,7 +149,7 @@ def _show(conversation: Conversation, name: str) -> None:
 
 
 def _read_prompted() -> str | None:
-    """What a person writes or pastes; None at the end of the input."""
+    """Read typed or pasted lines; None at the end of the input."""
     try:
         lines = [input("> ")]
     except EOFError:
@@ -162,7 +162,7 @@ def _read_prompted() -> str | None:
 
 
 def _read() -> str | None:
-    """One line, or one block, of a file or pipe; None at its end."""
+    """Read a line or a block of a file or pipe; None at its end."""
     line = read_stdin(line=True)
     return _with_block(line, _next_line) if line else None
 
@@ -174,7 +174,7 @@ def _next_line() -> str:
 
 
 def _with_block(text: str, read: Callable[[], str]) -> str:
-    """The text; where it begins a block, with the lines up to the block's end."""
+    """Return the text, with the lines up to the end of a block that it begins."""
     text = text.strip()
     if not text.startswith(_BLOCK):
         return text

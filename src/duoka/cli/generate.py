@@ -1,4 +1,4 @@
-"""``duoka generate``: answers to given prompts, one or a batch."""
+"""``duoka generate``: answer given prompts, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """What is answered, and how that is printed."""
+    """The prompts, and the form of the output."""
 
     prompt: list[str] | None = option(
         "TEXT",
@@ -159,7 +159,7 @@ def _tokens(
 
 
 def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
-    """The files of prompts and answers, beside which nothing else is asked."""
+    """Return the files of prompts and answers; UsageError for other prompts beside them."""
     if prompts.file is None or prompts.out is None:
         raise UsageError(
             "--file and --out belong together: the prompts, and where their answers go",
@@ -173,7 +173,7 @@ def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
 def _stream(
     engine: Engine, prompt: Sequence[int], params: SamplingParams, *, is_raw: bool
 ) -> Completion:
-    """Show an answer as it comes; one that continues a text with the white space it begins with."""
+    """Show an answer during generation; a continued text keeps its leading white space."""
     pieces = engine.submit(prompt, params)
     text, said = iter(pieces), is_raw
     with working("reading the prompt"):

@@ -88,7 +88,7 @@ class ServeOptions:
     )
 
     def key(self) -> str | None:
-        """The key that clients have to know."""
+        """Return the key of clients, if any."""
         key = os.environ.get(_KEY_VARIABLE)
         if self.api_key_file is not None:
             try:
@@ -149,7 +149,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 def _on_this_machine(
     server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
 ) -> tuple[EnginePool, str]:
-    """Engines on this machine, and what clients call the model."""
+    """Open engines on this machine; return them with the model's name."""
     from duoka.serve.pool import EnginePool
 
     plans = _plans(options, model)
@@ -162,7 +162,7 @@ def _on_this_machine(
 def _begin(
     plan: duoka.Plan, server: ServeOptions, options: PlanOptions, model: ModelOptions
 ) -> Begin:
-    """How an engine is opened."""
+    """Return the message that opens an engine."""
     from duoka.serve.messages import Begin
 
     return Begin(
@@ -176,7 +176,7 @@ def _begin(
 def _on_ray(
     server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
 ) -> tuple[EnginePool, str]:
-    """Replicas on the nodes of a Ray cluster, and what clients call the model."""
+    """Open replicas on the nodes of a Ray cluster; return them with the model's name."""
     from duoka.serve.on_ray.nodes import connect, deal, find_kinds, read_bounds
     from duoka.serve.on_ray.pool import RayPool, ReplicaSettings
 
@@ -214,7 +214,7 @@ def _on_ray(
 
 
 def _refuse_missing(extra: str, *modules: str) -> None:
-    """Refuse to begin without what an extra installs."""
+    """Refuse to start without the modules of an extra."""
     for module in modules:
         if not find_spec(module):
             raise UsageError(
@@ -233,7 +233,7 @@ def _refuse_open(address: Address, server: ServeOptions) -> None:
 
 
 def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOptions) -> None:
-    """Start vLLM by the plan, and hold it to that."""
+    """Start vLLM by the plan, and check its memory."""
     from duoka.serve.address import Address
     from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
 
@@ -271,7 +271,7 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
 
 
 def _for_requests(options: PlanOptions) -> PlanOptions:
-    """Options that plan for requests, where there is no plan yet."""
+    """Return options for a plan with requests, unless a plan is given."""
     return options if options.plan_file is not None else replace(options, serve=True)
 
 

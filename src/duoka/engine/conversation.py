@@ -1,4 +1,4 @@
-"""A conversation: what was said, within the context that was planned."""
+"""A conversation within the planned context."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from .request import Completion, SamplingParams
 
 
 class Conversation:
-    """Questions and answers with one model, each with those before it as its context.
+    """Questions and answers with a model, with the earlier rounds as context.
 
-    What was said before lies in the engine's pages, where it has them: of each prompt only the end
-    is read. `answers` are those that have ended, whatever was forgotten since.
+    The engine's pages hold the history, if it has pages: of each prompt only the end is computed.
+    `answers` are all finished answers.
 
-    When the history no longer fits the planned prompt, or has more images than were planned, the
-    oldest rounds are left out of it, as many as `num_forgotten`; a system's message, told before
-    the first question, stays.
+    When the history exceeds the planned prompt or the planned number of images, the oldest rounds
+    are dropped, `num_forgotten` so far; the system's message stays.
     """
 
     def __init__(
@@ -45,11 +44,11 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """Everything that the model would be told before the next question."""
+        """All messages before the next question."""
         return (*self._system, *(message for round_ in self._rounds for message in round_))
 
     def clear(self) -> None:
-        """Forget everything but the system's message."""
+        """Drop all rounds; the system's message stays."""
         self._rounds.clear()
         self._shown.clear()
         self.num_forgotten = 0
@@ -67,10 +66,10 @@ class Conversation:
         self._shown += images
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """Ask; the answer comes in pieces.
+        """Ask a question; the answer comes in pieces.
 
         When the caller stops in the middle (an exception, Ctrl-C, `close`), the generation ends
-        and what was said so far becomes the answer in the history.
+        and the text so far becomes the answer in the history.
 
         Raises
         ------
@@ -99,7 +98,7 @@ class Conversation:
                 self.answers.append(stream.result())
 
     def _prompt(self, message: ChatMessage) -> list[int]:
-        """The ids of the history and a question; forgets rounds until they fit."""
+        """Return the ids of the history and a question, without as many rounds as don't fit."""
         workload = self._reader.workload
         limit = workload.prompt_tokens
         while self._rounds and len(images_of([*self.messages, message])) > workload.images:
@@ -113,6 +112,6 @@ class Conversation:
             self._forget()
 
     def _forget(self) -> None:
-        """Leave out the oldest round."""
+        """Drop the oldest round."""
         del self._rounds[0]
         self.num_forgotten += 1

@@ -90,7 +90,9 @@ class OpenAIAnswer(Answer):
         Whether log-probabilities are wanted, and the tokens at the end of a stream.
     """
 
-    _whole: ClassVar[dict[str, Any]] = {}  # fields of a whole answer that differ from a piece's
+    _whole_fields: ClassVar[
+        dict[str, Any]
+    ] = {}  # fields of a whole answer that differ from a piece's
 
     def __init__(
         self, head: dict[str, Any], choices: Sequence[Any], *, has_logprobs: bool, has_usage: bool
@@ -111,7 +113,12 @@ class OpenAIAnswer(Answer):
             _choice(number, choice.content, self._has_logprobs and choice.logprobs, choice.finish)
             for number, choice in enumerate(self._choices)
         ]
-        return {**self._head, **self._whole, "choices": choices, "usage": self.usage.to_dict()}
+        return {
+            **self._head,
+            **self._fields,
+            "choices": choices,
+            "usage": self.usage.to_dict(),
+        }
 
     def _piece(self, number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> Piece:
         return {**self._head, "choices": [_choice(number, content, logprobs, finish)]}
@@ -169,7 +176,7 @@ class ChatChoice:
 class ChatAnswer(OpenAIAnswer):
     """The answers to a chat; for `options` see `OpenAIAnswer`."""
 
-    _whole: ClassVar = {"object": "chat.completion"}
+    _fields: ClassVar = {"object": "chat.completion"}
 
     def __init__(self, model: str, n: int, **options: bool) -> None:
         head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model}
@@ -197,8 +204,8 @@ class ChatAnswer(OpenAIAnswer):
 class CompletionChoice:
     """A choice among the continuations of a text."""
 
-    def __init__(self, before: str) -> None:
-        self.texts = [before]
+    def __init__(self, prefix: str) -> None:
+        self.texts = [prefix]
         self.logprobs: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
@@ -221,7 +228,7 @@ class CompletionChoice:
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(self._decoder.decode(token.data))
-        added: dict[str, list[Any]] = {
+        entries: dict[str, list[Any]] = {
             "tokens": [_spell(token.text, token.data) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
@@ -230,9 +237,9 @@ class CompletionChoice:
             ],
             "text_offset": offsets,
         }
-        for name, values in added.items():
+        for name, values in entries.items():
             self.logprobs[name] += values
-        return added
+        return entries
 
 
 class CompletionAnswer(OpenAIAnswer):
@@ -240,26 +247,26 @@ class CompletionAnswer(OpenAIAnswer):
 
     Parameters
     ----------
-    befores : sequence of str
-        For each prompt the text that is repeated before its continuations; empty for none.
+    prefixes : sequence of str
+        For each prompt the text to repeat before its continuations; empty for none.
     n : int
         The number of continuations of each.
     options
         See `OpenAIAnswer`.
     """
 
-    def __init__(self, model: str, befores: Sequence[str], n: int, **options: bool) -> None:
+    def __init__(self, model: str, prefixes: Sequence[str], n: int, **options: bool) -> None:
         head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
-        choices = [CompletionChoice(before) for before in befores for _ in range(n)]
+        choices = [CompletionChoice(prefix) for prefix in prefixes for _ in range(n)]
         super().__init__({**head, "model": model}, choices, **options)
         self._n = n
 
     def begin(self, source: int) -> Iterator[Piece]:
         """See `Answer`."""
         for number in range(source * self._n, (source + 1) * self._n):
-            (before,) = self._choices[number].texts
-            if before:
-                yield self._piece(number, {"text": before}, None, None)
+            (prefix,) = self._choices[number].texts
+            if prefix:
+                yield self._piece(number, {"text": prefix}, None, None)
 
     def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
         """See `Answer`."""

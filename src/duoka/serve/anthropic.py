@@ -205,12 +205,15 @@ class CountTokensRequest(_Block):
     def to_prompt(self) -> Prompt:
         """Return the chat."""
         choice, tools = self.tool_choice, [tool.to_chat_tool() for tool in self.tools or ()]
-        chosen = choose_tools(tools, choice.mode, choice.name)
+        usable = choose_tools(tools, choice.mode, choice.name)
         system = [make_turn("system", self.system)] if self.system else []
         return Prompt(
-            messages=[*system, *(turn for said in self.messages for turn in read_turns(said))],
+            messages=[
+                *system,
+                *(turn for message in self.messages for turn in read_turns(message)),
+            ],
             parallel_tool_calls=not choice.disable_parallel_tool_use,
-            **chosen,
+            **usable,
         )
 
 
@@ -234,21 +237,24 @@ class MessagesRequest(CountTokensRequest, Asking):
         return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
-def read_turns(said: Said) -> list[Turn]:
+def read_turns(message: Said) -> list[Turn]:
     """Return the messages of a message: each result of a tool becomes a message of its own."""
-    blocks = said.content
+    blocks = message.content
     if isinstance(blocks, str):
-        return [Turn(role=said.role, content=blocks)]
+        return [Turn(role=message.role, content=blocks)]
     for block in blocks:
-        if not isinstance(block, _ALLOWED[said.role]):
-            text = f"a block of type {block.type} has no place in a message of role {said.role}"
+        if not isinstance(block, _ALLOWED[message.role]):
+            text = f"a block of type {block.type} has no place in a message of role {message.role}"
             raise HttpError(400, text)
-    if said.role == "assistant":
+    if message.role == "assistant":
         return [_read_answer(blocks)]
+    # Results come first, each as a message of its own, then the user's text and images:
+    #     [result(id=1, "red", image), text "And now?"]
+    #     → tool "red" (call 1); user "And now?" with the image
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     rest = [part for block in blocks for part in getattr(block, "images", (block,))]
     turns = [block.to_turn() for block in results]
-    return [*turns, make_turn(said.role, rest)] if rest else turns
+    return [*turns, make_turn(message.role, rest)] if rest else turns
 
 
 def _read_answer(blocks: Sequence[Any]) -> Turn:

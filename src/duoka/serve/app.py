@@ -103,13 +103,13 @@ def _add_health(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     def described() -> dict[str, Any]:
         ready = next((e.ready for e in service.pool.engines if e.ready), None)
-        most = None if ready is None else ready.context_tokens
+        context_tokens = None if ready is None else ready.context_tokens
         return {
             "id": service.model,
             "object": "model",
             "created": 0,
             "owned_by": "duoka",
-            "max_model_len": most,
+            "max_model_len": context_tokens,
         }
 
     @app.get("/v1/models")
@@ -139,9 +139,9 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         """Continue texts."""
         service.check_model(request.model)
         prompts, has_logprobs = request.to_prompts(), request.top is not None
-        befores = [(await _text_of(service, prompt)) if request.echo else "" for prompt in prompts]
+        prefixes = [(await _text_of(service, prompt)) if request.echo else "" for prompt in prompts]
         options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
-        answer = CompletionAnswer(service.model, befores, request.n, **options)
+        answer = CompletionAnswer(service.model, prefixes, request.n, **options)
         return await respond(service, request, prompts, answer, http)
 
 
@@ -151,9 +151,9 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         """The tokens of a text, or of a chat's prompt."""
         service.check_model(request.model)
         ready = service.pool.choose().ready
-        most = None if ready is None else ready.context_tokens
+        context_tokens = None if ready is None else ready.context_tokens
         tokens = list(await service.count(request.to_prompt()))
-        return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
+        return {"count": len(tokens), "max_model_len": context_tokens, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
@@ -186,9 +186,9 @@ async def _text_of(service: Service, prompt: Prompt) -> str:
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = invalid(error.errors(), error.body)
-    known = HttpError.of(error)
-    headers = known.headers
+    answer = HttpError.of(error)
+    headers = answer.headers
     if isinstance(error, HTTPException):  # Starlette's own, of an unknown path or method
-        known = HttpError(error.status_code, str(error.detail))
+        answer = HttpError(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
-    return JSONResponse(known.body_for(request.url.path), known.status, headers)
+    return JSONResponse(answer.body_for(request.url.path), answer.status, headers)

@@ -93,6 +93,9 @@ class ChatMessages:
                 hint="send the assistant's message with its calls, too",
             )
 
+    # The number of images is checked before each image is decoded: a picture of a few hundred bytes
+    # can take a gigabyte.
+
     def _read_image(self, url: str) -> Image:
         """Decode an image; UsageError where the model takes none, or not so many."""
         if not self.takes_images:

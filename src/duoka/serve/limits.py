@@ -131,8 +131,8 @@ class Gate:
             raise HttpError(415, "a body is taken without Content-Encoding alone")
         if self._digest is None or path in _OPEN or path.startswith("/page/"):
             return
-        kind, _, said = headers.get("authorization", "").partition(" ")
-        key = said.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        key = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not hmac.compare_digest(_digest(key), self._digest):
             raise HttpError(401, "the API key is missing or wrong", code="invalid_api_key")
 
@@ -215,6 +215,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         text = f"the body has more than {_MOST_COMMAS:,} commas"
         raise HttpError(400, text, code="too_large", param="body")
     place = depth = number = 0
+    # Brackets outside of texts are counted without parsing: a body of 32 MiB of "[" would take
+    # gigabytes as lists, and pydantic reports an error for each item of a list.
     while bracket := _NEXT_BRACKET.match(body, place):
         place, opens = bracket.end(), bracket[1] in b"[{"
         depth += 1 if opens else -1
@@ -233,8 +235,13 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 class TimedProtocol(H11Protocol):
-    """HTTP on connections whose requests come in time and whose answers are taken in time."""
+    """HTTP with limits in time for the headers of a request and for the sending of an answer."""
 
+    # uvicorn has no such limits. Two timers abort the connection:
+    #   "headers" runs from the connection's beginning, or the end of an answer, until a request
+    #             is complete and is being answered;
+    #   "answer"  runs while the transport's buffer is full, or still has bytes of a finished answer.
+    # The body has a limit of its own, in `_Body.read`.
     limits: ClassVar = ClientLimits()
 
     def connection_made(self, transport: Any) -> None:
@@ -242,9 +249,9 @@ class TimedProtocol(H11Protocol):
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._start_timer("headers", self.limits.header_seconds, transport.abort)
-        most = self.limits.connections
-        if len(self.connections) > most:
-            text = f"{most} connections are open"
+        limit = self.limits.connections
+        if len(self.connections) > limit:
+            text = f"{limit} connections are open"
             self._refuse(HttpError(503, text, code="overloaded", retry_after=5))
 
     def send_400_response(self, msg: str) -> None:
@@ -312,11 +319,11 @@ class TimedProtocol(H11Protocol):
             timer.cancel()
 
 
-def _check_type(given: str) -> None:
+def _check_type(content_type: str) -> None:
     """Refuse a body of another type than JSON: pages of the web may send those unasked."""
-    kind = given.partition(";")[0].strip().lower()
+    kind = content_type.partition(";")[0].strip().lower()
     if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
-        text = f"Content-Type is {given[:80]}" if given else "Content-Type is missing"
+        text = f"Content-Type is {content_type[:80]}" if content_type else "Content-Type is missing"
         raise HttpError(415, f"{text}; send JSON, and say application/json")
 
 

@@ -23,7 +23,10 @@ class BlocksAnswer(Answer):
     def __init__(self) -> None:
         super().__init__()
         self.reasoning_tokens = 0
-        # The block that goes on: its kind, and the number of its call.
+        # At most one block is open: its kind, and the number of its call. A delta of another kind
+        # or another call closes the block and begins the next one:
+        #     reasoning, reasoning, content, tool_name 0, tool_arguments 0, tool_name 1
+        #     → [reasoning] [content] [call 0] [call 1]
         self._open: tuple[BlockKind, int] | None = None
 
     @abstractmethod

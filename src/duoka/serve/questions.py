@@ -73,11 +73,13 @@ class QuestionReader:
             If the model can't be asked so; `param` is the field, where it isn't the prompt's.
         """
         grammar = self._read_grammar(prompt, values or {})
+        # In this order, cheap checks come before the tokenizer, and the prompt's own refusals
+        # before the check of its length.
         self._refuse_endless(prompt)
-        chosen = {name: value for name, value in (values or {}).items() if name != _FORMAT}
+        params_given = {name: value for name, value in (values or {}).items() if name != _FORMAT}
         question = self._read_prompt(prompt, grammar)
-        chosen["grammar"] = question.params.grammar
-        params = SamplingParams.recommended(self._generation_config, **chosen)
+        params_given["grammar"] = question.params.grammar
+        params = SamplingParams.recommended(self._generation_config, **params_given)
         if values is not None and self._limit is not None:
             new_tokens = params.max_new_tokens or 1
             refuse_long(len(question.tokens), self._limit, new_tokens=new_tokens)

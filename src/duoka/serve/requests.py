@@ -89,6 +89,10 @@ class Unheeded(Form):
 # ── messages and tools ──
 
 
+# Messages are checked here, and nowhere else: `to_turn` drops the form, and the engine's process
+# checks only the facts of the model and of the conversation (images, memory, ids of calls).
+
+
 class MessageForm(Form):
     """A message of a chat; unknown fields may be there if they are empty, as answers have them."""
 
@@ -97,8 +101,8 @@ class MessageForm(Form):
     def _drop_empty(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        known = cls.model_fields
-        return {key: value for key, value in values.items() if key in known or value not in _EMPTY}
+        fields = cls.model_fields
+        return {key: value for key, value in values.items() if key in fields or value not in _EMPTY}
 
 
 class TextPart(MessageForm):
@@ -262,16 +266,16 @@ def choose_tools(
     if (choice == "required" and not names) or name not in (None, *names):
         text = f"tool_choice needs tools that have it; there are {', '.join(names) or 'none'}"
         raise HttpError(400, text, param="tool_choice")
-    chosen = [tool for tool in offered if name in (None, tool["function"]["name"])]
-    return {"tools": chosen, "must_call": choice == "required"}
+    usable = [tool for tool in offered if name in (None, tool["function"]["name"])]
+    return {"tools": usable, "must_call": choice == "required"}
 
 
 def choose_openai_tools(
     tools: Iterable[dict[str, Any]], choice: Any, parallel: bool | None
 ) -> dict[str, Any]:
     """Return the arguments of a `Prompt` by OpenAI's `tool_choice`: a mode, or a tool."""
-    named = (choice, None) if isinstance(choice, str | None) else ("required", choice.name)
-    return {**choose_tools(tools, *named), "parallel_tool_calls": parallel is not False}
+    mode = (choice, None) if isinstance(choice, str | None) else ("required", choice.name)
+    return {**choose_tools(tools, *mode), "parallel_tool_calls": parallel is not False}
 
 
 # ── chats and completions ──
@@ -324,12 +328,12 @@ class Sampled(Asking):
 
     def params(self) -> dict[str, Any]:
         """See `Asking`."""
-        most = self.max_completion_tokens or self.max_tokens
-        if self.ignore_eos and most is None:
+        max_tokens = self.max_completion_tokens or self.max_tokens
+        if self.ignore_eos and max_tokens is None:
             raise HttpError(400, "ignore_eos needs max_tokens", param="ignore_eos")
-        least = most if self.ignore_eos else self.min_tokens
-        more = {"max_new_tokens": most, "min_new_tokens": least}
-        return super().params() | without_none(more)
+        min_tokens = max_tokens if self.ignore_eos else self.min_tokens
+        lengths = {"max_new_tokens": max_tokens, "min_new_tokens": min_tokens}
+        return super().params() | without_none(lengths)
 
 
 class ChatCompletionRequest(Sampled, Unheeded):
@@ -356,8 +360,8 @@ class ChatCompletionRequest(Sampled, Unheeded):
     def to_prompt(self) -> Prompt:
         """Return the chat."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        chosen = choose_openai_tools(tools, self.tool_choice, self.parallel_tool_calls)
-        return Prompt(messages=[said.to_turn() for said in self.messages], **chosen)
+        usable = choose_openai_tools(tools, self.tool_choice, self.parallel_tool_calls)
+        return Prompt(messages=[message.to_turn() for message in self.messages], **usable)
 
 
 class CompletionRequest(Sampled):
@@ -409,7 +413,7 @@ class TokenizeRequest(Form):
         if self.messages is None:
             return Prompt(text=self.prompt, field="prompt")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return Prompt(messages=[said.to_turn() for said in self.messages], tools=tools)
+        return Prompt(messages=[message.to_turn() for message in self.messages], tools=tools)
 
 
 class DetokenizeRequest(Form):

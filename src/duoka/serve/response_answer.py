@@ -67,11 +67,11 @@ class ResponseAnswer(BlocksAnswer):
         """See `Answer`."""
         code = _CODES.get(error.status, "server_error")
         self._response |= {"status": "failed", "error": {"code": code, "message": error.text}}
-        yield self._whole("response.failed")
+        yield self._snapshot("response.failed")
 
     def _begin(self) -> Iterator[Piece]:
-        yield self._whole("response.created")
-        yield self._whole("response.in_progress")
+        yield self._snapshot("response.created")
+        yield self._snapshot("response.in_progress")
 
     def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
         item: dict[str, Any]
@@ -139,9 +139,9 @@ class ResponseAnswer(BlocksAnswer):
         self._response["status"] = "completed" if is_whole else "incomplete"
         if not is_whole:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-        yield self._whole("response.completed" if is_whole else "response.incomplete")
+        yield self._snapshot("response.completed" if is_whole else "response.incomplete")
 
-    def _whole(self, kind: str) -> Piece:
+    def _snapshot(self, kind: str) -> Piece:
         return self._event(kind, response=copy.deepcopy(self._response))
 
     def _at(self, kind: str, **values: Any) -> Piece:

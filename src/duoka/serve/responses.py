@@ -261,6 +261,9 @@ def read_turns(items: str | Sequence[Any]) -> list[Turn]:
     """
     if isinstance(items, str):
         return [Turn(role="user", content=items)]
+    # An answer goes on until another role speaks or reasoning begins the next answer:
+    #     reasoning, message, function_call, function_call_output, message
+    #     → assistant (reasoning, text, call); tool; assistant (text)
     turns: list[Turn] = []
     is_open = False  # the last message is an answer that may go on
     for item in items:
@@ -286,8 +289,8 @@ def _add(turn: Turn, item: Any) -> Turn:
     if isinstance(item, FunctionCall):
         function = {"name": item.name, "arguments": item.arguments}
         return replace(turn, calls=(*turn.calls, {"id": item.call_id, "function": function}))
-    more = make_turn("assistant", item.content)
-    return replace(turn, content=turn.content + more.content, images=turn.images + more.images)
+    text = make_turn("assistant", item.content)
+    return replace(turn, content=turn.content + text.content, images=turn.images + text.images)
 
 
 def _dump(value: Any) -> Any:

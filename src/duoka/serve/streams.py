@@ -32,6 +32,8 @@ async def respond(
     What can't be begun is an error with a status of its own; what fails later is reported within a
     stream.
     """
+    # A whole answer is a stream of which nobody sees the pieces. The first event of every source
+    # is awaited before the status is sent, so that a refusal by the engine has a status of its own.
     params, n = request.params(), getattr(request, "n", 1)
     sources = [service.ask(prompt, params, n, is_streamed=request.stream) for prompt in prompts]
     if request.stream:
@@ -43,15 +45,15 @@ async def respond(
 
 async def _begin(sources: Sequence[Events]) -> list[Events]:
     """Wait for the first event of each source; return the sources with it."""
-    begun: list[Events] = []
+    started: list[Events] = []
     try:
         for events in sources:
-            begun.append(_resume(await anext(events), events))
+            started.append(_resume(await anext(events), events))
     except BaseException:
-        for events in (*begun, *sources):
+        for events in (*started, *sources):
             await events.aclose()
         raise
-    return begun
+    return started
 
 
 async def _resume(first_event: Event, events: Events) -> Events:
@@ -103,6 +105,7 @@ def _write_event(piece: Piece) -> str:
 
 async def _run_unless_gone(http: Request, work: Coroutine[Any, Any, None]) -> None:
     """Wait for work, and cancel the work if the client goes away."""
+    # ASGI reports a closed connection by a message only; nothing is raised in `work`.
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_wait_until_gone(http))
     try:

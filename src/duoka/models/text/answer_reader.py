@@ -75,6 +75,8 @@ class CallReader(CharacterReader):
         self.num_whole_calls = 0
         self.is_open = False
         self._arguments: list[str] = []
+        # Parts since the last `pop_parts`; neighbours of one kind and call are one entry, whose
+        # texts are joined once, so that a long part costs no more per character.
         self._parts: list[tuple[PartKind, int, list[str]]] = []
 
     # ── for forms ──
@@ -124,6 +126,8 @@ class CallReader(CharacterReader):
 
     def attempt(self, script: Script, marker: str) -> Characters:
         """Follow a script; return its text if that is no call, but content."""
+        # `_taken` holds the characters that no part has yet. `add` clears it: arguments that were
+        # already returned stay returned, and only what follows them becomes content.
         self._taken, self._size = [marker], 0
         try:
             yield from script
@@ -270,6 +274,9 @@ class AnswerReader:
 
     def _scan(self, markers: tuple[str, ...], say: Callable[[str], None]) -> Characters:
         """Say the text before the next marker, and return the marker; "" at the end."""
+        # `text` is a proper prefix of a marker, and waits. With markers "<tool_call>" and "<think>":
+        #     "a"  said at once      "<t"  waits for "o" or "h"
+        #     "<tx"  "<" is said, since no marker goes on so; then "t", then "x"
         text = ""
         self._first_characters = _match_first(markers)
         while True:
@@ -300,6 +307,7 @@ class AnswerReader:
             if text:
                 self._calls.add(kind, text)
             return
+        # White space waits in `_space` until text follows it; at the end it is dropped.
         solid = text.rstrip() if self._has_text else text.strip()
         if self._is_forced and kind == "content":
             return  # calls, and the marks around them

@@ -31,6 +31,8 @@ _TAGGED = ("<tool_call>",), ("</tool_call>",)
 
 def _read_object(calls: CallReader) -> Script:
     """Read an object with a name and arguments, after its opening brace."""
+    # Keys may come in any order. If the name is known when the arguments begin, they are added
+    # while they are read; otherwise both are kept until the other has come.
     name, arguments, keys = "", "", set[str]()
     char = yield from calls.after_space()
     while char != "}":
@@ -204,6 +206,7 @@ class LineForm:
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
+        # Any text can begin like a name: it is one as long as some tool's name begins so.
         char = yield from calls.after_space()
         name = ""
         while char != "\n":

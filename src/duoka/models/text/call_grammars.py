@@ -66,15 +66,18 @@ def force_call(
     functions = [tool_function(tool) for tool in tools]
     if not functions:
         raise UsageError("a call is required, but no tool is offered", hint="offer one")
+    # start: "[" call (", " call)* "]"
+    # call: call_0 | call_1
+    # call_0: "{\"name\": \"get\", \"arguments\": " %json {…} "}"
     written = _written(form, functions)
     prompt = before + written.prompt
     ids = tokenizer.encode(prompt, add_special_tokens=False, split_special_tokens=False)
     if written.mark and parallel:
-        more = f"start: {_text(written.before)} call ({_text(written.mark)} call)* "
+        start = f"start: {_text(written.before)} call ({_text(written.mark)} call)* "
     else:
-        more = f"start: {_text(written.before)} call "
+        start = f"start: {_text(written.before)} call "
     calls = [f"call_{number}" for number in range(len(functions))]
-    rules = [f"{more}{_text(written.after)}", f"call: {' | '.join(calls)}"]
+    rules = [f"{start}{_text(written.after)}", f"call: {' | '.join(calls)}"]
     for name, function in zip(calls, functions, strict=True):
         rules.append(f"{name}: {written.write(function['name'], f'%json {_schema(function)}')}")
     return ForcedCall(tuple(ids), written.prompt, "\n".join(rules))

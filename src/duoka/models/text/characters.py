@@ -33,6 +33,8 @@ class CharacterReader:
     def __init__(self) -> None:
         self.has_ended = False
         # Characters since the last part of the answer, and those to be taken again, last one first.
+        # `give_back` moves characters from the first list to the second:
+        #     taken "<to", give_back("to")  →  taken "<", again ["o", "t"]
         self._taken: list[str] = []
         self._again: list[str] = []
         self._size = 0
@@ -72,15 +74,15 @@ class CharacterReader:
 
     def expect(self, *texts: str) -> Characters:
         """Take white space and a text of some; no text may be the beginning of another."""
-        taken = yield from self.after_space()
-        while taken not in texts:
+        text = yield from self.after_space()
+        while text not in texts:
             char = ""
-            if any(text.startswith(taken) for text in texts):
+            if any(expected.startswith(text) for expected in texts):
                 char = yield from self.take()
             if not char:
-                self.stop(taken)
-            taken += char
-        return taken
+                self.stop(text)
+            text += char
+        return text
 
     def until(self, mark: str) -> Characters:
         """Take a text and the mark that ends it; return the text without the mark."""
@@ -95,12 +97,16 @@ class CharacterReader:
         return "".join(chars)[: -len(mark)]
 
     # ── JSON ──
+    #
+    # A recursive descent whose frames are suspended generators: one level of "yield from" for each
+    # open object or list, 64 at most. A value ends with its last character, so nothing waits for
+    # the next one; only a number ends before it, and returns the character that ended it.
 
-    def json_value(self, first: str, keep: Callable[[str], object] | None = None) -> Characters:
-        """Take a JSON value from its first character on; `keep` receives every character."""
+    def json_value(self, char: str, receive: Callable[[str], object] | None = None) -> Characters:
+        """Take a JSON value from its first character on; `receive` gets each character."""
         chars: list[str] = []
-        self._keep = keep or chars.append
-        self.give_back((yield from self._value(first, 0)))
+        self._keep = receive or chars.append
+        self.give_back((yield from self._value(char, 0)))
         return "".join(chars)
 
     def _value(self, char: str, depth: int) -> Characters:

@@ -58,16 +58,16 @@ def encode_answer(
     Where the template writes no stop token, one is added.
     """
     question = _encode(tokenizer, messages[:-1], tools)
-    whole = _encode(tokenizer, messages, tools, is_prompt=False)
-    answer = whole.text.removeprefix(question.text)
-    is_changed = answer == whole.text or _solid(messages[-1].content) not in _solid(answer)
+    chat = _encode(tokenizer, messages, tools, is_prompt=False)
+    answer = chat.text.removeprefix(question.text)
+    is_changed = answer == chat.text or _solid(messages[-1].content) not in _solid(answer)
     if is_changed:
         raise UsageError(
             "the model's chat template writes this answer otherwise than it asks for one, or "
             "leaves a part of it out",
             hint="give the checkpoint a template that writes answers as they were said",
         )
-    ids, start = whole.ids, common_length(question.ids, whole.ids)
+    ids, start = chat.ids, common_length(question.ids, chat.ids)
     says = _marked_by_template(tokenizer, messages, tools, ids) or [True] * len(ids)
     stop = next((at for at in range(start, len(ids)) if ids[at] in stop_ids), len(ids))
     if stop == len(ids):
@@ -137,6 +137,7 @@ def _encode(
     contents = [message.content for message in messages]
     marks = _Marks(messages)
     images_shown = images_of(messages)
+    # Both strings come from one call, so that templates with a date write the same one.
     text, marked = _render(tokenizer, messages, marks, tools, is_prompt=is_prompt)
     # Some templates know contents in parts alone; one that cuts texts would write a list as Python.
     if images_shown or (contents[-1] and marks.contents[-1] not in marked):
@@ -151,6 +152,8 @@ def _encode(
         return _Encoded(text, images.prompt(text, images_shown))
     if not is_imitated:
         return _Encoded(text, _ids(tokenizer, text))
+    # The template may write contents as they are, or stripped; in any other way, the marks don't
+    # tell the place of a content.
     for written in (contents, [content.strip() for content in contents]):
         if marks.fill(marked, written) == text:
             break
@@ -226,6 +229,8 @@ class _Special:
         """Return True if a content holds a special token, or makes one with its neighbours."""
         if any(self._pattern.search(content) for content in contents):
             return True
+        # "<|us" and a template's "er|>" are a special token together: then the two strings differ
+        # in their special tokens.
         at_edges = any(self._begins_or_ends(content) for content in contents)
         return at_edges and self._pattern.findall(text) != self._pattern.findall(marked)
 
@@ -289,7 +294,7 @@ def _render(
     template = _template(tokenizer, has_tools=bool(tools))
     try:
         texts: list[str] = render(
-            [_conversation(said, in_parts=in_parts) for said in (messages, marks.messages)],
+            [_conversation(chat, in_parts=in_parts) for chat in (messages, marks.messages)],
             tools=[dict(tool) for tool in tools] if tools else None,
             chat_template=template,
             add_generation_prompt=is_prompt,
@@ -321,14 +326,14 @@ def _conversation(
     conversation = []
     ids = _CallIds(messages)
     for message in messages:
-        said: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "role": "tool" if message.role == "observation" else message.role,
             "content": _parts(message) if in_parts else message.content,
         }
         if message.calls:
-            said["tool_calls"] = list(map(ids.write_call, message.calls))
-        said.update(ids.describe_result(message))
-        conversation.append(said)
+            entry["tool_calls"] = list(map(ids.write_call, message.calls))
+        entry.update(ids.describe_result(message))
+        conversation.append(entry)
     return conversation
 
 

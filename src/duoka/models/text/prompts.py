@@ -203,6 +203,8 @@ class _RoleFormat(ChatFormat):
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
     ) -> list[ChatMessage]:
         """Write calls as the model writes them, and tools into the system's message."""
+        # A message with a text and two calls becomes three messages of the assistant: the text,
+        # and a message with the tool's name as metadata for each call.
         chat: list[ChatMessage] = []
         for message in messages:
             if message.content or not message.calls:
