@@ -90,9 +90,8 @@ class OpenAIAnswer(Answer):
         Whether log-probabilities are wanted, and the tokens at the end of a stream.
     """
 
-    _whole_fields: ClassVar[
-        dict[str, Any]
-    ] = {}  # fields of a whole answer that differ from a piece's
+    # Fields of a whole answer in place of a piece's.
+    _fields: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self, head: dict[str, Any], choices: Sequence[Any], *, has_logprobs: bool, has_usage: bool

@@ -22,15 +22,8 @@ from .service import Service
 from .streams import respond
 
 
-class CacheControl(Form):
-    """A breakpoint of the prompt cache, without effect: every prefix is cached."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
 class _Block(Form):
-    cache_control: CacheControl | None = None
+    cache_control: dict[str, Any] | None = None  # every prefix is cached
 
 
 class TextBlock(_Block):
@@ -163,14 +156,6 @@ class AnthropicToolChoice(Form):
         return "required" if self.type in ("any", "tool") else self.type
 
 
-class Thinking(Form):
-    """The settings of reasoning, without effect: the model decides."""
-
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int, Field(ge=1024)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
-
 class AnthropicSchemaFormat(Form):
     """JSON by a schema."""
 
@@ -181,14 +166,8 @@ class AnthropicSchemaFormat(Form):
 class OutputConfig(Form):
     """How the text of an answer is."""
 
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: str | None = None
     format: AnthropicSchemaFormat | None = None
-
-
-class Metadata(Form):
-    """The user of a client; it is not kept."""
-
-    user_id: str | None = None
 
 
 class CountTokensRequest(_Block):
@@ -199,7 +178,7 @@ class CountTokensRequest(_Block):
     system: str | list[TextBlock] = ""
     tools: list[Tool] | None = None
     tool_choice: AnthropicToolChoice = AnthropicToolChoice()
-    thinking: Thinking | None = None
+    thinking: dict[str, Any] | None = None  # the model alone decides
     output_config: OutputConfig | None = None
 
     def to_prompt(self) -> Prompt:
@@ -225,7 +204,7 @@ class MessagesRequest(CountTokensRequest, Asking):
     stop: Annotated[StopTexts | None, Field(alias="stop_sequences")] = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0)] | None = None
-    metadata: Metadata | None = None
+    metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
     @property

@@ -240,7 +240,7 @@ class TimedProtocol(H11Protocol):
     # uvicorn has no such limits. Two timers abort the connection:
     #   "headers" runs from the connection's beginning, or the end of an answer, until a request
     #             is complete and is being answered;
-    #   "answer"  runs while the transport's buffer is full, or still has bytes of a finished answer.
+    #   "answer"  runs while the transport's buffer is full, or holds the rest of an answer.
     # The body has a limit of its own, in `_Body.read`.
     limits: ClassVar = ClientLimits()
 

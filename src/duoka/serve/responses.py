@@ -37,9 +37,6 @@ _REPEATED = (
 _STORED = ("previous_response_id", "conversation", "prompt")
 
 
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
 class InputText(Form):
     """A text of a message."""
 
@@ -71,7 +68,7 @@ class InputItem(Form):
     """The fields of every item of a conversation."""
 
     id: str | None = None
-    status: Status | None = None
+    status: str | None = None
 
 
 class InputMessage(InputItem):
@@ -80,7 +77,7 @@ class InputMessage(InputItem):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
-    phase: Literal["commentary", "final_answer"] | None = None
+    phase: str | None = None
 
 
 class FunctionCall(InputItem):
@@ -170,33 +167,19 @@ class TextConfig(Form):
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(Form):
-    """The settings of reasoning, without effect: the model decides."""
-
-    effort: str | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class ResponseStreamOptions(Form):
-    """Additions to a stream; its events are never padded."""
-
-    include_obfuscation: bool | None = None
-
-
 class ResponsesRequest(Asking, Unheeded):
     """``POST /v1/responses``."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
     instructions: str | None = None
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: dict[str, Any] | None = None  # events are never padded
     max_new_tokens: Annotated[Count | None, Field(alias="max_output_tokens")] = None
     top_logprobs: TopLogprobs | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: dict[str, Any] | None = None  # the model alone decides
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )

@@ -13,8 +13,10 @@ How a family writes its calls is in `call_forms`.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from duoka.base.answer_parts import AnswerPart, PartKind
 from duoka.base.serialization import parse_json_object
@@ -32,25 +34,28 @@ class Tags(NamedTuple):
     end: str
 
 
-class CallForm(Protocol):
-    """The form of a family's calls of tools."""
+@dataclass(frozen=True, kw_only=True)
+class CallForm(ABC):
+    """The form of a family's calls of tools.
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """The texts that begin calls at any place."""
+    Parameters
+    ----------
+    markers : tuple of str
+        The texts that begin calls at any place.
+    inner_marks : tuple of str
+        Other texts of calls, as far as they may be special tokens.
+    turn : str
+        The text between messages of one answer; empty for none.
+    is_at_start : bool
+        Whether a message can be a call from its first character on.
+    """
 
-    @property
-    def inner_marks(self) -> tuple[str, ...]:
-        """Other texts of calls, as far as they may be special tokens."""
+    markers: tuple[str, ...] = ()
+    inner_marks: tuple[str, ...] = ()
+    turn: str = ""
+    is_at_start: bool = False
 
-    @property
-    def turn(self) -> str:
-        """The text between messages of one answer; empty for none."""
-
-    @property
-    def is_at_start(self) -> bool:
-        """Return True if a message can be a call from its first character on."""
-
+    @abstractmethod
     def read(self, calls: CallReader, marker: str) -> Script:
         """Read calls after a marker, or from the start of a message if the marker is empty.
 
@@ -274,7 +279,7 @@ class AnswerReader:
 
     def _scan(self, markers: tuple[str, ...], say: Callable[[str], None]) -> Characters:
         """Say the text before the next marker, and return the marker; "" at the end."""
-        # `text` is a proper prefix of a marker, and waits. With markers "<tool_call>" and "<think>":
+        # `text` is a proper prefix of a marker, and waits; with "<tool_call>" and "<think>":
         #     "a"  said at once      "<t"  waits for "o" or "h"
         #     "<tx"  "<" is said, since no marker goes on so; then "t", then "x"
         text = ""

@@ -15,10 +15,10 @@ are in `call_grammars`.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from .answer_reader import CallReader, is_json_object
+from .answer_reader import CallForm, CallReader, is_json_object
 from .characters import Characters, Script
 from .messages import parse_python_call
 
@@ -26,7 +26,6 @@ _MOST_NAME = 128
 _NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 _KEYS = {"name", "arguments", "id", "type"}
 _FENCE = "```"
-_TAGGED = ("<tool_call>",), ("</tool_call>",)
 
 
 def _read_object(calls: CallReader) -> Script:
@@ -106,13 +105,11 @@ def _read_optional(calls: CallReader, text: str) -> Script:
 
 
 @dataclass(frozen=True)
-class TaggedForm:
+class TaggedForm(CallForm):
     """The form of Hermes and Qwen: an object between tags, for each call."""
 
-    markers: tuple[str, ...] = _TAGGED[0]
-    inner_marks: tuple[str, ...] = _TAGGED[1]
-    turn: str = ""
-    is_at_start: bool = False
+    markers: tuple[str, ...] = ("<tool_call>",)
+    inner_marks: tuple[str, ...] = ("</tool_call>",)
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
@@ -122,7 +119,7 @@ class TaggedForm:
 
 
 @dataclass(frozen=True)
-class ObjectForm:
+class ObjectForm(CallForm):
     """The form of Llama 3, and of models without a form: the whole answer is an object.
 
     Llama writes a token before it where the prompt named a Python interpreter, and semicolons
@@ -130,8 +127,6 @@ class ObjectForm:
     """
 
     markers: tuple[str, ...] = ("<|python_tag|>",)
-    inner_marks: tuple[str, ...] = ()
-    turn: str = ""
     is_at_start: bool = True
 
     def read(self, calls: CallReader, marker: str) -> Script:
@@ -149,7 +144,7 @@ class ObjectForm:
 
 
 @dataclass(frozen=True)
-class MistralForm:
+class MistralForm(CallForm):
     """The form of Mistral: a token and a list of objects; later a name and arguments per token.
 
     Source: the chat templates of Mistral 7B v0.3 and Mistral Small 3.2.
@@ -157,8 +152,6 @@ class MistralForm:
 
     markers: tuple[str, ...] = ("[TOOL_CALLS]",)
     inner_marks: tuple[str, ...] = ("[ARGS]", "[CALL_ID]")
-    turn: str = ""
-    is_at_start: bool = False
     has_names: bool = False
 
     def read(self, calls: CallReader, marker: str) -> Script:
@@ -191,16 +184,14 @@ class MistralForm:
         yield from _read_arguments(calls, name)
 
 
-@dataclass(frozen=True)
-class LineForm:
+@dataclass(frozen=True, kw_only=True)
+class LineForm(CallForm):
     """The form of ChatGLM: a name in the first line of a message, and arguments below it.
 
     ChatGLM3 writes a line of Python, GLM-4 JSON.
     """
 
-    arguments: Literal["python", "json"]
-    markers: tuple[str, ...] = ()
-    inner_marks: tuple[str, ...] = ()
+    arguments: Literal["python", "json"] = field(kw_only=False)
     turn: str = "<|assistant|>"
     is_at_start: bool = True
 
@@ -238,15 +229,13 @@ class LineForm:
 
 
 @dataclass(frozen=True)
-class PairForm:
+class PairForm(CallForm):
     """The form of GLM-4.5: a name, then the name and the value of each argument between tags."""
 
-    markers: tuple[str, ...] = _TAGGED[0]
+    markers: tuple[str, ...] = ("<tool_call>",)
     inner_marks: tuple[str, ...] = (
         *("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     )
-    turn: str = ""
-    is_at_start: bool = False
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
@@ -260,13 +249,11 @@ class PairForm:
 
 
 @dataclass(frozen=True)
-class ParameterForm:
+class ParameterForm(CallForm):
     """The form of Qwen3-Coder: ``<function=name>``, and ``<parameter=name>`` per argument."""
 
-    markers: tuple[str, ...] = _TAGGED[0]
-    inner_marks: tuple[str, ...] = _TAGGED[1]
-    turn: str = ""
-    is_at_start: bool = False
+    markers: tuple[str, ...] = ("<tool_call>",)
+    inner_marks: tuple[str, ...] = ("</tool_call>",)
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from duoka.errors import CheckpointError, UsageError
 
 from .image_prompts import PromptImages, images_of
-from .messages import ChatMessage, Tool, ToolCall, tool_function
+from .messages import ChatMessage, Tool, tool_function
 from .tokenizer import special_id
 
 MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published ones have some ten thousand
@@ -323,43 +323,29 @@ def _conversation(
     messages: Sequence[ChatMessage], *, in_parts: bool = False
 ) -> list[dict[str, Any]]:
     """Return messages in the form of transformers."""
+    # Ids are numbered anew, because Mistral's templates take nine letters and digits alone.
+    names = {call.id: call.name for message in messages for call in message.calls if call.id}
+    ids = {call_id: f"call{number:05}" for number, call_id in enumerate(names)}
     conversation = []
-    ids = _CallIds(messages)
     for message in messages:
         entry: dict[str, Any] = {
             "role": "tool" if message.role == "observation" else message.role,
             "content": _parts(message) if in_parts else message.content,
         }
         if message.calls:
-            entry["tool_calls"] = list(map(ids.write_call, message.calls))
-        entry.update(ids.describe_result(message))
+            entry["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
+                    **({"id": ids[call.id]} if call.id else {}),
+                }
+                for call in message.calls
+            ]
+        if message.role == "observation" and message.call_id in ids:
+            call_id = message.call_id
+            entry |= {"tool_call_id": ids[call_id], "name": names[call_id]}
         conversation.append(entry)
     return conversation
-
-
-class _CallIds:
-    """The ids of calls and of their results, where the messages have some.
-
-    They are numbered anew, because Mistral's templates take nine letters and digits alone.
-    """
-
-    def __init__(self, messages: Sequence[ChatMessage]) -> None:
-        calls = [call for message in messages for call in message.calls if call.id]
-        self._names = {call.id: call.name for call in calls}
-        self._ids = {name: f"call{number:05}" for number, name in enumerate(self._names)}
-
-    def write_call(self, call: ToolCall) -> dict[str, Any]:
-        """Return a call in the form of transformers."""
-        function = {"name": call.name, "arguments": dict(call.arguments)}
-        said = {"type": "function", "function": function}
-        return {**said, "id": self._ids[call.id]} if call.id else said
-
-    def describe_result(self, message: ChatMessage) -> dict[str, str]:
-        """Return the id and the tool's name of the call of an observation."""
-        if message.call_id not in self._ids:
-            return {}
-        names = {"tool_call_id": self._ids[message.call_id], "name": self._names[message.call_id]}
-        return names if message.role == "observation" else {}
 
 
 def _parts(message: ChatMessage) -> list[dict[str, str]]:

@@ -23,6 +23,7 @@ from duoka.errors import CheckpointError, UsageError
 
 from ..glm4v import GLM4VConfig
 from .messages import ChatMessage
+from .tokenizer import first_line
 
 _PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
@@ -110,7 +111,7 @@ class ImageFormat:
                 batch: Mapping[str, Any] = processor(**inputs, return_tensors="pt")
         except Exception as error:  # by settings out of the checkpoint: it can raise anything
             raise UsageError(
-                f"the model's image processor can't take the pictures: {_first_line(error)}",
+                f"the model's image processor can't take the pictures: {first_line(error)}",
                 hint="try a copy of another size",
             ) from error
         return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
@@ -235,13 +236,8 @@ def _look_at_files(directory: Path) -> None:
 def _unloadable(directory: Path, error: Exception) -> CheckpointError:
     missing = isinstance(error, ImportError)
     return CheckpointError(
-        f"no image processor could be loaded from {directory}: {_first_line(error)}",
+        f"no image processor could be loaded from {directory}: {first_line(error)}",
         hint="install what it asks for, built for this torch"
         if missing
         else f"its {' or '.join(_SETTINGS)} may be damaged, or made for other versions",
     )
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of another library's error; some errors fill a page."""
-    return next(filter(None, str(error).splitlines()), type(error).__name__)

@@ -47,7 +47,7 @@ def load_tokenizer(
         )
     except Exception as error:
         raise CheckpointError(
-            f"no tokenizer could be loaded from {directory}: {_first_line(error)}",
+            f"no tokenizer could be loaded from {directory}: {first_line(error)}",
             hint=HINT,
         ) from error
     templates = directory / "chat_template.json"
@@ -57,9 +57,9 @@ def load_tokenizer(
     return loaded
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of another library's error; some errors fill a page."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+    return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 
 def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
