@@ -103,28 +103,15 @@ def check(chat: Any, talk: list[tuple[Any, str]], last: str) -> None:
             assert content.strip() in text
 
 
-@fuzz()
-@given(TALKS, SAID)
-def test_chatglm3(chatglm3: ChatFormat, talk: Any, last: str) -> None:
-    check(chatglm3, talk, last)
+@pytest.fixture(scope="module", params=["chatglm2", "chatglm3", "glm4", "template"])
+def chat(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 @fuzz()
 @given(TALKS, SAID)
-def test_glm4(glm4: ChatFormat, talk: Any, last: str) -> None:
-    check(glm4, talk, last)
-
-
-@fuzz()
-@given(TALKS, SAID)
-def test_chatglm2(chatglm2: ChatFormat, talk: Any, last: str) -> None:
-    check(chatglm2, talk, last)
-
-
-@fuzz()
-@given(TALKS, SAID)
-def test_a_template(template: ChatFormat, talk: Any, last: str) -> None:
-    check(template, talk, last)
+def test_chats(chat: ChatFormat, talk: Any, last: str) -> None:
+    check(chat, talk, last)
 
 
 @pytest.mark.slow
@@ -185,7 +172,6 @@ CODE = damaged_text("tool_call(city='北京', days=[1, {'a': None}], note=\"it's
 CALLS = CODE.map(lambda code: f"```python\n{code}\n```") | damaged_text(
     "```python\ntool_call()\n```"
 )
-OBJECTS = damaged_text('{"city": "北京", "days": [1, {"a": null}], "far": -2.5}') | st.text()
 
 
 @fuzz()

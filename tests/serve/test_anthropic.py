@@ -275,19 +275,6 @@ def test_the_key_is_checked(key: str) -> None:
         assert asyncio.run(ask()).stop_reason == "tool_use"
 
 
-def test_a_body_that_is_no_json_is_refused_in_the_form_of_its_path() -> None:
-    app, _ = app_of(*CALLS)
-
-    async def ask() -> httpx2.Response:
-        async with transport(app) as http:
-            headers = {"Content-Type": "application/json"}
-            return await http.post("http://test/v1/messages", content="{", headers=headers)
-
-    response = asyncio.run(ask())
-    assert response.status_code == 400
-    assert response.json()["error"]["type"] == "invalid_request_error"
-
-
 def test_a_body_that_is_too_large_is_refused_in_the_form_of_its_path() -> None:
     with pytest.raises(anthropic.APIStatusError) as caught:
         send(CALLS, system="x" * MOST_BODY_BYTES)

@@ -99,9 +99,3 @@ def test_what_is_written_is_read(arguments: dict[str, object]) -> None:
     )
     assert json.loads(write_json_call(call)) == call.arguments
     assert parse_python_call("do", write_python_call(call)) == call
-
-
-@given(metadata=st.text(max_size=20), content=st.text(max_size=80))
-def test_any_text_is_read_safely(metadata: str, content: str) -> None:
-    parse_python_call(metadata, content)
-    parse_python_call("x", fenced(content))
