@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -118,12 +118,8 @@ def _busy(engine: Engine, before: Mapping[str, float], seconds: float) -> str:
     return f"; busy: {text}" if text else ""
 
 
-class _Advance(Protocol):
-    def __call__(self, text: str) -> None: ...
-
-
 @contextmanager
-def _bar(total: int) -> Iterator[_Advance]:
+def _bar(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on a terminal; elsewhere nothing."""
     columns = (
         *(TextColumn("answering"), BarColumn(), MofNCompleteColumn()),

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from .options import (
     refuse_beside,
     refuse_damaged,
 )
-from .terminal import answer, working
+from .terminal import answer, answer_stream, working
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -174,16 +173,11 @@ def _stream(
     engine: Engine, prompt: Sequence[int], params: SamplingParams, *, is_raw: bool
 ) -> Completion:
     """Show an answer during generation; a continued text keeps its leading white space."""
-    pieces = engine.submit(prompt, params)
-    text, said = iter(pieces), is_raw
-    with working("reading the prompt"):
-        first = next(text, "")
-    for piece in chain([first], text):
-        shown = piece if said else piece.lstrip()
-        said = said or bool(shown)
-        answer(shown)
-    answer("\n")
-    return pieces.result()
+    from duoka.engine.conversation import strip_start
+
+    stream = engine.submit(prompt, params)
+    answer_stream(iter(stream) if is_raw else strip_start(stream), "reading the prompt")
+    return stream.result()
 
 
 def _json(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 
 from PIL.Image import Image
@@ -78,21 +78,17 @@ class Conversation:
         """
         message = ChatMessage(role="user", content=question, images=tuple(self._shown))
         prompt = self._prompt(message)
-        answer = said = ""
+        answer = ""
         stream = self._engine.submit(prompt, self._params)
         try:
-            for piece in stream:
-                # Models of the ChatGLM family begin with an empty line of metadata.
-                shown = piece if said else piece.lstrip()
-                answer, said = answer + piece, said + shown
-                if shown:
-                    yield shown
+            for piece in strip_start(stream):
+                answer += piece
+                yield piece
         finally:
             stream.cancel()
-            if said:
-                self._rounds.append(
-                    (message, ChatMessage(role="assistant", content=answer.strip()))
-                )
+            if answer:
+                reply = ChatMessage(role="assistant", content=answer.rstrip())
+                self._rounds.append((message, reply))
                 self._shown.clear()
             with suppress(Exception):  # where it failed, that is on its way already
                 self.answers.append(stream.result())
@@ -115,3 +111,13 @@ class Conversation:
         """Drop the oldest round."""
         del self._rounds[0]
         self.num_forgotten += 1
+
+
+def strip_start(pieces: Iterable[str]) -> Iterator[str]:
+    """Drop the white space before a text: ChatGLM begins with an empty line of metadata."""
+    has_text = False
+    for piece in pieces:
+        text = piece if has_text else piece.lstrip()
+        has_text = has_text or bool(text)
+        if text:
+            yield text
