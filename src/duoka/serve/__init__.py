@@ -7,7 +7,7 @@ started again when it ends.
 - `app`: the answers of each path, with a `service`; `page`: the files of the page at its root
 - `requests`, `answers`, `errors`: requests, answers and errors in the form of OpenAI's interface
 - `responses`, `anthropic`: requests of two other interfaces; `response_answer`, `message_answer`:
-  their answers, in blocks as `parts` has them
+  their answers, in blocks as `blocks` has them
 - `streams`: answers to requests, whole or as server-sent events
 - `remote_images`: images of requests, fetched from their addresses
 - `limits`: limits for hostile and slow clients, and the key; `metrics`: metrics for Prometheus

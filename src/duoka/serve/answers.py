@@ -149,7 +149,7 @@ class ChatChoice:
             return {"reasoning_content": delta.text}
         if delta.kind == "tool_name":
             function = {"name": delta.text, "arguments": ""}
-            call = {"id": new_id("call_"), "type": "function", "function": function}
+            call = {"id": make_id("call_"), "type": "function", "function": function}
             self.calls.append(call)
             return {"tool_calls": [{"index": delta.call, **call, "function": {**function}}]}
         self.calls[delta.call]["function"]["arguments"] += delta.text
@@ -158,7 +158,7 @@ class ChatChoice:
     @property
     def logprobs(self) -> dict[str, Any]:
         """The log-probabilities of the whole answer."""
-        return chat_logprobs(self.tokens)
+        return write_chat_logprobs(self.tokens)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class ChatAnswer(OpenAIAnswer):
     _fields: ClassVar = {"object": "chat.completion"}
 
     def __init__(self, model: str, n: int, **options: bool) -> None:
-        head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model}
+        head = {"id": make_id("chatcmpl-"), "created": int(time.time()), "model": model}
         choices = [ChatChoice() for _ in range(n)]
         super().__init__({**head, "object": "chat.completion.chunk"}, choices, **options)
 
@@ -192,10 +192,10 @@ class ChatAnswer(OpenAIAnswer):
         """See `Answer`."""
         self.usage.add(event)
         if isinstance(event, Ended):
-            finish = self._choices[event.choice].finish = finish_reason(event)
+            finish = self._choices[event.choice].finish = name_finish(event)
             yield self._piece(event.choice, {"delta": {}}, None, finish)
         elif isinstance(event, Delta):
-            logprobs = chat_logprobs(event.tokens) if self._has_logprobs else None
+            logprobs = write_chat_logprobs(event.tokens) if self._has_logprobs else None
             delta = self._choices[event.choice].add(event)
             yield self._piece(event.choice, {"delta": delta}, logprobs, None)
 
@@ -255,7 +255,7 @@ class CompletionAnswer(OpenAIAnswer):
     """
 
     def __init__(self, model: str, prefixes: Sequence[str], n: int, **options: bool) -> None:
-        head = {"id": new_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
+        head = {"id": make_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
         choices = [CompletionChoice(prefix) for prefix in prefixes for _ in range(n)]
         super().__init__({**head, "model": model}, choices, **options)
         self._n = n
@@ -275,7 +275,7 @@ class CompletionAnswer(OpenAIAnswer):
         number = source * self._n + event.choice
         choice = self._choices[number]
         if isinstance(event, Ended):
-            choice.finish = finish_reason(event)
+            choice.finish = name_finish(event)
             yield self._piece(number, {"text": ""}, None, choice.finish)
         else:
             if event.kind == "content":
@@ -285,12 +285,12 @@ class CompletionAnswer(OpenAIAnswer):
             yield self._piece(number, {"text": event.text}, logprobs, None)
 
 
-def finish_reason(event: Ended) -> str:
+def name_finish(event: Ended) -> str:
     """Return OpenAI's word for the reason why an answer ended."""
     return "stop" if event.finish == "cancelled" else event.finish
 
 
-def new_id(prefix: str) -> str:
+def make_id(prefix: str) -> str:
     """Return a random id with a prefix."""
     return f"{prefix}{uuid.uuid4().hex}"
 
@@ -304,7 +304,7 @@ def _spell(text: str, data: bytes) -> str:
     return text
 
 
-def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+def write_chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     """Return log-probabilities as chats have them."""
     content = [
         {

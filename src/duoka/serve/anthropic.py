@@ -17,7 +17,7 @@ from pydantic import Field
 from .errors import HttpError
 from .message_answer import MessageAnswer
 from .messages import Prompt, Turn
-from .requests import Asking, Count, Form, StopTexts, choose_tools, make_turn, without_none
+from .requests import AnswerRequest, Count, Form, StopTexts, choose_tools, drop_none, make_turn
 from .service import Service
 from .streams import respond
 
@@ -113,14 +113,14 @@ _ALLOWED: dict[str, Any] = {
 }
 
 
-class Said(Form):
+class AnthropicMessage(Form):
     """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(min_length=1)]
 
 
-class Tool(_Block):
+class AnthropicTool(_Block):
     """A function of the client."""
 
     type: Literal["custom"] | None = None
@@ -137,7 +137,7 @@ class Tool(_Block):
             "parameters": self.input_schema,
             "strict": self.strict,
         }
-        return {"type": "function", "function": without_none(values)}
+        return {"type": "function", "function": drop_none(values)}
 
 
 class AnthropicToolChoice(Form):
@@ -174,9 +174,9 @@ class CountTokensRequest(_Block):
     """``POST /v1/messages/count_tokens``."""
 
     model: str
-    messages: Annotated[list[Said], Field(min_length=1)]
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1)]
     system: str | list[TextBlock] = ""
-    tools: list[Tool] | None = None
+    tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice = AnthropicToolChoice()
     thinking: dict[str, Any] | None = None  # the model alone decides
     output_config: OutputConfig | None = None
@@ -196,7 +196,7 @@ class CountTokensRequest(_Block):
         )
 
 
-class MessagesRequest(CountTokensRequest, Asking):
+class MessagesRequest(CountTokensRequest, AnswerRequest):
     """``POST /v1/messages``."""
 
     model: str
@@ -209,14 +209,14 @@ class MessagesRequest(CountTokensRequest, Asking):
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """See `Asking`."""
+        """See `AnswerRequest`."""
         form = None if self.output_config is None else self.output_config.format
         if form is None:
             return None
         return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
 
 
-def read_turns(message: Said) -> list[Turn]:
+def read_turns(message: AnthropicMessage) -> list[Turn]:
     """Return the messages of a message: each result of a tool becomes a message of its own."""
     blocks = message.content
     if isinstance(blocks, str):

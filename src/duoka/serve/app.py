@@ -14,7 +14,7 @@ from starlette.staticfiles import StaticFiles
 
 from .answers import ChatAnswer, CompletionAnswer
 from .anthropic import add_messages
-from .errors import HttpError, invalid
+from .errors import HttpError, describe_invalid
 from .limits import ClientLimits, Gate, JsonRoute
 from .messages import Prompt, Spell
 from .requests import (
@@ -139,7 +139,9 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         """Continue texts."""
         service.check_model(request.model)
         prompts, has_logprobs = request.to_prompts(), request.top is not None
-        prefixes = [(await _text_of(service, prompt)) if request.echo else "" for prompt in prompts]
+        prefixes = [
+            (await _spell_prompt(service, prompt)) if request.echo else "" for prompt in prompts
+        ]
         options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
         answer = CompletionAnswer(service.model, prefixes, request.n, **options)
         return await respond(service, request, prompts, answer, http)
@@ -174,7 +176,7 @@ def _add_page(app: FastAPI) -> None:
     app.mount("/page", StaticFiles(directory=_PAGE))
 
 
-async def _text_of(service: Service, prompt: Prompt) -> str:
+async def _spell_prompt(service: Service, prompt: Prompt) -> str:
     """The text of a prompt."""
     if prompt.text is not None:
         return prompt.text
@@ -185,7 +187,7 @@ async def _text_of(service: Service, prompt: Prompt) -> str:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
-        error = invalid(error.errors(), error.body)
+        error = describe_invalid(error.errors(), error.body)
     answer = HttpError.of(error)
     headers = answer.headers
     if isinstance(error, HTTPException):  # Starlette's own, of an unknown path or method

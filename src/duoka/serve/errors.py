@@ -93,7 +93,7 @@ class HttpError(Exception):
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
+def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
     """Return the error of a body that doesn't have its form, by the errors of pydantic.
 
     A value of a union is wrong in several ways: the error at the deepest place is reported, and a

@@ -7,10 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .answers import Piece, new_id
+from .answers import Piece, make_id
+from .blocks import BlockKind, BlocksAnswer
 from .errors import HttpError
 from .messages import Delta, Ended
-from .parts import BlockKind, BlocksAnswer
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 # The key of arguments that are no JSON object.
@@ -25,7 +25,7 @@ class MessageAnswer(BlocksAnswer):
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""
         self._message: dict[str, Any] = {
-            "id": new_id("msg_"),
+            "id": make_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": model,
@@ -50,7 +50,7 @@ class MessageAnswer(BlocksAnswer):
     def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
         block: dict[str, Any] = {"type": "text", "text": ""}
         if kind == "tool":
-            block = {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": {}}
+            block = {"type": "tool_use", "id": make_id("toolu_"), "name": name, "input": {}}
             self._arguments = ""
         elif kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}

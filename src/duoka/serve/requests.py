@@ -33,7 +33,7 @@ Count = Annotated[int, Field(ge=1)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 
 
-def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """Drop the values that are None."""
     return {name: value for name, value in values.items() if value is not None}
 
@@ -46,10 +46,10 @@ class Form(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_null(cls, values: Any) -> Any:
-        return without_none(values) if isinstance(values, Mapping) else values
+        return drop_none(values) if isinstance(values, Mapping) else values
 
 
-class Asking(Form):
+class AnswerRequest(Form):
     """The common fields of requests for answers."""
 
     model: str = ""
@@ -70,10 +70,10 @@ class Asking(Form):
     def params(self) -> dict[str, Any]:
         """Return the given parameters under the names of `SamplingParams`."""
         values = {name: getattr(self, name, None) for name in _PARAMS}
-        return without_none(values | {"logprobs": self.top, "response_format": self.grammar})
+        return drop_none(values | {"logprobs": self.top, "response_format": self.grammar})
 
 
-class Unheeded(Form):
+class IgnoredFields(Form):
     """OpenAI's fields without effect."""
 
     metadata: dict[str, str] | None = None
@@ -297,7 +297,7 @@ class ResponseFormat(Form):
     lark: str | None = None
 
 
-class Sampled(Asking):
+class OpenAIRequest(AnswerRequest):
     """The fields of chats and completions."""
 
     stream_options: StreamOptions = StreamOptions()
@@ -322,21 +322,21 @@ class Sampled(Asking):
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """See `Asking`."""
+        """See `AnswerRequest`."""
         form = self.response_format
         return None if form is None else form.model_dump(exclude_none=True)
 
     def params(self) -> dict[str, Any]:
-        """See `Asking`."""
+        """See `AnswerRequest`."""
         max_tokens = self.max_completion_tokens or self.max_tokens
         if self.ignore_eos and max_tokens is None:
             raise HttpError(400, "ignore_eos needs max_tokens", param="ignore_eos")
         min_tokens = max_tokens if self.ignore_eos else self.min_tokens
         lengths = {"max_new_tokens": max_tokens, "min_new_tokens": min_tokens}
-        return super().params() | without_none(lengths)
+        return super().params() | drop_none(lengths)
 
 
-class ChatCompletionRequest(Sampled, Unheeded):
+class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[RequestMessage], Field(min_length=1)]
@@ -352,7 +352,7 @@ class ChatCompletionRequest(Sampled, Unheeded):
 
     @property
     def top(self) -> int | None:
-        """See `Asking`."""
+        """See `AnswerRequest`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -364,7 +364,7 @@ class ChatCompletionRequest(Sampled, Unheeded):
         return Prompt(messages=[message.to_turn() for message in self.messages], **usable)
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(OpenAIRequest):
     """``POST /v1/completions``."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
@@ -375,7 +375,7 @@ class CompletionRequest(Sampled):
 
     @property
     def top(self) -> int | None:
-        """See `Asking`."""
+        """See `AnswerRequest`."""
         if self.echo and self.logprobs is not None:
             raise HttpError(
                 400,

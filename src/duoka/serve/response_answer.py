@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from .answers import Piece, chat_logprobs, new_id
+from .answers import Piece, make_id, write_chat_logprobs
+from .blocks import BlockKind, BlocksAnswer
 from .errors import HttpError
 from .messages import Delta, Ended
-from .parts import BlockKind, BlocksAnswer
 
 # The events of each kind of part, and what its text is called.
 _EVENTS = {
@@ -40,7 +40,7 @@ class ResponseAnswer(BlocksAnswer):
         self._numbers = count()
         self._output: list[dict[str, Any]] = []
         self._response: dict[str, Any] = {
-            "id": new_id("resp_"),
+            "id": make_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
@@ -76,12 +76,12 @@ class ResponseAnswer(BlocksAnswer):
     def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
         item: dict[str, Any]
         if kind == "tool":
-            call = {"call_id": new_id("call_"), "name": name, "arguments": ""}
-            item = {"type": "function_call", "id": new_id("fc_"), **call}
+            call = {"call_id": make_id("call_"), "name": name, "arguments": ""}
+            item = {"type": "function_call", "id": make_id("fc_"), **call}
         elif kind == "reasoning":
-            item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
+            item = {"type": "reasoning", "id": make_id("rs_"), "summary": [], "content": []}
         else:
-            item = {"type": "message", "id": new_id("msg_"), "role": "assistant", "content": []}
+            item = {"type": "message", "id": make_id("msg_"), "role": "assistant", "content": []}
         item["status"] = "in_progress"
         self._output.append(item)
         yield self._at("response.output_item.added", item=copy.deepcopy(item))
@@ -104,7 +104,7 @@ class ResponseAnswer(BlocksAnswer):
         if kind == "reasoning":
             yield self._of_part(name, delta=delta.text)
             return
-        logprobs = chat_logprobs(delta.tokens)["content"] if self._has_logprobs else []
+        logprobs = write_chat_logprobs(delta.tokens)["content"] if self._has_logprobs else []
         part["logprobs"] += logprobs
         yield self._of_part(name, delta=delta.text, logprobs=logprobs)
 

@@ -16,12 +16,12 @@ from pydantic import BaseModel, Discriminator, Field, Tag, field_validator
 
 from .messages import Prompt, Turn
 from .requests import (
-    Asking,
+    AnswerRequest,
     Count,
     Form,
     Function,
+    IgnoredFields,
     TopLogprobs,
-    Unheeded,
     choose_openai_tools,
     make_turn,
 )
@@ -167,7 +167,7 @@ class TextConfig(Form):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(Asking, Unheeded):
+class ResponsesRequest(AnswerRequest, IgnoredFields):
     """``POST /v1/responses``."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -197,13 +197,13 @@ class ResponsesRequest(Asking, Unheeded):
 
     @property
     def top(self) -> int | None:
-        """See `Asking`."""
+        """See `AnswerRequest`."""
         is_wanted = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
         return (self.top_logprobs or 0) if is_wanted else None
 
     @property
     def grammar(self) -> dict[str, Any] | None:
-        """See `Asking`."""
+        """See `AnswerRequest`."""
         form = None if self.text is None else self.text.format
         if isinstance(form, ResponseSchemaFormat):
             content = _dump(form)

@@ -18,14 +18,18 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from .answers import Answer, Piece
 from .errors import HttpError
 from .messages import Event, Prompt
-from .requests import Asking
+from .requests import AnswerRequest
 from .service import CLOSED, Events, Service
 
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 async def respond(
-    service: Service, request: Asking, prompts: Sequence[Prompt], answer: Answer, http: Request
+    service: Service,
+    request: AnswerRequest,
+    prompts: Sequence[Prompt],
+    answer: Answer,
+    http: Request,
 ) -> Response:
     """Return the answers to some prompts in a form.
 
