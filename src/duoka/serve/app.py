@@ -16,7 +16,7 @@ from .answers import ChatAnswer, CompletionAnswer
 from .anthropic import add_messages
 from .errors import HttpError, describe_invalid
 from .limits import ClientLimits, Gate, JsonRoute
-from .messages import Prompt, Spell
+from .messages import Prompt
 from .requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -102,8 +102,8 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def described() -> dict[str, Any]:
-        ready = next((e.ready for e in service.pool.engines if e.ready), None)
-        context_tokens = None if ready is None else ready.context_tokens
+        capacity = next((e.capacity for e in service.pool.engines if e.capacity), None)
+        context_tokens = None if capacity is None else capacity.context_tokens
         return {
             "id": service.model,
             "object": "model",
@@ -152,8 +152,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a chat's prompt."""
         service.check_model(request.model)
-        ready = service.pool.choose().ready
-        context_tokens = None if ready is None else ready.context_tokens
+        capacity = service.pool.choose().capacity
+        context_tokens = None if capacity is None else capacity.context_tokens
         tokens = list(await service.count(request.to_prompt()))
         return {"count": len(tokens), "max_model_len": context_tokens, "tokens": tokens}
 
@@ -161,8 +161,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
         """The text of tokens."""
         service.check_model(request.model)
-        spelled = await service.pool.choose().count(Spell(number=-1, tokens=request.tokens))
-        return {"prompt": spelled.text}
+        prompt = Prompt(tokens=request.tokens, field="tokens")
+        return {"prompt": await service.detokenize(prompt)}
 
 
 def _add_page(app: FastAPI) -> None:
@@ -180,9 +180,7 @@ async def _spell_prompt(service: Service, prompt: Prompt) -> str:
     """The text of a prompt."""
     if prompt.text is not None:
         return prompt.text
-    spell = Spell(number=-1, tokens=prompt.tokens or (), field=prompt.field)
-    spelled = await service.pool.choose().count(spell)
-    return spelled.text
+    return await service.detokenize(prompt)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
