@@ -39,7 +39,7 @@ async def respond(
     # A whole answer is a stream of which nobody sees the pieces. The first event of every source
     # is awaited before the status is sent, so that a refusal by the engine has a status of its own.
     params, n = request.params(), getattr(request, "n", 1)
-    sources = [service.ask(prompt, params, n, is_streamed=request.stream) for prompt in prompts]
+    sources = [service.submit(prompt, params, n) for prompt in prompts]
     if request.stream:
         lines = _write_stream(answer, await _begin(sources))
         return StreamingResponse(lines, headers=_HEADERS, media_type="text/event-stream")
