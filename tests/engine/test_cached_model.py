@@ -188,7 +188,7 @@ def test_what_was_not_planned_for_is_refused(glm4v: Path) -> None:
         with pytest.raises(UsageError, match="3 images in a prompt; the plan has memory for 2"):
             engine.submit(ask("What?", *PICTURES, PICTURES[0]), params)
         # There is room for it as prompt and answer, but not for reading it at once.
-        with pytest.raises(UsageError, match="97 tokens of prompt; the plan has memory for 96"):
+        with pytest.raises(UsageError, match="the prompt has 97 tokens; there is memory for 96"):
             engine.submit([5] * 97, params)
     plan = duoka.plan(glm4v, "virtual:2x256MiB", replace(WORK, cache="int8"), use_all=True)
     with pytest.raises(UsageError, match="'int8' is filled by one process"):

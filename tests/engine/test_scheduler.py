@@ -13,7 +13,6 @@ from duoka.engine.request import Completion, SamplingParams, TokenChoice
 from duoka.engine.scheduler import ScheduledChunk, Scheduler
 from duoka.engine.sequence import Event, Sequence
 from duoka.engine.step import Chunk
-from duoka.errors import UsageError
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.serving import Capacity
 from duoka.forecast.serving_speed import ServingSpeed, StepSeconds
@@ -201,13 +200,6 @@ def test_prompts_are_read_in_pieces_so_that_no_stage_waits() -> None:
     scheduler.waiting[0].tokens[:] = scheduler.waiting[0].prompt[:] = range(200)
     first, second = scheduler.next_step(), scheduler.next_step()
     assert [(piece.start, piece.num_tokens) for piece in (*first, *second)] == [(0, 50), (50, 50)]
-
-
-def test_what_can_never_fit_is_refused() -> None:
-    scheduler = Scheduler(CAPACITY)
-    scheduler.refuse_unfit(60, 4)
-    with pytest.raises(UsageError, match=r"60 tokens of prompt and 5 new ones are 65; .* 64"):
-        scheduler.refuse_unfit(60, 5)
 
 
 def test_the_youngest_gives_way_and_is_recomputed() -> None:

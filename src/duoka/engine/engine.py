@@ -29,7 +29,7 @@ from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import describe
-from duoka.runtime.prompt_reader import refuse_beyond
+from duoka.runtime.prompt_reader import refuse_beyond, refuse_long
 
 from .detokenizer import Detokenizer
 from .executor import Result
@@ -242,7 +242,7 @@ class Engine:
         refuse_beyond(tokens, self._num_embeddings)
         rest = max(1, self._scheduler.most_tokens - len(tokens))
         number = params.max_new_tokens or min(self._max_new_tokens, rest)
-        self._scheduler.refuse_unfit(len(tokens), number)
+        refuse_long(len(tokens), self._scheduler.most_tokens, new_tokens=number)
         is_whole = self._reader.workload.prefill_chunk_tokens is None
         if isinstance(tokens, ImagePrompt) or (is_whole and not self._executor.is_paged):
             self._reader.check([tokens])

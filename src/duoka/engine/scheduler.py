@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from duoka.errors import UsageError
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.serving import Capacity
 
@@ -95,16 +94,6 @@ class Scheduler:
         self.pool = PagePool(capacity.pages, capacity.page_tokens)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-
-    def refuse_unfit(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Raise UsageError for a request that no memory is there for, however long it waits."""
-        tokens, limit = prompt_tokens + new_tokens, self.most_tokens
-        if tokens > limit:
-            raise UsageError(
-                f"{prompt_tokens} tokens of prompt and {new_tokens} new ones are {tokens}; there "
-                f"is memory for {limit}",
-                hint="ask for fewer new tokens, or plan with a larger --context",
-            )
 
     @property
     def most_tokens(self) -> int:
