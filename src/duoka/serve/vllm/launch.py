@@ -118,6 +118,8 @@ def _running(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, threading.
 
     It is killed where it doesn't end in time after the first signal, which sets the event.
     """
+    # vLLM drains after the first signal, and is killed with all its engines where it takes longer
+    # than it says. Further signals reach it as well; they don't shorten that time.
     is_stopping = threading.Event()
     timer = threading.Timer(DRAIN_SECONDS + _GRACE_SECONDS, process.kill)
 
