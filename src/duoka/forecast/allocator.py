@@ -118,6 +118,8 @@ class SegmentPool:
 
     def take(self, size: int) -> Block | None:
         """Take the smallest free block of at least so many bytes, split, or return None."""
+        # Best fit: `free` is sorted by size, then address. A rest too small for any request of this
+        # pool stays with the block.
         free = self.free
         index = bisect_left(free, size << ADDRESS_BITS)
         if index == len(free):
@@ -136,6 +138,7 @@ class SegmentPool:
 
     def give(self, block: Block) -> None:
         """Take a block back, and merge it with its free neighbours."""
+        # A free neighbour behind begins where the block ends, one before it ends where it begins.
         free, starts, ends = self.free, self._starts, self._ends
         address = block & ADDRESS
         end = address + (block >> ADDRESS_BITS)

@@ -135,6 +135,8 @@ def forget(tensor: VirtualTensor) -> None:
 
 def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool = False) -> Any:
     """Run a call whose arguments are known, unknown or both."""
+    # All known: computed. Some unknown: only shapes are inferred, unless the shape itself is in the
+    # values. Indexing is between the two: known masks become positions, whose number is known.
     num_known, num_unknown = count(args, kwargs)
     if num_unknown == 0:
         return func(*args, **kwargs) if writes else _evaluate(func, args, kwargs)
