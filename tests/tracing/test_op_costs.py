@@ -84,7 +84,7 @@ class Heard:
 
 
 def heard(call: Callable[[], object], *, alone: bool = False) -> list[int]:
-    listener = Heard(is_alone=alone)
+    listener = Heard(alone=alone)
     with virtual.observe(listener), torch.no_grad():
         call()
     return listener.bytes
@@ -122,5 +122,5 @@ def test_one_token_reads_the_matrices_of_its_experts() -> None:
     def call() -> torch.Tensor:
         return torch._grouped_mm(rows, experts, offs=ends)
 
-    assert heard(call, is_alone=True)[-1] == around + 2 * 16 * 32 * 2
+    assert heard(call, alone=True)[-1] == around + 2 * 16 * 32 * 2
     assert heard(call)[-1] == around + 8 * 16 * 32 * 2 + 8 * 4
