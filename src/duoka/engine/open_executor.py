@@ -8,7 +8,7 @@ from duoka.api.load import Progress, load_proved, prove_here, read_adapter_for
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import DuokaError, ModelError, UsageError
-from duoka.forecast.serving import PAGE_TOKENS, Capacity
+from duoka.forecast.serving import PAGE_TOKENS, Capacity, WarmUp
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
@@ -19,7 +19,7 @@ from duoka.stages.route import Routes
 
 from .executor import Executor, InlineExecutor
 from .generation_rules import GenerationRules
-from .paged_model import WarmUp, find_routes
+from .paged_model import find_routes
 from .staged_executor import StagedExecutor
 
 

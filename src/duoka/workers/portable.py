@@ -1,11 +1,11 @@
-"""Errors for another process."""
+"""Errors in a form for other processes."""
 
 from __future__ import annotations
 
 import pickle
 
 
-def portable(error: Exception) -> Exception:
+def make_portable(error: Exception) -> Exception:
     """Return the error, or its text as a RuntimeError where pickle can't send its class."""
     try:
         pickle.loads(pickle.dumps(error))

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -10,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from duoka.stages.workers import Workers
+from duoka.workers.group import WorkerGroup
 
 pytestmark = pytest.mark.process
 
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from duoka.stages.workers import end_with_parent
+from duoka.workers.worker import end_with_parent
 end_with_parent()
 rank, directory = int(os.environ["RANK"]), Path(sys.argv[1])
 def stop(*_):
@@ -25,7 +24,6 @@ def stop(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 (directory / f"began{rank}").write_text(str(os.getpid()))
-(directory / f"port{rank}").write_text(os.environ["MASTER_PORT"])
 what = sys.argv[2]
 if what == "fail" and rank == 1:
     sys.exit(7)
@@ -48,8 +46,8 @@ def wait_for(*paths: Path) -> None:
         time.sleep(0.02)
 
 
-def start(directory: Path, what: str, number: int = 2) -> Workers:
-    return Workers("some_worker", [str(directory), what], number)
+def start(directory: Path, what: str, number: int = 2) -> WorkerGroup:
+    return WorkerGroup("some_worker", number, [str(directory), what])
 
 
 def is_running(process_id: int) -> bool:
@@ -65,27 +63,15 @@ def test_all_end_well(directory: Path) -> None:
     assert all((directory / f"began{rank}").exists() for rank in range(3))
 
 
-def test_their_port_is_taken_before_they_begin(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with start(directory, "sleep") as workers:
-        wait_for(directory / "port0", directory / "port1")
-        (port,) = {int((directory / f"port{rank}").read_text()) for rank in range(2)}
-        with socket.socket(socket.AF_INET6) as other, pytest.raises(OSError, match="in use"):
-            other.bind(("::", port))
-        workers.ask_to_stop()
-        assert workers.wait() == {}
-
-
 def test_one_that_fails_ends_the_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.stages.workers._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("duoka.workers.group._GRACE_SECONDS", 0.5)
     with start(directory, "fail") as workers:
         assert workers.wait() == {1: 7}
         assert not any(is_running(process.pid) for process in workers._processes)
 
 
 def test_one_that_is_killed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.stages.workers._GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("duoka.workers.group._GRACE_SECONDS", 0.5)
     with start(directory, "sleep") as workers:
         wait_for(directory / "began0")
         os.kill(workers._processes[0].pid, signal.SIGKILL)
@@ -95,15 +81,15 @@ def test_one_that_is_killed(directory: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_they_are_asked_to_stop(directory: Path) -> None:
     with start(directory, "sleep") as workers:
         wait_for(directory / "began0", directory / "began1")
-        workers.ask_to_stop()
+        workers.terminate()
         assert workers.wait() == {}
     assert all((directory / f"stopped{rank}").exists() for rank in range(2))
 
 
 def test_nothing_is_left_when_the_parent_is_killed(directory: Path) -> None:
     code = (
-        f"import sys; from duoka.stages.workers import Workers\n"
-        f"Workers('some_worker', [{str(directory)!r}, 'sleep'], 2).wait()"
+        f"from duoka.workers.group import WorkerGroup\n"
+        f"WorkerGroup('some_worker', 2, [{str(directory)!r}, 'sleep']).wait()"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
     wait_for(directory / "began0", directory / "began1")

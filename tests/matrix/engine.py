@@ -1,4 +1,4 @@
-"""Steps of many sequences give the tokens that `generate` gives one by one."""
+"""The engine: steps of many sequences give the tokens that `generate` gives one by one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import families
-import pytest
 import torch
+from families import Family
 
 from duoka.engine.executor import InlineExecutor, Result
 from duoka.engine.generation_rules import GenerationRules
@@ -19,8 +19,6 @@ from duoka.engine.step import EngineStep
 from duoka.forecast.serving import Capacity
 
 NEW_TOKENS = 10
-UNBUILT = {name for names in families.UNBUILT.values() for name in names}
-OTHERS = sorted(set(families.all_names()) - set(families.FAST) - UNBUILT)
 
 
 class NoText:
@@ -96,9 +94,10 @@ CAPACITY = Capacity(
 )
 
 
-def compare(name: str) -> bool:
+def check(family: Family) -> None:
+    """Compare the tokens, and whether keys and values are in pages."""
+    name, model = family.name, family.model()
     rng = random.Random(name)
-    model = families.build(name).eval()
     texts = prompts(rng)
     expected = [one_by_one(model, text) for text in texts]
     before = model.config._attn_implementation
@@ -108,16 +107,4 @@ def compare(name: str) -> bool:
     answers, is_paged = at_once(model, texts, capacity, rng)
     assert answers == expected
     assert model.config._attn_implementation == before
-    return is_paged
-
-
-@pytest.mark.parametrize("name", families.sample(families.FAST))
-def test_family(name: str) -> None:
-    assert compare(name) == (name in families.PAGED)
-
-
-@pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_family(name: str) -> None:
-    compare(name)
+    assert is_paged == (name in families.PAGED) or name not in families.FAST
