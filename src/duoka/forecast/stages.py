@@ -54,7 +54,7 @@ class Chain:
         )
 
     @cached_property
-    def alike(self) -> NDArray[np.int64]:
+    def stage_classes(self) -> NDArray[np.int64]:
         """[start, stop]: equal numbers only where the signatures are equal."""
         kinds, end, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
         table = np.zeros((num + 1, num + 1), np.int64)
@@ -78,7 +78,7 @@ class Chain:
         profile = self.profile
         of_kind = [sum(map(rounded_bytes, kind.weight_bytes)) for kind in profile.kinds]
         return np.triu(
-            between(
+            sum_ranges(
                 [
                     sum(of_kind[profile.blocks[b].kind] for b in (index, *self.attached[index]))
                     for index in self.blocks
@@ -246,7 +246,7 @@ def _alive(trace: AllocationTrace) -> NDArray[np.float64]:
     return alive
 
 
-def between(values: ArrayLike) -> NDArray[Any]:
+def sum_ranges(values: ArrayLike) -> NDArray[Any]:
     """[start, stop]: sums of values over places; below the diagonal their negatives."""
     total = np.cumsum(np.concatenate([[0], np.asarray(values)]))
     return np.asarray(total[None, :] - total[:, None])
