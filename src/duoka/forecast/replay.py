@@ -184,9 +184,9 @@ def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
 class StageRun:
     """A replay of a stage on a device of its own, pass by pass.
 
-    `kept_blocks` are the caches or gradients, block by block, and `num_kept` their number for each
-    block. The first matrix product of forward passes takes cuBLAS's workspace for good; so does
-    that of backward passes, which run in another thread.
+    `retained` are the caches or gradients, block by block, and `num_kept` their number per block.
+    The first matrix product of forward passes takes cuBLAS's workspace for good; so does that of
+    backward passes, which run in another thread.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class StageRun:
         for size in buffer_bytes(profile.streamed_bytes(self.blocks)):
             memory.hold(size)
         self._weight_bytes = memory.allocated
-        self.kept_blocks: list[Held] = []
+        self.retained: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
         self.is_paused = False
         self._passes = replay.passes(self)
@@ -256,13 +256,13 @@ class StageRun:
             self._programs[key] = compiler.program()
         program = self._programs[key]
         sizes = program.sizes(replay, step)
-        out = self.memory.run(program.code, sizes, [*self.kept_blocks, *saved], program.live_out)
+        out = self.memory.run(program.code, sizes, [*self.retained, *saved], program.live_out)
         if program.takes_workspace:
             self._has_workspace.add(is_backward)
         if not is_backward:
             self._saved = program.saved
         number = sum(program.num_kept)
-        self.kept_blocks, self.num_kept = out[:number], program.num_kept
+        self.retained, self.num_kept = out[:number], program.num_kept
         return out[number:]
 
 
