@@ -75,13 +75,9 @@ def made_up(layers: Sequence[Layer]) -> Profile:
         kinds=tuple(kinds),
         regimes=tuple(
             Regime(
-                phase=phase,
-                is_batched=is_batched,
-                query=_EVERYWHERE,
-                past=_EVERYWHERE,
-                keys=_EVERYWHERE,
+                phase=phase, is_batched=pads, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE
             )
-            for is_batched in (False, True)
+            for pads in (False, True)
             for phase in TRAINING_PHASES
         ),
         conditions=Conditions(training=Training(method="full")),

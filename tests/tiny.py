@@ -241,15 +241,9 @@ def made_up(
         blocks=tuple(blocks),
         kinds=tuple(kinds),
         regimes=tuple(
-            Regime(
-                phase=phase,
-                is_batched=is_batched,
-                query=everywhere,
-                past=everywhere,
-                keys=everywhere,
-            )
+            Regime(phase=phase, is_batched=pads, query=everywhere, past=everywhere, keys=everywhere)
             for phase in PHASES
-            for is_batched in (False, True)
+            for pads in (False, True)
         ),
         max_context_tokens=max_context_tokens,
         tensor_names=tuple((name,) for name in _weight_names(weights, tied_to)),

@@ -136,6 +136,8 @@ class Replay(AllocEvents):
             return _ends(keys)
         if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
             return keys
+        # Which lengths need a replay follows from the sizes of caches: a cache is allocated anew in
+        # every step, and asks for another segment only where its size class changes.
         chosen_lengths = {*_ends(keys)}
         rules = {
             trace.sizes[index]
@@ -239,6 +241,7 @@ class StageRun:
         replay = self.replay
         is_backward = replay.is_backward(step)
         workspace = 0 if is_backward in self._has_workspace else replay.workspace_bytes
+        # Steps of one regime with as many caches run the same code; only their sizes differ.
         key = (self._signature, workspace, replay.steps[step].regime, self.num_kept)
         if key not in self._programs:
             compiler = StageCompiler(

@@ -105,7 +105,7 @@ class _Judged:
         # Where it doesn't fit, what it would need without a limit.
         peaks = peaks or replay.run(blocks, device_of=self.device_of)
         assert peaks is not None, "nothing limits this run"
-        return peaks.placed(device)
+        return peaks.place_on(device)
 
     def _plan_with(self, workload: Workload, needs: list[StageBytes], source: str) -> Plan:
         problem, profile, costs = self.problem, self.profile, Costs(self.profile, workload)

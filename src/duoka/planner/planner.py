@@ -312,7 +312,7 @@ def _plan(
     profile, fleet = costs.profile, problem.fleet
     device_of = _device_of(costs, solution, fleet)
     forecasts = tuple(
-        peaks.placed(fleet.devices[stage.device])
+        peaks.place_on(fleet.devices[stage.device])
         for stage, peaks in zip(solution.stages, stage_peaks, strict=True)
     )
     entries = tuple(

@@ -193,6 +193,8 @@ class GenerationTracer(Tracer):
         runs = list(plain_runs(is_batched, start, high))
         if self.prompts is not None:
             runs = list(image_runs(runs, self.least_tokens))
+        # A single aligned run checks that rules hold for aligned lengths as well; where they don't,
+        # all runs are recorded at aligned lengths, too.
         samples = _Samples(runs, self._record)
         for phase in dict.fromkeys(sample.phase for sample in samples.all):
             if phase == "encode":

@@ -110,6 +110,7 @@ class TrainingTracer(Tracer):
         aligned = [
             (batch, -(-length // ALIGNED_TOKENS) * ALIGNED_TOKENS) for batch, length in sizes
         ]
+        # As in generation: one aligned length checks the rules of the others.
         odd, probe = self._record(sizes), self._record(aligned[:1])
         try:
             yield from self._fit(is_batched, (start, stop), [*odd, *probe])
