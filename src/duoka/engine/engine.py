@@ -27,6 +27,7 @@ from duoka.models.text.messages import ChatMessage
 from duoka.planner.out_of_memory import OutOfMemory
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
+from duoka.runtime.call.chunk import Chunk
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.prompt_reader import refuse_beyond
 
@@ -35,7 +36,7 @@ from .executor import Result
 from .grammar import GrammarCompiler
 from .open_executor import open_executor
 from .request import Completion, SamplingParams, TextPiece
-from .scheduler import ScheduledChunk, Scheduler
+from .scheduler import Scheduler
 from .sequence import Event
 from .sequence import Sequence as EngineSequence
 from .step import EngineStep, Outcome
@@ -168,9 +169,9 @@ class Engine:
             self._reader.tokenizer, self._reader.chat.stop_ids, self._num_embeddings
         )
         self._numbers = count()
-        # Steps on their way, and pieces that are to be computed again before anything else.
-        self._steps: dict[int, list[ScheduledChunk]] = {}
-        self._again: deque[list[ScheduledChunk]] = deque()
+        # Chunks of the steps in flight, by step; and of failed steps, to compute before any other.
+        self._steps: dict[int, list[Chunk]] = {}
+        self._failed: deque[list[Chunk]] = deque()
         # Guards the scheduler; who has changed it wakes the executor.
         self._lock = threading.Lock()
         self._is_closed = False
@@ -369,69 +370,62 @@ class Engine:
             self._fail(error)
 
     def _submit_steps(self) -> None:
-        """Let as many steps be on their way as are worth it."""
+        """Submit steps until as many are in flight as the executor works on."""
         while len(self._steps) < self._executor.num_steps:
             with self._lock:
-                pieces = self._next_again() or self._scheduler.next_step()
-            if not pieces:
+                chunks = self._next_failed() or self._scheduler.next_step()
+            if not chunks:
                 return
             number = next(self._numbers)
-            self._steps[number] = pieces
-            self._executor.submit(EngineStep(number, [piece.chunk for piece in pieces]))
+            self._steps[number] = chunks
+            self._executor.submit(EngineStep(number, chunks))
 
-    def _next_again(self) -> list[ScheduledChunk]:
-        """Pieces of a step that has failed; what is wanted of them."""
-        while self._again:
-            pieces = [piece for piece in self._again.popleft() if piece.is_current]
-            if pieces:
-                for piece in pieces:  # those that came after it have failed with it
-                    piece.sequence.scheduled = piece.start + piece.num_tokens
-                return pieces
-        return []
+    def _next_failed(self) -> list[Chunk]:
+        """Return chunks of a failed step, those that are still wanted."""
+        chunks: list[Chunk] = []
+        while self._failed and not chunks:
+            chunks = self._scheduler.schedule_again(self._failed.popleft())
+        return chunks
 
     def _take(self, result: Result | None) -> None:
-        """Take what a step came to."""
+        """Take the result of a step."""
+        if result is None:
+            return
         with self._lock:
-            if result is not None:
-                pieces = self._steps.pop(result.number)
-                if isinstance(result.outcomes, Exception):
-                    self._retry(pieces, result.outcomes)
-                    return
-                for piece, outcome in zip(pieces, result.outcomes, strict=True):
-                    self._computed(piece, outcome)
+            chunks = self._steps.pop(result.number)
+            if isinstance(result.outcomes, Exception):
+                self._retry(chunks, result.outcomes)
+                return
+            for chunk, outcome in zip(chunks, result.outcomes, strict=True):
+                self._scheduler.computed(chunk, self._explained(outcome, chunk))
 
-    def _computed(self, piece: ScheduledChunk, outcome: Outcome) -> None:
-        if isinstance(outcome, torch.OutOfMemoryError):
-            outcome = self._out_of_memory(outcome, piece.num_tokens)
-        try:
-            self._scheduler.computed(piece, outcome)
-        except Exception as error:  # of its tokenizer, say: others aren't concerned
-            self._scheduler.fail(piece.sequence, error)
-
-    def _retry(self, pieces: Sequence[ScheduledChunk], error: Exception) -> None:
+    def _retry(self, chunks: Sequence[Chunk], error: Exception) -> None:
         """Compute each half of a failed step alone, as often as need be.
 
-        So one that can't be computed ends by itself, and what doesn't fit at once, since something
-        else has taken memory, goes on with less. Keys and values in pages that were stored already
-        are stored again.
+        So a chunk that can't be computed ends by itself, and chunks that don't fit at once, since
+        something else has taken memory, go on with less. Keys and values that were written to pages
+        already are written again.
         """
-        if len(pieces) > 1:
-            middle = len(pieces) // 2
-            self._again.extend([list(pieces[:middle]), list(pieces[middle:])])
+        if len(chunks) > 1:
+            middle = len(chunks) // 2
+            self._failed.extend([list(chunks[:middle]), list(chunks[middle:])])
             return
-        (piece,) = pieces
-        if isinstance(error, torch.OutOfMemoryError) and piece.num_tokens > 1:
-            self._again.append([piece.half])
+        (chunk,) = chunks
+        middle = len(chunk.tokens) // 2
+        if isinstance(error, torch.OutOfMemoryError) and middle:
+            self._failed.append([replace(chunk, tokens=chunk.tokens[:middle])])
         else:
-            self._computed(piece, error)
+            self._scheduler.computed(chunk, self._explained(error, chunk))
 
-    def _out_of_memory(self, error: Exception, num_tokens: int) -> OutOfMemory:
-        """What the one who asked is told of it."""
+    def _explained(self, outcome: Outcome, chunk: Chunk) -> Outcome:
+        """Replace an out-of-memory error by the one that its requester gets."""
+        if not isinstance(outcome, torch.OutOfMemoryError):
+            return outcome
         # Behind the first sentences there is advice on PyTorch's allocator.
-        text = ". ".join(str(error).split(". ")[:3])
-        lines = [f"out of memory, for {format_count(num_tokens, 'token')}: {text}"]
-        lines += getattr(error, "__notes__", ())
-        return OutOfMemory("\n".join(lines), self._plan, getattr(error, "available_bytes", {}))
+        text = ". ".join(str(outcome).split(". ")[:3])
+        tokens = format_count(len(chunk.tokens), "token")
+        lines = [f"out of memory, for {tokens}: {text}", *getattr(outcome, "__notes__", ())]
+        return OutOfMemory("\n".join(lines), self._plan, getattr(outcome, "available_bytes", {}))
 
     def _fail(self, error: Exception) -> None:
         """Nothing can be computed any more."""

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -16,21 +16,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
-from duoka.forecast.serving import Capacity
+from duoka.forecast.serving import Capacity, WarmUp
 from duoka.forecast.workload import PAGED_CACHES, Workload
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
+from duoka.runtime.call.cached_model import CachedModel
+from duoka.runtime.call.chunk import Chunk
+from duoka.runtime.call.paged_model import PagedModel, reading_pages, reads_pages
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
-from duoka.runtime.paged_steps import reads_pages
 from duoka.runtime.publisher import BusyShares, Publisher
 
-from .cached_model import CachedModel
-from .paged_model import PagedModel, WarmUp
 from .request import SamplingParams
 from .sampler import SamplingRow, sample
-from .step import Chunk, EngineStep, Outcome
+from .step import EngineStep, Outcome
 
 _PLAIN = Workload(prefill_chunk_tokens=None)
 _IN_PAGES = ("dynamic", *PAGED_CACHES)
@@ -230,7 +230,13 @@ def _open(
 ) -> PagedModel | CachedModel:
     if workload.cache in _IN_PAGES and not workload.images and reads_pages(model):
         paged = PagedModel(model, capacity)
-        with suppress(ModelError):  # its code wants more of attention than it is known to
-            paged.try_out(warm_up)
+        try:
+            with reading_pages(model):
+                paged.warm_up(warm_up)
             return paged
+        except ModelError:  # its code wants more of attention than causal attention
+            paged.close()
+        except BaseException:
+            paged.close()
+            raise
     return CachedModel(model, workload)

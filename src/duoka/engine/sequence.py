@@ -52,7 +52,6 @@ class Sequence:
         self.pages: list[int] = []
         self.computed = 0
         self.scheduled = 0
-        self.is_running = False
         self.is_preempted = False
         self.shared_tokens = 0
         self.is_cancelled = False
@@ -86,7 +85,7 @@ class Sequence:
         return self.num_tokens - self.scheduled
 
     @property
-    def is_answering(self) -> bool:
+    def is_decoding(self) -> bool:
         """Whether all but the last token have been computed: each step brings another one."""
         return self.num_tokens - self.computed == 1
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import wait
 
 from duoka.base.files import why
 from duoka.errors import GpuLostError, MachineError
-from duoka.forecast.serving import FIRST, Capacity, StepSize
+from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
 from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
@@ -29,7 +29,6 @@ from duoka.stages.shared_memory import SharedMemory, connect
 from duoka.stages.workers import Workers, describe_end
 
 from .executor import Result
-from .paged_model import WarmUp
 from .stage_worker import LOST, StageReport, WorkerSettings
 from .step import EngineStep
 

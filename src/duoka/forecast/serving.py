@@ -15,8 +15,9 @@ It knows nothing of tensors, and of who asks for what.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .workload import Workload
 
@@ -45,6 +46,8 @@ class StepSize:
     logits: int
 
 
+WarmUp = Literal["first", "largest", "every"]
+"""The steps to run before any request comes: the one that makes the pages, and which others."""
 FIRST = StepSize(tokens=1, rows=1, logits=2)
 """The step in which pages are made."""
 
@@ -152,6 +155,23 @@ class Capacity:
         """Those of as many tokens as there can be."""
         sizes = self.steps()
         return [size for size in sizes if size.tokens == sizes[0].tokens]
+
+    def warm_up_steps(
+        self, warm_up: WarmUp, reserved_bytes: Callable[[], int]
+    ) -> Iterator[StepSize]:
+        """Yield the sizes of the steps to run after the first one, before any request comes.
+
+        All sizes are repeated until none of them makes the allocators reserve more memory
+        (`reserved_bytes`): no later step will then. Where nobody counts memory (0), the steps of
+        most tokens will do.
+        """
+        reserved, now = -1, reserved_bytes()
+        if warm_up == "largest" or (warm_up == "every" and not now):
+            yield from self.largest_steps()
+        elif warm_up == "every":
+            while reserved < now:
+                yield from self.steps()
+                reserved, now = now, reserved_bytes()
 
 
 def least_pages(workload: Workload) -> int:

@@ -20,10 +20,10 @@ from duoka.models import make_trainable
 from duoka.models.quantization import freeze_quantized
 from duoka.planner.placement import Placement
 
+from .call.learner import Learner
 from .dispatch.dispatch import without_data
 from .dispatch.place_tensors import invent_values, parameter_bytes, place
 from .image_inputs import ImagePrompts, prompts_for
-from .steps import Learner
 
 _TOKENS = 8
 _LEAF = "AccumulateGrad"

@@ -16,11 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from duoka import virtual
 from duoka.base.model_code import where_raised
 from duoka.errors import ModelError
+from duoka.forecast.serving import Capacity
 from duoka.planner.placement import Placement
+from duoka.runtime.call.chunk import Chunk
+from duoka.runtime.call.paged_model import PagedModel, reading_pages
 from duoka.runtime.dispatch.arguments import mapped, mapped_call, shared_in, tensors_in
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import (
@@ -347,3 +351,35 @@ def _operands(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def _shape_of(tensor: Tensor) -> Any:
     return Shape(tuple(tensor.shape), tensor.dtype)
+
+
+# The engine's steps whose routes are found: tokens, and rows of logits. Each of the two is larger
+# once, and none of them is padded.
+_STEP_SIZES = (10, 2), (14, 2), (10, 4)
+_STEP_CAPACITY = Capacity(sequences=4, context_tokens=16, pages=4, page_tokens=16, step_tokens=16)
+
+
+def find_step_routes(model: PreTrainedModel, placement: Placement) -> Routes:
+    """Find the routes of steps over a paged cache, linear in their tokens and rows, as padded.
+
+    Nothing is computed, and the model needs no data.
+
+    Raises
+    ------
+    ModelError
+        If the model can't read from pages, or can't run in stages.
+    """
+
+    def run(tokens: int, rows: int, copied: Any, device: torch.device) -> None:
+        sizes = [tokens - rows + 1, *[1] * (rows - 1)]
+        chunks = [Chunk(number, [0] * size, 0, [number], ()) for number, size in enumerate(sizes)]
+        paged = PagedModel(copied, _STEP_CAPACITY, device)
+        step = paged.step(chunks)
+        with torch.no_grad():
+            paged.call(step, device)()
+        paged.refuse_other_windows(step)
+
+    with reading_pages(model):
+        return Routes(
+            {sizes: find_route(model, placement, partial(run, *sizes)) for sizes in _STEP_SIZES}
+        )

@@ -27,11 +27,11 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.models.quantization import parts
 from duoka.planner.placement import Placement
+from duoka.runtime.call.encode_images import reads_in_chunks
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.place_tensors import invent_values, place
-from duoka.runtime.encode_images import reads_in_chunks
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
-from duoka.runtime.steps import Stepper
 
 from .assemble import CALLER, ENDLESS, EVERYWHERE, RegimeTapes, TraceSpec, as_profile
 from .blocks import find_groups

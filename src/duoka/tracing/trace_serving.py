@@ -17,8 +17,8 @@ from torch import nn
 from duoka.errors import ModelError
 from duoka.forecast.profile import Phase, Profile, Regime
 from duoka.forecast.serving import FIRST, Capacity, StepSize, serving_monomials
+from duoka.runtime.call.paged_model import PagedModel, reads_pages
 from duoka.runtime.draw import draw_in_every_way
-from duoka.runtime.paged_steps import PagedStep, PagedStepper, reads_pages
 
 from .assemble import CALLER, ENDLESS, EVERYWHERE, RegimeTapes, TraceSpec, as_profile
 from .blocks import find_groups
@@ -82,7 +82,7 @@ class _Tracer:
         )
         return replace(profile, needs_movers=self.recorder.needs_movers)
 
-    def _stepper(self, number: int) -> PagedStepper:
+    def _stepper(self, number: int) -> PagedModel:
         sequences, context, pages = _CACHES[number % len(_CACHES)]
         capacity = Capacity(
             sequences=sequences,
@@ -92,7 +92,7 @@ class _Tracer:
             step_tokens=128,
             is_int8=self.spec.conditions.cache == "paged-int8",
         )
-        return PagedStepper(self.model, capacity, self.device)
+        return PagedModel(self.model, capacity, self.device)
 
     def _regimes(self) -> Iterator[RegimeTapes]:
         firsts: list[RecordedStep] = []
@@ -125,9 +125,9 @@ class _Tracer:
                 samples.append(RecordedStep(phase, 1, now.tokens, 0, recorded, serving=values))
         return samples[0], samples[1]
 
-    def _try_out(self, stepper: PagedStepper, size: StepSize) -> None:
-        """What `PagedStepper.try_out` does; no step draws in all ways, so they count no work."""
-        logits = stepper.run(PagedStep.of_size(size, stepper.cache))
+    def _try_out(self, stepper: PagedModel, size: StepSize) -> None:
+        """What `PagedModel.try_out` does; no step draws in all ways, so they count no work."""
+        logits = stepper.run(size=size)
         self.recorder.counts_work = False
         draw_in_every_way(logits)
         self.recorder.counts_work = True

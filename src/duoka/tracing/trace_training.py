@@ -25,7 +25,7 @@ from duoka.forecast.workload import Training, Workload
 from duoka.models import base_name
 from duoka.models.chunked_loss import whole_logits
 from duoka.models.trainable import WITHOUT_CHECKPOINTING
-from duoka.runtime.steps import Learner
+from duoka.runtime.call.learner import Learner
 from duoka.runtime.text_training import make_text_trainable
 
 from .assemble import (

@@ -19,9 +19,9 @@ from duoka.models.lora import LoraAdapter, fill_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime import load as loader
+from duoka.runtime.call.learner import autocast_for
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
-from duoka.runtime.steps import autocast_for
 from duoka.runtime.text_training import make_text_trainable
 from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.route import Route, find_route

@@ -1,13 +1,13 @@
-"""Attention over pages: a layer's keys and values lie in pages, on the layer's device.
+"""Attention over a paged cache: keys and values of a layer lie in pages, on the layer's device.
 
-Which sequence a token of a step is of, and where its earlier tokens are, the step says, that comes
-to the attention function as one of its arguments. The model's own code isn't changed: it calls this
-function by transformers' `AttentionInterface`.
+The model's own code isn't changed: it calls `attend` through transformers' `AttentionInterface`.
+The step (`paged_model.PagedStep`), which says whose token each row is and where its earlier tokens
+are, comes as one of the arguments.
 
-Keys and values are gathered, page by page, into room that is as large in every step (from pages of
-8 bit they are made whole there, rounded as `models.kv_cache.Int8Layer` rounds them), and so are
-masks and, where no fused kernel serves (sinks, soft caps), scores. All that differs with a step are
-its tokens and the queries of a piece.
+Keys and values are gathered, page by page, into a workspace that is as large in every step. Pages
+of 8 bit are multiplied by their scales there (rounded as `models.kv_cache.Int8Layer` rounds them).
+Masks have a workspace too, and so have scores where no fused kernel serves (sinks, soft caps). All
+that differs with a step are its tokens and the queries of a tile.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from duoka.forecast.serving import PIECE_ROWS, Capacity
 from duoka.models.kv_cache import round_to_int8
 
 if TYPE_CHECKING:
-    from .paged_steps import PagedStep, QueryTile, SequenceGroup
+    from .paged_model import PagedStep, QueryTile, SequenceGroup
 
 NAME = "duoka_paged"
-# Where scores have to be there, so many at a time: as many in every step, so that the forecast
-# knows them, and enough for all queries of a piece at the contexts of which it is traced.
+# Where scores are materialised, so many at a time: as many in every step, so that the forecast
+# knows them, and enough for all queries of a tile at the contexts of which it is traced.
 _MOST_SCORES = 2**24
 # Fused kernels read heads of a multiple of so many elements.
 _ALIGNED = 8
@@ -46,9 +46,9 @@ _CHANGES_NOTHING = {"position_ids", "output_hidden_states", "output_router_logit
 
 
 class Pages(NamedTuple):
-    """Keys or values of a layer: [pages, page_tokens, heads, head_dim].
+    """Keys or values of a layer: `states` [pages, page_tokens, heads, head_dim].
 
-    In 8 bit they have a scale for each token and head, [pages, page_tokens, heads, 1].
+    In 8 bit with `scales` [pages, page_tokens, heads, 1].
     """
 
     states: Tensor
@@ -56,7 +56,7 @@ class Pages(NamedTuple):
 
     @classmethod
     def new(cls, states: Tensor, number: int, page_tokens: int, *, is_int8: bool) -> Pages:
-        """So many pages for states as these, [1, heads, tokens, head_dim]."""
+        """Make `number` pages for states like these, [1, heads, tokens, head_dim]."""
         shape = number, page_tokens, states.shape[1]
         if not is_int8:
             return cls(states.new_zeros(*shape, states.shape[3]), None)
@@ -64,40 +64,40 @@ class Pages(NamedTuple):
         return cls(integers, states.new_zeros(*shape, 1))
 
     def store(self, slots: Tensor, states: Tensor) -> None:
-        """Keep the states of tokens, [tokens, heads, head_dim], each in its slot."""
+        """Write the states of tokens, [tokens, heads, head_dim], each into its slot."""
         if self.scales is not None:
             states, scales = round_to_int8(states)
             self.scales.flatten(0, 1).index_copy_(0, slots, scales)
         self.states.flatten(0, 1).index_copy_(0, slots, states)
 
-    def gather(self, pages: Tensor, room: PageRoom) -> Tensor:
-        """The states of some pages, [tokens, heads, head_dim], in the room."""
+    def gather(self, pages: Tensor, workspace: GatherWorkspace) -> Tensor:
+        """Return the states of some pages, [tokens, heads, head_dim], in the workspace."""
         number = len(pages) * self.states.shape[1]
-        out = room.states[:number]
-        if self.scales is None or room.integers is None or room.scales is None:
+        out = workspace.states[:number]
+        if self.scales is None or workspace.integers is None or workspace.scales is None:
             _gather(self.states, pages, out)
             return out
-        integers, scales = room.integers[:number], room.scales[:number]
+        integers, scales = workspace.integers[:number], workspace.scales[:number]
         _gather(self.states, pages, integers)
         _gather(self.scales, pages, scales)
         return torch.mul(integers, scales, out=out)
 
 
-class PageRoom(NamedTuple):
-    """Where the states of pages are gathered, and in 8 bit what they are made of."""
+class GatherWorkspace(NamedTuple):
+    """A buffer for gathered states; for pages of 8 bit also for their integers and scales."""
 
     states: Tensor
     integers: Tensor | None
     scales: Tensor | None
 
     @classmethod
-    def new(cls, pages: Pages, tokens: int) -> PageRoom:
-        """Room for so many tokens."""
+    def new(cls, pages: Pages, tokens: int) -> GatherWorkspace:
+        """Allocate the workspace for so many tokens."""
         shape, scales = (tokens, *pages.states.shape[2:]), pages.scales
         if scales is None:
             return cls(pages.states.new_empty(shape), None, None)
-        whole, integers = scales.new_empty(shape), pages.states.new_empty(shape)
-        return cls(whole, integers, scales.new_empty(tokens, *scales.shape[2:]))
+        states, integers = scales.new_empty(shape), pages.states.new_empty(shape)
+        return cls(states, integers, scales.new_empty(tokens, *scales.shape[2:]))
 
 
 def _gather(pages: Tensor, numbers: Tensor, out: Tensor) -> None:
@@ -105,10 +105,14 @@ def _gather(pages: Tensor, numbers: Tensor, out: Tensor) -> None:
 
 
 class PagedCache:
-    """Keys and values in pages, for each layer where its first keys come from.
+    """Keys and values in pages, made for each layer on the device of its first keys.
 
-    One page more is made than there are, which nobody has. `windows` are those that layers look
-    back over, and 0.
+    Parameters
+    ----------
+    capacity : Capacity
+        One page more is made than it says: the scratch page, to which padding is written.
+    windows : collection of int
+        Numbers of tokens that layers look back over, and 0 for all.
     """
 
     def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
@@ -117,7 +121,7 @@ class PagedCache:
         self._layers: dict[int, tuple[Pages, Pages]] = {}
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Pages, Pages]:
-        """A layer's keys and values."""
+        """Return the keys and values of a layer, made at its first call."""
         if index not in self._layers:
             number, size = self.capacity.pages + 1, self.capacity.page_tokens
             is_int8 = self.capacity.is_int8
@@ -129,52 +133,56 @@ class PagedCache:
 
     @property
     def scratch_page(self) -> int:
-        """A page that is nobody's."""
+        """The page of padding."""
         return self.capacity.pages
 
 
 class _Scores(NamedTuple):
-    """How scores become shares, beside what is masked."""
+    """How scores become attention weights, beside the mask."""
 
     scale: float
     softcap: float | None
     sinks: Tensor | None  # [heads]
 
 
-class _Room(NamedTuple):
-    """What a layer needs for the time of its attention, whatever the step."""
+class _Workspace(NamedTuple):
+    """The buffers of a layer for the time of its attention, the same in every step."""
 
-    keys: PageRoom
-    values: PageRoom
+    keys: GatherWorkspace
+    values: GatherWorkspace
     bias: Tensor
     hidden: Tensor
-    scores: _ScoreRoom | None
+    scores: _ScoreWorkspace | None
 
     @classmethod
-    def new(cls, query: Tensor, keys: Pages, values: Pages, tokens: int, *, fused: bool) -> _Room:
-        """Room for so many tokens that are gathered."""
+    def new(
+        cls, query: Tensor, keys: Pages, values: Pages, tokens: int, *, is_fused: bool
+    ) -> _Workspace:
+        """Allocate the buffers for so many gathered tokens."""
         pairs = PIECE_ROWS * tokens
         return cls(
-            keys=PageRoom.new(keys, tokens),
-            values=PageRoom.new(values, tokens),
+            keys=GatherWorkspace.new(keys, tokens),
+            values=GatherWorkspace.new(values, tokens),
             bias=query.new_empty(pairs),
             hidden=query.new_empty(pairs, dtype=torch.bool),
-            scores=None if fused else _ScoreRoom.new(query, values.states.shape[-1], tokens),
+            scores=None
+            if is_fused
+            else _ScoreWorkspace.new(query, values.states.shape[-1], tokens),
         )
 
 
-class _ScoreRoom(NamedTuple):
-    """What it needs beside that where scores have to be there."""
+class _ScoreWorkspace(NamedTuple):
+    """The buffers that a layer needs beside those where its scores are materialised."""
 
     scores: Tensor
-    shares: Tensor
+    weights: Tensor
     queries: Tensor
     attended: Tensor
     rows: tuple[Tensor, ...]
 
     @classmethod
-    def new(cls, query: Tensor, value_dim: int, tokens: int) -> _ScoreRoom:
-        """Room for the scores of as many queries as fit, at least one."""
+    def new(cls, query: Tensor, value_dim: int, tokens: int) -> _ScoreWorkspace:
+        """Allocate the buffers for the scores of as many queries as fit, at least one."""
         heads = query.shape[1]
         if heads * tokens > _MOST_SCORES:
             raise ModelError(
@@ -185,7 +193,7 @@ class _ScoreRoom(NamedTuple):
         rows = PIECE_ROWS * heads
         return cls(
             scores=query.new_empty(_MOST_SCORES, dtype=torch.float32),
-            shares=query.new_empty(_MOST_SCORES),
+            weights=query.new_empty(_MOST_SCORES),
             queries=query.new_empty(rows * max(query.shape[-1], value_dim)),
             attended=query.new_empty(rows * value_dim),
             rows=tuple(query.new_empty(rows, dtype=torch.float32) for _ in range(3)),
@@ -203,11 +211,22 @@ def attend(
     step_table: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Store a step's keys and values, and attend to those of each sequence.
+    """Write a step's keys and values into pages, and attend to those of each sequence.
 
-    `query` is [1, heads, tokens, head_dim], `key` and `value` have their own numbers of heads; the
-    result is [1, tokens, heads, head_dim]. Of transformers' `options` count `_OPTIONS`, where
-    `s_aux` are sinks; others that change attention are refused.
+    Parameters
+    ----------
+    query : Tensor
+        [1, heads, tokens, head_dim]; `key` and `value` have numbers of heads of their own.
+    step, step_table
+        See `PagedStep`.
+    options
+        Those of transformers' that count are `_OPTIONS`, where `s_aux` are sinks; others that
+        change attention are refused.
+
+    Returns
+    -------
+    tuple
+        [1, tokens, heads, head_dim], and no weights.
     """
     scaling, softcap, sliding_window, sinks, is_causal = (options.pop(x, None) for x in _OPTIONS)
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -221,74 +240,76 @@ def attend(
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     step.enter(module.layer_idx, window)
     keys, values = step.cache.layer(module.layer_idx, key, value)
-    slots, places, numbers = (step_table[part] for part in step.parts(window))
+    slots, positions, numbers = (step_table[part] for part in step.parts(window))
     for cached, new in ((keys, key), (values, value)):
         cached.store(slots, new[0].transpose(0, 1))
     scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
     is_aligned = not (query.shape[-1] % _ALIGNED or value.shape[-1] % _ALIGNED)
-    fused = softcap is None and sinks is None and is_aligned
-    room = _Room.new(query, keys, values, step.cache.capacity.gathered_tokens, fused=fused)
+    is_fused = softcap is None and sinks is None and is_aligned
+    gathered_tokens = step.cache.capacity.gathered_tokens
+    workspace = _Workspace.new(query, keys, values, gathered_tokens, is_fused=is_fused)
     # [tokens, heads of keys, queries that share one, head_dim]
     heads = key.shape[1], query.shape[1] // key.shape[1]
     output = query.new_zeros(query.shape[2], *heads, value.shape[-1])
-    layer = _Layer(query[0].unflatten(0, heads), step_table, places, window, scores, room)
+    layer = _Layer(query[0].unflatten(0, heads), step_table, positions, window, scores, workspace)
     for group in step.groups(window):
-        pages = numbers[group.at : group.at + group.sequences * group.pages]
-        gathered = keys.gather(pages, room.keys), values.gather(pages, room.values)
-        for piece in group.pieces:
-            # No name for what a piece comes to: it is gone when the next one begins.
-            output[piece.first : piece.first + piece.rows][piece.meant].copy_(
-                layer.attended(gathered, group, piece)[piece.meant]
+        pages = numbers[group.offset : group.offset + group.sequences * group.pages]
+        gathered = keys.gather(pages, workspace.keys), values.gather(pages, workspace.values)
+        for tile in group.tiles:
+            # No name for the result of a tile: it is freed when the next one begins.
+            output[tile.first : tile.first + tile.rows][tile.kept].copy_(
+                layer.attend_tile(gathered, group, tile)[tile.kept]
             )
     return output.flatten(1, 2)[None], None
 
 
 class _Layer(NamedTuple):
-    """What all pieces of a layer's attention go by; `query` is [heads, sharing, tokens, …]."""
+    """One call of attention; `query` is [heads of keys, queries that share one, tokens, …]."""
 
     query: Tensor
     table: Tensor
-    places: Tensor
+    positions: Tensor
     window: int
     scores: _Scores
-    room: _Room
+    workspace: _Workspace
 
-    def attended(
-        self, gathered: tuple[Tensor, Tensor], group: SequenceGroup, piece: QueryTile
+    def attend_tile(
+        self, gathered: tuple[Tensor, Tensor], group: SequenceGroup, tile: QueryTile
     ) -> Tensor:
-        """What a piece comes to, [rows, heads of keys, sharing, head_dim]."""
-        keys, values = (_seen(states, group, piece) for states in gathered)
-        skipped = piece.skipped * (len(gathered[0]) // (group.sequences * group.pages))
-        rows = slice(piece.first, piece.first + piece.rows)
-        numbered = self.table[skipped : skipped + keys.shape[2]]
-        bias = _bias(self.room, numbered, self.places[rows, None], self.window)
+        """Return the result of a tile, [rows, heads of keys, sharing, head_dim]."""
+        keys, values = (_seen(states, group, tile) for states in gathered)
+        skipped = tile.skipped * (len(gathered[0]) // (group.sequences * group.pages))
+        rows = slice(tile.first, tile.first + tile.rows)
+        key_positions = self.table[skipped : skipped + keys.shape[2]]
+        bias = _bias(self.workspace, key_positions, self.positions[rows, None], self.window)
         query = self.query[:, :, rows]
         if group.sequences > 1:
             query = query.permute(2, 0, 1, 3)
         bias = bias[:, None, None] if group.sequences > 1 else bias[None, None]
-        if self.room.scores is None:
-            attended = _fused(query, keys, values, bias, self.scores.scale)
+        if self.workspace.scores is None:
+            result = _fused(query, keys, values, bias, self.scores.scale)
         else:
-            attended = _with_scores(query, keys, values, bias, self.scores, self.room.scores)
-        return attended if group.sequences > 1 else attended.permute(2, 0, 1, 3)
+            result = _with_scores(query, keys, values, bias, self.scores, self.workspace.scores)
+        return result if group.sequences > 1 else result.permute(2, 0, 1, 3)
 
 
-def _seen(states: Tensor, group: SequenceGroup, piece: QueryTile) -> Tensor:
-    """What a piece sees of what was gathered.
+def _seen(states: Tensor, group: SequenceGroup, tile: QueryTile) -> Tensor:
+    """Return the gathered states that a tile sees.
 
     Of several sequences [sequences, heads, keys, head_dim]; of one [heads, 1, keys, head_dim].
     """
     if group.sequences > 1:
         return states.view(group.sequences, -1, *states.shape[1:]).transpose(1, 2)
     size = len(states) // group.pages
-    seen: Tensor = states[piece.skipped * size : (piece.skipped + piece.pages) * size]
+    seen: Tensor = states[tile.skipped * size : (tile.skipped + tile.pages) * size]
     return seen.transpose(0, 1)[:, None]
 
 
-def _bias(room: _Room, keys: Tensor, queries: Tensor, window: int) -> Tensor:
-    """What hides from each query the keys behind it and before its window: [rows, keys]."""
+def _bias(workspace: _Workspace, keys: Tensor, queries: Tensor, window: int) -> Tensor:
+    """Build the additive mask [queries, keys] for causal attention with an optional window."""
     shape = len(queries), len(keys)
-    bias, hidden = (part[: shape[0] * shape[1]].view(shape) for part in (room.bias, room.hidden))
+    size = shape[0] * shape[1]
+    bias, hidden = (part[:size].view(shape) for part in (workspace.bias, workspace.hidden))
     bias.zero_()
     bias.masked_fill_(torch.gt(keys, queries, out=hidden), -torch.inf)
     if window:
@@ -297,7 +318,7 @@ def _bias(room: _Room, keys: Tensor, queries: Tensor, window: int) -> Tensor:
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """Attention by a fused kernel.
+    """Attend by a fused kernel.
 
     Of several sequences the queries that share a head of keys are this head's queries; of one each
     head of keys is a sequence to the kernel, all of whose heads read the same.
@@ -308,73 +329,82 @@ def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 
 
 def _with_scores(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scores: _Scores, room: _ScoreRoom
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scores: _Scores,
+    workspace: _ScoreWorkspace,
 ) -> Tensor:
-    """The same with scores that are there, of so many queries at a time.
+    """Attend with materialised scores, of as many queries at a time as the workspace holds.
 
-    A soft cap bounds scores (Gemma 2); sinks are one more score of each head, to which nothing
+    A soft cap bounds scores (Gemma 2); sinks are one more score of each head, to which no value
     belongs (GPT-OSS).
     """
-    is_several = len(bias) > 1
-    if is_several:
+    if len(bias) > 1:
         query, key, value, bias = (part.transpose(0, 1) for part in (query, key, value, bias))
         # [heads of keys, sequences, sharing, 1, …]
-        return _shared(query.unsqueeze(3), key, value, bias.unsqueeze(2), scores, room).transpose(
-            0, 1
-        )[..., 0, :]
+        result = _weighted(query.unsqueeze(3), key, value, bias.unsqueeze(2), scores, workspace)
+        return result.transpose(0, 1)[..., 0, :]
     # [heads of keys, 1, sharing, rows, …]
     query, bias = query[:, None], bias[:, None]
-    attended = room.attended[: query.numel() // query.shape[-1] * value.shape[-1]]
+    attended = workspace.attended[: query.numel() // query.shape[-1] * value.shape[-1]]
     attended = attended.view(*query.shape[:-1], value.shape[-1])
     per_row = query.shape[0] * query.shape[2] * key.shape[2]
-    size = max(1, len(room.scores) // per_row)
+    size = max(1, len(workspace.scores) // per_row)
     for start in range(0, query.shape[3], size):
         rows = slice(start, start + size)
-        part = _shared(query[:, :, :, rows], key, value, bias[:, :, :, rows], scores, room)
+        part = _weighted(query[:, :, :, rows], key, value, bias[:, :, :, rows], scores, workspace)
         attended[:, :, :, rows].copy_(part)
     return attended[:, 0]
 
 
-def _shared(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scores: _Scores, room: _ScoreRoom
+def _weighted(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scores: _Scores,
+    workspace: _ScoreWorkspace,
 ) -> Tensor:
-    """Values by the shares that queries, [heads of keys, sequences, sharing, rows, head_dim], give.
+    """Return values weighted by softmax(scale · query · keyᵀ + bias), in the workspace.
 
-    `key` and `value` are [heads of keys, sequences, keys, head_dim]; `bias` is as far as it goes.
+    `query` is [heads of keys, sequences, sharing, rows, head_dim], `key` and `value` are [heads of
+    keys, sequences, keys, head_dim]; `bias` is broadcast.
     """
     heads, sequences, sharing, rows, _ = query.shape
     shape = heads, sequences, sharing * rows, key.shape[2]
 
-    def place(part: Tensor, *sizes: int) -> Tensor:
-        return part[: math.prod(sizes)].view(sizes)
+    def view(buffer: Tensor, *sizes: int) -> Tensor:
+        return buffer[: math.prod(sizes)].view(sizes)
 
-    packed = place(room.queries, *shape[:3], query.shape[-1])
+    packed = view(workspace.queries, *shape[:3], query.shape[-1])
     packed.view(query.shape).copy_(query)
-    shares, exact = place(room.shares, *shape), place(room.scores, *shape)
+    weights, exact = view(workspace.weights, *shape), view(workspace.scores, *shape)
     for head in range(heads):
-        torch.bmm(packed[head], key[head].transpose(1, 2), out=shares[head])
-    exact.copy_(shares).mul_(scores.scale)
+        torch.bmm(packed[head], key[head].transpose(1, 2), out=weights[head])
+    exact.copy_(weights).mul_(scores.scale)
     if scores.softcap is not None:
         exact.div_(scores.softcap).tanh_().mul_(scores.softcap)
     exact = exact.view(heads, sequences, sharing, rows, -1).add_(bias)
-    most, total, rest = (place(part, *query.shape[:4], 1) for part in room.rows)
+    most, total, sink = (view(part, *query.shape[:4], 1) for part in workspace.rows)
     torch.amax(exact, dim=-1, keepdim=True, out=most)
     if scores.sinks is not None:
         sinks = scores.sinks.view(heads, 1, sharing, 1, 1)
         torch.maximum(most, sinks, out=most)
-        torch.sub(sinks, most, out=rest).exp_()
+        torch.sub(sinks, most, out=sink).exp_()
     torch.sum(exact.sub_(most).exp_(), dim=-1, keepdim=True, out=total)
     if scores.sinks is not None:
-        total.add_(rest)
-    shares.copy_(exact.div_(total).view(shape))
-    attended = place(room.queries, *shape[:3], value.shape[-1])  # they have been read
+        total.add_(sink)
+    weights.copy_(exact.div_(total).view(shape))
+    attended = view(workspace.queries, *shape[:3], value.shape[-1])  # they have been read
     for head in range(heads):
-        torch.bmm(shares[head], value[head], out=attended[head])
+        torch.bmm(weights[head], value[head], out=attended[head])
     return attended.view(*query.shape[:4], value.shape[-1])
 
 
 def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) -> Tensor:
-    """In the place of a mask, which is made from the step: the window, as a size of nothing."""
+    """Return the window as the size of an empty tensor, in the place of a mask."""
     padding = options["attention_mask"]  # that of OPT in 5.17 of transformers hides nothing
     if not _is_causal(mask_function) or not (padding is None or padding.all()):
         raise ModelError("the model's mask is more than causal")
@@ -391,6 +421,6 @@ def _is_causal(mask: Any) -> bool:
 
 
 def register() -> None:
-    """Let models have this attention by its name."""
+    """Make this attention known to transformers by its name."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, _window_alone)
