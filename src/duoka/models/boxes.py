@@ -137,7 +137,7 @@ class CopyTracer(TorchFunctionMode):
             if name == "stack":
                 views = [view.squeeze(dim) for view in views]
             self._note(result, zip(views, operands, strict=True))
-        elif name in ("contiguous", "clone", "to") and _storage(result) not in self._origins:
+        elif name in ("contiguous", "clone", "to") and _storage(result) != _storage(args[0]):
             self._note(result, [(result, args[0])])
         return result
 
