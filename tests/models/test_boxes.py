@@ -27,7 +27,7 @@ def run(data: st.DataObject, tensors: list[Tensor], choices: list[tuple[Any, ...
     for number in range(draw(st.integers(1, 5)) if is_first else len(choices)):
         if is_first:
             ndim = tensors[0].ndim
-            names = ["cat", "stack", "split", "chunk", "transpose", "unbind", "select", "to"]
+            names = ["cat", "stack", "split", "chunk", "transpose", "unbind", "to"]
             dim, other = (draw(st.integers(0, ndim - 1)) for _ in range(2))
             size = tensors[0].shape[dim]
             cut = draw(st.integers(0, size))
@@ -44,10 +44,8 @@ def run(data: st.DataObject, tensors: list[Tensor], choices: list[tuple[Any, ...
                 tensors = [torch.chunk(tensors[0], 2, dim)[0].contiguous()]
             case "transpose":
                 tensors = [torch.transpose(each, dim, other) for each in tensors]
-            case "unbind" if ndim > 1 and size:
-                tensors = [tensors[0].unbind(dim)[-1]]
-            case "select" if ndim > 1 and cut < size:
-                tensors = [tensors[0].select(dim, cut)]
+            case "unbind" if ndim > 1 and cut < size:
+                tensors = [tensors[0].unbind(dim)[cut]]
             case "to":
                 tensors = [tensors[0].to(torch.float64).clone()]
     return tensors[0]

@@ -26,7 +26,7 @@ from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.dispatch.place_tensors import invent_values, parameter_bytes
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
-from duoka.runtime.text_training import make_text_trainable
+from duoka.runtime.prepare_training import prepare_for_training
 
 from .execute import BETWEEN, decode_phases
 
@@ -54,7 +54,7 @@ def _prove_training(plan: Plan, model: PreTrainedModel, data: str) -> tuple[Peak
     workload, names = plan.workload, plan.devices
     assert workload.training is not None, "the plan is for training"
     model = copy.deepcopy(model)
-    prompts = make_text_trainable(model, workload)
+    prompts = prepare_for_training(model, workload)
     flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
     by_device: dict[str, PeakBytes] = {}
     for limit in sorted(set(flying)):

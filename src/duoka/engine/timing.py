@@ -1,4 +1,4 @@
-"""How fast answers came."""
+"""Measuring the speed of generations."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .request import Completion
 
 
 def measured(answers: Sequence[Completion], peaks: Sequence[PeakBytes]) -> Measured:
-    """What there is to say of answers, with the peaks of an engine that has been closed."""
+    """Summarize generations, with the memory peaks of an engine that has been closed."""
     begun = [(a, a.first_token_at) for a in answers if a.first_token_at is not None]
-    waits = [first - answer.asked_at for answer, first in begun]
-    # Those that came at the same time share the seconds.
+    waits = [start - answer.asked_at for answer, start in begun]
+    # The union of the intervals in which tokens came.
     seconds, until = 0.0, float("-inf")
-    for first, last in sorted((first, answer.ended_at) for answer, first in begun):
-        seconds += max(0.0, last - max(first, until))
-        until = max(until, last)
+    for start, end in sorted((start, answer.ended_at) for answer, start in begun):
+        seconds += max(0.0, end - max(start, until))
+        until = max(until, end)
     tokens = sum(max(0, len(answer.tokens) - 1) for answer, _ in begun)
     return Measured(
         devices=tuple(peaks),

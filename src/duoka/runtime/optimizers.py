@@ -1,4 +1,4 @@
-"""Optimizers: the one place that makes them, for the forecast's steps, the proof and training.
+"""Optimizers, for the forecast's steps, the proof and training.
 
 AdamW in 8 bit is bitsandbytes': its update is one operator, which takes nothing beside the states
 and runs on CUDA, the CPU and virtual GPUs alike; torchao's is compiled for each of them.

@@ -21,7 +21,7 @@ _MOST_TRANSFERS = 2**12
 
 
 class TensorMessage(NamedTuple):
-    """The address of a tensor: a transfer from source to target, or its gradient on the way back."""
+    """The address of a tensor: a transfer from source to target, or its gradient coming back."""
 
     source: int
     target: int

@@ -83,7 +83,7 @@ class StageMicroBatch:
                 self._channel.send(self._message(number), zeros)
 
     def backward(self, loss: Tensor | None = None) -> None:
-        """Run this stage's part of backward, and send gradients to the stages that wait for them."""
+        """Run this stage's part of backward, and send gradients back to the sources."""
         route = self._route
         roots: list[Any] = []
         gradients: list[Tensor | None] = []

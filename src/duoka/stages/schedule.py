@@ -9,8 +9,9 @@ The order is found by simulating a step whose stages take the same time: a devic
 that can begin first. The same order serves for stages of unequal length, and for devices that have
 several stages. Of 1F1B with two stages and three micro-batches (B: backward, twice as long):
 
-    stage 0   0 1 . . B0  2 . B1  . B2
-    stage 1     0 B0  1 B1  2 B2
+    time      0  1  2  3  4  5  6  7  8  9  10 11
+    stage 0   0  1  .  .  B0 ── 2  B1 ── .  B2 ──
+    stage 1   .  0  B0 ── 1  B1 ── 2  B2 ── .  .
 """
 
 from __future__ import annotations

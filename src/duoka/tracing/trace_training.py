@@ -26,7 +26,7 @@ from duoka.models import base_name
 from duoka.models.chunked_loss import whole_logits
 from duoka.models.trainable import WITHOUT_CHECKPOINTING
 from duoka.runtime.call.learner import Learner
-from duoka.runtime.text_training import make_text_trainable
+from duoka.runtime.prepare_training import prepare_for_training
 
 from .assemble import (
     CALLER,
@@ -102,7 +102,7 @@ class _Tracer:
     def __init__(self, model: nn.Module, spec: TraceSpec, workload: Workload) -> None:
         assert workload.training is not None, "the workload is to train"
         self.workload = workload
-        self.prompts = make_text_trainable(model, workload)
+        self.prompts = prepare_for_training(model, workload)
         self.least_tokens = 0 if self.prompts is None else self.prompts.least_tokens
         self.model: Any = model
         self.spec = spec

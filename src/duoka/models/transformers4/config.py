@@ -41,7 +41,7 @@ _DEFAULTS: dict[str, Any] = {
     "pretraining_tp": 1,
 }
 
-# What transformers 5 asks of any configuration, and such code calls otherwise.
+# Attributes that transformers 5 reads from any configuration, with the names in such code.
 _OTHER_NAMES = {
     "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
@@ -52,9 +52,9 @@ _OTHER_NAMES = {
 
 
 class LegacyConfig(PreTrainedConfig):
-    """The base class of 4.x (``PretrainedConfig``): less than 5.0's is there, and is asked for."""
+    """The base class of 4.x (``PretrainedConfig``), with attributes that 5.0 dropped."""
 
-    # What the configuration says; 5.0 makes it a view of `rope_parameters`, in another form.
+    # As in the file; 5.0 makes it a view of `rope_parameters`, in another form.
     rope_scaling = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -64,14 +64,14 @@ class LegacyConfig(PreTrainedConfig):
             setattr(self, name, kwargs[name])  # 5.0 leaves out what is about generation
 
     def __getattr__(self, name: str) -> Any:
-        known = vars(self)
-        for other in _OTHER_NAMES.get(name, ()):
-            if other in known:
-                return known[other]
+        attributes = vars(self)
+        for alias in _OTHER_NAMES.get(name, ()):
+            if alias in attributes:
+                return attributes[alias]
         if name in _DEFAULTS:
             return _DEFAULTS[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _get_generation_parameters(self) -> dict[str, Any]:
-        """None: the defaults above steer nothing, and 5.0 refuses a configuration that would."""
+        """Return none: 5.0 refuses a configuration with parameters of generation."""
         return {}
