@@ -10,7 +10,7 @@ the weight is unpacked for the time of the product. bitsandbytes decides between
 card; here all cards do the same, so that the memory of a product is known.
 
 Both packages are optional: they are imported when a weight is quantized. Some of the functions used
-are no public interface: `require` checks for them before anything is quantized.
+are no public interface: `require` tries them before anything is quantized.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -53,20 +52,6 @@ _PACKAGES: Mapping[Scheme, tuple[str, str]] = {
     "int8": ("torchao", "quantize"),
     "int4": ("torchao", "quantize"),
     "nf4": ("bitsandbytes", "bnb"),
-}
-_NAMES: Mapping[Scheme, tuple[str, ...]] = {
-    "int8": ("torchao.quantization:Int8Tensor", "torchao.quantization:PerRow"),
-    "int4": (
-        "torchao.quantization:Int4TilePackedTo4dTensor",
-        "torchao.quantization.utils:groupwise_affine_quantize_tensor",
-        "torchao.prototype.quantization.int4:Int4OpaqueTensor",
-        "torch:ops.aten._convert_weight_to_int4pack",
-    ),
-    "nf4": (
-        "torch:ops.bitsandbytes.quantize_4bit",
-        "torch:ops.bitsandbytes.dequantize_4bit",
-        "torch:ops.bitsandbytes.gemm_4bit",
-    ),
 }
 _TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
 
@@ -201,12 +186,11 @@ def require(scheme: Scheme) -> None:
         )
     with quiet_libraries():
         import_module(package)  # bitsandbytes registers its operators with torch
-    for name in _NAMES[scheme]:
-        try:
-            resolve_name(name)
-        except (ImportError, AttributeError) as error:
-            versions = ", ".join(f"{name_of} {version(name_of)}" for name_of in ("torch", package))
-            raise UsageError(
-                f"{scheme} weights need {name.replace(':', '.')}, which isn't in {versions}",
-                hint=f"tested are torch {_TESTED['torch']} with {package} {_TESTED[package]}",
-            ) from error
+    try:
+        quantize(torch.empty((ROWS, _COLUMNS), dtype=torch.bfloat16, device="meta"), scheme)
+    except (ImportError, AttributeError) as error:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", package))
+        raise UsageError(
+            f"{scheme} weights can't be made with {versions}: {error}",
+            hint=f"tested are torch {_TESTED['torch']} with {package} {_TESTED[package]}",
+        ) from error

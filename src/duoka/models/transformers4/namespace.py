@@ -167,7 +167,7 @@ def _stand_in(path: str) -> Any:
 
 
 class _Gone(type):
-    """A placeholder class: it can be named and inherited from, has any attribute, and can't be used.
+    """A placeholder class: it can be named and inherited from, has any attribute, and no instances.
 
     Such code never calls most of its imports.
     """
