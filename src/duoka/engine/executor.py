@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -230,14 +230,11 @@ def _open(
     model: PreTrainedModel, capacity: Capacity, workload: Workload, warm_up: WarmUp
 ) -> PagedModel | CachedModel:
     if workload.cache in _IN_PAGES and not workload.images and reads_pages(model):
-        paged = PagedModel(model, capacity)
-        try:
-            with reading_pages(model):
-                paged.warm_up(warm_up)
+        # A ModelError: the model's code needs more than causal attention.
+        with suppress(ModelError), ExitStack() as undo, reading_pages(model):
+            paged = PagedModel(model, capacity)
+            undo.callback(paged.close)
+            paged.warm_up(warm_up)
+            undo.pop_all()
             return paged
-        except ModelError:  # its code wants more of attention than causal attention
-            paged.close()
-        except BaseException:
-            paged.close()
-            raise
     return CachedModel(model, workload)

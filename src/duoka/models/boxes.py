@@ -1,4 +1,4 @@
-"""The boxes of tensors that a conversion moves, read off one run of it without data.
+"""The boxes of tensors that a conversion moves, read off a run without data.
 
 A conversion splits, joins, stacks and transposes tensors. A `CopyTracer` runs it on tensors of the
 meta device. Most operations return views there, whose offset and strides tell which box of which
@@ -32,7 +32,7 @@ class IndescribableError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorCopy:
-    """A box of one checkpoint tensor, and the box of one parameter or buffer that it fills.
+    """A box of a checkpoint tensor, and the box of a parameter or buffer to fill with it.
 
     `axes` has for each dimension of the target the source's dimension along it; None where the
     target's box has extent 1, as along a stack of experts. Other dimensions of the source's box
@@ -86,11 +86,11 @@ def as_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def intersect(box: Box, other: Box) -> Box | None:
+def intersect(box: Box, others: Box) -> Box | None:
     """Return the elements that two boxes have in common; None where there are none."""
     common = tuple(
-        (max(start, first), min(stop, last))
-        for (start, stop), (first, last) in zip(box, other, strict=True)
+        (max(start, other_start), min(stop, other_stop))
+        for (start, stop), (other_start, other_stop) in zip(box, others, strict=True)
     )
     return None if any(start >= stop for start, stop in common) else common
 
@@ -113,7 +113,7 @@ class CopyTracer(TorchFunctionMode):
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.tensors = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
         # By storage: the tensor that has all of it, and its name or the parts that fill it.
         self._origins: dict[int, tuple[Tensor, str | list[_Filling]]] = {
@@ -152,7 +152,7 @@ class CopyTracer(TorchFunctionMode):
         self._origins[_storage(made)] = made, fillings
 
     def copies(self, value: Tensor) -> Iterator[TensorCopy]:
-        """Yield the copies from sources that together make a result, or a view of one."""
+        """Yield the copies from sources that together make a result."""
         whole, origin = self._origins.get(_storage(value), (value, None))
         if origin is None:
             raise IndescribableError("neither views nor copies of the sources")
@@ -199,7 +199,7 @@ def _shifted(copy: TensorCopy, dim: int | None, shift: int) -> tuple[tuple[int, 
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
@@ -207,7 +207,7 @@ def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
 
     Dimensions of extent 1 have no axis.
     """
-    offset, strides = view.storage_offset() - whole.storage_offset(), whole.stride()
+    offset, strides = int(view.storage_offset() - whole.storage_offset()), whole.stride()
     box = [(0, 1)] * whole.ndim
     by_stride = {}
     for axis in sorted(range(whole.ndim), key=strides.__getitem__, reverse=True):
@@ -217,10 +217,10 @@ def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
             by_stride[strides[axis]] = axis
     axes: list[int | None] = []
     for extent, stride in zip(view.shape, view.stride(), strict=True):
-        axis = by_stride.pop(stride, None) if extent > 1 else None
-        if extent > 1:
-            if axis is None or box[axis][0] + extent > whole.shape[axis]:
-                raise IndescribableError("a view that is no box")
-            box[axis] = (box[axis][0], box[axis][0] + extent)
-        axes.append(axis)
+        along = by_stride.pop(stride, None) if extent > 1 else None
+        if along is not None and box[along][0] + extent <= whole.shape[along]:
+            box[along] = (box[along][0], box[along][0] + extent)
+        elif extent > 1:
+            raise IndescribableError("a view that is no box")
+        axes.append(along)
     return tuple(box), tuple(axes)

@@ -38,7 +38,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Custom:
-    """A conversion that moves single elements about, so that boxes can't describe it.
+    """A conversion of single elements, which boxes can't describe.
 
     `convert` makes all `targets` by name from all `sources`, whole, by name.
     """
@@ -97,7 +97,7 @@ class Recipe:
 
 
 def published_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state in the names and layout in which ``save_pretrained`` writes it.
+    """Return the model's state in the names and layout of ``save_pretrained``.
 
     For a model on meta this costs nothing but names; tied tensors appear once.
     """
@@ -112,7 +112,7 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collection[str]) -> Recipe:
-    """Find out which checkpoint tensors fill which parameters and persistent buffers."""
+    """Match checkpoint tensors with the parameters and persistent buffers that they fill."""
     given_shapes = dict(tensors) if isinstance(tensors, Mapping) else dict.fromkeys(tensors)
     shapes = _complete(model, given_shapes)
     state = model.state_dict()
@@ -159,7 +159,7 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Checkpoint tensors that are converted together, or one that is renamed only."""
+    """Checkpoint tensors that are converted together, or a single renamed one."""
 
     converter: WeightConverter | None
     members: list[tuple[str, str]]  # source pattern, tensor name
@@ -181,7 +181,7 @@ def _complete(
 def _group(
     model: nn.Module, state: dict[str, Tensor], names: Iterable[str]
 ) -> tuple[dict[str, _Group], dict[str, str]]:
-    """Sort tensors by what they become; return those without a place too, with their new names."""
+    """Group tensors by target; return tensors without a target too, with their new names."""
     if not isinstance(model, PreTrainedModel):
         groups = {name: _Group(None, [(name, name)]) for name in names if name in state}
         return groups, {name: name for name in names if name not in state}
@@ -289,11 +289,11 @@ def _recipe(
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
     """Map each name in the state to the first name of the same tensor."""
-    first: dict[int, str] = {}
+    canonical: dict[int, str] = {}
     names = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
-            names[name] = first.setdefault(id(value), name)
+            names[name] = canonical.setdefault(id(value), name)
     return names
 
 

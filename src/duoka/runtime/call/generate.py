@@ -1,4 +1,4 @@
-"""What transformers' `generate` knows of a model before it calls it."""
+"""The facts of a model by which transformers' `generate` calls it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse_without_generation(model: nn.Module) -> None:
 
 
 class GenerateCaller:
-    """Base of the callers that hand a model the arguments that `generate` hands it.
+    """Base of the callers that make the calls of `generate`.
 
     Parameters
     ----------

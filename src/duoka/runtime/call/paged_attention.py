@@ -137,42 +137,8 @@ class PagedCache:
         return self.capacity.pages
 
 
-class _Scores(NamedTuple):
-    """How scores become attention weights, beside the mask."""
-
-    scale: float
-    softcap: float | None
-    sinks: Tensor | None  # [heads]
-
-
-class _Workspace(NamedTuple):
-    """The buffers of a layer for the time of its attention, the same in every step."""
-
-    keys: GatherWorkspace
-    values: GatherWorkspace
-    bias: Tensor
-    hidden: Tensor
-    scores: _ScoreWorkspace | None
-
-    @classmethod
-    def new(
-        cls, query: Tensor, keys: Pages, values: Pages, tokens: int, *, is_fused: bool
-    ) -> _Workspace:
-        """Allocate the buffers for so many gathered tokens."""
-        pairs = PIECE_ROWS * tokens
-        return cls(
-            keys=GatherWorkspace.new(keys, tokens),
-            values=GatherWorkspace.new(values, tokens),
-            bias=query.new_empty(pairs),
-            hidden=query.new_empty(pairs, dtype=torch.bool),
-            scores=None
-            if is_fused
-            else _ScoreWorkspace.new(query, values.states.shape[-1], tokens),
-        )
-
-
 class _ScoreWorkspace(NamedTuple):
-    """The buffers that a layer needs beside those where its scores are materialised."""
+    """The buffers of a layer whose scores are materialised, beside the others."""
 
     scores: Tensor
     weights: Tensor
@@ -236,25 +202,39 @@ def attend(
     for name in options.keys() - _CHANGES_NOTHING:
         if isinstance(options[name], Tensor) or options[name]:  # not False, 0.0 or None
             raise ModelError(f"{type(module).__name__} gives its attention an unknown {name!r}")
-    # Some models say their window in their mask alone.
+    # Some models state their window in their mask alone.
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     step.enter(module.layer_idx, window)
     keys, values = step.cache.layer(module.layer_idx, key, value)
     slots, positions, numbers = (step_table[part] for part in step.parts(window))
     for cached, new in ((keys, key), (values, value)):
         cached.store(slots, new[0].transpose(0, 1))
-    scores = _Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks)
-    is_aligned = not (query.shape[-1] % _ALIGNED or value.shape[-1] % _ALIGNED)
+    tokens, head_dim = step.cache.capacity.gathered_tokens, query.shape[-1]
+    is_aligned = not (head_dim % _ALIGNED or value.shape[-1] % _ALIGNED)
     is_fused = softcap is None and sinks is None and is_aligned
-    gathered_tokens = step.cache.capacity.gathered_tokens
-    workspace = _Workspace.new(query, keys, values, gathered_tokens, is_fused=is_fused)
+    key_workspace = GatherWorkspace.new(keys, tokens)
+    value_workspace = GatherWorkspace.new(values, tokens)
+    bias = query.new_empty(PIECE_ROWS * tokens)
+    hidden = query.new_empty(PIECE_ROWS * tokens, dtype=torch.bool)
+    workspace = None if is_fused else _ScoreWorkspace.new(query, value.shape[-1], tokens)
     # [tokens, heads of keys, queries that share one, head_dim]
     heads = key.shape[1], query.shape[1] // key.shape[1]
     output = query.new_zeros(query.shape[2], *heads, value.shape[-1])
-    layer = _Layer(query[0].unflatten(0, heads), step_table, positions, window, scores, workspace)
+    layer = _Layer(
+        query=query[0].unflatten(0, heads),
+        table=step_table,
+        positions=positions,
+        window=window,
+        scale=head_dim**-0.5 if scaling is None else scaling,
+        softcap=softcap,
+        sinks=sinks,
+        bias=bias,
+        hidden=hidden,
+        workspace=workspace,
+    )
     for group in step.groups(window):
         pages = numbers[group.offset : group.offset + group.sequences * group.pages]
-        gathered = keys.gather(pages, workspace.keys), values.gather(pages, workspace.values)
+        gathered = keys.gather(pages, key_workspace), values.gather(pages, value_workspace)
         for tile in group.tiles:
             # No name for the result of a tile: it is freed when the next one begins.
             output[tile.first : tile.first + tile.rows][tile.kept].copy_(
@@ -264,143 +244,136 @@ def attend(
 
 
 class _Layer(NamedTuple):
-    """One call of attention; `query` is [heads of keys, queries that share one, tokens, …]."""
+    """One call of attention; `query` is [heads of keys, queries that share one, tokens, …].
+
+    `bias` and `hidden` are buffers for masks; `workspace` is for scores, where no fused kernel
+    serves: a soft cap bounds scores (Gemma 2), and sinks are one more score of each head, to which
+    no value belongs (GPT-OSS).
+    """
 
     query: Tensor
     table: Tensor
     positions: Tensor
     window: int
-    scores: _Scores
-    workspace: _Workspace
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+    bias: Tensor
+    hidden: Tensor
+    workspace: _ScoreWorkspace | None
 
     def attend_tile(
         self, gathered: tuple[Tensor, Tensor], group: SequenceGroup, tile: QueryTile
     ) -> Tensor:
         """Return the result of a tile, [rows, heads of keys, sharing, head_dim]."""
-        keys, values = (_seen(states, group, tile) for states in gathered)
+        keys, values = (_states_of(states, group, tile) for states in gathered)
         skipped = tile.skipped * (len(gathered[0]) // (group.sequences * group.pages))
         rows = slice(tile.first, tile.first + tile.rows)
-        key_positions = self.table[skipped : skipped + keys.shape[2]]
-        bias = _bias(self.workspace, key_positions, self.positions[rows, None], self.window)
+        bias = self._mask(self.table[skipped : skipped + keys.shape[2]], self.positions[rows, None])
         query = self.query[:, :, rows]
         if group.sequences > 1:
             query = query.permute(2, 0, 1, 3)
         bias = bias[:, None, None] if group.sequences > 1 else bias[None, None]
-        if self.workspace.scores is None:
-            result = _fused(query, keys, values, bias, self.scores.scale)
+        if self.workspace is None:
+            result = _fused(query, keys, values, bias, self.scale)
         else:
-            result = _with_scores(query, keys, values, bias, self.scores, self.workspace.scores)
+            result = self._with_scores(query, keys, values, bias, self.workspace)
         return result if group.sequences > 1 else result.permute(2, 0, 1, 3)
 
+    def _mask(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """Build the additive mask [queries, keys] for causal attention with an optional window."""
+        shape = len(queries), len(keys)
+        bias, hidden = (
+            part[: shape[0] * shape[1]].view(shape) for part in (self.bias, self.hidden)
+        )
+        bias.zero_()
+        bias.masked_fill_(torch.gt(keys, queries, out=hidden), -torch.inf)
+        if self.window:
+            bias.masked_fill_(torch.le(keys, queries - self.window, out=hidden), -torch.inf)
+        return bias
 
-def _seen(states: Tensor, group: SequenceGroup, tile: QueryTile) -> Tensor:
-    """Return the gathered states that a tile sees.
+    def _with_scores(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, buffers: _ScoreWorkspace
+    ) -> Tensor:
+        """Attend with materialised scores, of as many queries at a time as the buffers hold."""
+        if len(bias) > 1:
+            query, key, value, bias = (part.transpose(0, 1) for part in (query, key, value, bias))
+            # [heads of keys, sequences, sharing, 1, …]
+            result = self._weighted(query.unsqueeze(3), key, value, bias.unsqueeze(2), buffers)
+            return result.transpose(0, 1)[..., 0, :]
+        # [heads of keys, 1, sharing, rows, …]
+        query, bias = query[:, None], bias[:, None]
+        attended = buffers.attended[: query.numel() // query.shape[-1] * value.shape[-1]]
+        attended = attended.view(*query.shape[:-1], value.shape[-1])
+        per_row = query.shape[0] * query.shape[2] * key.shape[2]
+        size = max(1, len(buffers.scores) // per_row)
+        for start in range(0, query.shape[3], size):
+            rows = slice(start, start + size)
+            part = self._weighted(query[:, :, :, rows], key, value, bias[:, :, :, rows], buffers)
+            attended[:, :, :, rows].copy_(part)
+        return attended[:, 0]
 
-    Of several sequences [sequences, heads, keys, head_dim]; of one [heads, 1, keys, head_dim].
+    def _weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, buffers: _ScoreWorkspace
+    ) -> Tensor:
+        """Return values weighted by softmax(scale · query · keyᵀ + bias), in the buffers.
+
+        `query` is [heads of keys, sequences, sharing, rows, head_dim], `key` and `value` are [heads
+        of keys, sequences, keys, head_dim]; `bias` is broadcast.
+        """
+        heads, sequences, sharing, rows, _ = query.shape
+        shape = heads, sequences, sharing * rows, key.shape[2]
+
+        def view(buffer: Tensor, *sizes: int) -> Tensor:
+            return buffer[: math.prod(sizes)].view(sizes)
+
+        packed = view(buffers.queries, *shape[:3], query.shape[-1])
+        packed.view(query.shape).copy_(query)
+        weights, exact = view(buffers.weights, *shape), view(buffers.scores, *shape)
+        for head in range(heads):
+            torch.bmm(packed[head], key[head].transpose(1, 2), out=weights[head])
+        exact.copy_(weights).mul_(self.scale)
+        if self.softcap is not None:
+            exact.div_(self.softcap).tanh_().mul_(self.softcap)
+        exact = exact.view(heads, sequences, sharing, rows, -1).add_(bias)
+        maximum, total, sink = (view(part, *query.shape[:4], 1) for part in buffers.rows)
+        torch.amax(exact, dim=-1, keepdim=True, out=maximum)
+        if self.sinks is not None:
+            sinks = self.sinks.view(heads, 1, sharing, 1, 1)
+            torch.maximum(maximum, sinks, out=maximum)
+            torch.sub(sinks, maximum, out=sink).exp_()
+        torch.sum(exact.sub_(maximum).exp_(), dim=-1, keepdim=True, out=total)
+        if self.sinks is not None:
+            total.add_(sink)
+        weights.copy_(exact.div_(total).view(shape))
+        attended = view(buffers.queries, *shape[:3], value.shape[-1])  # the queries have been read
+        for head in range(heads):
+            torch.bmm(weights[head], value[head], out=attended[head])
+        return attended.view(*query.shape[:4], value.shape[-1])
+
+
+def _states_of(states: Tensor, group: SequenceGroup, tile: QueryTile) -> Tensor:
+    """Return the gathered states for a tile.
+
+    Of several sequences [sequences, heads, keys, head_dim]; of a single one [heads, 1, keys,
+    head_dim].
     """
     if group.sequences > 1:
         return states.view(group.sequences, -1, *states.shape[1:]).transpose(1, 2)
     size = len(states) // group.pages
-    seen: Tensor = states[tile.skipped * size : (tile.skipped + tile.pages) * size]
-    return seen.transpose(0, 1)[:, None]
-
-
-def _bias(workspace: _Workspace, keys: Tensor, queries: Tensor, window: int) -> Tensor:
-    """Build the additive mask [queries, keys] for causal attention with an optional window."""
-    shape = len(queries), len(keys)
-    size = shape[0] * shape[1]
-    bias, hidden = (part[:size].view(shape) for part in (workspace.bias, workspace.hidden))
-    bias.zero_()
-    bias.masked_fill_(torch.gt(keys, queries, out=hidden), -torch.inf)
-    if window:
-        bias.masked_fill_(torch.le(keys, queries - window, out=hidden), -torch.inf)
-    return bias
+    part: Tensor = states[tile.skipped * size : (tile.skipped + tile.pages) * size]
+    return part.transpose(0, 1)[:, None]
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
     """Attend by a fused kernel.
 
-    Of several sequences the queries that share a head of keys are this head's queries; of one each
-    head of keys is a sequence to the kernel, all of whose heads read the same.
+    Of several sequences the queries that share a head of keys are this head's queries; of a single
+    one each head of keys is a sequence to the kernel, all of whose heads read the same.
     """
     if len(bias) == 1:
         key, value = (states.expand(-1, query.shape[1], -1, -1) for states in (key, value))
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-
-
-def _with_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    scores: _Scores,
-    workspace: _ScoreWorkspace,
-) -> Tensor:
-    """Attend with materialised scores, of as many queries at a time as the workspace holds.
-
-    A soft cap bounds scores (Gemma 2); sinks are one more score of each head, to which no value
-    belongs (GPT-OSS).
-    """
-    if len(bias) > 1:
-        query, key, value, bias = (part.transpose(0, 1) for part in (query, key, value, bias))
-        # [heads of keys, sequences, sharing, 1, …]
-        result = _weighted(query.unsqueeze(3), key, value, bias.unsqueeze(2), scores, workspace)
-        return result.transpose(0, 1)[..., 0, :]
-    # [heads of keys, 1, sharing, rows, …]
-    query, bias = query[:, None], bias[:, None]
-    attended = workspace.attended[: query.numel() // query.shape[-1] * value.shape[-1]]
-    attended = attended.view(*query.shape[:-1], value.shape[-1])
-    per_row = query.shape[0] * query.shape[2] * key.shape[2]
-    size = max(1, len(workspace.scores) // per_row)
-    for start in range(0, query.shape[3], size):
-        rows = slice(start, start + size)
-        part = _weighted(query[:, :, :, rows], key, value, bias[:, :, :, rows], scores, workspace)
-        attended[:, :, :, rows].copy_(part)
-    return attended[:, 0]
-
-
-def _weighted(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor,
-    scores: _Scores,
-    workspace: _ScoreWorkspace,
-) -> Tensor:
-    """Return values weighted by softmax(scale · query · keyᵀ + bias), in the workspace.
-
-    `query` is [heads of keys, sequences, sharing, rows, head_dim], `key` and `value` are [heads of
-    keys, sequences, keys, head_dim]; `bias` is broadcast.
-    """
-    heads, sequences, sharing, rows, _ = query.shape
-    shape = heads, sequences, sharing * rows, key.shape[2]
-
-    def view(buffer: Tensor, *sizes: int) -> Tensor:
-        return buffer[: math.prod(sizes)].view(sizes)
-
-    packed = view(workspace.queries, *shape[:3], query.shape[-1])
-    packed.view(query.shape).copy_(query)
-    weights, exact = view(workspace.weights, *shape), view(workspace.scores, *shape)
-    for head in range(heads):
-        torch.bmm(packed[head], key[head].transpose(1, 2), out=weights[head])
-    exact.copy_(weights).mul_(scores.scale)
-    if scores.softcap is not None:
-        exact.div_(scores.softcap).tanh_().mul_(scores.softcap)
-    exact = exact.view(heads, sequences, sharing, rows, -1).add_(bias)
-    most, total, sink = (view(part, *query.shape[:4], 1) for part in workspace.rows)
-    torch.amax(exact, dim=-1, keepdim=True, out=most)
-    if scores.sinks is not None:
-        sinks = scores.sinks.view(heads, 1, sharing, 1, 1)
-        torch.maximum(most, sinks, out=most)
-        torch.sub(sinks, most, out=sink).exp_()
-    torch.sum(exact.sub_(most).exp_(), dim=-1, keepdim=True, out=total)
-    if scores.sinks is not None:
-        total.add_(sink)
-    weights.copy_(exact.div_(total).view(shape))
-    attended = view(workspace.queries, *shape[:3], value.shape[-1])  # they have been read
-    for head in range(heads):
-        torch.bmm(weights[head], value[head], out=attended[head])
-    return attended.view(*query.shape[:4], value.shape[-1])
 
 
 def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) -> Tensor:
@@ -412,7 +385,7 @@ def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) ->
 
 
 def _is_causal(mask: Any) -> bool:
-    """Return True if a mask function, and all in its closure that it is made of, are causal."""
+    """Return True if a mask function, and all functions in its closure, are causal."""
     name = mask.__qualname__.partition(".")[0]
     if mask.__module__ != masking_utils.__name__ or name not in _CAUSAL_MASKS:
         return False

@@ -66,7 +66,7 @@ class QueryTile(NamedTuple):
 
 
 class SequenceGroup(NamedTuple):
-    """Sequences that are computed together, with the same number of `pages` each.
+    """Sequences of one attention call, with the same number of `pages` each.
 
     Their block tables begin at `offset` in the step's list of pages. Several sequences have one
     query each, in one tile.
@@ -79,7 +79,7 @@ class SequenceGroup(NamedTuple):
 
 
 class PagedStep:
-    """The chunks of one step, as attention needs them.
+    """The chunks of a step, arranged for attention.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class PagedStep:
 
     @classmethod
     def of_size(cls, size: StepSize, cache: PagedCache) -> PagedStep:
-        """Make a step of a size that computes padding alone, with one tile of attention."""
+        """Make a step of a size that computes padding alone, with a single tile."""
         capacity = cache.capacity
         pages = [cache.scratch_page] * -(-size.tokens // capacity.page_tokens)
         step = cls([Chunk(0, [0] * size.tokens, 0, pages, row=())], cache)
@@ -293,7 +293,7 @@ class PagedModel:
         draw_in_every_way(logits)
 
     def warm_up(self, warm_up: WarmUp = "every") -> None:
-        """Run the first step and those of other sizes: what can fail fails now."""
+        """Run the first step and those of other sizes, so that failures come now."""
         self.start()
         for size in self.cache.capacity.warm_up_steps(warm_up, self._reserved_bytes):
             self.try_out(size)
@@ -344,7 +344,7 @@ class PagedModel:
 
 @contextmanager
 def reading_pages(model: PreTrainedModel) -> Iterator[None]:
-    """Turn what a model's code raises that reads its mask, of which there is none, into ModelError.
+    """Turn errors of a model's code that reads its mask into ModelError: there is no mask.
 
     Errors of memory and of lost GPUs stay.
     """

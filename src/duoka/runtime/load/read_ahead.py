@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ def _split(source: Source, most_bytes: int) -> Iterator[Stretch]:
             offset += (stop - start) * inner
 
 
-def read_ahead(order: Sequence[Stretch], *, pinned: bool) -> Iterator[StretchBuffer]:
+def read_ahead(order: Sequence[Stretch], *, pinned: bool) -> Generator[StretchBuffer]:
     """Yield the stretches one after another while those that follow are read.
 
     Close the generator where it isn't used up. A buffer is filled again after its `wait`.
