@@ -1,4 +1,4 @@
-"""Load a plan, spread a model: the front doors to what runs."""
+"""Load a plan, dispatch a model, load a tokenizer."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def load_proved(
     lora: LoraAdapter | None = None,
     outputs_stay: bool = False,
 ) -> PreTrainedModel:
-    """Load what `prove_here` has returned; see `load`."""
+    """Load a plan that `prove_here` has proved; see `load`."""
     devices.materialise(plan.fleet)
     try_copies(map(torch.device, plan.devices))  # before memory is taken there
     say("reading the weights")
@@ -119,12 +119,12 @@ def load_proved(
 def prove_here(
     plan: Plan, *, trust_remote_code: bool = False, download_progress: Progress | None = None
 ) -> tuple[Plan, Checkpoint]:
-    """Prove a plan on the GPUs that are here now, and have its weights on this machine.
+    """Prove a plan on the current GPUs and download its weights.
 
     Raises
     ------
     DuokaError
-        As `load` does, before a weight is read.
+        As for `load`, before a weight is read.
     """
     _refuse_unloadable(plan)
     checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
@@ -147,7 +147,7 @@ def prove_here(
 
 
 def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> PreTrainedModel:
-    """The model with its weights where the plan says."""
+    """Return the model with its weights on the planned devices."""
     model = build_model(checkpoint, plan.workload)
     dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
@@ -167,7 +167,7 @@ def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> Pr
 
 
 def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter:
-    """Read an adapter that is to be added to the weights of a plan."""
+    """Read a LoRA adapter for the weights of a plan."""
     if plan.workload.quantize != "none" or plan.offloaded:
         raise UsageError(
             "an adapter is added to weights in full, and the plan quantizes or offloads them",
@@ -177,7 +177,7 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
 
 
 def _refuse_unloadable(plan: Plan) -> None:
-    """Refuse a plan that nothing is loaded for."""
+    """Refuse a plan for which nothing can be loaded."""
     if not plan.source:
         raise CheckpointError(
             "the plan was made for a model that was given as an object; there is nothing to load",
@@ -186,7 +186,7 @@ def _refuse_unloadable(plan: Plan) -> None:
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Say so when a plan differs in one thing: that the checkpoint's own code may run."""
+    """Raise if the only difference from the plan is trust in the checkpoint's code."""
     if plan.fingerprint == checkpoint.fingerprint or checkpoint.trust_remote_code:
         return
     trusted = Checkpoint.open(plan.source, trust_remote_code=True)

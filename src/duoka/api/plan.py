@@ -1,7 +1,6 @@
-"""The front door to plans: of one model, and of copies of it.
+"""Implementation of `duoka.plan` and `duoka.plan_replicas`.
 
-What needs torch is imported where a model must be traced; a model that was planned before needs
-none of it to be planned again.
+torch is imported only if a model must be traced; a cached profile needs none of it.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ def plan_replicas(
 
 
 def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
-    """The profile of a checkpoint: from the cache, or traced and kept there."""
+    """Return the profile of a checkpoint, from the cache or by tracing it."""
     profile = find_profile(checkpoint.fingerprint, workload_for(checkpoint, workload))
     if profile is not None:
         return profile
@@ -181,7 +180,7 @@ def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
 
 
 def _form(workload: Workload) -> str:
-    """In which form a model is traced, where it isn't its own."""
+    """Return the form in which a model is traced if it is not its own."""
     forms = [f"weights in {workload.quantize}"] if workload.quantize != "none" else []
     forms += [f"{workload.cache} cache"] if workload.cache != "dynamic" else []
     training = " in training" if workload.training is not None else ""
@@ -189,7 +188,7 @@ def _form(workload: Workload) -> str:
 
 
 def format_table(plan: Plan) -> str:
-    """The table that ``duoka plan`` prints, for ``print(plan)``."""
+    """Return the table that ``duoka plan`` prints, for ``print(plan)``."""
     from duoka.report.terminal.plan import plan_text
 
     return plan_text(plan)
@@ -205,7 +204,7 @@ def _opened(model: str | os.PathLike[str] | Checkpoint, *, trust: bool = False) 
 
 
 def _is_module(model: object) -> TypeIs[nn.Module]:
-    """Whether it is a module; there is none where torch isn't imported."""
+    """Return True for a torch module, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 
@@ -213,7 +212,7 @@ def _is_module(model: object) -> TypeIs[nn.Module]:
 def _plan_module(
     model: nn.Module, problem: PlanProblem, inputs: Inputs | None, *, suggest: bool
 ) -> Plan:
-    """The plan of a model that was given as an object."""
+    """Plan a model object."""
     from duoka.tracing.get_profile import profile_module
 
     if problem.workload.quantize != "none":
