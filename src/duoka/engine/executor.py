@@ -71,10 +71,10 @@ class Executor(Protocol):
         """Let `wait` return. From any thread."""
 
     def forget(self, sequence: int) -> None:
-        """Free the state of a sequence that has ended."""
+        """Free the state of an ended sequence."""
 
     def busy_seconds(self) -> dict[str, float]:
-        """Return the seconds that each device has computed, where they are known."""
+        """Return the computing seconds of each device, where they are known."""
 
     def peaks(self) -> list[PeakBytes]:
         """Return the peaks of the devices' memory, known when the executor is closed."""
@@ -127,7 +127,7 @@ class InlineExecutor:
         self._busy_seconds = 0.0
 
     def start(self) -> None:
-        """See `Executor`: cuBLAS allocates a workspace for each thread that computes."""
+        """See `Executor`: cuBLAS allocates a workspace for each computing thread."""
         self._model = self._open()
         self._opened.callback(self._model.close)
         self.is_paged = isinstance(self._model, PagedModel)
@@ -200,7 +200,7 @@ class InlineExecutor:
         self._opened.close()
 
     def _compute_one(self, chunk: Chunk) -> Outcome:
-        """Compute a chunk that is neither computed with others nor again."""
+        """Compute a chunk by itself; it is never computed again."""
         try:
             (outcome,) = outcomes_of(EngineStep(0, [chunk]), self.run([chunk]))
         except Exception as error:

@@ -79,7 +79,7 @@ class PagePool:
         return [self._fresh() for _ in range(number)]
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """Release the pages of a sequence that has ended."""
+        """Release the pages of an ended sequence."""
         for page in reversed(
             list(pages)
         ):  # a prefix is the likeliest to be shared again: it goes last
@@ -111,7 +111,7 @@ class PagePool:
             self._numbers[page] = content
 
     def _shared(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Yield the pages that hold the beginning of `tokens`."""
+        """Yield the shared pages of the beginning of `tokens`."""
         content, size = _NOTHING, self.page_tokens
         for start in range(0, len(tokens) - size + 1, size):
             key = content, tuple(tokens[start : start + size])

@@ -110,13 +110,12 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
 
-    params = [row.params for row in rows]
     return draw(
         logits,
-        temperatures=column([each.temperature or 1.0 for each in params]),
-        top_k=column([each.top_k or logits.shape[-1] for each in params]),
-        top_p=column([each.top_p for each in params]),
-        min_p=column([each.min_p for each in params]),
+        temperatures=column([row.params.temperature or 1.0 for row in rows]),
+        top_k=column([row.params.top_k or logits.shape[-1] for row in rows]),
+        top_p=column([row.params.top_p for row in rows]),
+        min_p=column([row.params.min_p for row in rows]),
         numbers=column([_uniform(row.seed, row.place) for row in rows]),
     )
 
@@ -129,15 +128,15 @@ def _uniform(seed: int, place: int) -> float:
 def _choices(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
     """Make the outcomes of tokens, with log-probabilities where they are requested."""
     ids: list[int] = tokens.tolist()
-    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     choices = [TokenChoice(token=token) for token in ids]
-    if not wanted:
+    if not reported:
         return choices
-    chosen, best_values, best_ids = (part.tolist() for part in log_probabilities(raw, tokens))
-    for index in wanted:
+    logprobs, best_values, best_ids = (part.tolist() for part in log_probabilities(raw, tokens))
+    for index in reported:
         number = rows[index].params.logprobs or 0
         pairs = zip(best_ids[index][:number], best_values[index][:number], strict=True)
         choices[index] = TokenChoice(
-            token=ids[index], logprob=chosen[index][0], top_logprobs=tuple(pairs)
+            token=ids[index], logprob=logprobs[index][0], top_logprobs=tuple(pairs)
         )
     return choices

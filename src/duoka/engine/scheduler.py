@@ -71,7 +71,7 @@ class Scheduler:
         """By number, the oldest first."""
 
     def refuse_unfit(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Raise UsageError for a request that exceeds the memory of one sequence."""
+        """Raise UsageError for a request beyond the memory of a sequence."""
         tokens, limit = prompt_tokens + new_tokens, self.most_tokens
         if tokens > limit:
             raise UsageError(
@@ -82,7 +82,7 @@ class Scheduler:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens of one sequence that fit."""
+        """The most tokens of a sequence."""
         return min(self.capacity.context_tokens, self.capacity.pages * self.capacity.page_tokens)
 
     def add(self, sequence: Sequence) -> None:
@@ -93,16 +93,18 @@ class Scheduler:
         """Choose the chunks to compute next, beside those in flight; none if there is no work."""
         self._end_cancelled()
         self._admit()
-        wanted = [sequence for sequence in self.running.values() if not sequence.is_cancelled]
-        decoding = [sequence for sequence in wanted if sequence.is_decoding]
+        sequences = [sequence for sequence in self.running.values() if not sequence.is_cancelled]
+        decoding = [sequence for sequence in sequences if sequence.is_decoding]
         ready = [sequence for sequence in decoding if sequence.num_left]
+        # The size of a decode micro-batch. With 5 decoding sequences and 2 steps in flight a step
+        # takes 3 of those that no other step has; undivided, it waits until no step has any.
         share = -(-len(decoding) // self._num_steps)
         if not self._is_grouped(len(decoding)):
             share = 0 if len(ready) < len(decoding) else len(ready)
         # The oldest first; the youngest may be preempted for it.
         chunks = [self._schedule(each, 1) for each in ready[:share] if self._has_pages(each)]
         token_budget = self._prompt_tokens(len(chunks))
-        for sequence in wanted:
+        for sequence in sequences:
             is_prefilling = sequence.number in self.running and not sequence.is_decoding
             number = sequence.num_left if is_prefilling else 0
             is_cut = number > token_budget and self.capacity.whole_prompts
@@ -112,7 +114,7 @@ class Scheduler:
         return chunks
 
     def schedule_again(self, chunks: Items[Chunk]) -> list[Chunk]:
-        """Return chunks of a failed step as they are now, those that are still wanted."""
+        """Take the chunks of a failed step again, without those of ended sequences."""
         renewed = []
         for chunk in chunks:
             sequence = self._current(chunk)
@@ -135,7 +137,7 @@ class Scheduler:
         )
 
     def _current(self, chunk: Chunk) -> Sequence | None:
-        """Return the sequence of a chunk if it is wanted, and all before it has been computed."""
+        """Return the sequence of a chunk if it runs, and all earlier tokens have been computed."""
         sequence = self.running.get(chunk.sequence)
         return sequence if sequence is not None and chunk.start == sequence.computed else None
 
@@ -217,11 +219,11 @@ class Scheduler:
             sequence = self.waiting[0]
             if self._can_share_soon(sequence):
                 return
-            taken = self.pool.take(sequence.tokens, sequence.num_tokens, spare=len(self.running))
-            if taken is None:
+            pages = self.pool.take(sequence.tokens, sequence.num_tokens, spare=len(self.running))
+            if pages is None:
                 return
             self.waiting.popleft()
-            sequence.pages, sequence.computed = taken
+            sequence.pages, sequence.computed = pages
             sequence.scheduled = sequence.computed
             if not sequence.is_preempted:  # a preempted one may find its own pages
                 sequence.shared_tokens = sequence.computed

@@ -81,7 +81,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """The number of tokens that no step has taken yet."""
+        """The number of tokens not yet taken by a step."""
         return self.num_tokens - self.scheduled
 
     @property

@@ -202,6 +202,9 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+# Of a tensor [4, 6], whose strides are (6, 1), a view at offset 8 = 1 · 6 + 2 · 1 starts at [1, 2].
+# A dimension of extent 3 and stride 6 runs along axis 0, so the view's box begins with 1:4. A stride
+# that no axis has (2, of every other column), or an extent beyond the axis, is no box.
 def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
     """Read off which box of a tensor a view shows, and which of its axes each dimension is.
 

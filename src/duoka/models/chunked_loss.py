@@ -243,6 +243,7 @@ def _loss(
         return None
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
         return None
+    # Gradients of the head are summed up over chunks, so its parameters are inputs of the function.
     trained = [p for p in logits.recipe.source.head.parameters() if p.requires_grad]
     loss: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
         logits.recipe, ignore_index, target, logits.hidden, *trained

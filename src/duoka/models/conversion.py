@@ -227,6 +227,8 @@ def _describe(
             for name, value in converted.items()
         }
 
+    # The conversion runs once, on tensors without data: an error there is the checkpoint's; results
+    # that boxes can't describe are converted again when the tensors are loaded.
     tracer = CopyTracer(sources)
     try:
         with tracer:

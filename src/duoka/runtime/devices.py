@@ -62,8 +62,8 @@ def _parse(name: str) -> tuple[str, int]:
 def _refuse_absent(index: int) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
-        seen = f"it sees {count}" if count else "it sees no CUDA GPU"
-        raise FleetError(f"cuda:{index} is not there for torch: {seen}", hint=_NO_CUDA)
+        gpus = f"it sees {count}" if count else "it sees no CUDA GPU"
+        raise FleetError(f"cuda:{index} is not there for torch: {gpus}", hint=_NO_CUDA)
 
 
 def _refuse_other(device: Device, index: int) -> None:
@@ -74,13 +74,13 @@ def _refuse_other(device: Device, index: int) -> None:
     if device.uuid.lower().startswith("mig-"):
         # torch may report the UUID of the whole GPU; the driver reports that of the instance.
         visible = cuda_driver.visible_uuids()
-        seen = f"MIG-{visible[index]}" if index < len(visible) else ""
+        uuid_here = f"MIG-{visible[index]}" if index < len(visible) else ""
     else:
-        seen = f"GPU-{properties.uuid}"
-    if seen.lower() != device.uuid.lower():
+        uuid_here = f"GPU-{properties.uuid}"
+    if uuid_here.lower() != device.uuid.lower():
         raise FleetError(
             f"{device.name} is another GPU for torch than the fleet says: torch sees "
-            f"{properties.name} ({seen}), the fleet has {device.product} ({device.uuid})",
+            f"{properties.name} ({uuid_here}), the fleet has {device.product} ({device.uuid})",
             hint="detect the GPUs again, in the process that uses them; CUDA_VISIBLE_DEVICES must "
             "not change after CUDA has started",
         )

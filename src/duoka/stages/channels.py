@@ -31,12 +31,12 @@ class TensorMessage(NamedTuple):
 
     @property
     def sender(self) -> int:
-        """The stage that sends the tensor."""
+        """The sending stage."""
         return self.target if self.is_gradient else self.source
 
     @property
     def receiver(self) -> int:
-        """The stage that receives the tensor."""
+        """The receiving stage."""
         return self.source if self.is_gradient else self.target
 
 
@@ -51,7 +51,7 @@ class Channel(Protocol):
 
 
 class LocalChannel:
-    """A channel between stages of one process, each on its device."""
+    """A channel between stages in this process, each on its device."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
@@ -119,6 +119,6 @@ class ProcessChannel:
 
 
 def _tag(message: TensorMessage) -> int:
-    """Return a number that no other message of a step has."""
+    """Return a number that identifies a message within a step."""
     place = message.micro_batch * _MOST_TRANSFERS + message.transfer
     return 2 * place + message.is_gradient

@@ -1,4 +1,4 @@
-"""Running micro-batches through stages: all of them in one process, or those of this one."""
+"""Running micro-batches through the stages of a process: all of them, or some."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from duoka.runtime.dispatch.place_tensors import devices_by_name
 
 
 class PlacedBlock(NamedTuple):
-    """A module that is called on one device; a container holds blocks, and has its first one's."""
+    """A module with a device; a container of blocks has the device of its first block."""
 
     name: str
     device: str
@@ -76,7 +76,7 @@ class BlockInterceptor:
         if block.is_container:
             return decider.call(block, forward, args, kwargs)
 
-        def alone(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             # Calls inside of a block are not intercepted.
             self._decider = None
             try:
@@ -84,4 +84,4 @@ class BlockInterceptor:
             finally:
                 self._decider = decider
 
-        return decider.call(block, alone, args, kwargs)
+        return decider.call(block, run, args, kwargs)

@@ -115,6 +115,9 @@ class StageMicroBatch:
         if index >= len(calls) or calls[index].block != block.name:
             raise _other_course(block)
         call = calls[index]
+        # Every process makes all calls of the route. Each tensor among the arguments is paired with
+        # its planned arrival: a number of a transfer is sent by the source's process, received by
+        # the target's, and passed over in any other; None is a tensor at home.
         arrivals = iter(call.arrivals)
 
         def passed(tensor: Tensor) -> Tensor:
@@ -149,7 +152,7 @@ class StageMicroBatch:
             return forward(*args, **kwargs)
 
     def _passed(self, number: int | None, tensor: Tensor) -> Tensor:
-        """Return an argument as a call gets it; send or receive it where it crosses stages."""
+        """Return an argument as a call gets it; send or receive the tensor where it crosses."""
         if number is None:
             return tensor
         transfer = self._route.transfers[number]

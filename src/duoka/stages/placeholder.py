@@ -32,7 +32,7 @@ class Placeholder(Tensor):
 
     @staticmethod
     def of(shape_only: Tensor, device: torch.device) -> Placeholder:
-        """Make a placeholder that reports a device."""
+        """Make a placeholder on a device."""
         wrapped: Placeholder = Tensor._make_wrapper_subclass(
             Placeholder,
             shape_only.shape,

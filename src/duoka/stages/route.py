@@ -128,7 +128,7 @@ class Route:
         )
 
     def last_calls(self) -> list[int]:
-        """Return for each stage the last call that it runs or sends a tensor to."""
+        """Return for each stage the last call to run, or to send a tensor to."""
         last = [0] * self.num_stages
         for index, call in enumerate(self.calls):
             last[call.stage] = index
@@ -164,7 +164,8 @@ class Routes:
     def __init__(self, routes: Mapping[tuple[int, ...], Route]) -> None:
         (self._numbers, self._first), *larger = routes.items()
         shapes = self._first.shapes()
-        # The slope of each size of each shape, by number.
+        # The slope of each size of each shape, by number. From runs with 10 and 14 tokens, and
+        # hidden states [1, 10, 64] and [1, 14, 64], the slopes by tokens are [0, 1, 0].
         self._slopes: list[list[list[int]]] = [[] for _ in shapes]
         for index, (numbers, route) in enumerate(larger):
             step = numbers[index] - self._numbers[index]
@@ -173,8 +174,10 @@ class Routes:
                     "what crosses between the model's blocks depends on how many tokens there are",
                     hint="this model can't run in stages; put it on one GPU",
                 )
-            for slopes, before, after in zip(self._slopes, shapes, route.shapes(), strict=True):
-                sizes = zip(before.sizes, after.sizes, strict=True)
+            for slopes, base, larger_shape in zip(
+                self._slopes, shapes, route.shapes(), strict=True
+            ):
+                sizes = zip(base.sizes, larger_shape.sizes, strict=True)
                 slopes.append([(to - at) // step for at, to in sizes])
         self._known: dict[tuple[int, ...], Route] = {}
 
@@ -253,7 +256,7 @@ class _Combined(Exception):
 
 
 class _Finder:
-    """Listens to a run, and tracks the stage that owns each tensor."""
+    """Listens to a run, and tracks the stage of each tensor."""
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
         self.calls: list[BlockCall | None] = []
@@ -272,7 +275,7 @@ class _Finder:
         self._crossed: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
 
     def route(self) -> Route:
-        """Return the route that was found."""
+        """Return the route."""
         calls = tuple(call for call in self.calls if call is not None)
         return Route(calls=calls, devices=tuple(self.devices), transfers=tuple(self.transfers))
 

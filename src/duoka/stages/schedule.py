@@ -104,17 +104,17 @@ class _Play:
         free_at = self._free_at[self._devices[stage]]
         forward = ScheduledPass(stage, self._forward[stage], False)
         if forward.micro_batch < self._number and not self._is_full(stage):
-            before = ScheduledPass(stage - 1, forward.micro_batch, False)
-            if stage == 0 or before in self._ended:
-                ready = self._ended.get(before, 0.0)
+            previous = ScheduledPass(stage - 1, forward.micro_batch, False)
+            if stage == 0 or previous in self._ended:
+                ready = self._ended.get(previous, 0.0)
                 yield max(free_at, ready), (not self._is_gpipe, forward.micro_batch), forward
         backward = ScheduledPass(stage, self._backward[stage], True)
         if backward.micro_batch < self._forward[stage]:
             is_last = stage == len(self._devices) - 1
-            after = backward._replace(stage=stage + 1, is_backward=not is_last)
-            after = ScheduledPass(stage, backward.micro_batch, False) if is_last else after
-            if after in self._ended:
-                begin = max(free_at, self._ended[after])
+            # Backward follows that of the next stage; in the last stage its own forward.
+            following = ScheduledPass(stage + (not is_last), backward.micro_batch, not is_last)
+            if following in self._ended:
+                begin = max(free_at, self._ended[following])
                 yield begin, (self._is_gpipe, backward.micro_batch), backward
 
     def _is_full(self, stage: int) -> bool:

@@ -1,4 +1,4 @@
-"""Channels between processes of one machine, through memory that all of them map.
+"""Channels between processes of a machine, through memory that all of them map.
 
 A tensor is copied to its place there, and a few bytes on a socket notify the receiver. (Over gloo a
 small tensor takes some ten times as long: its threads have to wake first.)
@@ -52,12 +52,12 @@ class SharedMemory:
         )
         rounded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
         # At its beginning each process has a line for its notes and its heartbeat.
-        first = -(-num_processes * _LINE_BYTES // _ALIGNMENT) * _ALIGNMENT
+        start = -(-num_processes * _LINE_BYTES // _ALIGNMENT) * _ALIGNMENT
         self._num_processes = num_processes
         self._num_steps = num_steps
-        self._offsets = list(accumulate(rounded, initial=first))
+        self._offsets = list(accumulate(rounded, initial=start))
         self.descriptor = os.memfd_create("duoka-stages")
-        os.ftruncate(self.descriptor, first + num_steps * (self._offsets[-1] - first))
+        os.ftruncate(self.descriptor, start + num_steps * (self._offsets[-1] - start))
         self._bytes = mmap.mmap(self.descriptor, 0)
 
     def __getstate__(self) -> dict[str, object]:
@@ -109,7 +109,7 @@ def connect(number: int) -> list[list[int]]:
 
 
 class SharedMemoryChannel:
-    """A channel between processes of one machine; see `channels.Channel`.
+    """A channel between processes of a machine; see `channels.Channel`.
 
     `waited_seconds` adds up the waiting for other processes.
 

@@ -79,7 +79,7 @@ class CachedModel(GenerateCaller):
         return torch.cat([self._run(chunk) for chunk in chunks])
 
     def forget(self, sequence: int) -> None:
-        """Free the cache of a sequence that has ended."""
+        """Free the cache of an ended sequence."""
         self._arguments.pop(sequence, None)
 
     def close(self) -> None:
@@ -89,10 +89,11 @@ class CachedModel(GenerateCaller):
     @torch.no_grad()
     def _mixes_sequences(self) -> bool:
         """Return True if another sequence changes the logits of a sequence (RecurrentGemma)."""
-        prompt, other = (Chunk(number, [number] * _TRIAL_TOKENS, 0, (), None) for number in (1, 2))
+        # Both runs decode a token of sequence 1; the second run reads sequence 2 in between.
+        prompt, second = (Chunk(number, [number] * _TRIAL_TOKENS, 0, (), None) for number in (1, 2))
         decoded = Chunk(prompt.sequence, [1], _TRIAL_TOKENS, (), None)
         logits = []
-        for chunks in ([prompt, decoded], [prompt, other, decoded]):
+        for chunks in ([prompt, decoded], [prompt, second, decoded]):
             logits.append([self._run(chunk) for chunk in chunks][-1])
             self._arguments.clear()
         return not self._agree(*logits)
@@ -122,9 +123,9 @@ class CachedModel(GenerateCaller):
         logits: Tensor = self.model._prefill(ids, settings, arguments).logits[:, -1].float()
         return logits
 
-    def _agree(self, logits: Tensor, others: Tensor) -> bool:
+    def _agree(self, logits: Tensor, expected: Tensor) -> bool:
         rounding = max(8 * torch.finfo(self.model.dtype).eps, 1e-3)
-        return bool((logits - others).norm() <= rounding * logits.norm())
+        return bool((logits - expected).norm() <= rounding * logits.norm())
 
     def _run(self, chunk: Chunk) -> Tensor:
         model = self.model
@@ -151,7 +152,7 @@ class CachedModel(GenerateCaller):
         return logits.to(copy=True, dtype=torch.float32)  # a view would keep those of all tokens
 
     def _first_arguments(self, chunk: Chunk, ids: Tensor) -> dict[str, Any]:
-        """Make the arguments that `generate` has before its first call."""
+        """Make the arguments of `generate`'s first call."""
         model, mask = self.model, torch.ones_like(ids)
         arguments: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
         if self._is_pair:

@@ -213,6 +213,7 @@ def _split_in_passes(
             f"passes of {sizes[0]}",
             hint="give images of one size, or leave out the vision batch",
         )
+    # Images of 4, 6 and 2 patches in passes of 2 images: image_ends 0, 2, 3; row_ends 0, 10, 12.
     image_ends = list(accumulate(sizes, initial=0))
     row_ends = [sum(rows[:end]) for end in image_ends]
     return [
@@ -223,11 +224,10 @@ def _split_in_passes(
 
 def _joined(outputs: Sequence[Any]) -> Any:
     """Join the outputs of all passes along the images."""
-    one = outputs[0]
     if len(outputs) == 1:
-        return one
-    parts = {name: _join_parts([output[name] for output in outputs], name) for name in one}
-    return type(one)(**parts)
+        return outputs[0]
+    parts = {name: _join_parts([each[name] for each in outputs], name) for name in outputs[0]}
+    return type(outputs[0])(**parts)
 
 
 def _join_parts(parts: Sequence[Any], name: str) -> Any:

@@ -95,10 +95,10 @@ class PagedStep:
         self.offsets = np.cumsum([0, *lengths])  # cu_seqlens
         number = int(self.offsets[-1])
         ends = dict(zip(order, self.offsets[1:].tolist(), strict=True))
-        wanted = [ends[at] - 1 for at, chunk in enumerate(chunks) if chunk.row is not None]
+        rows = [ends[at] - 1 for at, chunk in enumerate(chunks) if chunk.row is not None]
         capacity = cache.capacity
         self.num_tokens = capacity.tokens(number)
-        self.last_rows = wanted + [0] * (capacity.logits(len(wanted)) - len(wanted))
+        self.last_rows = rows + [0] * (capacity.logits(len(rows)) - len(rows))
         self.windows: dict[int, int] = {}  # by layer that has called attention
         self._groups: dict[int, list[SequenceGroup]] = {}
         self._chunk_of = np.repeat(np.arange(len(lengths)), lengths)  # by token
@@ -215,6 +215,10 @@ class PagedStep:
         self._groups[window] = groups
         return np.concatenate(tables)
 
+    # Decoding sequences of similar length are computed together: their queries are one tile, their
+    # pages one table, padded to the longest. With lengths of 7, 7, 7, 8 and 20 pages the first four
+    # form a group of 4 × 8 pages; 20 exceeds 7 by more than `_PADDING`. A group has a power of two
+    # of sequences: seven are padded to eight with scratch pages, five are cut to four.
     def _runs(self, lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield runs of chunks that form a group: one new token each, and about equally long."""
         capacity, start = self.cache.capacity, 0

@@ -32,7 +32,7 @@ _TEMPERATURE, _TOP_P = 0.8, 0.8
 
 
 class Stepper(GenerateCaller):
-    """One run of a model: a batch of sequences over one cache.
+    """A run of a model: a batch of sequences over a cache.
 
     The tokens of an encoder with a decoder are the encoder's in the first step; the decoder begins
     with one. Several sequences come with padding on the left, as prompts of different lengths have
@@ -163,7 +163,7 @@ class Stepper(GenerateCaller):
         self._call(self.past + inputs["input_ids"].shape[1], arguments)
 
     def lengthen(self, tokens: int) -> None:
-        """Append tokens of any content to the cache without computing them one by one.
+        """Append tokens of any content to the cache, without computing each.
 
         A plain cache grows at once; a cache with a layout of its own is filled in a few steps.
         """

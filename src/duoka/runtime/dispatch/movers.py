@@ -87,6 +87,8 @@ class Memory:
             return None
         return copy
 
+    # An entry must never keep its source alive, nor outlive it: another tensor may get the id of a
+    # freed one. So an entry has a weak reference whose callback removes the entry.
     def add(self, tensor: Tensor, copy: Tensor) -> Tensor:
         """Remember a copy, which is returned, as long as its source lives."""
         key, entries = id(tensor), self.moved

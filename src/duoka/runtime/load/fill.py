@@ -85,6 +85,9 @@ class Filler:
                 buffer.wait = _copies_done(gpus)
                 self._report(stretch.num_bytes)
 
+    # A stretch and a piece are boxes of the same source. Their intersection, taken from the stretch
+    # at its own origin, goes to the matching part of the piece's target: rows 40 to 80 of an expert
+    # in a stretch of rows 60 to 100 are rows 60 to 80 there, which are rows 0 to 20 of the stretch.
     def _put_pieces(self, pieces: Iterable[TensorCopy], box: Box, tensor: Tensor) -> None:
         """Copy a box of a source into its place in each of the source's pieces."""
         for piece in pieces:
