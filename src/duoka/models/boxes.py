@@ -65,15 +65,15 @@ class TensorCopy:
     def within(self, box: Box) -> TensorCopy | None:
         """Return the part of the copy whose source lies in a box; None where there is none."""
         common = intersect(self.source_box, box)
-        if common is None or common == self.source_box:
-            return None if common is None else self
-        ends = []
+        if common is None:
+            return None
+        target_box = []
         for axis, (start, stop) in zip(self.axes, self.target_box, strict=True):
             if axis is not None:
                 start += common[axis][0] - self.source_box[axis][0]
                 stop = start + common[axis][1] - common[axis][0]
-            ends.append((start, stop))
-        return replace(self, source_box=common, target_box=tuple(ends))
+            target_box.append((start, stop))
+        return replace(self, source_box=common, target_box=tuple(target_box))
 
 
 def whole_box(shape: Iterable[int]) -> Box:
@@ -203,8 +203,8 @@ def _storage(tensor: Tensor) -> int:
 
 
 # Of a tensor [4, 6], whose strides are (6, 1), a view at offset 8 = 1 · 6 + 2 · 1 starts at [1, 2].
-# A dimension of extent 3 and stride 6 runs along axis 0, so the view's box begins with 1:4. A stride
-# that no axis has (2, of every other column), or an extent beyond the axis, is no box.
+# A dimension of extent 3 and stride 6 runs along axis 0, so the view's box begins with 1:4. There is
+# no box for a stride that no axis has (2, of every other column), or an extent beyond its axis.
 def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
     """Read off which box of a tensor a view shows, and which of its axes each dimension is.
 

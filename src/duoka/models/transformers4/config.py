@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
-# The defaults of 4.x. Since 5.0 what is about generation is in GenerationConfig alone, and what is
-# about encoders and decoders, special tokens and pruning only where a model has it.
+# The defaults of 4.x. Since 5.0 those of generation are in GenerationConfig alone, and those of
+# encoders and decoders, special tokens and pruning only where a model has them.
 _DEFAULTS: dict[str, Any] = {
-    "max_length": 20,
-    "min_length": 0,
-    "do_sample": False,
-    "early_stopping": False,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "repetition_penalty": 1.0,
-    "length_penalty": 1.0,
-    "output_scores": False,
-    "return_dict_in_generate": False,
+    **GenerationConfig._get_default_generation_params(),
     "is_decoder": False,
     "add_cross_attention": False,
     "cross_attention_hidden_size": None,
@@ -30,7 +18,6 @@ _DEFAULTS: dict[str, Any] = {
     "pruned_heads": {},
     "torchscript": False,
     "use_bfloat16": False,
-    "use_cache": True,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,

@@ -126,8 +126,8 @@ class Streamer:
                 "a module whose weights are streamed calls another one",
                 hint="offload only modules that run one after another",
             )
-        # Of A, B, C, … in two buffers: when B is called, its weights are in buffer 1 already, or are
-        # copied now; C's copy into buffer 0 waits on the device for the work of A.
+        # Of A, B, C, … in two buffers: when B is called, its weights are in buffer 1 already, or
+        # are copied now; C's copy into buffer 0 waits on the device for the work of A.
         self._running.append(index)
         try:
             self._fetch(lane, index)
