@@ -102,7 +102,9 @@ class Scheduler:
         if not self._is_grouped(len(decoding)):
             share = 0 if len(ready) < len(decoding) else len(ready)
         # The oldest first; the youngest may be preempted for it.
-        chunks = [self._schedule(each, 1) for each in ready[:share] if self._has_pages(each)]
+        chunks = [
+            self._schedule(sequence, 1) for sequence in ready[:share] if self._has_pages(sequence)
+        ]
         token_budget = self._prompt_tokens(len(chunks))
         for sequence in sequences:
             is_prefilling = sequence.number in self.running and not sequence.is_decoding

@@ -86,11 +86,11 @@ def as_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in box)
 
 
-def intersect(box: Box, others: Box) -> Box | None:
+def intersect(box: Box, bounds: Box) -> Box | None:
     """Return the elements that two boxes have in common; None where there are none."""
     common = tuple(
-        (max(start, other_start), min(stop, other_stop))
-        for (start, stop), (other_start, other_stop) in zip(box, others, strict=True)
+        (max(start, lower), min(stop, upper))
+        for (start, stop), (lower, upper) in zip(box, bounds, strict=True)
     )
     return None if any(start >= stop for start, stop in common) else common
 
@@ -132,7 +132,7 @@ class CopyTracer(TorchFunctionMode):
         if name in ("cat", "stack"):
             operands = args[0] if args else (kwargs or {})["tensors"]
             dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
-            extents = [1 if name == "stack" else each.shape[dim] for each in operands]
+            extents = [1 if name == "stack" else operand.shape[dim] for operand in operands]
             views = result.split(extents, dim)
             if name == "stack":
                 views = [view.squeeze(dim) for view in views]
@@ -141,15 +141,15 @@ class CopyTracer(TorchFunctionMode):
             self._note(result, [(result, args[0])])
         return result
 
-    def _note(self, made: Tensor, views: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def _note(self, result: Tensor, views: Iterable[tuple[Tensor, Tensor]]) -> None:
         fillings = []
         for view, operand in views:
             if not operand.numel():
                 continue
-            box, axes = _box_of(view, made)
+            box, axes = _box_of(view, result)
             dims = {axis: dim for dim, axis in enumerate(axes) if axis is not None}
             fillings.append(_Filling(box, operand, dims))
-        self._origins[_storage(made)] = made, fillings
+        self._origins[_storage(result)] = result, fillings
 
     def copies(self, value: Tensor) -> Iterator[TensorCopy]:
         """Yield the copies from sources that together make a result."""
@@ -202,9 +202,9 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-# Of a tensor [4, 6], whose strides are (6, 1), a view at offset 8 = 1 · 6 + 2 · 1 starts at [1, 2].
-# A dimension of extent 3 and stride 6 runs along axis 0, so the view's box begins with 1:4. There is
-# no box for a stride that no axis has (2, of every other column), or an extent beyond its axis.
+# Of a tensor [4, 6], with strides (6, 1), a view at offset 8 = 1 · 6 + 2 · 1 starts at [1, 2].
+# A dimension of extent 3 and stride 6 runs along axis 0, so the view's box begins with 1:4. There
+# is no box for a stride that no axis has (2, of every other column), or an extent beyond its axis.
 def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
     """Read off which box of a tensor a view shows, and which of its axes each dimension is.
 

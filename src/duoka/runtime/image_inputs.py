@@ -203,10 +203,10 @@ def _processor_class(config: Any) -> Any:
     for kind in kinds:
         backends = _IMAGE_PROCESSORS.get(kind) or {}
         for name in ("pil", "torchvision"):
-            found = getattr(transformers, backends.get(name) or "", None)
+            processor_class = getattr(transformers, backends.get(name) or "", None)
             # Where its libraries are missing, transformers has a dummy.
-            if found is not None and not getattr(found, "is_dummy", False):
-                return found
+            if processor_class is not None and not getattr(processor_class, "is_dummy", False):
+                return processor_class
     return None
 
 

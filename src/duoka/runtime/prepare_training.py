@@ -77,7 +77,8 @@ def _leaves(loss: torch.Tensor) -> set[int]:
     nodes: list[Any] = [loss.grad_fn]
     visited = set(nodes)
     for node in nodes:  # the list grows
-        following = {each for each, _ in getattr(node, "next_functions", ())} - visited - {None}
+        successors = {function for function, _ in getattr(node, "next_functions", ())}
+        following = successors - visited - {None}
         visited |= following
         nodes += following
     return {id(node.variable) for node in nodes if type(node).__name__ == _LEAF}

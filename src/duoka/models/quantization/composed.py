@@ -136,11 +136,6 @@ def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
         return torch.empty_like(tensor, device=device)
     names, context = cast(Any, tensor).__tensor_flatten__()
     inner = {name: empty_on(getattr(tensor, name), device) for name in names}
-    return rebuilt(tensor, inner, context)
-
-
-def rebuilt(tensor: Tensor, inner: dict[str, Tensor], context: Any) -> Tensor:
-    """Make a tensor of the same class and shape from other parts."""
     unflatten = cast(Any, type(tensor)).__tensor_unflatten__
     result: Tensor = unflatten(inner, context, tensor.size(), tensor.stride())
     return result

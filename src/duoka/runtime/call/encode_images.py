@@ -138,8 +138,8 @@ class ImageReader:
         pictures = {k: tensor for k, tensor in self._passes.pop(0).items() if k in accepted}
         output = owner.get_image_features(**pictures, return_dict=True)
         del pictures
-        kept = {name: part for name, part in output.items() if name not in _DROPPED}
-        output = type(output)(**kept)
+        parts = {name: part for name, part in output.items() if name not in _DROPPED}
+        output = type(output)(**parts)
         self._outputs.append(mapped(output, partial(bring, device=self._device)))
 
     def finish(self) -> None:
@@ -226,7 +226,7 @@ def _joined(outputs: Sequence[Any]) -> Any:
     """Join the outputs of all passes along the images."""
     if len(outputs) == 1:
         return outputs[0]
-    parts = {name: _join_parts([each[name] for each in outputs], name) for name in outputs[0]}
+    parts = {name: _join_parts([output[name] for output in outputs], name) for name in outputs[0]}
     return type(outputs[0])(**parts)
 
 

@@ -199,9 +199,7 @@ def attend(
     is_masked = attention_mask is not None and attention_mask.numel() > 0
     if step is None or step_table is None or is_masked or not is_causal:
         raise ModelError(f"{type(module).__name__} has a mask of its own, or looks ahead")
-    for name in options.keys() - _CHANGES_NOTHING:
-        if isinstance(options[name], Tensor) or options[name]:  # not False, 0.0 or None
-            raise ModelError(f"{type(module).__name__} gives its attention an unknown {name!r}")
+    _refuse_unknown(module, options)
     # Some models state their window in their mask alone.
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
     step.enter(module.layer_idx, window)
@@ -220,27 +218,26 @@ def attend(
     # [tokens, heads of keys, queries that share one, head_dim]
     heads = key.shape[1], query.shape[1] // key.shape[1]
     output = query.new_zeros(query.shape[2], *heads, value.shape[-1])
-    layer = _Layer(
-        query=query[0].unflatten(0, heads),
-        table=step_table,
-        positions=positions,
-        window=window,
-        scale=head_dim**-0.5 if scaling is None else scaling,
-        softcap=softcap,
-        sinks=sinks,
-        bias=bias,
-        hidden=hidden,
-        workspace=workspace,
-    )
+    scale = head_dim**-0.5 if scaling is None else scaling
+    masks, scoring = (bias, hidden), (scale, softcap, sinks)
+    query = query[0].unflatten(0, heads)
+    layer = _Layer(query, step_table, positions, window, *scoring, *masks, workspace)
     for group in step.groups(window):
         pages = numbers[group.offset : group.offset + group.sequences * group.pages]
         gathered = keys.gather(pages, key_workspace), values.gather(pages, value_workspace)
         for tile in group.tiles:
             # No name for the result of a tile: it is freed when the next one begins.
-            output[tile.first : tile.first + tile.rows][tile.kept].copy_(
-                layer.attend_tile(gathered, group, tile)[tile.kept]
+            output[tile.first : tile.first + tile.rows][tile.inner].copy_(
+                layer.attend_tile(gathered, group, tile)[tile.inner]
             )
     return output.flatten(1, 2)[None], None
+
+
+def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
+    """Refuse options that may change attention, unless they are False, 0.0 or None."""
+    for name in options.keys() - _CHANGES_NOTHING:
+        if isinstance(options[name], Tensor) or options[name]:
+            raise ModelError(f"{type(module).__name__} gives its attention an unknown {name!r}")
 
 
 class _Layer(NamedTuple):

@@ -54,13 +54,13 @@ _SERVED = frozenset({"full_attention", "sliding_attention"})
 class QueryTile(NamedTuple):
     """Queries of one attention call: `rows` of them from `first` on in the packed row.
 
-    Those of the slice `kept` are its own. They see, of the gathered pages of each sequence, `pages`
+    Those of the slice `inner` are its own. Of the gathered pages of each sequence they see `pages`
     from the page `skipped` on.
     """
 
     first: int
     rows: int
-    kept: slice
+    inner: slice
     skipped: int
     pages: int
 
@@ -202,7 +202,7 @@ class PagedStep:
             pages = capacity.padded_pages(int(lengths[start:stop].max()))
             table = np.full((number, pages), scratch)
             tile = self._tile(row, stop - start, 0, pages)
-            first_line = tile.kept.start if is_several else 0
+            first_line = tile.inner.start if is_several else 0
             for line, index in enumerate(range(start, stop), first_line):
                 first, length = firsts[index], lengths[index]
                 table[line, :length] = self.chunks[index].pages[first : first + length]

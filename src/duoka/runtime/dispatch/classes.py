@@ -96,31 +96,20 @@ class _Spread(_Dispatched):
         return call(*args, **kwargs)
 
 
-def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
-    """Wrap a model's `forward`, with the signature that others read."""
+def _through_root(base: type[Any], name: str, run: str) -> Callable[..., Any]:
+    """Wrap a method of a model, which then goes through a method of the model's `Root`.
 
-    @wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        root = self.__dict__.get(ROOT)
-        plain = partial(base.forward, self)
-        return plain(*args, **kwargs) if root is None else root.run(plain, args, kwargs)
-
-    return forward
-
-
-def _generate_of(base: type[Any]) -> Callable[..., Any]:
-    """Wrap a model's `generate`: in it the model reports the device of the inputs as its own.
-
-    Outputs come there, and assisted decoding brings its candidates to the model's device.
+    The signature stays, since others read it. In `generate` the model reports the device of the
+    inputs as its own: outputs come there, and assisted decoding brings its candidates there.
     """
 
-    @wraps(base.generate)
-    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @wraps(getattr(base, name))
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         root = self.__dict__.get(ROOT)
-        plain = partial(base.generate, self)
-        return plain(*args, **kwargs) if root is None else root.generate(plain, args, kwargs)
+        plain = partial(getattr(base, name), self)
+        return plain(*args, **kwargs) if root is None else getattr(root, run)(plain, args, kwargs)
 
-    return generate
+    return method
 
 
 def _device_of(inherited: Any) -> property:
@@ -132,8 +121,8 @@ def _device_of(inherited: Any) -> property:
 
     def device(self: nn.Module) -> Any:
         root = self.__dict__.get(ROOT)
-        first: torch.device | None = None if root is None else root.device
-        return inherited.fget(self) if first is None else first
+        reported: torch.device | None = None if root is None else root.device
+        return inherited.fget(self) if reported is None else reported
 
     return property(device)
 
@@ -160,11 +149,11 @@ def _class_of(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> ty
         # transformers looks at the name, so it is the same.
         names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         if _Spread in kinds:
-            names["forward"] = _forward_of(base)
+            names["forward"] = _through_root(base, "forward", "run")
             if isinstance(device := getattr(base, "device", None), property):
                 names["device"] = _device_of(device)
             if hasattr(base, "generate"):
-                names["generate"] = _generate_of(base)
+                names["generate"] = _through_root(base, "generate", "generate")
         _classes[base, kinds] = type(base.__name__, (*kinds, base), names)
     return _classes[base, kinds]
 

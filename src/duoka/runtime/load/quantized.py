@@ -53,6 +53,20 @@ def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
                 f"running a {method.name} checkpoint needs {package}, which isn't installed",
                 hint=f"pip install {package}",
             )
+    quantizer = _quantizer(method, config)
+    try:
+        quantizer.validate_environment(device_map=dict(placement.entries), weights_only=True)
+    except (ImportError, RuntimeError, ValueError) as error:
+        # from its checks of the machine and the versions
+        raise LoadError(
+            f"transformers can't run this {method.name} checkpoint here: {str(error)[:300]}",
+            hint=_ELSEWHERE,
+        ) from error
+    if getattr(quantizer.quantization_config, "dequantize", False):
+        _refuse_unpacking(method, "on this machine")
+
+
+def _quantizer(method: Method, config: Mapping[str, Any]) -> HfQuantizer:
     settings = stated(config)
     assert settings is not None, "it has a method"
     try:
@@ -66,16 +80,7 @@ def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
             f"{type(error).__name__}: {str(error)[:200]}",
             hint="compare quantization_config in config.json with the published one",
         ) from error
-    try:
-        quantizer.validate_environment(device_map=dict(placement.entries), weights_only=True)
-    except (ImportError, RuntimeError, ValueError) as error:
-        # from its checks of the machine and the versions
-        raise LoadError(
-            f"transformers can't run this {method.name} checkpoint here: {str(error)[:300]}",
-            hint=_ELSEWHERE,
-        ) from error
-    if getattr(quantizer.quantization_config, "dequantize", False):
-        _refuse_unpacking(method, "on this machine")
+    return quantizer
 
 
 def _refuse_unpacking(method: Method, when: str) -> None:
