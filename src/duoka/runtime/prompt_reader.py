@@ -1,4 +1,4 @@
-"""Prompts for a model, within the limits of a plan; no weight is needed."""
+"""Prompts for a model, read before its weights are, within what was planned."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class PromptReader:
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, workload: Workload) -> PromptReader:
-        """Open the reader of a checkpoint whose tokenizer is on this machine."""
+        """The reader of a checkpoint whose tokenizer is on this machine."""
         tokenizer = tokenizer_of(checkpoint)
-        # How a checkpoint's own code reads images, only that code knows.
+        # What code of a checkpoint's own reads of images, only that code knows.
         directory = None if checkpoint.builds_own_model else checkpoint.path
         chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config, directory)
         return cls(tokenizer, chat, workload)
@@ -40,18 +40,18 @@ class PromptReader:
     def prompt(
         self, question: str, *, system: str | None = None, images: Sequence[Image] = ()
     ) -> list[int]:
-        """Return the token ids of a single question; with images an `ImagePrompt`."""
+        """The token ids of a single question; with images an `ImagePrompt`."""
         messages = [ChatMessage(role="system", content=system)] if system else []
         user = ChatMessage(role="user", content=question, images=tuple(images))
         return self.chat.prompt([*messages, user])
 
     def plain(self, text: str) -> list[int]:
-        """Return the token ids of a text that is to be continued."""
+        """The token ids of a text that is to be continued."""
         ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
         return ids
 
     def check_images(self, images: Sequence[Image]) -> None:
-        """Refuse images of a prompt that exceed the plan."""
+        """Refuse images of one prompt that no memory was planned for."""
         planned, reader = self.workload, self.chat.images
         if not images:
             return
@@ -74,7 +74,7 @@ class PromptReader:
                 )
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse prompts that exceed the plan."""
+        """Refuse what no memory was planned for."""
         planned = self.workload
         if not prompts or not all(map(len, prompts)):
             raise UsageError("there is nothing to answer: a prompt is empty")
@@ -93,13 +93,13 @@ class PromptReader:
 
 
 def num_embeddings(model: PreTrainedModel) -> int | None:
-    """Return the number of rows of a model's embedding, or None where it is unknown."""
-    # Not the weight's rows: it may be in the host's memory.
+    """The rows of a model's embedding; None where it doesn't tell them."""
+    # Not its weight's: that may be in the host's memory.
     return getattr(model.get_input_embeddings(), "num_embeddings", None)
 
 
 def refuse_beyond(tokens: Iterable[int], rows: int | None) -> None:
-    """Refuse tokens without a row in the embedding."""
+    """Refuse tokens that an embedding has no rows for."""
     for token in tokens:
         if token < 0 or (rows is not None and token >= rows):
             known = "from 0 on" if rows is None else f"0 to {rows - 1}"
