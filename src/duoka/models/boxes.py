@@ -15,7 +15,6 @@ Operations that move single elements about are not made of boxes and raise `Inde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +29,7 @@ class IndescribableError(Exception):
     """An operation whose result isn't made of boxes of its inputs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorCopy:
+class TensorCopy(NamedTuple):
     """A box of a checkpoint tensor, and the box of a parameter or buffer to fill with it.
 
     `axes` has for each dimension of the target the source's dimension along it; None where the
@@ -39,12 +37,12 @@ class TensorCopy:
     have extent 1. While a conversion is traced the target has no name.
     """
 
-    target: str = ""
     source: str
     source_shape: tuple[int, ...]
     source_box: Box
     target_box: Box
     axes: tuple[int | None, ...]
+    target: str = ""
 
     @property
     def source_slices(self) -> tuple[slice, ...]:
@@ -73,7 +71,7 @@ class TensorCopy:
                 start += common[axis][0] - self.source_box[axis][0]
                 stop = start + common[axis][1] - common[axis][0]
             target_box.append((start, stop))
-        return replace(self, source_box=common, target_box=tuple(target_box))
+        return self._replace(source_box=common, target_box=tuple(target_box))
 
 
 def whole_box(shape: Iterable[int]) -> Box:
@@ -132,23 +130,25 @@ class CopyTracer(TorchFunctionMode):
         if name in ("cat", "stack"):
             operands = args[0] if args else (kwargs or {})["tensors"]
             dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
-            extents = [1 if name == "stack" else operand.shape[dim] for operand in operands]
-            views = result.split(extents, dim)
-            if name == "stack":
-                views = [view.squeeze(dim) for view in views]
-            self._note(result, zip(views, operands, strict=True))
+            self._note(result, operands, dim % result.ndim, is_stack=name == "stack")
         elif name in ("contiguous", "clone", "to") and _storage(result) != _storage(args[0]):
-            self._note(result, [(result, args[0])])
+            dims = {axis: axis for axis in range(result.ndim)}
+            filling = _Filling(whole_box(result.shape), args[0], dims)
+            self._origins[_storage(result)] = result, [filling]
         return result
 
-    def _note(self, result: Tensor, views: Iterable[tuple[Tensor, Tensor]]) -> None:
-        fillings = []
-        for view, operand in views:
-            if not operand.numel():
-                continue
-            box, axes = _box_of(view, result)
-            dims = {axis: dim for dim, axis in enumerate(axes) if axis is not None}
-            fillings.append(_Filling(box, operand, dims))
+    def _note(
+        self, result: Tensor, operands: Sequence[Tensor], dim: int, *, is_stack: bool
+    ) -> None:
+        """Note the operands that fill a tensor one after another along a dimension."""
+        box, start, fillings = whole_box(result.shape), 0, []
+        dims = {axis: axis - (is_stack and axis > dim) for axis in range(result.ndim)}
+        if is_stack:
+            del dims[dim]
+        for operand in operands:
+            stop = start + (1 if is_stack else operand.shape[dim])
+            fillings.append(_Filling((*box[:dim], (start, stop), *box[dim + 1 :]), operand, dims))
+            start = stop
         self._origins[_storage(result)] = result, fillings
 
     def copies(self, value: Tensor) -> Iterator[TensorCopy]:
@@ -175,7 +175,8 @@ class CopyTracer(TorchFunctionMode):
             part = filling.operand
             for axis, dim in filling.dims.items():
                 start, stop = common[axis]
-                part = part.narrow(dim, start - filling.box[axis][0], stop - start)
+                if (start, stop) != filling.box[axis]:
+                    part = part.narrow(dim, start - filling.box[axis][0], stop - start)
             for copy in self.copies(part):
                 target = [
                     _shifted(copy, filling.dims.get(axis), common[axis][0] - box[axis][0])
@@ -183,8 +184,7 @@ class CopyTracer(TorchFunctionMode):
                     else ((0, 1), None)
                     for axis in axes
                 ]
-                yield replace(
-                    copy,
+                yield copy._replace(
                     target_box=tuple(ends for ends, _ in target),
                     axes=tuple(axis for _, axis in target),
                 )
@@ -210,6 +210,10 @@ def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
 
     Dimensions of extent 1 have no axis.
     """
+    if view is whole:
+        return whole_box(whole.shape), tuple(
+            axis if extent > 1 else None for axis, extent in enumerate(whole.shape)
+        )
     offset, strides = int(view.storage_offset() - whole.storage_offset()), whole.stride()
     box = [(0, 1)] * whole.ndim
     by_stride = {}

@@ -154,7 +154,7 @@ class _Layout(NamedTuple):
 
     def pieces(self, target: str) -> Iterable[TensorCopy]:
         """Return the copies with the name of their target."""
-        return (replace(copy, target=target) for copy in self.copies)
+        return (copy._replace(target=target) for copy in self.copies)
 
 
 @dataclass(frozen=True, slots=True)
