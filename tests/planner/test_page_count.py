@@ -13,7 +13,7 @@ import tuning
 import duoka
 from duoka.api.plan import find_or_trace
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import ServingCosts
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_serving import ServingReplay
 from duoka.forecast.serving import least_pages
@@ -42,7 +42,7 @@ def usable(budget: int) -> int:
     return budget - room_bytes(budget)
 
 
-def cuts(costs: ServingCosts, budgets: list[int]) -> Iterator[int]:
+def cuts(costs: Costs, budgets: list[int]) -> Iterator[int]:
     """Pages of every cut into as many stages as there are budgets, or one, in every order."""
     num = costs.num_blocks
     for budget in budgets:
@@ -52,7 +52,7 @@ def cuts(costs: ServingCosts, budgets: list[int]) -> Iterator[int]:
             yield pages_of(costs, [(0, cut, first), (cut, num, second)])
 
 
-def pages_of(costs: ServingCosts, stages: list[tuple[int, int, int]]) -> int:
+def pages_of(costs: Costs, stages: list[tuple[int, int, int]]) -> int:
     runs = [(costs.blocks_of(start, stop), budget) for start, stop, budget in stages]
     least = least_pages(WORK)
     replay = ServingReplay(costs.profile, replace(WORK, pages=least))
@@ -73,7 +73,7 @@ def test_no_cut_has_room_for_more_pages(
     plan = duoka.plan(model, f"virtual:{fleet}", WORK)
     assert plan.objective == "pages"
     assert plan.value == plan.workload.pages <= plan.bound
-    best = max(cuts(ServingCosts(profile, WORK), [size * MIB for size in sizes]))
+    best = max(cuts(Costs(profile, WORK), [size * MIB for size in sizes]))
     # The search knows what tensors take, not what segments make of it.
     assert plan.value >= 0.9 * best
     for stage in plan.forecast.devices:

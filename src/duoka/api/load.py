@@ -109,7 +109,7 @@ def load_proved(
     devices.materialise(plan.fleet)
     try_copies(map(torch.device, plan.devices))  # before memory is taken there
     say("reading the weights")
-    model = _filled(plan, checkpoint, progress)
+    model = _load_weights(plan, checkpoint, progress)
     if lora is not None:
         merge_adapter(model, native_form(lora, checkpoint.config))
     model.train(plan.workload.training is not None)
@@ -146,7 +146,7 @@ def prove_here(
     return plan, checkpoint
 
 
-def _filled(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> PreTrainedModel:
+def _load_weights(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> PreTrainedModel:
     """Return the model with its weights on the planned devices."""
     model = build_model(checkpoint, plan.workload)
     dtype = getattr(torch, plan.workload.dtype)

@@ -118,8 +118,8 @@ def plan(
     if _is_module(model):
         return _plan_module(model, problem, inputs, suggest=suggest)
     checkpoint = _opened(model, trust=trust_remote_code)
-    find = partial(find_or_trace, checkpoint)
-    return answer_checkpoint(checkpoint, problem, find, suggest=suggest)
+    find_plan = partial(find_or_trace, checkpoint)
+    return answer_checkpoint(checkpoint, problem, find_plan, suggest=suggest)
 
 
 def plan_replicas(
@@ -160,8 +160,8 @@ def plan_replicas(
         constraints=constraints,
     )
     problem, checkpoint = on_fleet(request, fleet), _opened(model)
-    find = partial(find_or_trace, checkpoint)
-    return replicas_for(checkpoint, problem, number, find, suggest=suggest)
+    find_plan = partial(find_or_trace, checkpoint)
+    return replicas_for(checkpoint, problem, number, find_plan, suggest=suggest)
 
 
 def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
@@ -228,11 +228,11 @@ def _plan_module(
         workload = Workload(prompt_tokens=1, new_tokens=1, gpu_generation=workload.gpu_generation)
     dtype = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
 
-    def profile_for(other: Workload) -> Profile | None:
-        other = whole_prompt(other, is_encoder=is_encoder)
-        if other.conditions == profile.conditions:
+    def profile_for(module: Workload) -> Profile | None:
+        module = whole_prompt(module, is_encoder=is_encoder)
+        if module.conditions == profile.conditions:
             return profile
-        return profile_module(model, other, None) if other.images else None
+        return profile_module(model, module, None) if module.images else None
 
     return answer(
         profile,

@@ -29,6 +29,7 @@ from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime.call.chunk import Chunk
 from duoka.runtime.lost_gpu import find_lost_gpu
+from duoka.runtime.out_of_memory import describe
 from duoka.runtime.prompt_reader import refuse_beyond
 
 from .detokenizer import Detokenizer
@@ -419,11 +420,9 @@ class Engine:
         """Replace an out-of-memory error by the one that its requester gets."""
         if not isinstance(outcome, torch.OutOfMemoryError):
             return outcome
-        # Behind the first sentences there is advice on PyTorch's allocator.
-        text = ". ".join(str(outcome).split(". ")[:3])
         tokens = format_count(len(chunk.tokens), "token")
-        lines = [f"out of memory, for {tokens}: {text}", *getattr(outcome, "__notes__", ())]
-        return OutOfMemory("\n".join(lines), self._plan, getattr(outcome, "available_bytes", {}))
+        text = f"out of memory, for {tokens}: {describe(outcome)}"
+        return OutOfMemory(text, self._plan, getattr(outcome, "available_bytes", {}))
 
     def _fail(self, error: Exception) -> None:
         """Fail all requests: nothing can be computed any more."""

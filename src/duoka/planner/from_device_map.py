@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from duoka.base.units import format_bytes
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_training import replay_of
@@ -108,7 +108,7 @@ class _Judged:
         return peaks.placed(device)
 
     def _plan_with(self, workload: Workload, needs: list[StageBytes], source: str) -> Plan:
-        problem, profile, costs = self.problem, self.profile, costs_of(self.profile, workload)
+        problem, profile, costs = self.problem, self.profile, Costs(self.profile, workload)
         plan = Plan(
             source=source,
             model=profile.model,

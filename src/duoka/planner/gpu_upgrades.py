@@ -148,7 +148,7 @@ class _Upgrades:
 def _sizes() -> Iterator[_Size]:
     """The sizes of the catalogue's cards from Ampere on, the smallest first."""
     smallest: dict[int, catalogue.Card] = {}
-    cards = (card for card in catalogue.cards() if card.has_bfloat16)
+    cards = (card for card in catalogue.cards() if card.speeds["has_bfloat16"])
     for card in sorted(cards, key=lambda card: card.usable_bytes):
         smallest.setdefault(round(card.memory_gib), card)
     for gib, card in sorted(smallest.items()):
@@ -158,7 +158,7 @@ def _sizes() -> Iterator[_Size]:
 
 def _entry(device: Device) -> str:
     """A device as an entry of a fleet: its card where it has all of that, else its budget."""
-    if device.product and catalogue.knows(device.product):
+    if device.product and catalogue.is_card(device.product):
         (card,) = Fleet.parse(device.product).devices
         if card.budget_bytes == device.budget_bytes:
             return device.product

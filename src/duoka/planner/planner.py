@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.latency import Seconds
 from duoka.forecast.profile import Profile
@@ -95,8 +95,7 @@ def _conceivable(profile: Profile, ready: PlanProblem) -> bool:
 def _chunked(profile: Profile, problem: PlanProblem) -> list[Costs]:
     """The costs of each chunk that the prompt may run in, the largest first."""
     return [
-        costs_of(profile, workload, problem.replay_cache)
-        for workload in with_chunks(problem.workload)
+        Costs(profile, workload, problem.replay_cache) for workload in with_chunks(problem.workload)
     ]
 
 

@@ -185,7 +185,7 @@ class Devices:
 
     def describe(self) -> str:
         """What they are, and what CUDA_VISIBLE_DEVICES makes of their numbers."""
-        parts = [f"the devices are {', '.join(self.names)}", cuda_driver.tell_renumbered()]
+        parts = [f"the devices are {', '.join(self.names)}", cuda_driver.describe_renumbered()]
         return "; ".join(filter(None, parts)) if self.names else ""
 
     def _numbered(self, number: int) -> str:

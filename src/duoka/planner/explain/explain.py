@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from duoka.errors import FormatError, UsageError
-from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.hardware.fleet import Fleet
 
@@ -59,7 +59,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
             if set(block.modules) & set(plan.offloaded)
         ]
         profile = profile.offloading(streams)
-    costs = costs_of(profile, plan.workload)
+    costs = Costs(profile, plan.workload)
     limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
     leaves_room = plan.objective != GIVEN and not any(map(is_tight, plan.forecast.devices))
     trial = Trial(costs, plan.fleet, plan.objective, limits, leaves_room=leaves_room)
@@ -178,7 +178,7 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
         workloads = [*with_chunks(replace(plan.workload, prefill_chunk_tokens=chunk))]
     if trial.leaves_room and is_large_chunk(plan.workload):
         workloads = [*filter(is_large_chunk, workloads)] or workloads
-    costs = costs_of(trial.costs.profile, workloads[-1])
+    costs = Costs(trial.costs.profile, workloads[-1])
     costs = costs.leaving(room_bytes) if trial.leaves_room else costs
     try:
         search(costs, Fleet(devices=tuple(largest)))
