@@ -74,7 +74,7 @@ class PagePool:
         fresh = [self._fresh() for _ in range(needed)]
         return shared + fresh, len(shared) * self.page_tokens
 
-    def more(self, number: int) -> list[int]:
+    def allocate(self, number: int) -> list[int]:
         """Allocate more pages for a sequence; they must be free."""
         return [self._fresh() for _ in range(number)]
 

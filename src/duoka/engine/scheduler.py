@@ -250,7 +250,7 @@ class Scheduler:
             youngest.is_preempted = True
             self.waiting.appendleft(youngest)
             self.num_preempted += 1
-        sequence.pages += self.pool.more(missing)
+        sequence.pages += self.pool.allocate(missing)
         return True
 
     def _can_share_soon(self, sequence: Sequence) -> bool:

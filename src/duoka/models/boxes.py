@@ -60,7 +60,7 @@ class TensorCopy(NamedTuple):
         """Return the view of the parameter or buffer that the copy fills."""
         return target[as_slices(self.target_box)]
 
-    def within(self, box: Box) -> TensorCopy | None:
+    def restrict(self, box: Box) -> TensorCopy | None:
         """Return the part of the copy whose source lies in a box; None where there is none."""
         common = intersect(self.source_box, box)
         if common is None:

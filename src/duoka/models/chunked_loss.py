@@ -136,7 +136,7 @@ class LazyLogits(Tensor):
         lazy.hidden, lazy.recipe, lazy.computed = hidden, recipe, None
         return lazy
 
-    def whole(self) -> Tensor:
+    def compute_all(self) -> Tensor:
         """Compute all logits, once."""
         if self.computed is None:
             is_recorded = bool(self.requires_grad)
@@ -164,7 +164,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.compute_all, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def _apply_lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

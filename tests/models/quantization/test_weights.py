@@ -17,7 +17,7 @@ from duoka.models.quantization import (
     computes_in,
     empty_weight,
     fill_rows,
-    moved,
+    move_weight,
     num_bytes,
     parts,
     quantize,
@@ -99,8 +99,8 @@ def test_pieces_in_any_order_make_the_whole(weight: Tensor, scheme: Scheme) -> N
 
 def test_weights_of_4_bit_stay_with_their_kind_of_device(weight: Tensor) -> None:
     with pytest.raises(ModelError, match="different layouts"):
-        moved(quantize(weight.to("vgpu:0"), "int4"), torch.device("cpu"))
-    here = moved(quantize(weight.to("vgpu:0"), "nf4"), torch.device("cpu"))
+        move_weight(quantize(weight.to("vgpu:0"), "int4"), torch.device("cpu"))
+    here = move_weight(quantize(weight.to("vgpu:0"), "nf4"), torch.device("cpu"))
     assert {part.device.type for part in parts(here).values()} == {"cpu"}
 
 

@@ -11,7 +11,7 @@ from .choose import notes, quantize_model
 from .composed import StoredWeight, is_composed, num_bytes, parts
 from .frozen import freeze_quantized
 from .rows import fill_rows, takes_rows
-from .weights import Scheme, computes_in, empty_weight, moved, quantize
+from .weights import Scheme, computes_in, empty_weight, move_weight, quantize
 
 __all__ = [
     "Scheme",
@@ -21,7 +21,7 @@ __all__ = [
     "fill_rows",
     "freeze_quantized",
     "is_composed",
-    "moved",
+    "move_weight",
     "notes",
     "num_bytes",
     "parts",

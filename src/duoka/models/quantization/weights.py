@@ -108,7 +108,7 @@ def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
     return result
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def move_weight(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a quantized weight to another device."""
     is_tiled = type(tensor).__name__ == _TILED
     if type(tensor).__name__ in (_TILED, _OPAQUE) and is_tiled == (device.type == "cpu"):

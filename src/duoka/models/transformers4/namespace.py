@@ -108,14 +108,14 @@ def _import(
     if not level and "flash_attn" in gone and name.partition(".")[0] == "flash_attn":
         return flash_attention
     if not level and any(f"{name}.".startswith(f"{path}.") for path in gone):
-        return _stand_in(name) if fromlist else _seen(transformers, gone)
+        return _stand_in(name) if fromlist else _wrap(transformers, gone)
     if not level and name.partition(".")[0] == "transformers" and fromlist == ("*",):
         # All of its thousands of names would take many seconds.
-        module = _Seen(importlib.import_module(name), gone)
+        module = _WrappedModule(importlib.import_module(name), gone)
         used = set(_names_in(sys._getframe(1).f_code))
         module.__all__ = [name for name in used if hasattr(module, name)]
         return module
-    return _seen(builtins.__import__(name, names, scope, fromlist, level), gone)
+    return _wrap(builtins.__import__(name, names, scope, fromlist, level), gone)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-class _Seen(ModuleType):
+class _WrappedModule(ModuleType):
     """A module with its names of transformers 4, and stand-ins for removed names."""
 
     __all__: list[str]
@@ -141,18 +141,18 @@ class _Seen(ModuleType):
             return replaced[name]
         if (path := f"{self.__name__}.{name}") in self._gone:
             return _stand_in(path)
-        value = _seen(getattr(self._module, name), self._gone)
-        if isinstance(value, _Seen):
+        value = _wrap(getattr(self._module, name), self._gone)
+        if isinstance(value, _WrappedModule):
             vars(self)[name] = value  # the same object each time, as a compiler checks
         return value
 
 
-def _seen(value: T, gone: set[str]) -> T | _Seen:
+def _wrap(value: T, gone: set[str]) -> T | _WrappedModule:
     """Wrap a module with such names; return other values as they are."""
     if isinstance(value, ModuleType):
         name = value.__name__
         if name in _TORCH or name.partition(".")[0] == "transformers":
-            return _Seen(value, gone)
+            return _WrappedModule(value, gone)
     return value
 
 

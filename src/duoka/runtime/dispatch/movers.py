@@ -77,7 +77,7 @@ class Memory:
         self._has_grad = has_grad
         self.moved: dict[int, _Copied] = {}
 
-    def find(self, tensor: Tensor) -> Tensor | None:
+    def lookup(self, tensor: Tensor) -> Tensor | None:
         """Return the copy of a tensor, if it was copied and hasn't changed since."""
         moved = self.moved.get(id(tensor))
         if moved is None or moved.source() is not tensor or moved.version != tensor._version:
@@ -179,7 +179,7 @@ class Mover:
                 return tensor
             if memory is None:
                 return carry(tensor, device)
-            copy = memory.find(tensor)
+            copy = memory.lookup(tensor)
             return memory.add(tensor, carry(tensor, device)) if copy is None else copy
 
         return mapped_call(args, kwargs, move, self._caches)

@@ -196,7 +196,7 @@ class _Unit:
         offset = 0
         for host in self.hosts():
             flat = buffer[offset : offset + host.nbytes]
-            views[id(host)] = _like(host, flat.view(host.dtype).view(host.shape))
+            views[id(host)] = _as_parameter(host, flat.view(host.dtype).view(host.shape))
             offset += rounded_bytes(host.nbytes)
         for slot in self._slots:
             slot.view = views[id(slot.host)]
@@ -249,7 +249,7 @@ def _slots(tables: Sequence[dict[str, Any]]) -> Iterator[_Slot]:
             yield _Slot(table, key)
 
 
-def _like(host: Tensor, view: Tensor) -> Tensor:
+def _as_parameter(host: Tensor, view: Tensor) -> Tensor:
     """Make the view a parameter, where the host's tensor is one."""
     if not isinstance(host, nn.Parameter):
         return view

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from duoka.base.text import longest_prefix
 from duoka.errors import Faults, ModelError, PlacementError
-from duoka.models.quantization import empty_weight, is_composed, moved
+from duoka.models.quantization import empty_weight, is_composed, move_weight
 from duoka.planner.placement import Placement
 
 from .copies import carry
@@ -167,7 +167,7 @@ def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
         done.add((id(table), key))
         tensor = table[key]
         if id(tensor) not in placed:
-            placed[id(tensor)] = _placed(tensor, device)
+            placed[id(tensor)] = _place_tensor(tensor, device)
         table[key] = placed[id(tensor)]
 
 
@@ -183,7 +183,7 @@ class TensorSnapshot:
             table[key] = tensor
 
 
-def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+def _place_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     data = _data_on(tensor, device).detach()
@@ -207,6 +207,6 @@ def _placed(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
     if is_composed(tensor):
-        return empty_weight(tensor, device) if tensor.is_meta else moved(tensor, device)
+        return empty_weight(tensor, device) if tensor.is_meta else move_weight(tensor, device)
     tensor = tensor.detach()
     return torch.empty_like(tensor, device=device) if tensor.is_meta else carry(tensor, device)

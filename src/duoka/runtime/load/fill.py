@@ -91,7 +91,7 @@ class Filler:
     def _put_pieces(self, pieces: Iterable[TensorCopy], box: Box, tensor: Tensor) -> None:
         """Copy a box of a source into its place in each of the source's pieces."""
         for piece in pieces:
-            part = piece.within(box)
+            part = piece.restrict(box)
             if part is not None:
                 slices = tuple(
                     slice(start - first, stop - first)
