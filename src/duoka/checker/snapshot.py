@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from duoka.base.model_code import is_installed
-from duoka.models.quantization import empty_weight, is_composed, parts
+from duoka.models.quantization import empty_weight, is_composed, move_weight, parts
 from duoka.runtime.dispatch.dispatch import stream
 from duoka.runtime.dispatch.install_movers import install_on
 from duoka.runtime.dispatch.place_tensors import fill, on_host, tensor_names
