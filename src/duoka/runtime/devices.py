@@ -23,7 +23,7 @@ _NO_CUDA = 'without a GPU, try virtual ones: --gpus "virtual:2x24GiB"'
 
 
 def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
-    """Make sure that the devices of a fleet exist: make virtual ones, check the others.
+    """Make the virtual devices of a fleet, and check the existence of the others.
 
     Virtual GPUs that exist with the same budgets stay, with the tensors on them.
     """
@@ -115,7 +115,7 @@ def peak_bytes(device: str | torch.device) -> PeakBytes | None:
 
 
 def memory_now(device: str | torch.device) -> tuple[int, int]:
-    """Return the bytes that are allocated and reserved now; 0 without an allocator."""
+    """Return the allocated and the reserved bytes now; 0 without an allocator."""
     backend = _backend(device)
     if not hasattr(backend, "memory_reserved"):
         return 0, 0

@@ -103,7 +103,7 @@ def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, T
 
 
 def draw_in_every_way(logits: Tensor) -> None:
-    """Sample from rows of logits in every way, one after the other.
+    """Sample from rows of logits in every way, in turn.
 
     A device that has memory for this has memory for any of the ways.
     """

@@ -222,7 +222,7 @@ def _vision(config: Any) -> Any:
 
 
 def _settings(processor: Any, config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that the configuration states under a processor's names."""
+    """Yield the configuration's settings under a processor's names."""
     parts = (_vision(config), config)
     for name in dir(processor):
         default = getattr(processor, name)
@@ -271,7 +271,7 @@ def _first_stated(parts: Sequence[Any], names: Sequence[str]) -> Any:
 
 
 def _num_tokens(model: PreTrainedModel, size: Size) -> int:
-    """Return the number of prompt tokens that an image replaces; 0 where it replaces none."""
+    """Return the number of prompt tokens of an image; 0 without tokens."""
     stated = _first_stated((model.config,), ("num_query_tokens", "latent_query_num"))
     if stated is not None:
         return int(stated)
@@ -294,7 +294,7 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
 
 
 def _owner(model: PreTrainedModel) -> Any:
-    """Return the innermost part that makes image features; outer ones pass arguments on."""
+    """Return the innermost part with image features; outer parts pass arguments on."""
     parts = (getattr(model, "model", None), getattr(model, model.base_model_prefix, None), model)
     return next((part for part in parts if hasattr(part, "get_image_features")), None)
 

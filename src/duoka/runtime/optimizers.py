@@ -29,7 +29,7 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of what a model has here to be trained.
+    """Make the optimizer of a model's trained parameters here.
 
     Parameters
     ----------

@@ -62,7 +62,7 @@ def _explain(error: Exception, publisher: Publisher) -> None:
 
 
 def _request(error: Exception, publisher: Publisher) -> str:
-    """Name the line of the model's code that allocated, and its module."""
+    """Name the allocating line of the model's code, and its module."""
     names = {id(module): name for name, module in publisher.model.named_modules()}
     line, module = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):

@@ -1,4 +1,4 @@
-"""Preparing a model for training: parameters that no sequence reaches are frozen.
+"""Preparing a model for training, with unreached parameters frozen.
 
 A tower is frozen where the sequences have no images, for example. The reached parameters are read
 off autograd's graph of a short forward pass, on a virtual GPU without data, before any weight is
@@ -73,7 +73,7 @@ def find_unreached(model: nn.Module, prompts: ImagePrompts | None = None) -> lis
 
 
 def _leaves(loss: torch.Tensor) -> set[int]:
-    """Return the ids of the parameters that a loss has gradients for."""
+    """Return the ids of the parameters with gradients from a loss."""
     nodes: list[Any] = [loss.grad_fn]
     visited = set(nodes)
     for node in nodes:  # the list grows

@@ -31,7 +31,7 @@ _TRIAL_TOKENS = 8
 
 
 class CachedModel(GenerateCaller):
-    """Computes the logits of chunks, for any model that generates; see `PagedModel`.
+    """Computes the logits of chunks, for any generating model; see `PagedModel`.
 
     Nothing is computed twice: a chunk that has failed is lost, and its sequence with it.
 

@@ -1,4 +1,4 @@
-"""Chunks: new tokens of one sequence. A step computes chunks of several sequences at once."""
+"""Chunks of new tokens. A step computes chunks of several sequences at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from duoka.models.text.image_prompts import ImagePrompt
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one sequence: a prefill chunk, or the one token of a decode step.
+    """New tokens of a sequence: a prefill chunk, or the token of a decode step.
 
     Parameters
     ----------

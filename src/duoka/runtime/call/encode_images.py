@@ -58,7 +58,7 @@ def reads_in_chunks(model: PreTrainedModel) -> bool:
 
 
 def refuse_parts(model: PreTrainedModel, *, in_passes: bool, in_chunks: bool) -> None:
-    """Refuse passes and chunks that a model's code doesn't know."""
+    """Refuse passes and chunks unknown to a model's code."""
     name = type(model).__name__
     if in_passes and not encodes_apart(model):
         raise UsageError(
@@ -164,7 +164,7 @@ class ImageReader:
         self._ids = self._text.pop("input_ids")
 
     def arguments(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the arguments from which the model prepares the chunk [start, stop)."""
+        """Return the arguments to prepare the chunk [start, stop)."""
         text = {
             name: tensor[..., start:stop] if name == "position_ids" else tensor[..., :stop]
             for name, tensor in self._text.items()

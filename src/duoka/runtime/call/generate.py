@@ -1,4 +1,4 @@
-"""The facts of a model by which transformers' `generate` calls it."""
+"""The facts of a model for transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from duoka.models.kv_cache import new_cache
 
 
 def refuse_without_generation(model: nn.Module) -> None:
-    """Refuse a model that `generate` can't call: a classifier, an encoder."""
+    """Refuse a model without generation: a classifier, an encoder."""
     if not hasattr(model, "prepare_inputs_for_generation"):
         raise UsageError(
             f"{type(model).__name__} generates no text, so nothing says how it is called",
@@ -25,7 +25,7 @@ def refuse_without_generation(model: nn.Module) -> None:
 
 
 class GenerateCaller:
-    """Base of the callers that make the calls of `generate`.
+    """Base of callers in the manner of `generate`.
 
     Parameters
     ----------

@@ -36,7 +36,7 @@ def autocast_for(workload: Workload, device: torch.device) -> AbstractContextMan
 
 
 class Learner:
-    """Training steps on a model that `models.make_trainable` has prepared.
+    """Training steps on a model prepared by `models.make_trainable`.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ class Learner:
             self.model(**inputs)
 
     def forward(self) -> torch.Tensor:
-        """Run the model over one micro-batch, and return its loss."""
+        """Run the model over a micro-batch, and return the loss."""
         with torch.enable_grad(), self._autocast():
             loss: torch.Tensor | None = self.model(**self._inputs()).loss
         if loss is None:

@@ -234,14 +234,14 @@ def attend(
 
 
 def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
-    """Refuse options that may change attention, unless they are False, 0.0 or None."""
+    """Refuse unknown options, unless they are False, 0.0 or None."""
     for name in options.keys() - _CHANGES_NOTHING:
         if isinstance(options[name], Tensor) or options[name]:
             raise ModelError(f"{type(module).__name__} gives its attention an unknown {name!r}")
 
 
 class _Layer(NamedTuple):
-    """One call of attention; `query` is [heads of keys, queries that share one, tokens, …].
+    """A call of attention; `query` is [heads of keys, queries per head of keys, tokens, …].
 
     `bias` and `hidden` are buffers for masks; `workspace` is for scores, where no fused kernel
     serves: a soft cap bounds scores (Gemma 2), and sinks are one more score of each head, to which

@@ -66,7 +66,7 @@ class QueryTile(NamedTuple):
 
 
 class SequenceGroup(NamedTuple):
-    """Sequences of one attention call, with the same number of `pages` each.
+    """Sequences of an attention call, with the same number of `pages` each.
 
     Their block tables begin at `offset` in the step's list of pages. Several sequences have one
     query each, in one tile.
@@ -160,7 +160,7 @@ class PagedStep:
         }
 
     def _table(self, positions: NDArray[np.int64], device: torch.device) -> Tensor:
-        """Make the table that attention reads: numbers from 0 on, then its `parts`.
+        """Make the table for attention: numbers from 0 on, then its `parts`.
 
         Its size follows from the number of tokens alone; a step fills as much of it as it needs.
         """
@@ -284,7 +284,7 @@ class PagedModel:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Run the first step, which makes the pages.
+        """Run the first step, and so make the pages.
 
         Raises
         ------
@@ -297,7 +297,7 @@ class PagedModel:
         draw_in_every_way(logits)
 
     def warm_up(self, warm_up: WarmUp = "every") -> None:
-        """Run the first step and those of other sizes, so that failures come now."""
+        """Run the first step and steps of other sizes: failures come now."""
         self.start()
         for size in self.cache.capacity.warm_up_steps(warm_up, self._reserved_bytes):
             self.try_out(size)
@@ -335,7 +335,7 @@ class PagedModel:
         return run
 
     def refuse_other_windows(self, step: PagedStep) -> None:
-        """Raise ModelError where a layer's own cache would forget tokens that it has seen here."""
+        """Raise ModelError where a layer's own cache forgets more tokens than its attention."""
         for number, window in enumerate(_windows_of(self.model)):
             if step.windows.get(number, window) != window:
                 raise ModelError(f"layer {number} has a window that its attention doesn't know")
@@ -378,13 +378,13 @@ def reads_pages(model: PreTrainedModel) -> bool:
 
 
 def _order(chunk: Chunk) -> tuple[bool, int]:
-    """Sort prefill chunks first, then sequences with one new token by length."""
+    """Sort prefill chunks first, then decoding sequences by length."""
     is_single = len(chunk.tokens) == 1
     return is_single, chunk.end if is_single else 0
 
 
 def _first_page(chunk: Chunk, window: int, page_tokens: int) -> int:
-    """Return the first page that any token of a chunk sees."""
+    """Return the first page in the window of a chunk."""
     return max(0, chunk.start - window + 1) // page_tokens if window else 0
 
 

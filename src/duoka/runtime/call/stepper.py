@@ -261,7 +261,7 @@ class Stepper(GenerateCaller):
         return ids, mask
 
     def _pad(self, mask: torch.Tensor) -> None:
-        """Mask the first token of all sequences but the last one."""
+        """Mask the first token of all sequences but the last."""
         if self.batch > 1:
             mask[:-1, :1] = 0
 

@@ -1,4 +1,4 @@
-"""The tensors of a call that are brought to a block: one rule for dispatch, tracing and the check.
+"""The rule by which tensors are brought to a block, for dispatch, tracing and the check.
 
 A tensor is brought from any device, from the CPU too (a mask that model code made there), at any
 depth of tuples, lists and dictionaries. A `UserDict` is a dictionary as well: in one transformers
@@ -35,7 +35,7 @@ def must_move(tensor: Tensor, device: torch.device) -> bool:
 
 
 def bring(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on the device, as a mover brings it there."""
+    """Bring a tensor to the device, as movers do."""
     return carry(tensor, device) if must_move(tensor, device) else tensor
 
 

@@ -30,7 +30,7 @@ AROUND = "_duoka_around"
 
 
 class _Dispatched:
-    """Base of the classes that dispatch puts before a module's own."""
+    """Base of the classes put before a module's own."""
 
     def __init_subclass__(cls) -> None:
         """Skip the hook by which the module's class registers its subclasses."""
@@ -86,7 +86,7 @@ class _Moving(_Dispatched):
 
 
 class _Spread(_Dispatched):
-    """A model that is dispatched."""
+    """A dispatched model."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inherited: Any = super()  # the module's own class
@@ -128,13 +128,13 @@ def _device_of(inherited: Any) -> property:
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that a module has without dispatch."""
+    """Return a module's class without dispatch."""
     kind = type(module)
     return kind.__bases__[-1] if issubclass(kind, _Dispatched) else kind
 
 
 def update_class(module: nn.Module) -> None:
-    """Give a module the class for the attributes that dispatch has set on it."""
+    """Give a module the class for its attributes of dispatch."""
     attributes = module.__dict__
     kinds: list[type[_Dispatched]] = [_Spread] if ROOT in attributes else []
     if MOVER in attributes or AROUND in attributes:

@@ -1,4 +1,4 @@
-"""Dispatch: the one place where activations change device.
+"""Dispatch: the only place where activations change device.
 
 A dispatched model is the same object with its parameters and buffers where the placement says, and
 with movers on its blocks, which bring arguments to them. Outputs go back to the device of the
@@ -41,7 +41,7 @@ def dispatch(
     has_movers: bool = False,
     outputs_stay: bool = False,
 ) -> Model:
-    """Spread a model over the devices of a placement, which replaces an earlier one.
+    """Spread a model over the devices of a placement, in place of an earlier placement.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def _bare(parameter: nn.Parameter) -> torch.Tensor:
 
 
 class _State(NamedTuple):
-    """The parts that `dispatch` put on a model, for `undispatch` to remove."""
+    """The parts of a dispatched model, for `undispatch` to remove."""
 
     installed: Installed
     marked: list[nn.Module]

@@ -1,4 +1,4 @@
-"""The modules that get a mover, and the calls around which copies are remembered."""
+"""Choosing modules for movers, and calls to remember copies."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Installed:
 def _containers(
     model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
 ) -> Iterator[tuple[nn.Module, torch.device]]:
-    """Yield callable modules that contain entries, with the device of the part that runs first.
+    """Yield callable modules around entries, with the device of their first part.
 
     Their own code may combine an argument with outputs of that part (a residual around a layer
     whose parts are entries). The model itself leaves its arguments where they are.
@@ -137,7 +137,7 @@ def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str
 def _entrances(
     module: nn.Module, name: str, devices: Mapping[str, torch.device]
 ) -> Iterator[tuple[nn.Module, torch.device]]:
-    """Yield the largest modules below `module` that are called and lie on one device."""
+    """Yield the largest callable modules below `module` with a single device."""
     prefix = f"{name}." if name else ""
     entrances = {devices[prefix + tensor] for tensor, _ in tensor_names(module)}
     if not entrances:

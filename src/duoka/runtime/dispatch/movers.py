@@ -57,7 +57,7 @@ class Frames(threading.local):
 
 
 class _Copied(NamedTuple):
-    """A tensor at one version, and its copy on another device."""
+    """A tensor at a version, and its copy on another device."""
 
     source: weakref.ref[Tensor]
     version: int
@@ -65,7 +65,7 @@ class _Copied(NamedTuple):
 
 
 class Memory:
-    """The copies on one device, by identity of the source.
+    """The copies on a device, by identity of the source.
 
     A copy made without recording gradients (in a checkpointed region, say) must not be used where
     they are needed, so each of the two modes has its own memory.
@@ -90,7 +90,7 @@ class Memory:
     # An entry must never keep its source alive, nor outlive it: another tensor may get the id of a
     # freed one. So an entry has a weak reference whose callback removes the entry.
     def add(self, tensor: Tensor, copy: Tensor) -> Tensor:
-        """Remember a copy, which is returned, as long as its source lives."""
+        """Remember a copy as long as its source lives; return the copy."""
         key, entries = id(tensor), self.moved
         # A tensor of inference mode has no version: a change in place would go unnoticed.
         if not tensor.is_inference():
@@ -101,7 +101,7 @@ class Memory:
 
 
 class Frame:
-    """The copies of one top-level call."""
+    """The copies of a top-level call."""
 
     __slots__ = ("_current", "_memories", "stage")
 
@@ -147,7 +147,7 @@ def _backend(device: torch.device) -> Any:
 
 
 class Mover:
-    """Brings arguments to one device; `caches` are those of several blocks, which stay."""
+    """Brings arguments to a device; `caches` of several blocks stay."""
 
     __slots__ = ("_caches", "_device", "_frames", "_keys")
 

@@ -41,7 +41,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 
 
 class Streamer:
-    """The streamed modules of one device, in the order of their calls, and their buffers.
+    """The streamed modules of a device, in the order of their calls, and their buffers.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ class _Slot:
 
     @property
     def host(self) -> Tensor:
-        """The host's tensor, also where another one has been put there."""
+        """The host's tensor now."""
         tensor: Tensor = self.table[self.key]
         return tensor
 
@@ -191,7 +191,7 @@ class _Unit:
         return list({id(slot.host): slot.host for slot in self._slots}.values())
 
     def make_views(self, buffer: Tensor) -> None:
-        """Make the views, one after another, with the sizes that the allocator would round to."""
+        """Make the views, with sizes rounded as by the allocator."""
         views: dict[int, Tensor] = {}
         offset = 0
         for host in self.hosts():
@@ -250,7 +250,7 @@ def _slots(tables: Sequence[dict[str, Any]]) -> Iterator[_Slot]:
 
 
 def _as_parameter(host: Tensor, view: Tensor) -> Tensor:
-    """Make the view a parameter, where the host's tensor is one."""
+    """Make the view a parameter like the host's tensor."""
     if not isinstance(host, nn.Parameter):
         return view
     parameter = nn.Parameter(view, requires_grad=False)
@@ -260,7 +260,7 @@ def _as_parameter(host: Tensor, view: Tensor) -> Tensor:
 
 
 def _without_backward(tensor: Tensor) -> Tensor:
-    """Return the same tensor; a backward pass that comes to it is refused."""
+    """Return the same tensor, with a backward pass that raises."""
     guard: Any = _NoBackward
     guarded: Tensor = guard.apply(tensor) if tensor.requires_grad else tensor
     return guarded
@@ -287,7 +287,7 @@ def _untrainable() -> UsageError:
 
 
 class Lane:
-    """Copies into a few buffers on one device, in order with the work that uses the buffers.
+    """Copies into a few buffers on a device, in order with the work on the buffers.
 
     Work issued on the device before, such as the allocation of the buffers, precedes any copy.
     """
@@ -324,7 +324,7 @@ class Lane:
 
 
 class Pinned:
-    """The host's tensors of one device, pinned where they are, without a copy.
+    """The host's tensors of a device, pinned in place, without a copy.
 
     torch allocates pinned memory in powers of two, up to twice the bytes that are needed. Where the
     driver refuses, copies are slower and give the same.

@@ -40,7 +40,7 @@ def parameter_bytes(model: nn.Module) -> int:
 
 
 def invent_values(model: nn.Module) -> None:
-    """Give weights that were never read some values, for code that reads results of them."""
+    """Give unread weights some values, for code that reads results."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             fill(parameter.data)

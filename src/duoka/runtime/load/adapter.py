@@ -111,7 +111,7 @@ def _layer(
     *,
     is_embedding: bool,
 ) -> LowRank:
-    """Make one module's part of an adapter."""
+    """Make a module's part of an adapter."""
     if len(sides) < 2:
         raise CheckpointError(f"{path} has only one of lora_A and lora_B for {name}", hint=_UNLIKE)
     down, up = sides["A"], sides["B"]
@@ -128,7 +128,7 @@ def _layer(
 
 
 def _setting(path: Path, config: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
-    """Return a number of the configuration, which may differ for some modules."""
+    """Return a number of the configuration for a module."""
     value: Any = config.get(key)
     patterns = config.get(pattern) or {}
     for end in patterns if isinstance(patterns, dict) else ():

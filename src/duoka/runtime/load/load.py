@@ -135,7 +135,7 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
 
 
 def _casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Return True if numbers of one type mean the same in the other; quantized ones need scales."""
+    """Return True if numbers mean the same in both types; quantized numbers need scales."""
     if source == target:
         return True
     if source.is_floating_point and target.is_floating_point:
@@ -197,14 +197,14 @@ def nothing_left(
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Free the tensors that the frames of an error refer to: its handler may keep it long."""
+    """Free the tensors in the frames of an error: a handler may keep the error long."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
 
 
 def _empty_caches(devices: Collection[torch.device]) -> None:
-    """Release the memory that conversions took on the way."""
+    """Release the memory of conversions."""
     for kind in sorted({device.type for device in devices} - {"cpu", "meta"}):
         backend: Any = torch.get_device_module(kind)
         backend.empty_cache()

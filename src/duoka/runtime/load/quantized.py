@@ -1,4 +1,4 @@
-"""Loading checkpoints that were published quantized: transformers does it, with further packages.
+"""Loading checkpoints published quantized, by transformers and further packages.
 
 This module checks that the packages can do it here, that all of the model comes out of the files
 and stays packed, and that a failure leaves nothing behind.
@@ -34,7 +34,7 @@ _MOST_NAMES = 5  # of each kind that an error tells
 
 
 def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
-    """Refuse a quantized checkpoint that can't be loaded here as planned, before it is read."""
+    """Refuse a quantized checkpoint beyond this machine or plan, before reading."""
     method = method_of(config)
     if method is None:
         return
@@ -99,7 +99,7 @@ def load_published(
     dtype: torch.dtype,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """Load a checkpoint that was published quantized, each module onto its device.
+    """Load a checkpoint published quantized, each module onto its device.
 
     When anything fails, and when the user interrupts, no memory on the devices is held.
     """
@@ -139,7 +139,7 @@ def _load(
 def _refuse_differences(
     method: Method, report: Mapping[str, Any], loaded: nn.Module, planned: nn.Module
 ) -> None:
-    """Compare the loaded model with the planned one, and name every difference."""
+    """Compare the loaded with the planned model, and name every difference."""
     faults = list_faults(
         (sorted(report["missing_keys"]), "tensors of the model weren't filled"),
         (
@@ -159,7 +159,7 @@ def _refuse_differences(
 
 
 def _unpacked(loaded: nn.Module, planned: nn.Module) -> Iterator[str]:
-    """Yield weights that take as many bytes as those of the model that isn't quantized."""
+    """Yield weights as large as in the unquantized model."""
     parameters = dict(loaded.named_parameters())
     for name, parameter in planned.named_parameters():
         if is_composed(parameter) and name in parameters:

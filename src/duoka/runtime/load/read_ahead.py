@@ -47,7 +47,7 @@ class Stretch:
 
 @dataclass(slots=True)
 class StretchBuffer:
-    """A buffer on the host, the stretch in it, and a function that waits for copies out of it."""
+    """A buffer on the host with a stretch, and a function to wait for copies out of the buffer."""
 
     bytes: Tensor
     stretch: Stretch | None = None
@@ -93,7 +93,7 @@ def _split(source: Source, most_bytes: int) -> Iterator[Stretch]:
 
 
 def read_ahead(order: Sequence[Stretch], *, pinned: bool) -> Generator[StretchBuffer]:
-    """Yield the stretches one after another while those that follow are read.
+    """Yield the stretches in order while following stretches are read.
 
     Close the generator where it isn't used up. A buffer is filled again after its `wait`.
     """

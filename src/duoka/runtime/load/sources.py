@@ -1,4 +1,4 @@
-"""Sources: the tensors of a checkpoint's files, described first, then read one by one.
+"""Sources: the tensors of a checkpoint's files, described first, then read.
 
 Tensors are mapped from their file and not copied: the pages belong to the file, and the system
 takes them back when it needs memory. Only ``.bin`` files older than PyTorch 1.6 can't be mapped;
@@ -36,7 +36,7 @@ _DAMAGE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One tensor of a file, under the checkpoint's name.
+    """A tensor of a file, under the checkpoint's name.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def _safetensors_source(checkpoint: Checkpoint, info: TensorInfo) -> Source:
 
 
 class Reader:
-    """Reads tensors; one file is open at a time."""
+    """Reads tensors, with a single open file."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
@@ -124,7 +124,7 @@ class Reader:
         self._file = self._tensors = None
 
     def read(self, source: Source) -> Tensor:
-        """Map one tensor; it stays readable after its file was closed."""
+        """Map a tensor, readable after the file is closed."""
         # For each tensor: reading from a mapped file that was cut off ends the process.
         refuse_changed(source.file, source.stamp)
         if self._file != source.file:
@@ -157,7 +157,7 @@ def _read_pickle(file: Path, map_location: str) -> dict[str, Tensor]:
 
 
 def refuse_changed(file: Path, stamp: Stamp | None) -> None:
-    """Refuse a file that has changed since it was described."""
+    """Refuse a file with another stamp than when described."""
     if stamp is None:
         return
     try:
@@ -174,7 +174,7 @@ def refuse_changed(file: Path, stamp: Stamp | None) -> None:
 
 @contextmanager
 def damage_told(file: Path) -> Iterator[None]:
-    """Turn the libraries' errors on a damaged file into one error that names it."""
+    """Turn the libraries' errors on a damaged file into an error with its name."""
     try:
         yield
     except _DAMAGE as error:
