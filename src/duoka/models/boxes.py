@@ -1,4 +1,4 @@
-"""The boxes of tensors that a conversion moves, read off a run without data.
+"""The boxes of tensors in a conversion, read off a run without data.
 
 A conversion splits, joins, stacks and transposes tensors. A `CopyTracer` runs it on tensors of the
 meta device. Most operations return views there, whose offset and strides tell which box of which
@@ -57,7 +57,7 @@ class TensorCopy(NamedTuple):
         return part.permute((*axes, *dropped)).reshape(extents)
 
     def place(self, target: Tensor) -> Tensor:
-        """Return the view of the parameter or buffer that the copy fills."""
+        """Return the copy's view of the parameter or buffer."""
         return target[as_slices(self.target_box)]
 
     def restrict(self, box: Box) -> TensorCopy | None:
@@ -94,7 +94,7 @@ def intersect(box: Box, bounds: Box) -> Box | None:
 
 
 class _Filling(NamedTuple):
-    """A box of a new tensor, the operand that fills it, and by axis the operand's dimension."""
+    """A box of a new tensor, its operand, and by axis the operand's dimension."""
 
     box: Box
     operand: Tensor
@@ -102,7 +102,7 @@ class _Filling(NamedTuple):
 
 
 class CopyTracer(TorchFunctionMode):
-    """Runs code on sources without data, and tells which of their boxes a result consists of.
+    """Runs code on sources without data, and traces results back to boxes of the sources.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ def _storage(tensor: Tensor) -> int:
 # A dimension of extent 3 and stride 6 runs along axis 0, so the view's box begins with 1:4. There
 # is no box for a stride that no axis has (2, of every other column), or an extent beyond its axis.
 def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
-    """Read off which box of a tensor a view shows, and which of its axes each dimension is.
+    """Return the box of a tensor in a view, and the axis of each dimension.
 
     Dimensions of extent 1 have no axis.
     """

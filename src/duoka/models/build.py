@@ -102,7 +102,7 @@ def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> P
 
 
 def _decode(value: Any) -> Any:
-    """Copy a JSON value; read infinities, which transformers writes as an object."""
+    """Copy a JSON value; read infinities from transformers' form of them."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -111,7 +111,7 @@ def _decode(value: Any) -> Any:
 
 
 def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Choose the class that the configuration names, unless it is a body without a head."""
+    """Choose the class named by the configuration, unless without a head."""
     named = _named_class(config)
     bare = _mapped(modeling_auto.MODEL_MAPPING, config)
     if named is not None and named is not bare:
@@ -187,7 +187,7 @@ def _replace_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> No
 
 
 def _keep_in_32_bit(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast parameters that the architecture keeps in 32 bit, as transformers does."""
+    """Cast the architecture's 32-bit parameters, as transformers does."""
     patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
     if not patterns:
         return

@@ -1,4 +1,4 @@
-"""The name of the cache in calls and outputs, which transformers 5.24 changes.
+"""The name of the cache in calls and outputs, changed by transformers 5.24.
 
 `generate`, the models of transformers and their outputs say `past_key_values` up to 5.23, and
 `cache` from 5.24 on. Classes of duoka's own, and code that comes with a checkpoint, have either
@@ -26,7 +26,7 @@ _CHANGES_NOTHING = {"use_cache", "cache_position", "output_attentions", "return_
 
 
 def cache_name(model: Any) -> str:
-    """Return the argument of a model's `forward` that takes the cache."""
+    """Return the name of the cache among the arguments of `forward`."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in (CACHE, "cache_params", "state") if name in accepted), CACHE)
 

@@ -88,7 +88,7 @@ class ChatGLMConfig(GlmConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read a configuration; a vision tower makes it a `GLM4VConfig`."""
+        """Read a configuration, as `GLM4VConfig` with a vision tower."""
         if cls is ChatGLMConfig and config_dict.get("vision_config"):
             from .glm4v import GLM4VConfig
 
@@ -96,7 +96,7 @@ class ChatGLMConfig(GlmConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Translate published names, and infer settings that the files leave out."""
+        """Translate published names, and infer settings left out by the files."""
         refuse_other_chatglm({**vars(self), **kwargs})
         for old, new in CHATGLM_NAMES.items():
             if old in kwargs:
@@ -157,7 +157,7 @@ def query_length_scale(position_ids: Tensor) -> Tensor:
 
 
 class ChatGLMAttention(GlmAttention):
-    """`GlmAttention` that scales its queries when the position embeddings carry a scale."""
+    """`GlmAttention` with queries scaled by a scale among the position embeddings."""
 
     @takes_cache
     def forward(
@@ -286,7 +286,7 @@ RENAMED = {
 
 
 def conversions() -> list[WeightRenaming | WeightConverter]:
-    """Return the conversions of published names and layouts into those of `GlmForCausalLM`.
+    """Return the conversions from published names and layouts to `GlmForCausalLM`'s.
 
     ``mlp.dense_h_to_4h`` holds the gate's rows first, then the up projection's, as
     ``gate_up_proj`` does; the rotary pairs are interleaved in both. So only names change, apart

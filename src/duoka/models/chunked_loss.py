@@ -104,7 +104,7 @@ class _Recipe(NamedTuple):
     device: torch.device
 
     def autocasting(self, hidden: Tensor) -> torch.autocast:
-        """Return autocast as it was in the head's call, without a cache, which copies weights."""
+        """Return autocast as in the head's call, without a cache of weights."""
         kind, is_on = hidden.device.type, self.autocast is not None
         return torch.autocast(kind, dtype=self.autocast, enabled=is_on, cache_enabled=False)
 
@@ -117,7 +117,7 @@ class _Recipe(NamedTuple):
 
 
 class LazyLogits(Tensor):
-    """Logits that are computed when they are used."""
+    """Logits computed at their first use."""
 
     hidden: Tensor
     recipe: _Recipe
@@ -168,7 +168,7 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
     def _apply_lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply a function lazily; return None where it needs all logits."""
+        """Apply a function lazily; return None if impossible."""
         if func is cross_entropy:
             return _loss(self, *args, **kwargs)
         if func in _SHAPING and not kwargs:
@@ -237,7 +237,7 @@ def _loss(
     label_smoothing: float = 0.0,
     **rare: Any,
 ) -> Tensor | None:
-    """Compute cross entropy in chunks; return None unless it is that of tokens."""
+    """Compute cross entropy of tokens in chunks; return None for other kinds."""
     is_plain = all(option is None for option in (*rest, *rare.values())) and not label_smoothing
     if not is_plain or reduction not in ("mean", "sum"):
         return None

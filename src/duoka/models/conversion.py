@@ -1,4 +1,4 @@
-"""The checkpoint tensors that fill each parameter of a model, in the file's names and layout.
+"""Matching the tensors of a checkpoint with the parameters of a model.
 
 transformers knows how published checkpoints become its models: keys are renamed, fused tensors
 split, experts stacked. `plan_tensors` runs those conversions on tensors without data
@@ -38,7 +38,7 @@ Shape = Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Custom:
-    """A conversion of single elements, which boxes can't describe.
+    """A conversion of single elements, beyond boxes.
 
     `convert` makes all `targets` by name from all `sources`, whole, by name.
     """
@@ -82,7 +82,7 @@ class Recipe:
 
     @property
     def targets(self) -> set[str]:
-        """The names that pieces and customs fill."""
+        """The names filled by pieces and customs."""
         customs = {name for custom in self.customs for name in custom.targets}
         return customs | {piece.target for piece in self.pieces}
 
@@ -112,7 +112,7 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collection[str]) -> Recipe:
-    """Match checkpoint tensors with the parameters and persistent buffers that they fill."""
+    """Match checkpoint tensors with parameters and persistent buffers."""
     given_shapes = dict(tensors) if isinstance(tensors, Mapping) else dict.fromkeys(tensors)
     shapes = _complete(model, given_shapes)
     state = model.state_dict()
@@ -134,7 +134,7 @@ def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collect
 
 
 class _Layout(NamedTuple):
-    """A shape, and the boxes of checkpoint tensors that fill it."""
+    """A shape, filled with boxes of checkpoint tensors."""
 
     shape: tuple[int, ...]
     copies: tuple[TensorCopy, ...]
@@ -159,7 +159,7 @@ class _Layout(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Checkpoint tensors that are converted together, or a single renamed one."""
+    """Checkpoint tensors of a conversion, or a single renamed tensor."""
 
     converter: WeightConverter | None
     members: list[tuple[str, str]]  # source pattern, tensor name
@@ -300,7 +300,7 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 def _sort_absent(model: nn.Module, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Separate parameters that the model's code computes (derived) from missing ones."""
+    """Separate parameters computed by the model's code (derived) from missing ones."""
     expected = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
     parameters = {name for name, _ in model.named_parameters()}
     derived, missing = [], []
@@ -328,7 +328,7 @@ def _matcher(patterns: Iterable[str] | None) -> Callable[[str], bool]:
 
 
 def initialize_derived(model: nn.Module, recipe: Recipe) -> None:
-    """Compute the parameters that checkpoints leave out, once they have storage."""
+    """Compute the parameters left out by checkpoints, once allocated."""
     for name in recipe.derived:
         owner = model.get_submodule(name.rpartition(".")[0])
         ancestors = [m for m in model.modules() if isinstance(m, PreTrainedModel)]

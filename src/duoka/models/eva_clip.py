@@ -105,7 +105,7 @@ class MLP(nn.Module):
 
 
 class EvaClipBlock(nn.Module):
-    """Attention and MLP, each with its norm behind it, before it is added."""
+    """Attention and MLP, each followed by a norm and added."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class EvaClipBlock(nn.Module):
 
 
 class Blocks(nn.Module):
-    """All blocks, one after another."""
+    """All blocks in order."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A stand-in for flash_attn where it isn't installed, for code that imports it anyway.
+"""A stand-in for a missing flash_attn, for published code.
 
 This module stands for the package and each of its modules: it has the functions that published
 model code imports, with the same numbers and shapes. They run on any device, by PyTorch's
@@ -58,7 +58,7 @@ def flash_attn_varlen_func(
     *args: Any,
     **kw: Any,
 ) -> Tensor:
-    """Attention within sequences in one packed row: [tokens, heads, head_dim].
+    """Attention within sequences in a packed row: [tokens, heads, head_dim].
 
     The longest lengths follow as two arguments, then the arguments of `flash_attn_func`.
     """

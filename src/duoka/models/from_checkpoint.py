@@ -50,7 +50,7 @@ def tokenizer_of(
 
 
 def _code_of(checkpoint: Checkpoint) -> models.RemoteCode:
-    """Return the code of a checkpoint that may run."""
+    """Return the trusted code of a checkpoint."""
     return models.RemoteCode(
         checkpoint.path,
         {file.name: file.content for file in checkpoint.code},

@@ -171,7 +171,7 @@ def round_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _make_int8(cache: Any) -> bool:
-    """Replace layers that keep keys and values by layers that keep 8 bit."""
+    """Replace plain layers by layers in 8 bit."""
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = Int8Layer
         return True

@@ -36,7 +36,7 @@ _MERGED_ELEMENTS = 2**18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """An update of the weight of one module: `scaling` times `up` @ `down`.
+    """An update of a module's weight: `scaling` times `up` @ `down`.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class LoraAdapter:
 
     @property
     def training_settings(self) -> dict[str, Any]:
-        """Arguments of `Training` for a run that starts from this adapter."""
+        """Arguments of `Training` for a run from this adapter on."""
         rank, scaling = self.common
         return {
             "lora_rank": rank,

@@ -29,7 +29,7 @@ _WRITTEN = _FILLED | {torch.arange, torch.eye, torch.linspace}
 
 
 class _Bounded(TorchFunctionMode):
-    """Refuses tensors that are too large for any model's buffers.
+    """Refuses tensors too large for any model's buffers.
 
     `lazily` puts tensors on meta that only hold weights: uninitialised, or large and floating.
     """
@@ -63,7 +63,7 @@ class _Bounded(TorchFunctionMode):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Replace each parameter by one on meta as it is registered, in this thread only."""
+    """Replace parameters by parameters on meta at registration, in this thread only."""
     thread = threading.get_ident()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> object:
@@ -112,7 +112,7 @@ def _stray(module: nn.Module) -> Iterator[str]:
 
 
 def _initialize_owners(module: nn.Module, names: list[str]) -> None:
-    """Let transformers' models fill buffers that their constructor leaves uninitialised."""
+    """Let transformers' models fill buffers left uninitialised by the constructor."""
     for name in names:
         path = name.split(".") if name else []
         for length in range(len(path), -1, -1):

@@ -1,4 +1,4 @@
-"""Models of checkpoints that were published quantized: weights consist of the stored tensors."""
+"""Models of checkpoints published quantized, with weights of stored tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_NAMES = 5  # of each kind that an error tells
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A stored tensor, or its share that belongs to one weight."""
+    """A stored tensor, or its share in a weight."""
 
     kind: str
     info: TensorInfo

@@ -1,4 +1,4 @@
-"""Model code that comes with a checkpoint, imported from where it lies.
+"""Importing a checkpoint's model code from its own files.
 
 Transformers runs a copy of such code, in a folder of its own. Reports of faults should name the
 user's files: here modules have the names of these files, and run their content as it was read once.
@@ -34,7 +34,7 @@ _FLASH_ATTENTION = re.compile("flash[-_ ]?att", re.IGNORECASE)
 
 
 def stop_hint(message: str, hint: str = OTHER_VERSIONS) -> str:
-    """Return the hint for an error of such code, which may name what is missing."""
+    """Return the hint for an error of such code."""
     if _FLASH_ATTENTION.search(message):
         return f'{missing_module("flash_attn")}, or "_attn_implementation": "eager" in config.json'
     return hint

@@ -144,7 +144,7 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Seq
 def known_targets(
     model: nn.Module, targets: Sequence[str], frozen: Sequence[str] = ()
 ) -> list[str]:
-    """Check that targets are ends of names of modules that can have adapters; return them."""
+    """Check targets: ends of names of adaptable modules; return a list."""
     layers = {name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)}
     trained = {name for name in layers if not _is_in(name, frozen)}
     ends = sorted({name.rpartition(".")[2] for name in trained})

@@ -23,7 +23,7 @@ _LEAST_STACK = 3  # dimensions of a stack of experts
 
 
 def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Quantize the linear layers of a model that was built without weights."""
+    """Quantize the linear layers of a model without weights."""
     require(scheme)
     excluded = _excluded(model)
     # Without data, weights of one shape become equal: quantizing a single one is enough.
@@ -45,7 +45,7 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
 
 
 def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
-    """Return notes for people on a model that `quantize_model` has quantized."""
+    """Return notes for people on a quantized model."""
     excluded = _excluded(model)
     original_bytes = quantized_bytes = count = 0
     reasons: dict[str, int] = {}
@@ -81,7 +81,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 def _reason(
     model: PreTrainedModel, scheme: Scheme, name: str, excluded: Collection[str]
 ) -> str | None:
-    """Return the reason for which a parameter isn't quantized; None if it is."""
+    """Return the reason against quantizing a parameter, or None."""
     owner = name.rpartition(".")[0]
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
     if not isinstance(module, nn.Linear):

@@ -1,4 +1,4 @@
-"""Composed weights: tensors that consist of plain ones, by PyTorch's protocol for such classes.
+"""Composed weights: tensors of several plain tensors, by PyTorch's protocol for such classes.
 
 Subclasses define products. Other classes that PyTorch knows (torchao's) have their own; `parts`
 reads all of them, by ``__tensor_flatten__``.
@@ -26,7 +26,7 @@ _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
 class Composed(Tensor):
-    """A weight of several plain tensors on one device, by names that are identifiers.
+    """A weight of several plain tensors on a device, by name.
 
     Shape and dtype are those of the original weight.
     """
@@ -39,7 +39,7 @@ class Composed(Tensor):
     def __new__(
         cls: type[Composed], tensors: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype
     ) -> Composed:
-        """Make one; see the class."""
+        """Make a weight; see the class."""
         device = next(iter(tensors.values())).device
         weight: Composed = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device
@@ -126,7 +126,7 @@ def parts(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Return the bytes that a tensor takes in memory."""
+    """Return the bytes of a tensor in memory."""
     return sum(part.nbytes for part in parts(tensor).values())
 
 
@@ -142,7 +142,7 @@ def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class StoredWeight(Composed):
-    """A weight without numbers, which holds the stored tensors."""
+    """A weight without numbers, made of the stored tensors."""
 
     products = frozenset(
         {

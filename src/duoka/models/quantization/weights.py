@@ -163,7 +163,7 @@ class Nf4Weight(Composed):
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Multiply by the kernel for one token, or unpack."""
+        """Multiply by the kernel for a single token, or unpack."""
         return _linear(*args, **kwargs)
 
 
@@ -177,7 +177,7 @@ def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Te
 
 
 def require(scheme: Scheme) -> None:
-    """Refuse to quantize where the package for it is missing or isn't the tested one."""
+    """Refuse to quantize where the package is missing or too different."""
     package, extra = _PACKAGES[scheme]
     if find_spec(package) is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The interface of transformers 4, for checkpoints' own code that was written for it.
+"""The interface of transformers 4, for checkpoints' own older code.
 
 Such code is imported with a namespace of its own (by `remote_code`); other code sees nothing of it.
 Each part names the version in which transformers changed.

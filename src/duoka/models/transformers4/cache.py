@@ -1,4 +1,4 @@
-"""The dynamic cache with the interface of 4.36, which 5.0 removed."""
+"""The dynamic cache with the interface from 4.36 to 5.0."""
 
 from __future__ import annotations
 

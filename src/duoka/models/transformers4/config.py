@@ -1,4 +1,4 @@
-"""Configurations with the attributes that transformers 4 gave to each."""
+"""Configurations with the attributes of transformers 4."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OTHER_NAMES = {
 
 
 class LegacyConfig(PreTrainedConfig):
-    """The base class of 4.x (``PretrainedConfig``), with attributes that 5.0 dropped."""
+    """The base class of 4.x (``PretrainedConfig``), with its attributes."""
 
     # As in the file; 5.0 makes it a view of `rope_parameters`, in another form.
     rope_scaling = None

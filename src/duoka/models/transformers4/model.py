@@ -50,7 +50,7 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *rest: Any, **named: Any
     ) -> Any:
-        """Keep the mask, whose length such code reads; 5.0 drops masks of ones."""
+        """Keep the mask for its length; 5.0 drops masks of ones."""
         if model_kwargs.get("attention_mask", input_ids) is None:
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)
         prefill: Any = GenerationMixin._prefill
@@ -82,7 +82,7 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
         return {f"{names[head]}.weight": f"{names[self.get_input_embeddings()]}.weight"}
 
     def get_output_embeddings(self) -> Any:
-        """Return None unless the model overrides it; 5.0 looks for an `lm_head`."""
+        """Return None unless overridden; 5.0 looks for an `lm_head`."""
         return None
 
     def get_head_mask(

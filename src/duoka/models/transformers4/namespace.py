@@ -44,7 +44,7 @@ def _initialised(module_cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Checkpoint a region, without reentrant autograd unless the code asks for it.
+    """Checkpoint a region, by default without reentrant autograd.
 
     Reentrant autograd stops gradients where no argument has one, as below adapters.
     """
@@ -119,7 +119,7 @@ def _import(
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names that code uses, in its functions too."""
+    """Yield the names in code and its functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -209,4 +209,4 @@ class _TypeOfType(type):
 
 
 class _Type(type, metaclass=_TypeOfType):
-    """The builtin `type`, for code that tests ``type(x) is torch.Tensor``."""
+    """The builtin `type`, for tests like ``type(x) is torch.Tensor``."""

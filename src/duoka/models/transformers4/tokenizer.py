@@ -64,7 +64,7 @@ class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
 
     @property
     def special_tokens_map(self) -> dict[str, Any]:
-        """The special tokens by purpose; until 5.0 with additional ones."""
+        """The special tokens by purpose; until 5.0 with additional tokens."""
         extra = self.extra_special_tokens
         return super().special_tokens_map | ({"additional_special_tokens": extra} if extra else {})
 
@@ -84,7 +84,7 @@ class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
 
 
 def _without_padding_side(pad: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `pad` of before 4.45, which doesn't know `padding_side`."""
+    """Wrap `pad` of before 4.45, without `padding_side`."""
     if "padding_side" in inspect.signature(pad).parameters:
         return pad
 
