@@ -234,14 +234,6 @@ def made_up(
         name = f"block.{index}"
         blocks.append(ProfileBlock(modules=(name,), kind=number, tied_to=tied, streams=streams))
     everywhere = (0, ENDLESS)
-    names = [
-        NamedTensor(
-            name=f"block.{index}.weight",
-            num_bytes=0 if index in tied_to else size,
-            tied_to=f"block.{tied_to[index]}.weight" if index in tied_to else "",
-        )
-        for index, size in enumerate(weights)
-    ]
     return Profile(
         fingerprint="made up",
         model="MadeUp",
@@ -260,8 +252,19 @@ def made_up(
             for is_batched in (False, True)
         ),
         max_context_tokens=max_context_tokens,
-        tensor_names=tuple((name,) for name in names),
+        tensor_names=tuple((name,) for name in _weight_names(weights, tied_to)),
     )
+
+
+def _weight_names(weights: Sequence[int], tied_to: Mapping[int, int]) -> list[NamedTensor]:
+    return [
+        NamedTensor(
+            name=f"block.{index}.weight",
+            num_bytes=0 if index in tied_to else size,
+            tied_to=f"block.{tied_to[index]}.weight" if index in tied_to else "",
+        )
+        for index, size in enumerate(weights)
+    ]
 
 
 def _trace(index: int, num_blocks: int, phase: Phase, costs: Costs) -> AllocationTrace:

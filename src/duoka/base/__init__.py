@@ -6,6 +6,7 @@
 - `images`: pictures in files, decoded within limits
 - `web`: pictures at addresses, fetched within limits
 - `progress`: texts about the progress of long calls
+- `environment`: every environment variable that duoka reads
 - `requirements`: installed versions of libraries, against the supported ranges
 - `model_code`: the code of models, and errors raised in it
 - `garbage`: permanent objects, excluded from garbage collection

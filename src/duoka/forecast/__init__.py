@@ -4,7 +4,7 @@
 - `profile`, `profile_cache`, `tensor_names`: what a model allocates and computes, block by block
 - `flash_splits`: what flash attention takes for a moment over few queries
 - `alloc_events`, `alloc_program`: the allocations of one workload; those of a stage, compiled
-- `optimizer_memory`: what optimizers hold beside what they train
+- `optimizer_memory`, `training_bounds`: optimizer states; lower bounds of training stages
 - `allocator`, `device_memory`: CUDA's caching allocator; a device's memory, in Python and in C
 - `serving`: the sizes of steps over a paged cache, and why no others need to be known
 - `replay`, `replay_serving`, `replay_training`: a stage's steps, run through that memory

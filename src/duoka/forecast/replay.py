@@ -182,7 +182,7 @@ def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
 class StageRun:
     """A replay of a stage on a device of its own, pass by pass.
 
-    `kept` are the caches or gradients, block by block; `num_kept` has how many each block has. The
+    `retained` are the caches or gradients, block by block; `num_kept` has how many each block has. The
     first matrix product of forward passes takes cuBLAS's workspace for good; so does that of
     backward passes, which run in another thread.
     """
@@ -205,7 +205,7 @@ class StageRun:
         for size in buffer_bytes(profile.streamed_bytes(self.blocks)):
             memory.hold(size)
         self._weight_bytes = memory.allocated
-        self.kept: list[Held] = []
+        self.retained: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
         self.is_paused = False
         self._passes = replay.passes(self)
@@ -253,13 +253,13 @@ class StageRun:
             self._programs[key] = compiler.program()
         program = self._programs[key]
         sizes = program.sizes(replay, step)
-        out = self.memory.run(program.code, sizes, [*self.kept, *saved], program.live_out)
+        out = self.memory.run(program.code, sizes, [*self.retained, *saved], program.live_out)
         if program.takes_workspace:
             self._has_workspace.add(is_backward)
         if not is_backward:
             self._saved = program.saved
         number = sum(program.num_kept)
-        self.kept, self.num_kept = out[:number], program.num_kept
+        self.retained, self.num_kept = out[:number], program.num_kept
         return out[number:]
 
 

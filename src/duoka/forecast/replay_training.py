@@ -138,9 +138,9 @@ class TrainingReplay(Replay):
             if MOST_TEMPORARIES[optimizer]:
                 sizes = [tensor.num_bytes for tensor in group]
                 _hold_for_update(stage.memory, sizes, MOST_TEMPORARIES[optimizer])
-        for gradient in stage.kept:
+        for gradient in stage.retained:
             stage.memory.release(gradient, cached=True)
-        stage.kept, stage.num_kept = [], (0,) * len(stage.blocks)
+        stage.retained, stage.num_kept = [], (0,) * len(stage.blocks)
 
     def _ends(self) -> Iterator[tuple[Key, int]]:
         for block in range(len(self.profile.blocks)):
