@@ -50,7 +50,7 @@ class SamplingRow:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits are changed before sampling."""
+        """True if logits are changed before sampling."""
         params = self.params
         is_biased = params.has_penalties or params.logit_bias or self.banned
         return bool(is_biased or self.allowed is not None)

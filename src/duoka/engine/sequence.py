@@ -86,12 +86,12 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all but the last token have been computed: each step brings another token."""
+        """True while decoding: all tokens but the last have been computed."""
         return self.num_tokens - self.computed == 1
 
     @property
     def is_in_step(self) -> bool:
-        """Whether some of its tokens are being computed."""
+        """True while a step computes some of its tokens."""
         return self.scheduled > self.computed
 
     @property

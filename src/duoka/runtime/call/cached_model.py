@@ -58,7 +58,7 @@ class CachedModel(GenerateCaller):
             self._start_token = settings.bos_token_id
         self._settings = copy.copy(settings)
         self.keeps_state_in_modules = self._new_cache() is None or self._mixes_sequences()
-        """Whether the model keeps the state of one sequence in its modules, and has no other."""
+        """True if the model keeps its state in its modules, for a single sequence."""
         size = workload.prefill_chunk_tokens
         assert size != "auto", "a plan's workload is resolved"
         if size is not None and size < workload.prompt_tokens:
