@@ -182,8 +182,8 @@ def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
 class StageRun:
     """A replay of a stage on a device of its own, pass by pass.
 
-    `retained` are the caches or gradients, block by block; `num_kept` has how many each block has. The
-    first matrix product of forward passes takes cuBLAS's workspace for good; so does that of
+    `retained` are the caches or gradients, block by block, and `num_kept` their number per block.
+    The first matrix product of forward passes takes cuBLAS's workspace for good; so does that of
     backward passes, which run in another thread.
     """
 
