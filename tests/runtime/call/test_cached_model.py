@@ -19,11 +19,11 @@ from transformers.generation import utils as generation
 
 import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams, open_executor
-from duoka.engine.cached_model import CachedModel
 from duoka.errors import MachineError, ModelError, UsageError
 from duoka.models.text.messages import ChatMessage
 from duoka.runtime import devices
-from duoka.runtime.encode_images import FEATURES
+from duoka.runtime.call.cached_model import CachedModel
+from duoka.runtime.call.encode_images import FEATURES
 from duoka.runtime.prompt_reader import PromptReader
 
 NEW_TOKENS = 10
