@@ -41,13 +41,13 @@ def answer_file(
     from duoka.engine.batch import AnswerFile, read_prompts, unanswered
 
     prompts = read_prompts(path, answering.system)
-    plan = _plan(model, options, len(prompts)).on_this_machine()
-    reader = planning.open_prompts(plan, model)
+    plan, opened = planning.open_model(*_plan(model, options, len(prompts)))
+    reader = opened.reader
     for prompt in prompts:  # before anything is loaded; a token has a byte at least
         text = prompt.messages[-1].content
         if len(text.encode()) > plan.workload.prompt_tokens:
             reader.check([reader.plain(text)])
-    params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
+    params = SamplingParams.recommended(opened.checkpoint.generation_config, **chosen)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
         _say(
@@ -59,8 +59,8 @@ def answer_file(
                     plan,
                     max_new_tokens=options.most_new_tokens,
                     warm_up="largest",
-                    trust_remote_code=model.trust_remote_code,
                     adapter=answering.adapter,
+                    opened=opened,
                 )
             with engine:
                 failed = _answer(engine, left, answers, params)
@@ -69,9 +69,11 @@ def answer_file(
                 raise typer.Exit(_FAILED)
 
 
-def _plan(model: ModelOptions, options: PlanOptions, number: int) -> duoka.Plan:
-    """The saved plan, or one with pages; for a batch where the model or an option wants that."""
-    plan, why_not = planning.make_plan_for_requests(
+def _plan(
+    model: ModelOptions, options: PlanOptions, number: int
+) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
+    """Take or make a plan with pages; for a batch where the model or an option wants that."""
+    plan, checkpoint, why_not = planning.make_plan_for_requests(
         model,
         options,
         requests=min(_MOST_REQUESTS, number),
@@ -79,7 +81,7 @@ def _plan(model: ModelOptions, options: PlanOptions, number: int) -> duoka.Plan:
     )
     if why_not:
         _say(f"{why_not}: {format_count(plan.workload.batch, 'prompt')} at a time")
-    return plan
+    return plan, checkpoint
 
 
 def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, params: Any) -> int:

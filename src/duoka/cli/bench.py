@@ -163,7 +163,7 @@ def _measure(
         raise UsageError(
             f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
         ) from error
-    planning.look_at_cards(gpus)
+    planning.read_fleet(gpus)
     checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)
     refuse_unreadable(checkpoint)
     tokens = max(context or 0, 2)

@@ -61,19 +61,18 @@ def chat(
     """
     chosen = answering.chosen()
     images = pictures.read()
-    plan = planning.make_plan(model, with_images(options, images), to_run=True)
-    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
-    reader = planning.open_prompts(plan, model)
+    plan, opened = planning.plan_to_run(model, with_images(options, images))
+    reader = opened.reader
     from duoka.engine import SamplingParams
     from duoka.engine.conversation import Conversation
     from duoka.engine.timing import measured
 
-    params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
+    params = SamplingParams.recommended(opened.checkpoint.generation_config, **chosen)
     system = planning.usable_system(reader, answering.system)
     reader.check_images(images)
     if system is not None:
         reader.check([reader.prompt("", system=system)])
-    with planning.load_engine(plan, model, options, answering.adapter) as engine:
+    with planning.load_engine(plan, opened, options, answering.adapter) as engine:
         conversation = Conversation(engine, reader, params, system=system)
         conversation.show(*images)
         _talk(conversation)

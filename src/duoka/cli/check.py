@@ -213,16 +213,19 @@ def _arguments(
         checkpoint = planning.open_checkpoint(replace(model, model=model.model or plan.source))
         return {"model": checkpoint, "placement": plan, "workload": plan.workload}
     if training is not None:
-        planning.read_workload(None, options, training)  # refuses what a plan refuses
+        planning.read_workload(options, training)  # refuses what a plan refuses
     device_map, gpus = planning.read_device_map(options), options.gpus or planning.ALL_GPUS
-    planning.look_at_cards(gpus)
+    given = planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model)
     fleet = None
     if options.gpus is not None or device_map is None:
-        fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
+        detected = duoka.Fleet.parse(given) if isinstance(given, str) else given
+        fleet = fleet_for(detected, device_map)
     if training is not None:  # all tokens of the context are the prompt's, but for one
         options = replace(options, new_tokens=_TRAINING_TOKENS)
-    workload = planning.read_workload(checkpoint.max_context_tokens, options)
+    workload = planning.shorten_default(
+        planning.read_workload(options), checkpoint.max_context_tokens, options
+    )
     workload_for(checkpoint, workload)  # what it refuses is refused before torch is imported
     native_training(checkpoint, training)
     planning.say_quantization(options.quantize, workload)

@@ -38,8 +38,9 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
     if wanted.plot is not None:
         check_file(wanted.plot, "the picture")
         refuse_without_matplotlib()
-    checkpoint, request = planning.read_request(model, replace(options, serve=True), to_run=runs)
-    fleet = duoka.Fleet.parse(request.gpus)
+    served = replace(options, serve=True)
+    checkpoint, request, fleet = planning.read_request(model, served, to_run=runs)
+    fleet = duoka.Fleet.parse(fleet) if isinstance(fleet, str) else fleet
     if runs and any(gpu.name.startswith("cuda") and not gpu.uuid for gpu in fleet.devices):
         text = f"{request.gpus}: declared, and not here; nothing is run, all is forecast"
         stderr().print(text, markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from duoka.api.plan import find_or_trace
+from duoka.api.plan import plan_request
 from duoka.base.text import printable
 from duoka.errors import DuokaError, InfeasibleError, MachineError
 from duoka.planner.out_of_memory import OutOfMemory, look_for_ways
@@ -99,7 +99,7 @@ def report(
     """
     if isinstance(error, OutOfMemory):
         with suppress(Exception):  # whatever a search among wreckage meets, the error is told
-            look_for_ways(error, find_or_trace)
+            look_for_ways(error, plan_request)
     if isinstance(error, InfeasibleError | OutOfMemory) and error.ways_out:
         columns = stderr().width
         error.hint = (

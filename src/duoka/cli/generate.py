@@ -118,18 +118,17 @@ def generate(
         raise UsageError(
             "--raw continues a text, in which --image has no place", hint="leave one of them out"
         )
-    plan = planning.make_plan(model, with_images(options, images), to_run=True)
-    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
-    reader = planning.open_prompts(plan, model)
+    plan, opened = planning.plan_to_run(model, with_images(options, images))
+    reader = opened.reader
     from duoka.engine import SamplingParams
     from duoka.engine.timing import measured
 
-    params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
+    params = SamplingParams.recommended(opened.checkpoint.generation_config, **chosen)
     reader.check_images(images)
     tokens = _tokens(reader, questions, None if prompts.raw else answering, images)
     for ids in tokens:
         reader.check([ids])
-    with planning.load_engine(plan, model, options, answering.adapter) as engine:
+    with planning.load_engine(plan, opened, options, answering.adapter) as engine:
         if len(tokens) == 1 and not prompts.json:
             answers = [_stream(engine, tokens[0], params, is_raw=prompts.raw)]
         else:

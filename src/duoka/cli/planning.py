@@ -6,13 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import duoka
-from duoka.api.plan import find_or_trace
+from duoka.api.plan import plan_copies, plan_request
 from duoka.base.progress import heard_by, say, say_import
 from duoka.base.text import choose
 from duoka.base.units import parse_memory
@@ -31,10 +30,9 @@ from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
-from duoka.planner.limits import given_back, on_fleet
-from duoka.planner.replicas import Replicas, replicas_for
+from duoka.planner.limits import given_back
+from duoka.planner.replicas import Replicas
 from duoka.planner.request import Largest, PlanRequest
-from duoka.planner.resolve import answer_checkpoint
 from duoka.planner.search import OBJECTIVES
 
 from .options import (
@@ -49,6 +47,7 @@ from .options import (
 from .terminal import progress_bars, stderr, working, write_file
 
 if TYPE_CHECKING:
+    from duoka.api.load import OpenedModel
     from duoka.engine import Engine
     from duoka.report.measured import Measured
     from duoka.runtime.prompt_reader import PromptReader
@@ -69,6 +68,37 @@ def make_plan(
     to_run: bool = False,
 ) -> duoka.Plan:
     """Take the saved plan, or make one; `to_run` says that the model will be asked something."""
+    return _find_plan(model, options, training, to_run=to_run)[0]
+
+
+def plan_to_run(model: ModelOptions, options: PlanOptions) -> tuple[duoka.Plan, OpenedModel]:
+    """Take or make a plan for the GPUs that are here, and open its model."""
+    return open_model(*_find_plan(model, options, to_run=True))
+
+
+def open_model(
+    plan: duoka.Plan, checkpoint: duoka.Checkpoint | None
+) -> tuple[duoka.Plan, OpenedModel]:
+    """Open the model of a plan for the GPUs that are here, before its weights are read."""
+    assert checkpoint is not None, "a model that is run was opened for its plan"
+    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
+    with working():
+        say_import("torch")
+        from duoka.api.load import OpenedModel
+
+        opened = OpenedModel(checkpoint, plan.workload)
+        assert opened.reader, "prompts are read, and refused, before weights are loaded"
+    return plan, opened
+
+
+def _find_plan(
+    model: ModelOptions,
+    options: PlanOptions,
+    training: Training | None = None,
+    *,
+    to_run: bool = False,
+) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
+    """Take or make a plan, with its checkpoint wherever that was opened."""
     if model.model is None and model.revision is not None:
         raise UsageError(
             "--revision is for a model on the Hub, and no model was given",
@@ -78,25 +108,28 @@ def make_plan(
         refuse_beside_plan(options, training)
         plan = duoka.Plan.load(options.plan_file)
         if model.model is None and not options.replan and not model.trust_remote_code:
-            if to_run:
-                refuse_unreadable(duoka.Checkpoint.open(plan.source))
-            return plan  # to look at it, neither the checkpoint nor the GPUs need be here
+            if not to_run:
+                return plan, None  # to look at it, neither need the checkpoint nor the GPUs be here
+            checkpoint = duoka.Checkpoint.open(plan.source)
+            refuse_unreadable(checkpoint)
+            return plan, checkpoint
         checkpoint = open_checkpoint(replace(model, model=model.model or plan.source), to_run)
         if to_run:
             refuse_unreadable(checkpoint)
         if options.replan:
             plan = _plan_again(plan, checkpoint)
             save_plan(plan, options.plan_file)
-            return plan
+            return plan, checkpoint
         plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
-        return replace(plan, source=checkpoint.source)
+        return replace(plan, source=checkpoint.source), checkpoint
     if options.replan:
         raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
     device_map = read_device_map(options)
-    checkpoint, request = read_request(model, options, training, to_run=to_run)
+    checkpoint, request, fleet = read_request(model, options, training, to_run=to_run)
     if to_run:
         refuse_unreadable(checkpoint)
-    return _plan(checkpoint, request, request.gpus, device_map)
+    with working():
+        return plan_request(checkpoint, request, fleet, device_map), checkpoint
 
 
 def make_plan_for_requests(
@@ -105,10 +138,10 @@ def make_plan_for_requests(
     *,
     requests: int,
     batch: int,
-) -> tuple[duoka.Plan, str]:
-    """The saved plan, or one with pages for so many requests; or why it is for such a batch."""
+) -> tuple[duoka.Plan, duoka.Checkpoint | None, str]:
+    """Take or make a plan with pages for so many requests; or say why it is for such a batch."""
     if options.plan_file is not None:
-        return make_plan(model, options, to_run=True), ""
+        return *_find_plan(model, options, to_run=True), ""
     why_not = ""
     if options.offload:
         why_not = "weights are offloaded for a batch"
@@ -118,12 +151,12 @@ def make_plan_for_requests(
         number = options.sequences or options.batch or requests
         served = replace(options, serve=True, sequences=number, batch=None)
         try:
-            return make_plan(model, served, to_run=True), ""
+            return *_find_plan(model, served, to_run=True), ""
         except ModelError as error:
             why_not = str(error)
     number = options.sequences or options.batch or batch
     options = replace(options, serve=False, sequences=None, batch=number)
-    return make_plan(model, options, to_run=True), why_not
+    return *_find_plan(model, options, to_run=True), why_not
 
 
 def make_replicas(
@@ -135,21 +168,9 @@ def make_replicas(
     """Make the plans of several copies of a model."""
     if options.plan_file is not None:
         refuse_beside_plan(options, training)
-    checkpoint, request = read_request(model, options, training)
+    checkpoint, request, fleet = read_request(model, options, training)
     with working():
-        problem = on_fleet(request, request.gpus)
-        return replicas_for(checkpoint, problem, number, partial(find_or_trace, checkpoint))
-
-
-def _plan(
-    checkpoint: duoka.Checkpoint,
-    request: PlanRequest,
-    fleet: duoka.Fleet | str,
-    device_map: DeviceMap | None,
-) -> duoka.Plan:
-    with working():
-        problem = on_fleet(request, fleet, device_map)
-        return answer_checkpoint(checkpoint, problem, partial(find_or_trace, checkpoint))
+        return plan_copies(checkpoint, request, fleet, number)
 
 
 def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
@@ -159,7 +180,8 @@ def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
     if not fleet:
         uuids = [device.uuid for device in plan.fleet.devices if device.uuid]
         fleet = duoka.Fleet.detect(",".join(uuids)) if uuids else given_back(plan)
-    return _plan(checkpoint, plan.request, fleet, device_map)
+    with working():
+        return plan_request(checkpoint, plan.request, fleet, device_map)
 
 
 def refuse_beside_plan(options: PlanOptions, training: Training | None = None) -> None:
@@ -212,11 +234,11 @@ def read_request(
     training: Training | None = None,
     *,
     to_run: bool = False,
-) -> tuple[duoka.Checkpoint, PlanRequest]:
-    """The model that a person means, and what is asked of it."""
+) -> tuple[duoka.Checkpoint, PlanRequest, duoka.Fleet | str]:
+    """Read the model, the request and its fleet; GPUs of this machine are found where it plans."""
     # What is wrong in itself is told before a model is read, which may be a download.
     request = PlanRequest(
-        workload=read_workload(None, options, training),
+        workload=read_workload(options, training),
         objective=choose("the objective", options.objective or "auto", OBJECTIVES),
         use_all=options.use_all,
         gpus=ALL_GPUS if options.gpus is None else options.gpus,
@@ -225,17 +247,16 @@ def read_request(
         trust_remote_code=model.trust_remote_code,
         most_new_tokens=options.most_new_tokens,
     )
-    look_at_cards(request.gpus)
+    fleet = read_fleet(request.gpus)
     say_quantization(options.quantize, request.workload)
     checkpoint = open_checkpoint(model, to_run)
-    workload = read_workload(checkpoint.max_context_tokens, options, training)
-    return checkpoint, replace(request, workload=workload)
+    workload = shorten_default(request.workload, checkpoint.max_context_tokens, options, training)
+    return checkpoint, replace(request, workload=workload), fleet
 
 
-def look_at_cards(gpus: str) -> None:
-    """Refuse what can't be GPUs before a model is read; those of this machine are found later."""
-    if devices_in(gpus) is not None:
-        duoka.Fleet.parse(gpus)
+def read_fleet(gpus: str) -> duoka.Fleet | str:
+    """Read declared GPUs; leave the text of this machine's own for `Fleet.parse` to detect."""
+    return gpus if devices_in(gpus) is None else duoka.Fleet.parse(gpus)
 
 
 def say_quantization(word: str | None, workload: duoka.Workload) -> None:
@@ -308,16 +329,22 @@ def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[st
         yield name.strip(), value.strip()
 
 
-def read_workload(
-    limit: int | None, options: PlanOptions, training: Training | None = None
+def shorten_default(
+    workload: duoka.Workload,
+    limit: int | None,
+    options: PlanOptions,
+    training: Training | None = None,
 ) -> duoka.Workload:
-    """What a model of that longest context will be asked to do, as far as a person said it."""
-    context, new = _tokens(limit, options, training)
-    if new >= context:
-        raise UsageError(
-            f"{new} new tokens leave no room for a prompt in a context of {context}",
-            hint="--context counts the prompt and the answer together",
-        )
+    """Shorten a context that nobody asked for to the longest that a model was made for."""
+    if limit is None or options.context is not None:
+        return workload
+    context, new = _tokens(options, training, limit)
+    return replace(workload, prompt_tokens=context - new, new_tokens=new)
+
+
+def read_workload(options: PlanOptions, training: Training | None = None) -> duoka.Workload:
+    """Read the workload, as far as the options say it."""
+    context, new = _tokens(options, training)
     refuse_unserved(options, training)
     workload = duoka.Workload(
         batch=_batch(options),
@@ -381,9 +408,11 @@ def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
     )
 
 
-def _tokens(limit: int | None, options: PlanOptions, training: Training | None) -> tuple[int, int]:
-    """Tokens of a sequence in all, and how many of them are new."""
-    context = _CONTEXT_TOKENS if limit is None else min(_CONTEXT_TOKENS, limit)
+def _tokens(
+    options: PlanOptions, training: Training | None, limit: int = _CONTEXT_TOKENS
+) -> tuple[int, int]:
+    """Return the tokens of a sequence in all, and the number of new ones."""
+    context = min(_CONTEXT_TOKENS, limit)
     if options.context is not None:
         context = parse_tokens(options.context)
     new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
@@ -398,6 +427,11 @@ def _tokens(limit: int | None, options: PlanOptions, training: Training | None) 
         new = options.most_new_tokens
     if options.max_context:
         context = max(context, new + 1)  # which is looked for
+    if new >= context:
+        raise UsageError(
+            f"{new} new tokens leave no room for a prompt in a context of {context}",
+            hint="--context counts the prompt and the answer together",
+        )
     return context, new
 
 
@@ -413,16 +447,6 @@ def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
     """Keep a device map in a file, and say so."""
     text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
     write_file(file, text + "\n")
-
-
-def open_prompts(plan: duoka.Plan, model: ModelOptions) -> PromptReader:
-    """What reads prompts for the model of a plan, before its weights are read."""
-    checkpoint = duoka.Checkpoint.open(plan.source, trust_remote_code=model.trust_remote_code)
-    with working():
-        say_import("torch")
-        from duoka.runtime.prompt_reader import PromptReader
-
-        return PromptReader.open(checkpoint, plan.workload)
 
 
 def usable_system(reader: PromptReader, system: str | None) -> str | None:
@@ -441,7 +465,7 @@ def usable_system(reader: PromptReader, system: str | None) -> str | None:
 
 
 def load_engine(
-    plan: duoka.Plan, model: ModelOptions, options: PlanOptions, adapter: str | None = None
+    plan: duoka.Plan, opened: OpenedModel, options: PlanOptions, adapter: str | None = None
 ) -> Engine:
     """Prove and load a plan in one process, with a progress bar."""
     with _loading(plan) as progress:
@@ -449,8 +473,8 @@ def load_engine(
             plan,
             processes=False,
             max_new_tokens=options.most_new_tokens,
-            trust_remote_code=model.trust_remote_code,
             adapter=adapter,
+            opened=opened,
             **progress,
         )
 
@@ -473,8 +497,3 @@ def tell_measured(plan: duoka.Plan, measured: Measured) -> None:
     from duoka.report.terminal import render_measured
 
     stderr().print(render_measured(plan, measured))
-
-
-def generation_config(plan: duoka.Plan) -> Mapping[str, Any] | None:
-    """What a plan's checkpoint recommends for answering."""
-    return duoka.Checkpoint.open(plan.source).generation_config

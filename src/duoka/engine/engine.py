@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from duoka.api.load import Progress
+from duoka.api.load import OpenedModel, Progress
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import DuokaError, UsageError
@@ -130,6 +130,8 @@ class Engine:
         nothing is computed any more then.
     trust_remote_code, adapter, progress, download_progress
         As for `load`; processes tell no progress of theirs.
+    opened : OpenedModel, optional
+        The model of the plan, where it is open already.
 
     Raises
     ------
@@ -150,6 +152,7 @@ class Engine:
         adapter: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
         download_progress: Progress | None = None,
+        opened: OpenedModel | None = None,
     ) -> None:
         warm_up = choose("warm_up", warm_up, ("every", "largest"))
         executor, self._num_embeddings, self._reader, self._rules = open_executor(
@@ -160,6 +163,7 @@ class Engine:
             adapter=adapter,
             progress=progress,
             download_progress=download_progress,
+            opened=opened,
         )
         self._executor = executor
         self._plan = plan
