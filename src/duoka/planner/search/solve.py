@@ -65,7 +65,7 @@ def search(
     if strategy == "sequential":
         return _sequential(costs, fleet, limits)
     balanced = strategy == "balanced"
-    aim: Aim = "balance" if balanced else _resolve(objective, costs, fleet)
+    aim: Aim = "balance" if balanced else resolve_objective(objective, costs, fleet)
     problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits, memory=memory)
     optimum = problem.cheapest()
     if optimum is None:
@@ -118,7 +118,7 @@ def _refuse_contradictions(
         )
 
 
-def conceivable(
+def is_conceivable(
     costs: Sequence[Costs],
     fleet: Fleet,
     *,
@@ -147,7 +147,14 @@ def fewest(costs: Sequence[Costs], fleet: Fleet, *, limits: PlacementLimits = NO
     return number
 
 
-def _resolve(objective: Objective | Literal["auto"], costs: Costs, fleet: Fleet) -> Objective:
+def resolve_objective(
+    objective: Objective | Literal["auto"], costs: Costs, fleet: Fleet
+) -> Objective:
+    """Resolve the objective "auto" for the work and the fleet; refuse one that needs more.
+
+    Many requests over a paged cache are for pages. Equal or unknown devices are for headroom, and
+    others for time: a request's latency, or in a training pipeline the slowest stage.
+    """
     choose("the objective", objective, OBJECTIVES)
     if (costs.page_bytes is None) == (objective == "pages"):
         if objective == "auto":
