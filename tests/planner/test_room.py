@@ -17,7 +17,6 @@ from duoka.forecast.costs import Costs, costs_of
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.device_map import DeviceMap
-from duoka.planner.from_device_map import plan as plan_map
 from duoka.planner.plan import Plan
 from duoka.planner.request import PlanProblem
 from duoka.planner.room import cache_tokens, is_tight, preferences, room_bytes
@@ -96,7 +95,7 @@ def test_a_map_runs_in_the_largest_chunk_that_leaves_room() -> None:
         problem = PlanProblem(
             fleet=tiny.fleet(budget_mib), workload=LOAD, device_map=DeviceMap.of("vgpu:0")
         )
-        return plan_map(MODEL, problem)
+        return find_plan(MODEL, problem)
 
     whole = mapped(4000)
     assert whole.workload.prefill_chunk_tokens is None
@@ -108,7 +107,7 @@ def test_a_map_runs_in_the_largest_chunk_that_leaves_room() -> None:
     problem = PlanProblem(
         fleet=tiny.fleet(needed + 1), workload=tight, device_map=DeviceMap.of("vgpu:0")
     )
-    (*_, last) = plan_map(MODEL, problem).why
+    (*_, last) = find_plan(MODEL, problem).why
     assert last.kind == "little-room"
     assert "no placement" not in last.text
 

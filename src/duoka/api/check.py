@@ -1,4 +1,4 @@
-"""The front door of the check: what people give, turned into a model on a placement."""
+"""The front door of the check: arguments become a model on a placement."""
 
 from __future__ import annotations
 
@@ -160,14 +160,14 @@ def check(
 
 
 def _ran(subject: Subject, request: _CheckRequest) -> Workload | None:
-    """Return what was run, where no example inputs said it."""
+    """Return the workload of the run, unless example inputs define the run."""
     work, training = subject.workload, request.training
     work_done = work if training is None else learning(work, training)
     return work_done if subject.inputs is None else None
 
 
 def _unplanned(error: DuokaError) -> Stop:
-    """That a model can't be planned, and the line of its code that says so."""
+    """Report an unplannable model, with the responsible line of its code."""
     spot = None if error.__cause__ is None else raised_in(error.__cause__)
     place = None if spot is None else place_of(spot)
     return Stop(message=str(error), place=place, phase="plan", hint=error.hint or "")
@@ -210,7 +210,7 @@ def _subject(
 
 
 def _offloaded(subject: Subject, placement: Where | None) -> Subject:
-    """The subject with weights in the host's memory, where a plan says so."""
+    """Offload the weights of a subject as in its plan."""
     if not isinstance(placement, Plan) or not placement.offloaded:
         return subject
     if subject.train:
@@ -223,7 +223,7 @@ def _offloaded(subject: Subject, placement: Where | None) -> Subject:
 
 
 def _trainable(subject: Subject, training: Training | None) -> Subject:
-    """The subject as its training says."""
+    """Prepare a subject for its training."""
     if training is None or training == Training(method="full"):
         return subject
     make_trainable(subject.model, training, getattr(torch, subject.workload.dtype))
@@ -232,7 +232,7 @@ def _trainable(subject: Subject, training: Training | None) -> Subject:
 
 
 def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workload:
-    """The workload that is planned for pictures: as many, of the largest width and height."""
+    """Plan for the number of pictures, with the largest width and height."""
     if not sizes:
         return workload
     widths, heights = zip(*sizes, strict=True)
@@ -240,7 +240,7 @@ def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workl
 
 
 def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
-    """The subject with pictures in its prompt, as its model takes them."""
+    """Add pictures to the prompt of a subject."""
     if not sizes:
         return subject
     if subject.inputs is not None:
@@ -268,18 +268,18 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
         workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
     if placement is None:
-        entries = _dealt(model, request.to_plan)
+        entries = _deal_modules(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
         entries = read_entries(dict(DeviceMap.of(placement).entries))
     entries, faults = complete(model, entries)
     is_whole = isinstance(placement, Placement) and not faults
-    subject = _placed(model, entries, faults, request, workload=workload, fleet=fleet)
+    subject = _make_subject(model, entries, faults, request, workload=workload, fleet=fleet)
     return replace(subject, is_dispatched=is_whole, inputs=request.inputs)
 
 
-def _placed(
+def _make_subject(
     model: nn.Module,
     entries: tuple[tuple[str, str], ...],
     faults: Faults,
@@ -296,14 +296,14 @@ def _placed(
         completeness=faults,
         budgets={device.name: device.budget_bytes for device in fleet.devices} if fleet else {},
         generation=None if fleet is None else fleet.gpu_generation,
-        workload=_whole(workload),
+        workload=_whole_prompt(workload),
         notes=tuple(request.notes),
         train=request.training is not None,
     )
 
 
 def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
-    """Return the inputs if they are the arguments of one call, else None."""
+    """Return inputs with the arguments of a single call, else None."""
     if isinstance(inputs, Mapping) or inputs is None:
         return inputs
     if isinstance(inputs, torch.Tensor):
@@ -336,13 +336,13 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
         placement = placement.placement
     model = build_model(checkpoint, workload)
     if placement is None:
-        entries = _dealt(model, request.to_plan)
+        entries = _deal_modules(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
         outline = _outline(checkpoint, workload, model, request)
-        entries, faults, is_whole = _judged(outline, model, DeviceMap.of(placement), request)
-    subject = _placed(model, entries, faults, request, workload=workload, fleet=fleet)
+        entries, faults, is_whole = _judge_map(outline, model, DeviceMap.of(placement), request)
+    subject = _make_subject(model, entries, faults, request, workload=workload, fleet=fleet)
     return replace(subject, is_dispatched=is_whole, name=checkpoint.source)
 
 
@@ -359,7 +359,7 @@ def _outline(
 
 
 def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
-    """The plan for a checkpoint: for training it where that is checked, and fits."""
+    """Plan a checkpoint: for training, if checked and feasible."""
 
     def planned(load: Workload, *, suggest: bool = True) -> Plan | None:
         return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
@@ -381,7 +381,7 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
 
 
 def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
-    """Tell if a plan would put all layers on one device, where no devices can be mixed.
+    """Return True if a plan would keep all layers on one device, against mixed devices.
 
     A strategy that somebody said is that of a plan.
     """
@@ -400,7 +400,7 @@ def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
 def _planned(
     ask: Callable[..., Plan], request: _CheckRequest, *, suggest: bool = True
 ) -> Plan | None:
-    """The plan for all devices, or for as many of the first as the model has blocks for."""
+    """Plan for all devices, or for the first ones up to the number of blocks."""
     fleet, constraints = request.to_plan, request.constraints
 
     def attempt() -> Plan:
@@ -423,8 +423,8 @@ def _planned(
         return None
 
 
-def _dealt(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
-    """Devices for a model that can't be planned, or whose layers its code joins."""
+def _deal_modules(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
+    """Deal the modules of a model without a plan to the devices."""
     names = fleet.names
     for num_stages in range(len(names), 1, -1):
         for split in splits(model, num_stages):
@@ -432,16 +432,16 @@ def _dealt(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
     return (("", names[0]),)
 
 
-def _whole(workload: Workload) -> Workload:
-    """The workload with its prompt in one step, unless a plan or a person said otherwise."""
+def _whole_prompt(workload: Workload) -> Workload:
+    """Put the prompt in a single step, unless a plan or a person decided otherwise."""
     is_open = workload.prefill_chunk_tokens == "auto"
     return replace(workload, prefill_chunk_tokens=None) if is_open else workload
 
 
-def _judged(
+def _judge_map(
     outline: Outline, model: nn.Module, device_map: DeviceMap, request: _CheckRequest
 ) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
-    """A map by hand, in the names of the model or of its checkpoint, and what is wrong with it.
+    """Judge a map by hand, in the names of the model or of its checkpoint.
 
     One that only splits what should stay whole is run as it stands: then the faults are shown. The
     last result says whether the entries are whole blocks instead.

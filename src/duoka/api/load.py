@@ -1,4 +1,4 @@
-"""Load a plan, spread a model: the front doors to what runs."""
+"""Load a plan, spread a model: the front doors to the runtime."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def load(
 
 
 class OpenedModel:
-    """A model that is opened once for all the steps of a command, before a weight is read.
+    """A model opened once for all steps of a command, before a weight is read.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class OpenedModel:
 
     @classmethod
     def open(cls, plan: Plan, *, trust_remote_code: bool = False) -> OpenedModel:
-        """Open the model of a plan; refuse a plan of a model that was given as an object."""
+        """Open the model of a plan; refuse a plan of a model given as an object."""
         if not plan.source:
             raise CheckpointError(
                 "the plan was made for a model that was given as an object; there is nothing to "
@@ -144,11 +144,11 @@ def load_proved(
     lora: LoraAdapter | None = None,
     outputs_stay: bool = False,
 ) -> PreTrainedModel:
-    """Load the model of a plan that `prove_here` has returned; see `load`."""
+    """Load the model of a plan from `prove_here`; see `load`."""
     devices.materialise(plan.fleet)
     try_copies(map(torch.device, plan.devices))  # before memory is taken there
     say("reading the weights")
-    model = _filled(plan, opened, progress)
+    model = _fill(plan, opened, progress)
     if lora is not None:
         merge_adapter(model, native_form(lora, opened.checkpoint.config))
     model.train(plan.workload.training is not None)
@@ -156,7 +156,7 @@ def load_proved(
 
 
 def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | None = None) -> Plan:
-    """Prove a plan on the GPUs that are here now, and have its weights on this machine.
+    """Prove a plan on the GPUs present now, and fetch its weights.
 
     Raises
     ------
@@ -182,7 +182,7 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
     return plan
 
 
-def _filled(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
+def _fill(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
     """Load the weights where the plan says."""
     model, checkpoint = opened.model, opened.checkpoint
     dtype = getattr(torch, plan.workload.dtype)
@@ -203,7 +203,7 @@ def _filled(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTr
 
 
 def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter:
-    """Read an adapter that is to be added to the weights of a plan."""
+    """Read an adapter for the weights of a plan."""
     if plan.workload.quantize != "none" or plan.offloaded:
         raise UsageError(
             "an adapter is added to weights in full, and the plan quantizes or offloads them",
@@ -213,7 +213,7 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Say so when a plan differs in one thing: that the checkpoint's own code may run."""
+    """Refuse a plan made with the checkpoint's own code, if untrusted."""
     if plan.fingerprint == checkpoint.fingerprint or checkpoint.trust_remote_code:
         return
     trusted = Checkpoint.open(plan.source, trust_remote_code=True)
@@ -288,7 +288,7 @@ def dispatch(
 
 
 def lora_targets(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Translate the names of modules that get adapters, for peft's `target_modules`.
+    """Translate the names of modules with adapters, for peft's `target_modules`.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The front door to plans: of one model, and of copies of it.
+"""The front door to plans: of a model, and of several copies.
 
 What needs torch is imported where a model must be traced; a model that was planned before needs
 none of it to be planned again.
@@ -196,7 +196,7 @@ def plan_copies(
 
 
 def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
-    """The profile of a checkpoint: from the cache, or traced and kept there."""
+    """Find the profile of a checkpoint in the cache, or trace the model."""
     profile = find_profile(checkpoint.fingerprint, workload_for(checkpoint, workload))
     if profile is not None:
         return profile
@@ -211,7 +211,7 @@ def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
 
 
 def _form(workload: Workload) -> str:
-    """In which form a model is traced, where it isn't its own."""
+    """Describe the traced form of a model, if not its own."""
     forms = [f"weights in {workload.quantize}"] if workload.quantize != "none" else []
     forms += [f"{workload.cache} cache"] if workload.cache != "dynamic" else []
     training = " in training" if workload.training is not None else ""
@@ -219,7 +219,7 @@ def _form(workload: Workload) -> str:
 
 
 def format_table(plan: Plan) -> str:
-    """The table that ``duoka plan`` prints, for ``print(plan)``."""
+    """Format the table of ``duoka plan``, for ``print(plan)``."""
     from duoka.report.terminal.plan import plan_text
 
     return plan_text(plan)
@@ -235,7 +235,7 @@ def _open(model: Model, request: PlanRequest) -> Checkpoint:
 
 
 def _is_module(model: object) -> TypeIs[nn.Module]:
-    """Whether it is a module; there is none where torch isn't imported."""
+    """Return True for a module; without torch imported there is none."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 
@@ -243,7 +243,7 @@ def _is_module(model: object) -> TypeIs[nn.Module]:
 def _plan_module(
     model: nn.Module, problem: PlanProblem, inputs: Inputs | None, *, suggest: bool
 ) -> Plan:
-    """The plan of a model that was given as an object."""
+    """Plan a model given as an object."""
     from duoka.tracing.get_profile import profile_module
 
     if problem.workload.quantize != "none":

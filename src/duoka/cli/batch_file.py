@@ -35,7 +35,7 @@ def answer_file(
     path: Path, out: Path, model: ModelOptions, options: PlanOptions, answering: AnswerOptions
 ) -> None:
     """Answer the prompts of a file that have no answer yet."""
-    chosen = answering.chosen()
+    sampling = answering.sampling()
     say_import("torch")
     from duoka.engine import Engine, SamplingParams
     from duoka.engine.batch import AnswerFile, read_prompts, unanswered
@@ -47,7 +47,7 @@ def answer_file(
         text = prompt.messages[-1].content
         if len(text.encode()) > plan.workload.prompt_tokens:
             reader.check([reader.plain(text)])
-    params = SamplingParams.recommended(opened.checkpoint.generation_config, **chosen)
+    params = SamplingParams.recommended(opened.checkpoint.generation_config, **sampling)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
         _say(

@@ -59,7 +59,7 @@ def chat(
 
     [bold]duoka chat[/] ./glm-4v-9b --image cat.jpg --gpus "2x24GiB"
     """
-    chosen = answering.chosen()
+    sampling = answering.sampling()
     images = pictures.read()
     plan, opened = planning.plan_to_run(model, with_images(options, images))
     reader = opened.reader
@@ -67,7 +67,7 @@ def chat(
     from duoka.engine.conversation import Conversation
     from duoka.engine.timing import measured
 
-    params = SamplingParams.recommended(opened.checkpoint.generation_config, **chosen)
+    params = SamplingParams.recommended(opened.checkpoint.generation_config, **sampling)
     system = planning.usable_system(reader, answering.system)
     reader.check_images(images)
     if system is not None:
@@ -99,11 +99,11 @@ def _talk_with_a_person(conversation: Conversation) -> None:
             goes_on = _turn(conversation, _read_prompted(), is_stoppable=True)
         except KeyboardInterrupt:
             stderr().print("\n/exit leaves")
-            signals.taken()  # not before: an impatient second Ctrl-C would end the program
+            signals.forget()  # not before: an impatient second Ctrl-C would end the program
 
 
 def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = False) -> bool:
-    """Do what a line says; False if it ends the conversation."""
+    """Carry out a line; return False at the end of the conversation."""
     if said is None or said == "/exit":
         return False
     if said == "/clear":
@@ -121,7 +121,7 @@ def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = 
         except KeyboardInterrupt:
             if not is_stoppable:
                 raise
-            signals.taken()
+            signals.forget()
             sys.stdout.write("\n")
             stderr().print("stopped")
     return True
@@ -141,14 +141,14 @@ def _show(conversation: Conversation, name: str) -> None:
         image = read_image(Path(name))
         conversation.show(image)
     except UsageError as error:
-        errors.tell(error)
+        errors.print_error(error)
         return
     text = f"{name}, {image.width}x{image.height}: it is shown with your next question"
     stderr().print(text, markup=False)
 
 
 def _read_prompted() -> str | None:
-    """What a person writes or pastes; None at the end of the input."""
+    """Read typed or pasted lines; None at the end of the input."""
     try:
         lines = [input("> ")]
     except EOFError:
@@ -161,7 +161,7 @@ def _read_prompted() -> str | None:
 
 
 def _read() -> str | None:
-    """One line, or one block, of a file or pipe; None at its end."""
+    """Read a line or a block of a file or pipe; None at its end."""
     line = read_stdin(line=True)
     return _with_block(line, _next_line) if line else None
 
@@ -173,7 +173,7 @@ def _next_line() -> str:
 
 
 def _with_block(text: str, read: Callable[[], str]) -> str:
-    """The text; where it begins a block, with the lines up to the block's end."""
+    """Read on to the end of a block, if the text begins a block."""
     text = text.strip()
     if not text.startswith(_BLOCK):
         return text
@@ -195,7 +195,7 @@ def _answer(conversation: Conversation, question: str) -> None:
                 answer(piece)
     except UsageError as error:
         # A question that is too long is no reason to leave.
-        errors.tell(error)
+        errors.print_error(error)
         return
     except OutOfMemory as error:  # nor is this: the next question may be a shorter one
         from .main import app  # which imports this module

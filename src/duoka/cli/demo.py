@@ -1,4 +1,4 @@
-"""``duoka demo``: everything, on a small model that is made on the spot."""
+"""``duoka demo``: everything, on a small new model."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def _run(directory: Path) -> Demo:
     with console.status("starting") as status:
         from duoka.tools.demo import run_demo
 
-        def tell(text: str) -> None:
+        def report(text: str) -> None:
             status.update(text)
             if not text.startswith("training step"):
                 console.print(f"{text} …")
 
-        return run_demo(directory, tell=tell)
+        return run_demo(directory, tell=report)
 
 
 def _show(done: Demo) -> None:

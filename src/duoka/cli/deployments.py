@@ -1,4 +1,4 @@
-"""``duoka bench MODEL``: deployments planned, run one after another, and held beside each other."""
+"""``duoka bench MODEL``: deployments planned, run in turn, and compared."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
-    """Plan and run each deployment, and tell; after Ctrl-C what has been measured."""
+    """Plan and run each deployment, and report; after Ctrl-C report the measured ones."""
     runs = not wanted.forecast
     if wanted.plot is not None:
         check_file(wanted.plot, "the picture")
@@ -55,18 +55,18 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
         forms = ["none", *wanted.forms(usual=[])]
         bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=wanted.cpu)
     if not runs:
-        _tell(bench, wanted.plot, as_json=wanted.json)
+        _report(bench, wanted.plot, as_json=wanted.json)
         return
     cases = list(bench.deployments)
     try:
         _measure(cases, checkpoint)
     finally:
         bench = replace(bench, deployments=tuple(cases))
-        _tell(bench, wanted.plot, as_json=wanted.json)
+        _report(bench, wanted.plot, as_json=wanted.json)
 
 
 def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
-    """The fleet as fast as it is measured now; the figures of GPUs that are here are kept."""
+    """Measure the speed of the fleet; the figures of present GPUs are kept."""
     say_import("torch")
     from duoka.tools.bench.calibrate import calibrate
 
@@ -82,7 +82,7 @@ def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
 
 
 def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
-    """Run each deployment that could be planned, and put what came of it in its place."""
+    """Run each planned deployment, and add its measurements."""
     with working():
         say_import("torch")
         from duoka.tools.bench.deployments import title
@@ -96,7 +96,7 @@ def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
                 cases[index] = measure(case, trust_remote_code=checkpoint.trust_remote_code)
 
 
-def _tell(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
+def _report(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
     from duoka.tools.bench.deployments import command, recommend, title
 
     best, why = recommend(bench)

@@ -1,4 +1,4 @@
-"""``duoka generate``: answers to given prompts, one or a batch."""
+"""``duoka generate``: answers to a prompt or a batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """What is answered, and how that is printed."""
+    """The prompts, and the form of the answers."""
 
     prompt: list[str] | None = option(
         "TEXT",
@@ -59,7 +59,7 @@ class PromptOptions:
     json: bool = flag("--json", "Print the answers as JSON.")
 
     def questions(self) -> list[str]:
-        """All texts, in the order of their kinds; the standard input when there is no other."""
+        """Read all texts, in the order of their kinds; the standard input without any other."""
         prompts, files = self.prompt or [], self.prompt_file or []
         if not prompts and not files and not sys.stdin.isatty():
             prompts = ["-"]
@@ -109,7 +109,7 @@ def generate(
         return
     if not model.model and options.plan_file is None:
         planning.open_checkpoint(model)  # which refuses it, before a question is read
-    chosen = answering.chosen()
+    sampling = answering.sampling()
     questions = prompts.questions()
     if options.batch is None and options.plan_file is None:
         options = replace(options, batch=len(questions))
@@ -123,7 +123,7 @@ def generate(
     from duoka.engine import SamplingParams
     from duoka.engine.timing import measured
 
-    params = SamplingParams.recommended(opened.checkpoint.generation_config, **chosen)
+    params = SamplingParams.recommended(opened.checkpoint.generation_config, **sampling)
     reader.check_images(images)
     tokens = _tokens(reader, questions, None if prompts.raw else answering, images)
     for ids in tokens:
@@ -150,7 +150,7 @@ def _tokens(
     answering: AnswerOptions | None,
     images: Sequence[Image],
 ) -> list[list[int]]:
-    """The prompt of each question; None answers nothing, and each text is continued."""
+    """Make the prompt of each question; without `answering` continue each text."""
     if answering is None:
         return [reader.plain(text) for text in questions]
     usable = planning.usable_system(reader, answering.system)
@@ -158,7 +158,7 @@ def _tokens(
 
 
 def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
-    """The files of prompts and answers, beside which nothing else is asked."""
+    """Return the files of prompts and answers; refuse other prompts beside them."""
     if prompts.file is None or prompts.out is None:
         raise UsageError(
             "--file and --out belong together: the prompts, and where their answers go",
@@ -172,7 +172,7 @@ def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
 def _stream(
     engine: Engine, prompt: Sequence[int], params: SamplingParams, *, is_raw: bool
 ) -> Completion:
-    """Show an answer as it comes; one that continues a text with the white space it begins with."""
+    """Show an answer as it comes; keep leading white space of a continued text."""
     pieces = engine.submit(prompt, params)
     text, said = iter(pieces), is_raw
     with working("reading the prompt"):

@@ -1,4 +1,4 @@
-"""Pictures that are named on the command line: files, and addresses on the web.
+"""Pictures on the command line: files, and addresses on the web.
 
 Only a person's own command fetches from the web, and only what it names; what is written in a chat
 never does. A server gets a limit of bytes, of redirects, and of time in which it is silent.
@@ -23,7 +23,7 @@ _WEB = ("http://", "https://")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """Pictures that belong to what is asked."""
+    """Pictures of a prompt."""
 
     image: list[str] | None = option(
         "FILE|URL",
@@ -31,12 +31,12 @@ class ImageOptions:
     )
 
     def read(self) -> tuple[Image, ...]:
-        """Read them, in their order."""
+        """Read the pictures, in their order."""
         return tuple(_read(source) for source in self.image or ())
 
 
 def with_images(options: PlanOptions, images: tuple[Image, ...]) -> PlanOptions:
-    """The options with room for pictures, where nothing was said of it and no plan is there."""
+    """Add the sizes of pictures to the options, unless given or decided by a plan."""
     if not images or options.plan_file is not None:
         return options
     width = max(image.width for image in images)
@@ -49,7 +49,7 @@ def with_images(options: PlanOptions, images: tuple[Image, ...]) -> PlanOptions:
 
 
 def is_address(source: str) -> bool:
-    """Whether it is one on the web, and no file."""
+    """Return True for an address on the web."""
     return source.lower().startswith(_WEB)
 
 

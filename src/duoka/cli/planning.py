@@ -67,19 +67,19 @@ def make_plan(
     *,
     to_run: bool = False,
 ) -> duoka.Plan:
-    """Take the saved plan, or make one; `to_run` says that the model will be asked something."""
+    """Take the saved plan, or make a new plan; with `to_run` for a model to run."""
     return _find_plan(model, options, training, to_run=to_run)[0]
 
 
 def plan_to_run(model: ModelOptions, options: PlanOptions) -> tuple[duoka.Plan, OpenedModel]:
-    """Take or make a plan for the GPUs that are here, and open its model."""
+    """Take or make a plan for the present GPUs, and open its model."""
     return open_model(*_find_plan(model, options, to_run=True))
 
 
 def open_model(
     plan: duoka.Plan, checkpoint: duoka.Checkpoint | None
 ) -> tuple[duoka.Plan, OpenedModel]:
-    """Open the model of a plan for the GPUs that are here, before its weights are read."""
+    """Open the model of a plan for the present GPUs, before weights are read."""
     assert checkpoint is not None, "a model that is run was opened for its plan"
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
     with working():
@@ -98,7 +98,7 @@ def _find_plan(
     *,
     to_run: bool = False,
 ) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
-    """Take or make a plan, with its checkpoint wherever that was opened."""
+    """Take or make a plan; return its checkpoint too, if opened."""
     if model.model is None and model.revision is not None:
         raise UsageError(
             "--revision is for a model on the Hub, and no model was given",
@@ -139,7 +139,7 @@ def make_plan_for_requests(
     requests: int,
     batch: int,
 ) -> tuple[duoka.Plan, duoka.Checkpoint | None, str]:
-    """Take or make a plan with pages for so many requests; or say why it is for such a batch."""
+    """Take or make a plan with pages for so many requests, or give the reason for a batch."""
     if options.plan_file is not None:
         return *_find_plan(model, options, to_run=True), ""
     why_not = ""
@@ -174,7 +174,7 @@ def make_replicas(
 
 
 def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
-    """Ask again what was asked for a plan, of the GPUs as they are now; no others than those."""
+    """Plan the request of a plan again, on its own GPUs as they are now."""
     device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
     fleet: duoka.Fleet | str = plan.request.gpus
     if not fleet:
@@ -185,7 +185,7 @@ def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
 
 
 def refuse_beside_plan(options: PlanOptions, training: Training | None = None) -> None:
-    """Raise UsageError if anything was said to plan for: a saved plan has decided it all."""
+    """Refuse demands beside a saved plan, with everything decided."""
     names = [item.name for item in fields(options) if item.name not in ("plan_file", "replan")]
     beside = given_options(options, *names) + (["--train"] if training is not None else [])
     again = "--replan asks again what the plan was made for; to ask for something else, "
@@ -194,7 +194,7 @@ def refuse_beside_plan(options: PlanOptions, training: Training | None = None) -
 
 
 def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkpoint:
-    """The checkpoint that a person means; what of its code may run is shown before it does."""
+    """Open the checkpoint of the options; show its own code before any runs."""
     if not options.model:
         raise UsageError(
             "no model was given", hint="name the directory of a checkpoint, or a --plan"
@@ -235,7 +235,7 @@ def read_request(
     *,
     to_run: bool = False,
 ) -> tuple[duoka.Checkpoint, PlanRequest, duoka.Fleet | str]:
-    """Read the model, the request and its fleet; GPUs of this machine are found where it plans."""
+    """Read the model, the request and its fleet; this machine's GPUs are detected later."""
     # What is wrong in itself is told before a model is read, which may be a download.
     request = PlanRequest(
         workload=read_workload(options, training),
@@ -260,7 +260,7 @@ def read_fleet(gpus: str) -> duoka.Fleet | str:
 
 
 def say_quantization(word: str | None, workload: duoka.Workload) -> None:
-    """Say which of duoka's forms a word of bitsandbytes became."""
+    """Report duoka's scheme for a word of bitsandbytes."""
     if word is not None and word != workload.quantize:
         stderr().print(f"--quantize {word}: weights in {workload.quantize}", markup=False)
 
@@ -285,7 +285,7 @@ def _largest(options: PlanOptions) -> Largest | None:
 
 
 def read_constraints(options: PlanOptions) -> Constraints:
-    """What is demanded of the placement."""
+    """Read the constraints of the placement."""
     return Constraints(
         strategy=_strategy(options),
         pins=tuple(_pairs("--pin", options.pin or (), "lm_head=cuda:1")),
@@ -309,12 +309,12 @@ def _strategy(options: PlanOptions) -> Strategy:
 
 
 def given_map(options: PlanOptions) -> list[str]:
-    """The option that gives a map, where it gives one and no strategy's word."""
+    """Return the option of a device map, unless its value is a strategy."""
     return given_options(options, "device_map") if strategy_of(options.device_map) is None else []
 
 
 def read_device_map(options: PlanOptions) -> DeviceMap | None:
-    """The map that a person wrote; None without one, and for a word that is a strategy's."""
+    """Read the device map; None without a map, and for a strategy."""
     return DeviceMap.load(options.device_map) if options.device_map and given_map(options) else None
 
 
@@ -335,7 +335,7 @@ def shorten_default(
     options: PlanOptions,
     training: Training | None = None,
 ) -> duoka.Workload:
-    """Shorten a context that nobody asked for to the longest that a model was made for."""
+    """Shorten a default context to the model's limit."""
     if limit is None or options.context is not None:
         return workload
     context, new = _tokens(options, training, limit)
@@ -343,7 +343,7 @@ def shorten_default(
 
 
 def read_workload(options: PlanOptions, training: Training | None = None) -> duoka.Workload:
-    """Read the workload, as far as the options say it."""
+    """Read the workload of the options."""
     context, new = _tokens(options, training)
     refuse_unserved(options, training)
     workload = duoka.Workload(
@@ -387,14 +387,14 @@ def _cache(options: PlanOptions) -> Cache:
 
 
 def _batch(options: PlanOptions) -> int:
-    """Sequences that run together, or requests that are answered at once."""
+    """Return the sequences of a batch, or the requests running at once."""
     if options.serve:
         return _SEQUENCES if options.sequences is None else options.sequences
     return 1 if options.batch is None else options.batch
 
 
 def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
-    """Refuse what doesn't go with requests that come and go, and what is for them alone."""
+    """Refuse options against --serve, and options for --serve alone."""
     if not options.serve:
         refuse_beside(
             given_options(options, "sequences"), "a plan for one batch", "say --serve as well"
@@ -411,7 +411,7 @@ def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
 def _tokens(
     options: PlanOptions, training: Training | None, limit: int = _CONTEXT_TOKENS
 ) -> tuple[int, int]:
-    """Return the tokens of a sequence in all, and the number of new ones."""
+    """Return the tokens of a sequence in all, and the new tokens."""
     context = min(_CONTEXT_TOKENS, limit)
     if options.context is not None:
         context = parse_tokens(options.context)
@@ -439,18 +439,18 @@ def _tokens(
 
 
 def save_plan(plan: duoka.Plan, file: Path) -> None:
-    """Keep a plan in a file, and say so."""
+    """Save a plan, and say so."""
     write_file(file, plan.lasting().to_json() + "\n")
 
 
 def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
-    """Keep a device map in a file, and say so."""
+    """Save a device map, and say so."""
     text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
     write_file(file, text + "\n")
 
 
 def usable_system(reader: PromptReader, system: str | None) -> str | None:
-    """The system's message if the model can be told it; what can't be done is said."""
+    """Return the system's message if the model supports any; report if not."""
     from duoka.models.text.prompts import has_template, why_untold
 
     console = stderr()
@@ -467,7 +467,7 @@ def usable_system(reader: PromptReader, system: str | None) -> str | None:
 def load_engine(
     plan: duoka.Plan, opened: OpenedModel, options: PlanOptions, adapter: str | None = None
 ) -> Engine:
-    """Prove and load a plan in one process, with a progress bar."""
+    """Prove and load a plan in this process, with progress bars."""
     with _loading(plan) as progress:
         return duoka.Engine(
             plan,
@@ -481,7 +481,7 @@ def load_engine(
 
 @contextmanager
 def _loading(plan: duoka.Plan) -> Iterator[dict[str, Any]]:
-    """Say what is loaded, and what comes of it; the progress bars, as options of `load`."""
+    """Report the loading; yield the progress bars, as options of `load`."""
     console = stderr()
 
     def tell(text: str) -> None:
@@ -493,7 +493,7 @@ def _loading(plan: duoka.Plan) -> Iterator[dict[str, Any]]:
 
 
 def tell_measured(plan: duoka.Plan, measured: Measured) -> None:
-    """Say what loading and answering took, beside the forecast."""
+    """Report the measurements of loading and answering, beside the forecast."""
     from duoka.report.terminal import render_measured
 
     stderr().print(render_measured(plan, measured))

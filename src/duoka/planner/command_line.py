@@ -51,11 +51,15 @@ def options(request: PlanRequest) -> Options:
     return {name: option for name, option in words.items() if option}
 
 
-def change(request: PlanRequest, other: PlanRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def change(
+    request: PlanRequest, changed_request: PlanRequest
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the words to add to the command of a request, and the options to leave out."""
-    old, new = options(request), options(other)
-    added = tuple(word for name, words in new.items() if old.get(name) != words for word in words)
-    return added, tuple(name for name in old if name not in new)
+    old, new = options(request), options(changed_request)
+    added_words = tuple(
+        word for name, words in new.items() if old.get(name) != words for word in words
+    )
+    return added_words, tuple(name for name in old if name not in new)
 
 
 def _knobs(request: PlanRequest) -> Iterator[tuple[str, object, object]]:

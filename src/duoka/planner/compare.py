@@ -1,4 +1,4 @@
-"""Comparison: two plans side by side, as frozen data; what differs comes first."""
+"""Comparison: two plans side by side, as frozen data; differences come first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that two plans say differently."""
+    """A property that differs between two plans."""
 
     what: str
     first: str
@@ -24,7 +24,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePair:
-    """What one device holds in both plans; None in a plan that doesn't use it."""
+    """The bytes of a device in both plans; None in a plan without the device."""
 
     device: str
     first: StageBytes | None
@@ -33,7 +33,7 @@ class DevicePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Modules that are on another device in the second plan, in execution order."""
+    """Modules on another device in the second plan, in execution order."""
 
     source: str
     target: str
@@ -56,13 +56,13 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs, bytes, seconds and modules included."""
+        """True if nothing differs, bytes, seconds and modules included."""
         same_bytes = all(device.first == device.second for device in self.devices)
         same_seconds = all(first == second for _, first, second in self.seconds)
         return same_bytes and same_seconds and not self.differences and self.moves == ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
+        """Convert to plain dicts and lists for `json.dumps`."""
         data: dict[str, Any] = to_dict(self)
         return data
 

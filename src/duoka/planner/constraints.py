@@ -1,4 +1,4 @@
-"""Constraints: what a person demands of a placement, besides that it fits.
+"""Constraints: a person's demands on a placement, beside its memory.
 
 They are data, kept in a plan's request so that the plan can be made again. What the names mean is
 found out where they are used: this module knows nothing of models or of devices.
@@ -23,7 +23,7 @@ _LOW_FIRST = "balanced_low_0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What must hold of a placement.
+    """Demands on a placement.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Constraints:
         _refuse_two(
             "the reserve",
             [(device, format_bytes(size)) for device, size in self.reserve],
-            more=True,
+            strict=True,
         )
         for device, size in self.reserve:
             if size <= 0:
@@ -74,12 +74,12 @@ class Constraints:
 
     @property
     def demands(self) -> bool:
-        """Whether anything is demanded of where modules go."""
+        """True if the place of modules is constrained."""
         return bool(self.pins) or self.strategy != "auto"
 
 
 def strategy_of(device_map: object) -> Strategy | None:
-    """The strategy that one of transformers' words for a device map asks for; None for a map.
+    """Return the strategy of transformers' words for a device map; None for a map.
 
     "auto" is what accelerate leaves itself free to find best, and so is duoka's; "balanced" and
     "sequential" are the same in both.
@@ -99,14 +99,14 @@ def _refuse_empty(what: str, names: Sequence[str]) -> None:
         raise UsageError(f"{what} has an empty name", hint="write the name out")
 
 
-def _refuse_two(what: str, pairs: Sequence[tuple[str, str]], *, more: bool = False) -> None:
-    """Refuse a name with two values; with `more`, one that stands twice at all."""
-    said: dict[str, str] = {}
+def _refuse_two(what: str, pairs: Sequence[tuple[str, str]], *, strict: bool = False) -> None:
+    """Refuse a name with two values; with `strict`, any name that stands twice."""
+    values: dict[str, str] = {}
     for name, value in pairs:
-        if name in said and (more or said[name] != value):
+        if name in values and (strict or values[name] != value):
             raise UsageError(
-                f"{what} of {name[:_SHOWN]} is said twice: {said[name][:_SHOWN]} and "
+                f"{what} of {name[:_SHOWN]} is said twice: {values[name][:_SHOWN]} and "
                 f"{value[:_SHOWN]}",
                 hint="say it once",
             )
-        said[name] = value
+        values[name] = value

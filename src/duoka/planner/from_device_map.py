@@ -1,4 +1,4 @@
-"""A plan for a device map that a person wrote: judged, forecast, and compared with duoka's own."""
+"""A plan for a device map by hand: judged, forecast, and compared with duoka's own."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def follow_map(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
     if not fitting:
         return NoPlan(lambda: _describe_shortage(profile, problem, stages))
     *_, smallest = fitting
-    chosen = fitting[0] if any(map(is_tight, smallest[1])) else smallest
-    return mapped.plan(*chosen, judgement.notes)
+    best = fitting[0] if any(map(is_tight, smallest[1])) else smallest
+    return mapped.plan(*best, judgement.notes)
 
 
 def _refuse_decided(problem: PlanProblem) -> None:
-    """Refuse demands that a device map has decided already."""
+    """Refuse demands beside a device map, which decides them already."""
     if problem.use_all or problem.objective != "auto":
         raise UsageError(
             "a device map says which GPUs are used, and how: nothing is left to optimise",
@@ -149,7 +149,7 @@ class _MappedModel:
         yield from chunk_reason(self.problem.workload, workload)
 
     def _runs(self, costs: Costs) -> list[tuple[str, int, int]]:
-        """Return the runs of blocks on one device, each a stage: device, start, stop."""
+        """Return the runs of blocks on a device, each a stage: device, start, stop."""
         places = groupby(enumerate(costs.chain), key=lambda pair: self.device_of[pair[1]])
         runs = [(name, [place for place, _ in group]) for name, group in places]
         return [(name, run[0], run[-1] + 1) for name, run in runs]
@@ -184,7 +184,7 @@ def _devices(profile: Profile, placement: Placement) -> list[str]:
 
 
 def _crossings(device_of: Sequence[str]) -> int:
-    """Count how often one token goes from one device to another on its way through the blocks."""
+    """Count a token's transfers between devices on its way through the blocks."""
     return sum(source != target for source, target in pairwise(device_of))
 
 

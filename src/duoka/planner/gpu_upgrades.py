@@ -1,4 +1,4 @@
-"""GPU upgrades: the GPU to add, or to put in the place of another, so that something fits.
+"""GPU upgrades: the GPU to add, or to put in the place of another, for a workload to fit.
 
 Sizes are those of real cards; for each size the card is taken that offers the least memory, so that
 any other card of the size fits as well. Prices are unknown: less memory is taken to be cheaper.
@@ -27,7 +27,7 @@ PlanFor = Callable[[PlanProblem], Plan | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upgrade:
-    """A fleet on which something fits, in the words of `Fleet.parse`, and its plan there."""
+    """A sufficient fleet, in the words of `Fleet.parse`, and its plan."""
 
     text: str
     gpus: str
@@ -36,7 +36,7 @@ class Upgrade:
 
 
 def upgrades(problem: PlanProblem, plan_for: PlanFor) -> list[Upgrade]:
-    """Find the smallest card that helps beside the others, or in the place of the smallest one.
+    """Find the smallest sufficient card beside the others, or in the place of the smallest.
 
     Where no single card as large as the largest present would do, also more of the same kind.
     Returned in the order of new memory.
@@ -44,9 +44,11 @@ def upgrades(problem: PlanProblem, plan_for: PlanFor) -> list[Upgrade]:
     devices = [device for device in problem.fleet.devices if device.name != "cpu"]
     if not devices:
         return []  # cards that fit such a machine are unknown
-    candidates = (find(problem, devices, plan_for) for find in (_one_more, _replaced, _more_alike))
-    found = [upgrade for upgrade in candidates if upgrade is not None]
-    return sorted(found, key=lambda upgrade: upgrade.new_bytes)
+    candidates = (
+        search(problem, devices, plan_for) for search in (_one_more, _replaced, _more_alike)
+    )
+    fitting = [upgrade for upgrade in candidates if upgrade is not None]
+    return sorted(fitting, key=lambda upgrade: upgrade.new_bytes)
 
 
 def _max_new(devices: Sequence[Device]) -> int:
@@ -86,7 +88,7 @@ def _replaced(problem: PlanProblem, devices: Sequence[Device], plan_for: PlanFor
 def _more_alike(
     problem: PlanProblem, devices: Sequence[Device], plan_for: PlanFor
 ) -> Upgrade | None:
-    """Find the number of further GPUs like the largest one, two at least."""
+    """Find the number of further GPUs like the largest, two at least."""
     largest = max(devices, key=lambda device: device.budget_bytes)
     for count in range(1, _max_new(devices) + 1):
         gpus = with_more(problem.gpus, devices, _entry(largest), count)
@@ -108,7 +110,7 @@ def _describe(card: catalogue.Card) -> str:
 
 
 def _plan_on(gpus: str, problem: PlanProblem, plan_for: PlanFor) -> Plan | None:
-    """Plan for another fleet, read as the command line reads it."""
+    """Plan for another fleet, read as by the command line."""
     try:
         fleet = usable(Fleet.parse(gpus), problem.constraints)
     except DuokaError:
@@ -127,7 +129,7 @@ def _cards() -> Iterator[catalogue.Card]:
 
 
 def _entry(device: Device) -> str:
-    """Write a device as an entry of a fleet: its card if it has all of that, else its budget."""
+    """Write a device as an entry of a fleet: its card, or its budget if that is smaller."""
     if device.product and catalogue.knows(device.product):
         (card,) = Fleet.parse(device.product).devices
         if card.budget_bytes == device.budget_bytes:

@@ -1,4 +1,4 @@
-"""Limits: what a person's constraints mean for the blocks of one model and the GPUs of one fleet.
+"""Limits: a person's constraints for the blocks of one model and the GPUs of one fleet.
 
 Names are those of the model or of its checkpoint, of any module or tensor. Memory is unknown here:
 whether a placement that obeys the constraints fits is for the search to find.
@@ -27,9 +27,9 @@ from .search import PlacementLimits
 
 
 def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = False) -> Fleet:
-    """Add the CPU to a fleet if it is needed and nobody gave it a budget.
+    """Add the CPU to a fleet if needed and without a budget of its own.
 
-    That is if a device map names it; and, for offloaded weights, if the GPUs are this machine's: of
+    A device map may name it; and offloaded weights need it if the GPUs are this machine's: of
     another machine the memory of the host is unknown.
     """
     is_named = device_map is not None and device_map.names_cpu
@@ -109,10 +109,10 @@ def limits_for(
 
 
 def _blocks_of(name: str, spelling: Spelling, profile: Profile) -> list[int]:
-    """Return the blocks that hold a module or tensor, or a part of it."""
+    """Return the blocks with a module or tensor, or a part of either."""
     blocks = spelling.blocks_of(name)
     if not blocks:
-        nearest = ", ".join(spelling.finder.find(name).names)
+        nearest = ", ".join(spelling.finder.search(name).names)
         raise UsageError(
             f"{profile.model} has no module or tensor {name[:120]!r}",
             hint=f"the nearest: {nearest}" if nearest else "`duoka plan` shows its modules",
@@ -137,6 +137,6 @@ def usable(fleet: Fleet, constraints: Constraints) -> Fleet:
 
 
 def given_back(plan: Plan) -> Fleet:
-    """Return the fleet of a plan as it was before `usable`."""
+    """Add the reserved bytes to the budgets of a plan's fleet again."""
     reserved = reserves(plan.request.constraints, plan.fleet)
     return plan.fleet.reserving({name: -size for name, size in reserved.items()})

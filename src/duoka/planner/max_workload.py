@@ -1,4 +1,4 @@
-"""Largest workloads: the longest context, or the largest batch, for which there is a plan.
+"""Largest workloads: the longest context, or the largest batch, with a plan.
 
 More tokens need more memory, but for segments and fragmentation: a context may fit where a slightly
 shorter one doesn't. So the answer is defined exactly. Contexts are whole multiples of `STEP_TOKENS`
@@ -30,7 +30,7 @@ COARSE_FROM_TOKENS = 16_384
 
 
 def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
-    """Find the plan for the largest context or batch that fits."""
+    """Find the plan for the largest fitting context or batch."""
     sizes = sizes_to_try(profile, problem)
 
     def resize(index: int) -> PlanProblem:
@@ -98,7 +98,7 @@ def _resize(problem: PlanProblem, size: int) -> Workload:
 
 
 def _reason(profile: Profile, problem: PlanProblem, plan: Plan, *, is_last: bool) -> Reason:
-    """Say that the size is the largest, and what limits it."""
+    """Give the reason why no larger size fits."""
     tokens = plan.workload.context_tokens
     limit = "duoka plans for no more" if is_last else "memory is what limits it"
     if problem.largest == "batch":

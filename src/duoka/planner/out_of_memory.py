@@ -1,4 +1,4 @@
-"""Memory that a plan counted on and that isn't there: what would fit in what there is now."""
+"""Out of memory: suggestions where something else took the memory of a plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PlanAgain = Callable[[Checkpoint, PlanRequest, Fleet], Plan]
 
 
 class OutOfMemory(MachineError):
-    """A device had no room for what a model needed while it ran.
+    """A device ran out of memory while a model ran.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class OutOfMemory(MachineError):
 
 
 def look_for_ways(error: OutOfMemory, plan_again: PlanAgain) -> None:
-    """Give an error what would fit in the memory that there is now, cheapest for quality first."""
+    """Add suggestions for the memory available now to an error, cheapest for quality first."""
     plan, available = error.plan, error.available_bytes
     if plan.objective == GIVEN:
         return  # by a map: nothing else is looked for

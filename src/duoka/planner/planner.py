@@ -96,7 +96,7 @@ def is_conceivable(profile: Profile, problem: PlanProblem) -> bool:
 
 
 def refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
-    """Refuse a context beyond the model's, and offloading beside what excludes it."""
+    """Refuse a context beyond the model's, and offloading beside training or quantization."""
     check_context(problem.workload, profile.max_context_tokens, profile.model)
     if not problem.constraints.offload:
         return
@@ -144,7 +144,7 @@ def _limits(problem: PlanProblem) -> PlacementLimits:
 
 
 def _place_offloaded(profile: Profile, problem: PlanProblem) -> Plan | None:
-    """Return the plan with the fewest bytes of weights in the host's memory, if there is one."""
+    """Return the plan with the fewest bytes of weights in the host's memory, if any."""
     gpus = without_cpu(problem.fleet)
     host_budgets = [
         device.budget_bytes for device in problem.fleet.devices if device not in gpus.devices
@@ -170,7 +170,7 @@ def _place_offloaded(profile: Profile, problem: PlanProblem) -> Plan | None:
 
 
 def without_cpu(fleet: Fleet) -> Fleet:
-    """Return the GPUs of a fleet; the CPU too if it has nothing else."""
+    """Return the GPUs of a fleet; the CPU if there are none."""
     gpus = [name for name in fleet.names if name != "cpu"]
     return fleet.only(gpus) if gpus else fleet
 
@@ -190,7 +190,7 @@ def _place_in_order(
 
 
 def _place_on_fewest(chunked: Sequence[Costs], problem: PlanProblem) -> Plan | NoPlacement:
-    """Return the plan with the fewest devices, and of those the one with the largest chunk."""
+    """Return the plan with the fewest devices, then with the largest chunk."""
     shortage = NoPlacement()
     memories: list[KnownBytes] = []
     try:
@@ -208,7 +208,7 @@ def _place_on_fewest(chunked: Sequence[Costs], problem: PlanProblem) -> Plan | N
 
 
 def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[PlacementLimits]:
-    """Yield one number of devices after another, where fewer are better than larger chunks."""
+    """Yield ascending numbers of devices, where fewer are better than larger chunks."""
     limits = _limits(problem)
     wants_pages = chunked[0].page_bytes is not None and problem.objective in ("auto", "pages")
     is_free = not (problem.use_all or wants_pages) and problem.constraints.strategy == "auto"
@@ -216,7 +216,7 @@ def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[P
         yield limits
         return
     max_devices = min(len(problem.fleet.devices), chunked[0].num_blocks)
-    for number in range(search.fewest(chunked, problem.fleet, limits=limits), max_devices + 1):
+    for number in range(search.min_devices(chunked, problem.fleet, limits=limits), max_devices + 1):
         yield replace(limits, num_devices=number)
 
 
@@ -277,7 +277,7 @@ def with_chunks(workload: Workload) -> Iterator[Workload]:
 
 
 def check_context(workload: Workload, limit: int | None, model: str) -> None:
-    """Refuse a context that is longer than the model was made for."""
+    """Refuse a context longer than the model's limit."""
     if limit is not None and workload.context_tokens > limit:
         raise UsageError(
             f"{workload.prompt_tokens} prompt and {workload.new_tokens} new tokens are "
@@ -302,7 +302,7 @@ def _make_plan(
     device_of = _device_of(costs, solution, fleet)
     runs = [(fleet.names[stage.device], stage.start, stage.stop) for stage in solution.stages]
     forecasts = tuple(
-        stage_bytes.placed(fleet.device(name))
+        stage_bytes.with_places(fleet.device(name))
         for (name, _, _), stage_bytes in zip(runs, peaks, strict=True)
     )
     entries = tuple(
@@ -380,7 +380,7 @@ def _reasons(
 
 
 def _may_fit_fewer(problem: PlanProblem, costs: Costs, num_used: int) -> bool:
-    """Return True unless lower bounds rule out fewer devices that leave no room."""
+    """Return True unless lower bounds rule out fewer devices without room."""
     return search.is_conceivable(
         _chunked_costs(costs.profile, problem),
         problem.fleet,
@@ -395,19 +395,19 @@ def _describe_shortage(
     workload, missing_bytes = problem.workload, shortage.shortfall_bytes()
     # A lower bound: it may be next to nothing where the cut doesn't work out.
     is_told = missing_bytes >= _LEAST_REPORTED_BYTES
-    least = f"; at least {format_bytes(missing_bytes)} are missing" if is_told else ""
+    shortfall = f"; at least {format_bytes(missing_bytes)} are missing" if is_told else ""
     return InfeasibleError(
         f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
         f"{workload.context_tokens} tokens, batch {workload.batch}; "
         f"{format_count(len(problem.fleet.devices), 'device')} with a budget of "
-        f"{format_bytes(budget)} in all{least}{_blame_constraints(profile, problem)}",
+        f"{format_bytes(budget)} in all{shortfall}{_blame_constraints(profile, problem)}",
         hint="use more or larger GPUs, or a smaller model",
         shortfall_bytes=missing_bytes,
     )
 
 
 def _blame_constraints(profile: Profile, problem: PlanProblem) -> str:
-    """Say that nothing but the strategy or the pins is in the way, where that is so."""
+    """Blame the strategy or the pins, if nothing else is in the way."""
     constraints = problem.constraints
     if not constraints.demands:
         return ""

@@ -46,7 +46,7 @@ _MOST_DEALS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """One plan for each copy of the model, for a fleet of its group's devices alone.
+    """The plans of all copies, each for the devices of its group alone.
 
     The plans are in the order of their first devices; devices in no group are `idle`. `value` is
     bytes of headroom on the tightest device of all; seconds of the slowest group; or requests a
@@ -91,15 +91,17 @@ def plan_replicas(
         except InfeasibleError as error:
             ways = (replace(way, without=(*way.without, "--replicas")) for way in error.ways_out)
             raise error.with_ways_out(ways) from None
-    wanted = max(deals, default=0) if number == "auto" else number
-    if wanted not in deals:
-        raise _too_many(profile, problem, wanted, max(deals, default=0))
-    copies = dealer.plans_of(deals[wanted])
+    num_copies = max(deals, default=0) if number == "auto" else number
+    if num_copies not in deals:
+        raise _too_many(profile, problem, num_copies, max(deals, default=0))
+    copies = dealer.plans_of(deals[num_copies])
     plans = (dealer.restrict(plan, request) for plan in copies.plans)
     return replace(copies, plans=tuple(replace(plan, source=source) for plan in plans))
 
 
-def _too_many(profile: Profile, problem: PlanProblem, wanted: int, largest: int) -> InfeasibleError:
+def _too_many(
+    profile: Profile, problem: PlanProblem, num_copies: int, largest: int
+) -> InfeasibleError:
     everywhere = " with every one of them in use" if problem.use_all else ""
     if not largest:
         return InfeasibleError(
@@ -107,7 +109,7 @@ def _too_many(profile: Profile, problem: PlanProblem, wanted: int, largest: int)
             hint="leave out --use-all",
         )
     return InfeasibleError(
-        f"{format_copies(wanted)} of {profile.model} don't fit these GPUs{everywhere}; "
+        f"{format_copies(num_copies)} of {profile.model} don't fit these GPUs{everywhere}; "
         f"{format_copies(largest)} {'does' if largest == 1 else 'do'}",
         hint=f"--replicas {largest}, or more GPUs",
     )
@@ -176,7 +178,7 @@ class _Dealer:
         return {number: deal for number, deal in deals[self._all].items() if number}
 
     def plans_of(self, deal: _Deal) -> Replicas:
-        """Return the plans of a deal, on the devices that the user named first."""
+        """Return the plans of a deal, on the user's first devices."""
         free = [list(kind) for kind in self._kinds]
         groups: list[tuple[int, ...]] = []
         for counts in deal.groups:
@@ -214,13 +216,13 @@ class _Dealer:
         """Return the best deals of a state: its first device stays idle, or is in a group."""
         if not any(state):
             return {0: _Deal(0, self._join(()), ())}
-        first = next(kind for kind, count in enumerate(state) if count)
+        first_kind = next(kind for kind, count in enumerate(state) if count)
         best: dict[int, _Deal] = {}
         if not self._problem.use_all:
-            best = dict(deals[*state[:first], state[first] - 1, *state[first + 1 :]])
+            best = dict(deals[*state[:first_kind], state[first_kind] - 1, *state[first_kind + 1 :]])
         for counts in groups:
             rest = tuple(have - take for have, take in zip(state, counts, strict=True))
-            if not counts[first] or min(rest) < 0:
+            if not counts[first_kind] or min(rest) < 0:
                 continue
             plan = self._plan(counts)
             assert plan is not None, "only groups that hold a copy are dealt"
@@ -235,7 +237,7 @@ class _Dealer:
         return best
 
     def _by_size(self) -> Iterator[Counts]:
-        """Yield all possible groups, the smallest first, without those that are never needed."""
+        """Yield all possible groups, the smallest first, without superfluous ones."""
         every = itertools.product(*(range(count + 1) for count in self._all))
         for counts in sorted(filter(any, every), key=sum):
             if self._problem.use_all or not self._holds_part(counts):
@@ -251,8 +253,8 @@ class _Dealer:
     def _plan(self, counts: Counts) -> Plan | None:
         if counts not in self._plans:
             kinds = zip(self._kinds, counts, strict=True)
-            chosen = itertools.chain.from_iterable(kind[:count] for kind, count in kinds)
-            self._plans[counts] = self._plan_on(tuple(sorted(chosen)))
+            devices = itertools.chain.from_iterable(kind[:count] for kind, count in kinds)
+            self._plans[counts] = self._plan_on(tuple(sorted(devices)))
         return self._plans[counts]
 
     def _plan_on(self, devices: Sequence[int]) -> Plan | None:
@@ -273,21 +275,21 @@ class _Dealer:
             return None  # more devices than stages
 
     def _worth(self, plan: Plan) -> float:
-        """Return the value that a group adds, larger for better groups."""
+        """Return the value of a group, larger for better groups."""
         if self._objective in ("headroom", "pages"):
             return plan.value
         return -plan.value if self._objective == "latency" else 1.0 / plan.value
 
     @property
     def _join(self) -> Callable[[Sequence[float]], float]:
-        """The value of groups together: that of the worst, or the sum."""
+        """The joint value of groups: the least, or the sum."""
         if self._objective in ("throughput", "pages"):
             return math.fsum
         return lambda values: min(values, default=math.inf)
 
 
-def _is_better(deal: _Deal, other: _Deal) -> bool:
-    return (deal.devices, deal.value) > (other.devices, other.value)
+def _is_better(deal: _Deal, other_deal: _Deal) -> bool:
+    return (deal.devices, deal.value) > (other_deal.devices, other_deal.value)
 
 
 def replicas_for(

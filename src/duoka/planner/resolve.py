@@ -1,4 +1,4 @@
-"""Resolve: a request for a checkpoint becomes its plan, or what would fit instead."""
+"""Resolve: a request for a checkpoint becomes its plan, or suggestions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def answer(
     request: PlanRequest | None = None,
     suggest: bool = True,
 ) -> Plan:
-    """Plan a problem; raise InfeasibleError with what would fit instead."""
+    """Plan a problem; raise InfeasibleError with suggestions if nothing fits."""
     request = request or problem.request
     try:
         return replace(find_plan(profile, problem), request=request)
@@ -56,7 +56,7 @@ def answer(
 
 
 def _plan_in_parts(profile: Profile, problem: PlanProblem, profile_for: ProfileFor) -> Plan | None:
-    """Plan with images encoded, or their prompt read, in the largest parts that fit."""
+    """Plan with images encoded, or their prompt read, in the largest fitting parts."""
     if problem.largest is not None:
         return None
     workloads = [*_in_parts(problem.workload, profile)]
@@ -69,8 +69,8 @@ def _plan_in_parts(profile: Profile, problem: PlanProblem, profile_for: ProfileF
         return solve(part_profile, replace(problem, workload=workloads[index])) or None
 
     # Each is a trace of its own; smaller parts need no more memory.
-    first = bisect_left(range(len(workloads)), True, key=lambda index: plan_at(index) is not None)
-    plan = plan_at(first) if first < len(workloads) else None
+    index = bisect_left(range(len(workloads)), True, key=lambda index: plan_at(index) is not None)
+    plan = plan_at(index) if index < len(workloads) else None
     if plan is None:
         return None
     return replace(plan, why=(*chunk_reason(problem.workload, plan.workload), *plan.why))
@@ -93,7 +93,7 @@ def _in_parts(workload: Workload, profile: Profile) -> Iterator[Workload]:
 
 
 def joined_note(layers: str) -> str:
-    """Explain that code which joins the outputs of its layers keeps them on one GPU."""
+    """Explain why code with joined outputs of layers keeps these on a GPU."""
     return (
         f"{layers} stays whole on one GPU, since the model's code joins what its layers make "
         "(where that fails, duoka check shows the line, and duoka check --fix mends it)"
@@ -101,7 +101,7 @@ def joined_note(layers: str) -> str:
 
 
 def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
-    """Explain that a checkpoint's own code needs more memory than duoka's class of the model."""
+    """Explain why a checkpoint's own code needs more memory than duoka's class."""
     if not checkpoint.builds_own_model or workload.training is not None:
         return ""
     try:
@@ -115,9 +115,9 @@ def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
 
 
 def answer_checkpoint(
-    checkpoint: Checkpoint, problem: PlanProblem, find: Find, *, suggest: bool = True
+    checkpoint: Checkpoint, problem: PlanProblem, find_profile: Find, *, suggest: bool = True
 ) -> Plan:
-    """Plan a checkpoint; of an "auto" quantization take the first scheme that fits."""
+    """Plan a checkpoint; of an "auto" quantization take the first fitting scheme."""
     say("planning")
     method = method_of(checkpoint.config)
     if method is not None and problem.constraints.offload:
@@ -126,37 +126,37 @@ def answer_checkpoint(
             "the host's memory",
             hint="leave out the offload, or take the 16-bit checkpoint",
         )
-    find = cache(find)
+    find_profile = cache(find_profile)
     problem = replace(problem, trust_remote_code=checkpoint.trust_remote_code)
 
     def profile_for(workload: Workload) -> Profile:
-        return find(workload_for(checkpoint, workload))
+        return find_profile(workload_for(checkpoint, workload))
 
-    *earlier, chosen = _with_schemes(checkpoint, problem)
+    *earlier, last = _with_schemes(checkpoint, problem)
     failed = []
     for candidate in earlier:
-        profile = find(candidate.workload)
+        profile = find_profile(candidate.workload)
         if solve(profile, candidate) or _plan_in_parts(profile, candidate, profile_for):
-            chosen = candidate
+            last = candidate
             break
         failed.append(candidate.workload.quantize)
     try:
         plan = answer(
-            find(chosen.workload),
-            chosen,
+            find_profile(last.workload),
+            last,
             profile_for=profile_for,
             request=problem.request,
             suggest=suggest,
         )
     except InfeasibleError as error:
-        note = whole_prompt_note(checkpoint, chosen.workload)
+        note = whole_prompt_note(checkpoint, last.workload)
         raise error.with_ways_out(error.ways_out, f"; {note}") if note else error from None
     reasons = quantization_reason(plan.workload, failed, is_offloaded=bool(plan.offloaded))
     return replace(plan, source=checkpoint.source, why=(*reasons, *plan.why))
 
 
 def _with_schemes(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProblem]:
-    """Yield the problem with each quantization that its workload leaves open, in this order."""
+    """Yield the problem with each quantization left open, in order of preference."""
     workload, *smaller = with_quantization(workload_for(checkpoint, problem.workload))
     unquantized = replace(problem, workload=workload)
     if not smaller:
@@ -171,7 +171,7 @@ def _with_schemes(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[Plan
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
-    """Resolve the parts of a workload that the checkpoint decides: its dtype, its chunks."""
+    """Resolve the dtype and chunks of a workload by the checkpoint."""
     if not checkpoint.builds_own_model:
         refuse_unbuildable(checkpoint.config)
     if workload.images:
@@ -199,7 +199,7 @@ def learning(workload: Workload, training: Training) -> Workload:
 
 
 def native_training(checkpoint: Checkpoint, training: Training | None) -> Training | None:
-    """Put the adapters of a training on modules of the class that is built."""
+    """Put the adapters of a training on modules of the built class."""
     if training is None:
         return None
     return replace(training, lora_targets=native_targets(checkpoint, training.lora_targets))
@@ -225,7 +225,7 @@ def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
 
 
 def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = False) -> Workload:
-    """Leave out prefill chunks for an encoder, which reads its prompt whole.
+    """Leave out prefill chunks for an encoder with its whole prompt at once.
 
     A checkpoint's own code may prepare its first call for the prompt, and every later one for one
     token, whatever it is given.

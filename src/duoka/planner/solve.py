@@ -14,7 +14,7 @@ from .request import PlanProblem
 
 
 def solve(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) -> Plan | NoPlan:
-    """Find the best placement, that of the problem's device map, or the one for the largest size.
+    """Find the best placement, follow the device map, or find the largest size.
 
     Without `leave_room` the best placement may take every byte.
     """

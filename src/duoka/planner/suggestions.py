@@ -1,4 +1,4 @@
-"""Suggestions: what would fit where nothing does, each found by the search that would plan it.
+"""Suggestions: alternatives where nothing fits, each planned by the ordinary search.
 
 The suggestions that cost least quality come first: fewer tokens, smaller prefill chunks, a smaller
 batch, a cache and weights of fewer bits, weights in the host's memory, another GPU. Two changes are
@@ -40,7 +40,7 @@ _SMALLER_OPTIMIZERS = (
 
 
 class SuggestionSearch:
-    """The search for alternatives to one problem that has no plan.
+    """The search for alternatives to a problem without a plan.
 
     For a workload that the model doesn't support `profile_for` raises an error; without it the one
     profile is all there is. The suggestions change the `request`, by default the problem's.
@@ -111,7 +111,7 @@ class SuggestionSearch:
             yield from self._try(scheme, self._weights_text, *dict.fromkeys(problems))
 
     def _rechunked(self, problem: PlanProblem) -> list[PlanProblem]:
-        """Return the problem; then with any prefill chunk, if a certain one was asked for."""
+        """Return the problem; then with any prefill chunk, if a certain size was asked for."""
         if problem.workload.prefill_chunk_tokens == "auto":
             return [problem]
         workload = replace(problem.workload, prefill_chunk_tokens="auto")
@@ -130,7 +130,7 @@ class SuggestionSearch:
         yield from self._try("offload", _offload_text, offloading, loses="speed")
 
     def _drop_map(self) -> Iterator[WayOut]:
-        """Suggest duoka's own plan instead of the map, or what would fit with that."""
+        """Suggest duoka's own plan instead of the map, or alternatives without the map."""
         problem = replace(self._problem, device_map=None)
         suggestions = [*self._try("map", _own_plan_text, problem)]
         if not suggestions:
@@ -154,22 +154,28 @@ class SuggestionSearch:
             name = "activations computed again, and a micro-batch"
             ways += self._shrink_batch(name, self._with(training=recomputing))
         yield from ways
-        yield from self._train_with_less(training, alone=bool(ways))
+        yield from self._train_with_less(training, single_change=bool(ways))
         if training.method == "lora":
-            yield from self._quantize_base(training, alone=bool(ways))
+            yield from self._quantize_base(training, single_change=bool(ways))
             return
         lora = replace(training, method="lora", master_weights=False)
         text = "low-rank adapters (LoRA) instead of all weights"
         adapted = list(self._learn("lora", text, lora, "what adapters can't learn"))
-        yield from adapted or self._quantize_base(lora, alone=False)
+        yield from adapted or self._quantize_base(lora, single_change=False)
 
-    def _train_with_less(self, training: Training, *, alone: bool) -> Iterator[WayOut]:
+    def _train_with_less(self, training: Training, *, single_change: bool) -> Iterator[WayOut]:
         """Shrink the optimizer's states and the adapters."""
         if training.optimizer == "adamw":
             for name, text, cost in _SMALLER_OPTIMIZERS:
                 smaller: Any = {"optimizer": name}
                 ways = [
-                    *self._learn("optimizer", text, replace(training, **smaller), cost, alone=alone)
+                    *self._learn(
+                        "optimizer",
+                        text,
+                        replace(training, **smaller),
+                        cost,
+                        single_change=single_change,
+                    )
                 ]
                 yield from ways
                 if ways:
@@ -177,32 +183,34 @@ class SuggestionSearch:
         if training.method == "lora" and training.lora_rank > _USUAL_RANK:
             lower = replace(training, lora_rank=_USUAL_RANK)
             text = f"adapters of rank {_USUAL_RANK} instead of {training.lora_rank}"
-            yield from self._learn("rank", text, lower, "what larger ones learn", alone=alone)
+            yield from self._learn(
+                "rank", text, lower, "what larger ones learn", single_change=single_change
+            )
 
     def _learn(
-        self, kind: str, text: str, training: Training, cost: str, *, alone: bool = False
+        self, kind: str, text: str, training: Training, cost: str, *, single_change: bool = False
     ) -> Iterator[WayOut]:
-        """Train in another way; unless `alone`, recompute activations too if needed."""
+        """Train in another way; unless `single_change`, recompute activations too if needed."""
         again = "" if training.gradient_checkpointing else _RECOMPUTED
 
         def describe(plan: Plan) -> str:
             return text + again * self._recomputes(plan)
 
-        problems = self._recomputed(training, alone=alone)
+        problems = self._recomputed(training, single_change=single_change)
         yield from self._try(kind, describe, *problems, loses=cost)
 
-    def _quantize_base(self, lora: Training, *, alone: bool) -> Iterator[WayOut]:
+    def _quantize_base(self, lora: Training, *, single_change: bool) -> Iterator[WayOut]:
         """Train adapters beside quantized weights."""
         for scheme in _smaller_schemes(self._workload):
-            problems = self._recomputed(lora, alone=alone, quantize=scheme)
+            problems = self._recomputed(lora, single_change=single_change, quantize=scheme)
             yield from self._try(scheme, self._weights_text, *problems)
 
     def _recomputed(
-        self, training: Training, *, alone: bool, **changes: Any
+        self, training: Training, *, single_change: bool, **changes: Any
     ) -> Iterator[PlanProblem]:
-        """Yield the problem of a training; unless `alone`, also with recomputed activations."""
+        """Yield the problem of a training; unless `single_change`, also recomputing activations."""
         yield self._with(training=training, **changes)
-        if not alone and not training.gradient_checkpointing:
+        if not single_change and not training.gradient_checkpointing:
             yield self._with(training=replace(training, gradient_checkpointing=True), **changes)
 
     # ── asking the planner ──
@@ -219,7 +227,7 @@ class SuggestionSearch:
         largest: Literal["context", "batch"] | None = None,
         loses: str = "",
     ) -> Iterator[WayOut]:
-        """Yield a suggestion for the first of the problems that has a plan."""
+        """Yield a suggestion for the first problem with a plan."""
         for problem in problems:
             plan = self._plan(replace(problem, largest=largest) if largest else problem)
             if plan is not None:
@@ -261,40 +269,40 @@ class SuggestionSearch:
 
     def _recomputes(self, plan: Plan) -> bool:
         """Return True if the plan recomputes activations and the request doesn't."""
-        training, asked = plan.workload.training, self._workload.training
-        if training is None or asked is None:
+        training, requested = plan.workload.training, self._workload.training
+        if training is None or requested is None:
             return False
-        return training.gradient_checkpointing and not asked.gradient_checkpointing
+        return training.gradient_checkpointing and not requested.gradient_checkpointing
 
     def _cache_text(self, plan: Plan) -> str:
         return f"the KV cache in 8 bit{self._chunk_note(plan)}"
 
     def _weights_text(self, plan: Plan) -> str:
         """Describe quantized weights, and whatever else had to change beside them."""
-        workload, asked = plan.workload, self._workload
+        workload, requested = plan.workload, self._workload
         weights = sum(stage.weight_bytes for stage in plan.forecast.devices)
         text = (
             f"weights in {_BITS[workload.quantize]} bit ({workload.quantize}): "
             f"{format_bytes(weights)} instead of {format_bytes(self._profile.weight_bytes)}"
         )
-        if workload.training is not None and asked.training is not None:
-            is_new = workload.training.method != asked.training.method
+        if workload.training is not None and requested.training is not None:
+            is_new = workload.training.method != requested.training.method
             text += ", with low-rank adapters (LoRA) to train" if is_new else ""
             text += _RECOMPUTED if self._recomputes(plan) else ""
         if plan.request.largest != self._problem.largest:
             text += f", and {_context_text(plan)}"
-        text += ", and the KV cache in 8 bit" if workload.cache != asked.cache else ""
+        text += ", and the KV cache in 8 bit" if workload.cache != requested.cache else ""
         return text + self._chunk_note(plan)
 
     def _chunk_note(self, plan: Plan) -> str:
-        """Mention a prefill chunk that wasn't asked for."""
+        """Mention a prefill chunk other than asked for."""
         chunk = self._workload.prefill_chunk_tokens
         if chunk in ("auto", plan.workload.prefill_chunk_tokens):
             return ""
         return f", and {_chunk_text(plan)}"
 
     def _suggestion(self, kind: str, text: Text, plan: Plan, *, loses: str = "") -> WayOut:
-        """Return a suggestion with the numbers of its plan and the options that ask for it."""
+        """Return a suggestion with the numbers of its plan and the options to ask again."""
         workload, largest = plan.workload, self._problem.largest
         text = text if isinstance(text, str) else text(plan)
         if largest is not None and plan.request.largest == largest:
@@ -304,12 +312,12 @@ class SuggestionSearch:
             options += " --cache int8" if workload.cache != self._workload.cache else ""
             loses = _QUALITY.format(options)
         chunk = workload.prefill_chunk_tokens
-        added, without = change(self._request, self._requested(plan))
+        added_words, without = change(self._request, self._requested(plan))
         return WayOut(
             kind=kind,
             text=text,
             loses=loses,
-            options=added,
+            options=added_words,
             without=without,
             context_tokens=workload.context_tokens,
             batch=workload.batch,
@@ -319,7 +327,7 @@ class SuggestionSearch:
         )
 
     def _requested(self, plan: Plan) -> PlanRequest:
-        """Return the request for a plan: its numbers in place of a largest size that it found."""
+        """Return the request for a plan, with numbers in place of a largest size."""
         original, changed = self._request, plan.request
         workload = changed.workload
         if changed.largest != original.largest:
@@ -333,10 +341,10 @@ class SuggestionSearch:
 
 def _smaller_schemes(workload: Workload) -> tuple[Literal["int8", "int4", "nf4"], ...]:
     """Return the schemes with fewer bits than the weights have, the most bits first."""
-    least: Literal["int4", "nf4"] = "int4" if workload.training is None else "nf4"
+    lowest: Literal["int4", "nf4"] = "int4" if workload.training is None else "nf4"
     if workload.quantize == "none":
-        return ("int8", least)
-    return (least,) if workload.quantize == "int8" else ()
+        return ("int8", lowest)
+    return (lowest,) if workload.quantize == "int8" else ()
 
 
 def _size_text(plan: Plan, largest: str) -> str:

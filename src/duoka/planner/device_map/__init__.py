@@ -13,16 +13,16 @@ map. Neither the model, its weights nor torch is needed; memory is unknown here.
 
 from .names import Spelling, find_device, published_names
 from .read import DeviceMap
-from .suggest import meant, runs, shorten
+from .suggest import corrections, runs, shorten
 from .validate import Judgement, judge
 
 __all__ = [
     "DeviceMap",
     "Judgement",
     "Spelling",
+    "corrections",
     "find_device",
     "judge",
-    "meant",
     "published_names",
     "runs",
     "shorten",

@@ -14,21 +14,21 @@ from duoka.forecast.tensor_names import NamedTensor, Outline
 from duoka.hardware.fleet import Fleet
 
 from .read import DeviceMap, Devices, NoDevice
-from .suggest import Finder, Nearest, shown
+from .suggest import Finder, Nearest, printable_name
 
 
 def find_device(text: str, fleet: Fleet) -> str:
     """Find the fleet's device of a name: "cuda:1", or "1" alone."""
     devices = Devices(fleet)
     try:
-        return devices.find(text)
+        return devices.resolve(text)
     except NoDevice:
         hint = devices.describe()
         raise UsageError(f"{text[:60]!r} is no device of these GPUs", hint=hint) from None
 
 
 class Spelling:
-    """All names of an outline by convention: the model's own ones, and the published ones.
+    """All names of an outline by convention: the model's own, and the published ones.
 
     A name of both conventions means the model's own.
     """
@@ -43,12 +43,12 @@ class Spelling:
 
     @cached_property
     def renamed(self) -> set[str]:
-        """The native names of tensors that the checkpoint names otherwise, and of their modules."""
+        """The native names of tensors with another name in the checkpoint, and of their modules."""
         return {n for t in self.tensors if t.published for n in prefixes(t.name)} - {""}
 
     @cached_property
     def published(self) -> dict[str, set[str]]:
-        """The native tensors within each name that the checkpoint alone has."""
+        """The native tensors within each name of the checkpoint alone."""
         names: dict[str, set[str]] = {}
         for tensor in self.tensors:
             for source in tensor.published:
@@ -62,7 +62,7 @@ class Spelling:
         return name in self.native or name in self.published
 
     def blocks_of(self, name: str) -> list[int]:
-        """Return the blocks that hold a module or tensor, or a part of it, in execution order."""
+        """Return the blocks with a module or tensor, or a part of either, in execution order."""
         if not name or not self.is_known(name):
             return []
         return [
@@ -80,19 +80,19 @@ class Spelling:
         return Finder([*self.native, *self.published])
 
     def module(self, name: str, tensors: tuple[NamedTensor, ...], *, published: bool) -> str:
-        """Return the name of a block's module; the native one where the checkpoint has none."""
-        inside = {tensor.name: tensor for tensor in tensors if is_within(tensor.name, name)}
-        if not published or not all(tensor.published for tensor in inside.values()):
+        """Name a block's module; natively where the checkpoint has no name."""
+        tensors_inside = {tensor.name: tensor for tensor in tensors if is_within(tensor.name, name)}
+        if not published or not all(tensor.published for tensor in tensors_inside.values()):
             return name
-        sources = [source for tensor in inside.values() for source in tensor.published]
+        sources = [source for tensor in tensors_inside.values() for source in tensor.published]
         levels = zip(*(source.split(".") for source in sources), strict=False)
         shared = takewhile(lambda level: len(set(level)) == 1, levels)
         common = ".".join(level[0] for level in shared)
-        if common in sources and name not in inside:
-            around = common.rpartition(".")[0]
-            common = around if self.published.get(around) == set(inside) else common
+        if common in sources and name not in tensors_inside:
+            parent = common.rpartition(".")[0]
+            common = parent if self.published.get(parent) == set(tensors_inside) else common
         # It must hold the same tensors as the module and no others.
-        return common if self.published.get(common) == set(inside) else name
+        return common if self.published.get(common) == set(tensors_inside) else name
 
 
 def published_names(outline: Outline) -> dict[str, str]:
@@ -107,7 +107,7 @@ def published_names(outline: Outline) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The entries of a map that speak of one tensor.
+    """The entries of a map for one tensor.
 
     `devices` are none, one, or several that contradict each other; `missing` are the names of the
     tensor without an entry, `clash` entries in its native and published names that contradict.
@@ -144,12 +144,12 @@ class EntryMatcher:
             if not keys:
                 missing.append(source)
             used.update(dict.fromkeys(keys))
-        found = dict.fromkeys(self._entries[key] for key in used)
-        return Match(tuple(d for d in found if d is not None), tuple(missing), clash)
+        matched_devices = dict.fromkeys(self._entries[key] for key in used)
+        return Match(tuple(d for d in matched_devices if d is not None), tuple(missing), clash)
 
 
 def _stronger(native: str | None, published: str | None) -> tuple[str, ...]:
-    """Return the entries that decide: one if one name contains the other."""
+    """Return the decisive entries: the longer name if it contains the shorter."""
     if native is None or published is None:
         return tuple(key for key in (native, published) if key is not None)
     # The other way round can't be: a name that contains a native one is native.
@@ -188,9 +188,9 @@ class Entries:
         for name, value in device_map.entries:
             device = None
             try:
-                device = devices.find(value)
+                device = devices.resolve(value)
             except NoDevice as problem:
-                entries.misplaced[name] = f"{shown(str(value))} ({problem})"
+                entries.misplaced[name] = f"{printable_name(str(value))} ({problem})"
             if device != "cpu" and (device is not None or str(value).isdecimal()):
                 numbered.append(str(value).isdecimal())
             if name in spelling.empty_modules:  # nothing of it can be placed
@@ -208,10 +208,10 @@ class Entries:
     def _find_meant(self, name: str, device: str | None, finder: Finder) -> None:
         if name not in self.unknown:
             is_searched = len(self.unknown) < _MOST_SEARCHED
-            self.unknown[name] = finder.find(name) if is_searched else Nearest()
-        meant = self.unknown[name].meant
-        if meant is not None and device is not None:
-            self.meant.setdefault(meant, device)
+            self.unknown[name] = finder.search(name) if is_searched else Nearest()
+        real_name = self.unknown[name].meant
+        if real_name is not None and device is not None:
+            self.meant.setdefault(real_name, device)
 
     def are_published(self, spelling: Spelling) -> bool:
         """Return True if the map is written in the checkpoint's names, mostly."""

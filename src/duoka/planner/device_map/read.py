@@ -1,4 +1,4 @@
-"""Device maps in all their forms: a dict, one device, or a JSON file of any origin."""
+"""Device maps in all their forms: a dict, a device, or a JSON file of any origin."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DeviceMap:
 
     @classmethod
     def of(cls, value: object) -> DeviceMap:
-        """Take a map, or one device for the whole model, as transformers' ``device_map=`` does."""
+        """Take a map, or a device for the whole model, as transformers' ``device_map=`` does."""
         if isinstance(value, DeviceMap):
             return value
         if isinstance(value, Mapping):
@@ -57,7 +57,7 @@ class DeviceMap:
             return cls(tuple(pairs))
         if isinstance(value, str) and value.strip().lower() in _AUTOMATIC:
             raise UsageError(f"{value!r} is no device map", hint=_LEAVE_OUT)
-        if isinstance(value, str) or _whole(value) is not None or _is_torch_device(value):
+        if isinstance(value, str) or _as_number(value) is not None or _is_torch_device(value):
             return cls((("", value),))
         raise UsageError(
             f"a device map is a mapping from names to devices, not {type(value).__name__}",
@@ -66,7 +66,7 @@ class DeviceMap:
 
     @classmethod
     def parse(cls, text: str, source: str) -> DeviceMap:
-        """Read JSON text; a name that stands twice is kept twice, for `judge` to tell."""
+        """Read JSON text; keep duplicate names, for `judge` to report."""
         try:
             value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=str)
         except (ValueError, RecursionError) as error:
@@ -99,7 +99,7 @@ class _Pairs(list[tuple[str, object]]):
     """A JSON object with all its keys, duplicates included."""
 
 
-def _whole(value: object) -> int | None:
+def _as_number(value: object) -> int | None:
     """Return a number of Python's or of any library's; None for everything else."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
@@ -115,11 +115,11 @@ def _is_torch_device(value: object) -> bool:
 
 
 class NoDevice(Exception):
-    """A value that is no device, or none of the fleet."""
+    """Raised for a value other than a device of the fleet."""
 
 
 class Devices:
-    """The devices that a map may name; without a fleet every device that torch could have.
+    """The devices of a fleet, by the names in maps; without a fleet all of torch's.
 
     A number N is the device with that number in the fleet, ``cuda:N`` or ``vgpu:N``; "cuda" alone
     is the fleet's only GPU, or its number 0.
@@ -132,13 +132,13 @@ class Devices:
         self._kinds = tuple(kinds) or (("cuda",) if self._any else ())
 
     @property
-    def first(self) -> str:
-        """The device of modules about which nothing is known."""
+    def default(self) -> str:
+        """The device of modules without any hint."""
         return self.names[0] if self.names else "cuda:0"
 
-    def find(self, value: object) -> str:
+    def resolve(self, value: object) -> str:
         """Find the name of a device."""
-        number = _whole(value)
+        number = _as_number(value)
         if number is not None:
             return self._numbered(number)
         if not isinstance(value, str) and not _is_torch_device(value):
@@ -158,11 +158,11 @@ class Devices:
         )
 
     def guess(self, values: Mapping[str, object]) -> dict[str, str]:
-        """Guess the device of each name in a map of which some devices aren't here.
+        """Guess the devices of a map for another numbering of GPUs.
 
-        The map was written for another numbering: the one before CUDA_VISIBLE_DEVICES, or another
-        machine's, whose GPUs stand for those of the fleet in order. A single absent device beside
-        as many present ones as the fleet has is a slip, and nothing is guessed.
+        That is the one before CUDA_VISIBLE_DEVICES, or another machine's, whose GPUs stand for
+        those of the fleet in order. A single absent device beside as many present ones as the fleet
+        has is a slip, and nothing is guessed.
         """
         texts = {name: str(value) for name, value in values.items()}
         numbered = {text for text in texts.values() if text.rpartition(":")[2].isdecimal()}
@@ -171,7 +171,7 @@ class Devices:
         device_of: dict[str, str] = {}
         for text in ordered:
             with suppress(NoDevice):
-                device_of[text] = self.find(text)
+                device_of[text] = self.resolve(text)
         absent = [text for text in ordered if text not in device_of]
         numbers = [str(number) for number in cuda_driver.renumbered()]
         plain = [text.removeprefix("cuda:") for text in ordered]
@@ -186,7 +186,7 @@ class Devices:
         return {name: likely[text] for name, text in texts.items() if likely.get(text) in gpus}
 
     def describe(self) -> str:
-        """List the devices, and the numbers that CUDA_VISIBLE_DEVICES gives them."""
+        """List the devices, and their numbers by CUDA_VISIBLE_DEVICES."""
         parts = [f"the devices are {', '.join(self.names)}", cuda_driver.tell_renumbered()]
         return "; ".join(filter(None, parts)) if self.names else ""
 

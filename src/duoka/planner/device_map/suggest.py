@@ -1,4 +1,4 @@
-"""Real names that are similar to an unknown one, and texts of many names.
+"""Real names similar to unknown ones, and texts of many names.
 
 Names are compared as patterns with a "*" for each number in them; so a map of another version of a
 model, with hundreds of entries, takes only a few comparisons.
@@ -35,7 +35,7 @@ class Nearest:
 
 
 class Finder:
-    """A search for the real names of modules and tensors that are similar to others."""
+    """A search for the real names of modules and tensors most similar to a text."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._numbered: dict[str, dict[Numbers, str]] = {}
@@ -46,8 +46,8 @@ class Finder:
         self._ordered: dict[str, list[Numbers]] = {}
         self._comparisons = 0
 
-    def find(self, name: str) -> Nearest:
-        """Find the real names that are similar to a name."""
+    def search(self, name: str) -> Nearest:
+        """Find the real names most similar to a name."""
         if len(name) > _LONGEST_COMPARED:
             return Nearest()
         pattern, numbers = _pattern(name.strip().strip("."))
@@ -56,10 +56,10 @@ class Finder:
         near: dict[str, float] = {}
         meant = None
         for score, similar in self._similar[pattern]:
-            known = self._numbered[similar]
+            by_numbers = self._numbered[similar]
             if meant is None and not near and score >= _ALMOST:
-                meant = known.get(numbers)
-            near[known.get(numbers) or self._find_closest(similar, numbers)] = score
+                meant = by_numbers.get(numbers)
+            near[by_numbers.get(numbers) or self._find_closest(similar, numbers)] = score
         return Nearest(tuple(near), meant)
 
     def _find_patterns(self, pattern: str) -> list[tuple[float, str]]:
@@ -67,11 +67,11 @@ class Finder:
         best = sorted((pair for pair in scored if pair[0] >= _LIKE), key=lambda pair: -pair[0])
         surest = best[0][0] if best else 0.0
         # Beside an equal or almost equal pattern, merely similar ones only confuse.
-        least = surest if surest == 1.0 else min(surest, _ALMOST)
-        return [pair for pair in best if pair[0] >= least][:_MOST_SHOWN]
+        threshold = surest if surest == 1.0 else min(surest, _ALMOST)
+        return [pair for pair in best if pair[0] >= threshold][:_MOST_SHOWN]
 
     def _find_closest(self, pattern: str, numbers: Numbers) -> str:
-        """Return the next name of a pattern in order: the last layer for a number beyond it."""
+        """Return the next name of a pattern in order: the last layer for a number beyond."""
         ordered = self._ordered.setdefault(pattern, sorted(self._numbered[pattern]))
         place = min(bisect_left(ordered, numbers), len(ordered) - 1)
         return self._numbered[pattern][ordered[place]]
@@ -106,12 +106,12 @@ def _is_number(part: str) -> bool:
 
 
 def shorten(names: Iterable[str]) -> str:
-    """Join names, with those that differ in one number as a run: "layers.0-27"."""
+    """Join names, numbered ones as a run: "layers.0-27"."""
     return listed(runs(names))
 
 
 def runs(names: Iterable[str]) -> list[str]:
-    """List names, with those that differ in one number as a run."""
+    """List names, with numbered ones as a run."""
     numbers_of: dict[tuple[str, str | None], list[int]] = {}
     for name in names:
         head, number, tail = _split_at_number(name)
@@ -120,7 +120,7 @@ def runs(names: Iterable[str]) -> list[str]:
         else:
             numbers_of.setdefault((head, tail), []).append(number)
     return [
-        shown(head) if tail is None else shown(f"{head}{_ranges(numbers)}{tail}")
+        printable_name(head) if tail is None else printable_name(f"{head}{_ranges(numbers)}{tail}")
         for (head, tail), numbers in numbers_of.items()
     ]
 
@@ -138,19 +138,19 @@ def arrows(pairs: Mapping[str, str]) -> Iterator[str]:
         yield shorten(group) + (f" → {right}" if right else "")
 
 
-def meant(faults: Faults) -> list[str]:
-    """Write unknown names, each with the nearest real one if there is one."""
+def corrections(faults: Faults) -> list[str]:
+    """Write unknown names, each with the nearest real name if any."""
     nearest = {name: [*faults.nearest.get(name, ()), ""][0] for name in faults.unknown}
     return list(arrows(nearest))
 
 
-def listed(texts: list[str], between: str = ", ") -> str:
+def listed(texts: list[str], separator: str = ", ") -> str:
     """Join texts; of very many only the first, and the number of the others."""
-    more = [f"and {len(texts) - _MOST_RUNS} more"] if len(texts) > _MOST_RUNS else []
-    return between.join([*texts[:_MOST_RUNS], *more])
+    rest = [f"and {len(texts) - _MOST_RUNS} more"] if len(texts) > _MOST_RUNS else []
+    return separator.join([*texts[:_MOST_RUNS], *rest])
 
 
-def shown(name: str) -> str:
+def printable_name(name: str) -> str:
     """Make a name safe to print: a map may hold anything."""
     safe = name if name.isprintable() and name == name.strip() and name else ascii(name)
     return safe if len(safe) <= _LONGEST_NAME else safe[: _LONGEST_NAME - 1] + "…"

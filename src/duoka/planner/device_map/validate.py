@@ -1,4 +1,4 @@
-"""The judgement of a map: one device for every block, or everything that is wrong at once."""
+"""The judgement of a map: a device for every block, or all faults at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from duoka.hardware.fleet import Fleet
 
 from .names import Entries, EntryMatcher, Match, Spelling
 from .read import DeviceMap, Devices
-from .suggest import listed, meant, runs, shorten, shown
+from .suggest import corrections, listed, printable_name, runs, shorten
 
 _HINT = (
     "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
@@ -25,14 +25,14 @@ Placed = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """Modules with devices, in execution order, and notes on buffers that go elsewhere."""
+    """Modules with devices, in execution order, and notes on displaced buffers."""
 
     placed: Placed
     notes: tuple[str, ...] = ()
 
 
 def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> Judgement:
-    """Turn a map written by hand into one device for every block.
+    """Turn a map written by hand into a device for every block.
 
     Buffers follow the parameters of their block.
     """
@@ -41,7 +41,7 @@ def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> J
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Blocks that must be on one device: one, or several that are tied."""
+    """Blocks with a common device: a single block, or tied ones."""
 
     blocks: list[OutlineBlock]
     matches: dict[str, Match]
@@ -51,9 +51,9 @@ class _Part:
         return [tensor for block in self.blocks for tensor in block.tensors]
 
     def devices(self) -> list[str]:
-        """Return the devices that the map gives to these blocks without contradiction.
+        """Return the devices of these blocks in the map, without contradictions.
 
-        Those of parameters where there are any: buffers follow them.
+        Those of parameters if there are any: buffers follow them.
         """
         return self._devices(buffers=False) or self._devices(buffers=True)
 
@@ -66,22 +66,22 @@ class _Part:
         """Yield a sentence for each device whose buffers follow the parameters of the block."""
         (target,) = self.devices()
         owners = [t.name.rpartition(".")[0] for t in self.tensors if not t.is_buffer]
-        away: dict[str, dict[str, None]] = {}
+        displaced: dict[str, dict[str, None]] = {}
         for tensor in self.tensors:
             owner = tensor.name.rpartition(".")[0]
             for device in self.matches[tensor.name].devices:
                 if device != target:
                     name = tensor.name if owner in owners else owner
-                    away.setdefault(device, {})[name] = None
-        for device, names in away.items():
-            goes, it, hold = ("goes", "it", "holds") if len(names) == 1 else ("go", "they", "hold")
+                    displaced.setdefault(device, {})[name] = None
+        for device, names in displaced.items():
+            goes, it, verb = ("goes", "it", "holds") if len(names) == 1 else ("go", "they", "hold")
             yield (
-                f"{shorten(names)} {goes} to {target} with {shown(owners[0])}, and not "
-                f"to {device}: {it} {hold} no parameters"
+                f"{shorten(names)} {goes} to {target} with {printable_name(owners[0])}, and not "
+                f"to {device}: {it} {verb} no parameters"
             )
 
     def heaviest(self) -> str | None:
-        """Return the device with most of the bytes, among those that the map names."""
+        """Return the device with most of the bytes, among the devices in the map."""
         weights: Counter[str] = Counter()
         for tensor in self.tensors:
             for device in self.matches[tensor.name].devices:
@@ -103,7 +103,7 @@ class _Judge:
         faults = self._find_faults()
         if not faults:
             notes = tuple(note for part in self.parts for note in part.notes())
-            return Judgement(placed=tuple(self._placed()), notes=notes)
+            return Judgement(placed=tuple(self._place_modules()), notes=notes)
         faults = replace(faults, completed=self._complete())
         raise PlacementError(self._message(faults), hint=_HINT, faults=faults)
 
@@ -159,24 +159,24 @@ class _Judge:
             for module in block.modules:
                 yield self.spelling.module(module, block.tensors, published=self.published)
 
-    def _placed(self) -> Iterator[tuple[str, str]]:
+    def _place_modules(self) -> Iterator[tuple[str, str]]:
         device_of = {id(block): part.devices()[0] for part in self.parts for block in part.blocks}
         for block in self.outline.blocks:
             for module in block.modules:
                 yield module, device_of[id(block)]
 
     def _complete(self) -> dict[str, int | str]:
-        """Complete the map: keep what is right, correct names, and follow the neighbours."""
+        """Complete the map: keep valid entries, correct names, and follow the neighbours."""
         usable = {name: device for name, device in self.entries.known.items() if device}
         parts = self._match_parts({**self.entries.meant, **usable, **self.entries.likely})
-        chosen = {part: part.heaviest() for part in parts}
+        device_of = {part: part.heaviest() for part in parts}
         part_of = {id(block): part for part in parts for block in part.blocks}
         blocks = [block for block in self.outline.blocks if block.modules]
         order = [part_of[id(block)] for block in blocks]
-        neighbour = next(filter(None, map(chosen.__getitem__, order)), self.devices.first)
+        neighbour = next(filter(None, map(device_of.__getitem__, order)), self.devices.default)
         completed: dict[str, int | str] = {}
         for block, part in zip(blocks, order, strict=True):
-            neighbour = chosen[part] = chosen[part] or neighbour
+            neighbour = device_of[part] = device_of[part] or neighbour
             completed |= dict.fromkeys(self._modules([block]), self._value(neighbour))
         return completed
 
@@ -190,7 +190,7 @@ class _Judge:
     def _message(self, faults: Faults) -> str:
         lines = [
             ("has no device for", listed(runs(self._missing_modules()))),
-            ("names what isn't there", listed(meant(faults))),
+            ("names what isn't there", listed(corrections(faults))),
             ("gives two devices to", listed(runs(faults.doubled))),
             ("cuts what must stay whole", listed(list(self._cuts()))),
             ("names devices that can't be used", listed(self._no_devices(), "; ")),
@@ -199,7 +199,7 @@ class _Judge:
         return f"the device map doesn't place {self.outline.model}:\n{faulty}"
 
     def _missing_modules(self) -> Iterator[str]:
-        """Yield missing names, with one name for a module that is missing as a whole."""
+        """Yield missing names, with a single name for a module without any entry."""
         for part in self.parts:
             for block in part.blocks:
                 for module, name in zip(block.modules, self._modules([block]), strict=True):

@@ -25,7 +25,7 @@ from .dynamic_programme import BlockRange, UnsearchableError
 from .known_bytes import KnownBytes
 from .limits import NO_LIMITS, PlacementLimits
 from .problem import OBJECTIVES, NoPlacement, Objective
-from .solve import Solution, fewest, is_conceivable, resolve_objective, search
+from .solve import Solution, is_conceivable, min_devices, resolve_objective, search
 
 __all__ = [
     "NO_LIMITS",
@@ -38,8 +38,8 @@ __all__ = [
     "Solution",
     "UnsearchableError",
     "exchangeable",
-    "fewest",
     "is_conceivable",
+    "min_devices",
     "resolve_objective",
     "search",
 ]

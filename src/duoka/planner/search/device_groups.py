@@ -1,4 +1,4 @@
-"""Groups: the devices that can be exchanged for each other, and the links between groups."""
+"""Groups: exchangeable devices, and the links between groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .dynamic_programme import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGroup:
-    """Devices that nothing but their names tells apart, by index, in the user's order."""
+    """Devices equal in all but their names, by index, in the user's order."""
 
     index: int
     devices: tuple[int, ...]
@@ -49,7 +49,7 @@ def group_devices(
     timed: bool,
     alone: frozenset[int] = frozenset(),
 ) -> tuple[DeviceGroup, ...]:
-    """Put devices together that can be exchanged without changing any cost.
+    """Group devices whose exchange changes no cost.
 
     The seconds of a stage are taken to depend on the device's speeds alone. Those in `alone`
     can't be exchanged.
@@ -76,7 +76,7 @@ def group_devices(
 
 
 def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
-    """The devices that nothing but their names tells apart, by index, in the user's order."""
+    """Return groups of devices equal in all but their names, by index, in the user's order."""
     devices = fleet.devices
     links = {(link.source, link.target): link for link in fleet.links}
     rates = np.zeros((2, len(devices), len(devices)))
@@ -95,7 +95,7 @@ def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
 
 
 def _alike(number: int, same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Indices in groups, each like the first of its group."""
+    """Group indices, each like the first of its group."""
     groups: list[list[int]] = []
     for index in range(number):
         group = next((group for group in groups if same(group[0], index)), None)
@@ -107,12 +107,12 @@ def _alike(number: int, same: Callable[[int, int], bool]) -> list[list[int]]:
 
 
 def speeds(device: Device) -> tuple[float | None, ...]:
-    """All that the seconds of a stage may depend on, streamed weights included."""
+    """Return the speeds for the seconds of a stage, streamed weights included."""
     return (*device.speeds, device.host_bytes_per_second)
 
 
 def _exchangeable(links: Floats, one: int, other: int) -> bool:
-    """Whether exchanging two devices leaves every link as fast as it was."""
+    """Return True if exchanging two devices keeps the speed of every link."""
     order = np.arange(len(links))
     order[[one, other]] = other, one
     return np.array_equal(links[np.ix_(order, order)], links)

@@ -1,4 +1,4 @@
-"""Known bytes: what the search knows of the bytes of stages so far."""
+"""Known bytes: bounds and exact values of the bytes of stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .dynamic_programme import Floats
 
 
 class KnownBytes:
-    """What is known of stages' requested bytes: bounds, made exact one by one.
+    """The requested bytes of stages: bounds, replaced by exact values step by step.
 
     `bytes` and `fits` are by budget and place, each [num_blocks + 1, num_blocks + 1], and replaced
     by another array when more is known: so whoever made tables of them knows by identity whether
@@ -35,13 +35,13 @@ class KnownBytes:
         self._exact: set[tuple[tuple[int, int], int]] = set()
 
     def key(self, budget: int, place: int) -> tuple[int, int]:
-        """Where a stage at a place from the end is looked up."""
+        """Return the key of a stage at a place from the end."""
         return budget, min(place, self.num_places)
 
     def settle(self, stages: Sequence[tuple[int, int, tuple[int, int]]]) -> bool:
-        """Make (start, stop, key) exact, the tightest first, up to one that doesn't fit.
+        """Replace bounds by exact bytes for stages (start, stop, key), tightest first.
 
-        Returns whether all were what they were thought to be.
+        Stop at the first stage beyond its budget. Return True if every bound was exact already.
         """
         # All stages of an optimum in one batch, and not one after the other with a search between:
         # mostly they are all needed. But what is tightest is likeliest to be refused, and then the

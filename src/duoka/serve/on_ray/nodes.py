@@ -105,7 +105,7 @@ def _kind(
     if are_alike:  # Ray gives a replica any of them, and torch counts those from 0 on
         num_gpus, kind = len(plan.devices), fleet.names[0].partition(":")[0]
         names = {name: f"{kind}:{number}" for number, name in enumerate(plan.devices)}
-        plan = plan.moved(
+        plan = plan.move_to(
             {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
         )
     return NodeKind(
