@@ -41,8 +41,7 @@ def answer_file(
     from duoka.engine.batch import AnswerFile, read_prompts, unanswered
 
     prompts = read_prompts(path, answering.system)
-    plan, opened = planning.open_model(*_plan(model, options, len(prompts)))
-    reader = opened.reader
+    plan, opened, reader = planning.open_model(*_plan(model, options, len(prompts)))
     for prompt in prompts:  # before anything is loaded; a token has a byte at least
         text = prompt.messages[-1].content
         if len(text.encode()) > plan.workload.prompt_tokens:

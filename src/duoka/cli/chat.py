@@ -61,8 +61,7 @@ def chat(
     """
     sampling = answering.sampling()
     images = pictures.read()
-    plan, opened = planning.plan_to_run(model, with_images(options, images))
-    reader = opened.reader
+    plan, opened, reader = planning.plan_to_run(model, with_images(options, images))
     from duoka.engine import SamplingParams
     from duoka.engine.conversation import Conversation
     from duoka.engine.timing import measured

@@ -16,7 +16,6 @@ from rich.text import Text
 import duoka
 from duoka.base.progress import say, say_import
 from duoka.base.units import format_seconds, unit_for
-from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import InfeasibleError
 from duoka.hardware.calibration import with_figures, with_links
 from duoka.hardware.fleet import Fleet
@@ -45,8 +44,6 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
         text = f"{request.gpus}: declared, and not here; nothing is run, all is forecast"
         stderr().print(text, markup=False, soft_wrap=True)
         runs = False
-    if runs:
-        refuse_unreadable(checkpoint)
     with working():
         if wanted.calibrate:
             fleet = _calibrated(fleet, request.gpus)

@@ -118,8 +118,7 @@ def generate(
         raise UsageError(
             "--raw continues a text, in which --image has no place", hint="leave one of them out"
         )
-    plan, opened = planning.plan_to_run(model, with_images(options, images))
-    reader = opened.reader
+    plan, opened, reader = planning.plan_to_run(model, with_images(options, images))
     from duoka.engine import SamplingParams
     from duoka.engine.timing import measured
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import duoka
 from duoka.api.plan import plan_copies, plan_request
@@ -71,14 +71,16 @@ def make_plan(
     return _find_plan(model, options, training, to_run=to_run)[0]
 
 
-def plan_to_run(model: ModelOptions, options: PlanOptions) -> tuple[duoka.Plan, OpenedModel]:
+def plan_to_run(
+    model: ModelOptions, options: PlanOptions
+) -> tuple[duoka.Plan, OpenedModel, PromptReader]:
     """Take or make a plan for the present GPUs, and open its model."""
     return open_model(*_find_plan(model, options, to_run=True))
 
 
 def open_model(
     plan: duoka.Plan, checkpoint: duoka.Checkpoint | None
-) -> tuple[duoka.Plan, OpenedModel]:
+) -> tuple[duoka.Plan, OpenedModel, PromptReader]:
     """Open the model of a plan for the present GPUs, before weights are read."""
     assert checkpoint is not None, "a model that is run was opened for its plan"
     plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
@@ -87,8 +89,7 @@ def open_model(
         from duoka.api.load import OpenedModel
 
         opened = OpenedModel(checkpoint, plan.workload)
-        assert opened.reader, "prompts are read, and refused, before weights are loaded"
-    return plan, opened
+        return plan, opened, opened.reader
 
 
 def _find_plan(
@@ -104,32 +105,28 @@ def _find_plan(
             "--revision is for a model on the Hub, and no model was given",
             hint="name the model; a plan keeps its own revision",
         )
-    if options.plan_file is not None:
-        refuse_beside_plan(options, training)
-        plan = duoka.Plan.load(options.plan_file)
-        if model.model is None and not options.replan and not model.trust_remote_code:
-            if not to_run:
-                return plan, None  # to look at it, neither need the checkpoint nor the GPUs be here
-            checkpoint = duoka.Checkpoint.open(plan.source)
-            refuse_unreadable(checkpoint)
-            return plan, checkpoint
-        checkpoint = open_checkpoint(replace(model, model=model.model or plan.source), to_run)
-        if to_run:
-            refuse_unreadable(checkpoint)
+    if options.plan_file is None:
         if options.replan:
-            plan = _plan_again(plan, checkpoint)
-            save_plan(plan, options.plan_file)
-            return plan, checkpoint
-        plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
-        return replace(plan, source=checkpoint.source), checkpoint
-    if options.replan:
-        raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
-    device_map = read_device_map(options)
-    checkpoint, request, fleet = read_request(model, options, training, to_run=to_run)
-    if to_run:
+            raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
+        device_map = read_device_map(options)
+        checkpoint, request, fleet = read_request(model, options, training, to_run=to_run)
+        with working():
+            return plan_request(checkpoint, request, fleet, device_map), checkpoint
+    refuse_beside_plan(options, training)
+    plan = duoka.Plan.load(options.plan_file)
+    if model.model is None and not options.replan and not model.trust_remote_code:
+        if not to_run:
+            return plan, None  # to look at it, neither need the checkpoint nor the GPUs be here
+        checkpoint = duoka.Checkpoint.open(plan.source)
         refuse_unreadable(checkpoint)
-    with working():
-        return plan_request(checkpoint, request, fleet, device_map), checkpoint
+        return plan, checkpoint
+    checkpoint = open_checkpoint(replace(model, model=model.model or plan.source), to_run)
+    if options.replan:
+        plan = _plan_again(plan, checkpoint)
+        save_plan(plan, options.plan_file)
+        return plan, checkpoint
+    plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
+    return replace(plan, source=checkpoint.source), checkpoint
 
 
 def make_plan_for_requests(
@@ -222,6 +219,8 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
         console.print(heading, markup=False, soft_wrap=True)
         for name, sha256 in checkpoint.remote_code:
             console.print(f"  {name}  sha256 {sha256}", markup=False, soft_wrap=True)
+    if to_run:
+        refuse_unreadable(checkpoint)
     return checkpoint
 
 
@@ -468,28 +467,18 @@ def load_engine(
     plan: duoka.Plan, opened: OpenedModel, options: PlanOptions, adapter: str | None = None
 ) -> Engine:
     """Prove and load a plan in this process, with progress bars."""
-    with _loading(plan) as progress:
+    report = partial(stderr().print, markup=False, soft_wrap=True)
+    with heard_by(report), progress_bars() as bar:
+        say(f"{plan.model} on {', '.join(plan.devices)}")
         return duoka.Engine(
             plan,
             processes=False,
             max_new_tokens=options.most_new_tokens,
             adapter=adapter,
             opened=opened,
-            **progress,
+            progress=bar("loading"),
+            download_progress=bar("downloading"),
         )
-
-
-@contextmanager
-def _loading(plan: duoka.Plan) -> Iterator[dict[str, Any]]:
-    """Report the loading; yield the progress bars, as options of `load`."""
-    console = stderr()
-
-    def tell(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
-
-    with heard_by(tell), progress_bars() as bar:
-        say(f"{plan.model} on {', '.join(plan.devices)}")
-        yield {"progress": bar("loading"), "download_progress": bar("downloading")}
 
 
 def tell_measured(plan: duoka.Plan, measured: Measured) -> None:
