@@ -12,7 +12,7 @@ JOBS ?= 2
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: demo test test-all newest oldest fuzz sweep cuda check schema clean
+.PHONY: demo test test-all newest oldest fuzz sweep cuda check schema reference golden golden-update clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
@@ -67,6 +67,19 @@ check: $(STAMP)
 # are made of.
 schema: $(STAMP)
 	$(BIN)/python tests/schemas.py
+
+# Writes docs/cli.md anew, after a change to options, exit codes or environment variables.
+reference: $(STAMP)
+	$(BIN)/python tests/reference.py
+
+# What duoka does, as kept in tests/golden: plans, checks, commands, requests, tunes, and rig where
+# there is a .venv-cuda. `make golden PARTS=plans` for one of them. The second target keeps what is
+# new.
+PARTS ?=
+golden: $(STAMP)
+	$(BIN)/python tests/golden $(PARTS)
+golden-update: $(STAMP)
+	$(BIN)/python tests/golden --update $(PARTS)
 
 clean:
 	rm -rf $(VENV) $(CUDA_VENV) .venv-newest .venv-oldest

@@ -19,25 +19,22 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 import newcomer
 import pytest
-import typer
+import reference
 from doctoring import machine
 from progress import without_progress
 
 import duoka
-from duoka import errors
-from duoka.cli import errors as failures
-from duoka.cli.main import app, run
+from duoka.base.environment import VARIABLES
+from duoka.cli.main import run
 from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import workload_for
 from duoka.planner.solve import solve
@@ -173,7 +170,7 @@ def outcome(command: Command) -> tuple[int, str]:
 
 # The other README shows the same commands and outputs, which is tested below.
 # A program and a block of Python, which start as they do for people.
-NO_FORKS = ("docs/exports.md", "docs/virtual-gpus.md")
+NO_FORKS = ("docs/exports.md", "docs/gpus.md")
 RUN = [page for page in PAGES if commands(page) and page != "README.zh-CN.md"]
 
 
@@ -244,12 +241,45 @@ def test_situations_in_both_languages(page: str) -> None:
         assert Path(each) == index or f"({Path(each).name})" in linked
 
 
-@pytest.mark.parametrize("page", [*PAGES, *SITUATIONS])
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SITUATIONS, "CHANGELOG.md", "CONTRIBUTING.md"])
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)", text):
+    for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", text):
         if "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+            path = (ROOT / page).parent / target if target else ROOT / page
+            assert path.exists(), f"{page} links to {target}"
+            assert not anchor or anchor in anchors(path), f"{page} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", ["README.md", *ENGLISH])
+def test_both_languages_say_the_same(page: str) -> None:
+    """Both have the same headings, commands, numbers and links, in the same order."""
+    both = [Path(page), Path(page).with_suffix(".zh-CN.md")]
+    english, chinese = ((ROOT / path).read_text(encoding="utf-8") for path in both)
+
+    def shape(text: str) -> list[object]:
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        links = [link.replace(".zh-CN", "") for link in re.findall(r"\]\(([^)]+)\)", prose)]
+        # The two pages link to each other, and headings have other anchors in Chinese.
+        links = [re.sub(r"(README\.md)#.*", r"\1", link) for link in links]
+        return [
+            [len(level) for level in re.findall(r"^(#+) ", prose, re.MULTILINE)],
+            sorted({re.sub(r"\s+", " ", code) for code in re.findall(r"`[^`]+`", prose)}),
+            sorted(
+                re.sub(r" +#.*|\s+", " ", block)  # without comments
+                for block in re.findall(r"```.*?```", text, re.DOTALL)
+            ),
+            sorted(set(links)),
+        ]
+
+    for left, right in zip(shape(english), shape(chinese), strict=True):
+        assert left == right
 
 
 def table_rows(page: str) -> list[tuple[str, int, str, list[float], int | None]]:
@@ -297,18 +327,16 @@ def test_both_readmes_show_the_same_commands() -> None:
     assert english == chinese
 
 
-def options_of(command: Any) -> set[str]:
-    return {name for option in command.params for name in option.opts if name.startswith("--")}
+def test_the_reference_is_the_program() -> None:
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.page(), "run: make reference"
 
 
-def test_every_option_and_exit_code_is_documented() -> None:
-    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
-    documented = set(re.findall(r"`(--[a-z-]+)", page))
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert set(commands) == set(re.findall(r"^duoka (\w+) ", page, re.MULTILINE)[: len(commands)])
-    options = set().union(*(options_of(command) for command in commands.values()))
-    assert documented - {"--help", "--version"} == options
-    codes = {cls.exit_code for cls in vars(errors).values() if hasattr(cls, "exit_code")}
-    ends = {0, failures.DEFECT, failures.BROKEN_PIPE, failures.NOT_OK, failures.WARNED}
-    ends |= {128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)}
-    assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, re.MULTILINE)} == codes | ends
+def test_every_environment_variable_is_documented() -> None:
+    read = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        names = dict(re.findall(r"""^(\w+) = "([A-Z_]+)"$""", text, re.MULTILINE))
+        for found in re.findall(r"environ(?:\.get\(|\[)([^\]),]+)", text):
+            read.add(names.get(found, found.strip('"')))
+    assert "DUOKA_CACHE" in read
+    assert {name for name in read if name.isupper()} - {"_DUOKA_COMPLETE"} <= set(VARIABLES)

@@ -1,9 +1,7 @@
-"""duoka puts a large language model on the GPUs that a person has.
+"""Run large language models on several GPUs: plan, prove, load, serve, fine-tune.
 
-It plans where every module goes, proves the plan before a weight is read, loads it, and runs or
-fine-tunes it.
-Each name is imported on first use, so that the program starts at once, and planning from a cached
-profile never waits for torch.
+Every public name is imported on first use, so that the program starts at once and planning from a
+cached profile never imports torch.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class WayOut:
 
     @property
     def sentence(self) -> str:
-        """The text, and how to ask for it."""
+        """Return the text with the command that asks for it."""
         said = [" ".join(self.options)] if self.options else []
         said += [f"without {' '.join(self.without)}"] if self.without else []
         return f"{self.text} ({', '.join(said)})" if said else self.text
@@ -204,7 +204,7 @@ class InfeasibleError(DuokaError):
         self.ways_out = tuple(ways_out)
 
     def with_ways_out(self, ways: Iterable[WayOut], because: str = "") -> InfeasibleError:
-        """The same error, with what would fit, and the model's part in it."""
+        """Return the same error with suggestions and the size of the model."""
         return InfeasibleError(
             f"{self}{because}",
             hint=self.hint,

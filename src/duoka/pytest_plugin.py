@@ -1,4 +1,4 @@
-"""The plugin that pytest loads: a fixture, and nothing else until a test asks for it."""
+"""pytest plugin with one fixture; torch is imported only when a test uses it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture
 def assert_device_safe() -> Callable[..., None]:
-    """`duoka.testing.assert_device_safe`, imported with torch when a test first uses it."""
+    """Return `duoka.testing.assert_device_safe`."""
     from duoka.testing import assert_device_safe
 
     return assert_device_safe

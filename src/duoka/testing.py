@@ -1,4 +1,4 @@
-"""For the tests of model authors: an assertion that a model runs on several devices."""
+"""Assertions for tests of models: a model runs on several devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from duoka.base.quiet import quiet_libraries
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
-from duoka.report.terminal import plain, render_report
+from duoka.report.terminal import render_plain, render_report
 
 with quiet_libraries():
     from duoka.api.check import Inputs, Where, check
@@ -65,13 +65,13 @@ def assert_device_safe(
     for split, trial in _placements(model, placement, devices):
         report = check(model, split, inputs, workload, train)
         if not report.ok:
-            raise AssertionError(f"{trial}\n\n{plain(render_report(report))}")
+            raise AssertionError(f"{trial}\n\n{render_plain(render_report(report))}")
 
 
 def _placements(
     model: nn.Module, placement: Where | None, devices: int | Sequence[int]
 ) -> Iterator[tuple[Where, str]]:
-    """What is tried, and how it is told."""
+    """Yield the placements to try, with a description of each."""
     if placement is not None:
         yield placement, "the model doesn't run on this placement"
         return
@@ -88,7 +88,7 @@ def _placements(
 
 
 def _shown(split: dict[str, int]) -> str:
-    """The first part of each stage, in few words."""
+    """Return the first part of each stage, for the description."""
     first: dict[int, str] = {}
     for name, stage in split.items():
         first.setdefault(stage, name)

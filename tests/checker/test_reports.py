@@ -13,7 +13,7 @@ from sarif_form import SCHEMA
 
 import duoka
 from duoka.report import sarif
-from duoka.report.terminal import plain, render_report
+from duoka.report.terminal import render_plain, render_report
 
 CASES = (
     "fault_cache_gathered_at_prefill",
@@ -39,7 +39,7 @@ def test_every_form(name: str) -> None:
     found = (*report.faults, *report.warnings)
     assert len(log["runs"][0]["results"]) == len(found) > 0
     for width in (40, 80):
-        text = plain(render_report(report), width)
+        text = render_plain(render_report(report), width)
         assert max(map(cell_len, text.splitlines())) <= width
     for fault in found:
         assert f":{fault.line}" in text

@@ -29,7 +29,7 @@ def test_nothing_there_is_no_error(program: Program, monkeypatch: pytest.MonkeyP
 
 def test_a_machine_as_json(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "eight-3090")
-    monkeypatch.setattr(live, "read", lambda: [live_device(uuid=recording.uuids[2])])
+    monkeypatch.setattr(live, "read_memory", lambda: [live_device(uuid=recording.uuids[2])])
     done = program("top", "--once", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     data = json.loads(done.stdout)

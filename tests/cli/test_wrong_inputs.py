@@ -1,4 +1,4 @@
-"""Every wrong input that ``docs/errors.md`` lists is answered with just what it says there."""
+"""Every wrong input that ``wrong_inputs.md`` lists is answered with just what it says there."""
 
 from __future__ import annotations
 

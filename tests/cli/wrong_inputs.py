@@ -1,8 +1,8 @@
 """Wrong inputs to every command, and what the user sees of each.
 
-The table in ``docs/errors.md`` holds both; `test_wrong_inputs` holds the program to it, word by
-word. ``python tests/cli/wrong_inputs.py`` prints the table as the program would have it now, and
-with ``--write`` puts it there: for a new input, add a row with its command, and run that.
+The table in ``wrong_inputs.md`` has both; `test_wrong_inputs` compares the program with it, word by
+word. ``python tests/cli/wrong_inputs.py`` prints the current table, and with ``--write`` writes it:
+for a new input, add a row with its command, and run that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
+PAGE = Path(__file__).with_name("wrong_inputs.md")
 HEAD = "| command | exit code | message | hint |\n|---|---|---|---|\n"
 _CELLS = re.compile(r"\| `(.+?)` \| (\d+) \| (.*) \| (.*) \|")
 TINY = {"hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 3}

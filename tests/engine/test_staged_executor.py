@@ -275,7 +275,7 @@ def test_each_process_says_what_it_has(
         end = time.monotonic() + 60
         while True:
             engine.generate(prompts(4))
-            devices = [device for device in live.read() if device.pid in pids]
+            devices = [device for device in live.read_memory() if device.pid in pids]
             busy = [d for d in devices if d.busy_share and d.measured.kv_cache_bytes]
             if len(busy) == 2:
                 break

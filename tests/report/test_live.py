@@ -15,7 +15,13 @@ from staged import GIB, forecast
 
 from duoka.errors import MachineError
 from duoka.report import live
-from duoka.report.live import LiveDevice, directory, publish, read, withdraw
+from duoka.report.live import (
+    LiveDevice,
+    live_directory,
+    publish_memory,
+    read_memory,
+    withdraw_memory,
+)
 
 DEVICE = LiveDevice(
     pid=os.getpid(),
@@ -33,7 +39,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def file_of(name: str = "a", pid: int | None = None) -> Path:
-    return directory() / f"{os.getpid() if pid is None else pid}-{name}.json"
+    return live_directory() / f"{os.getpid() if pid is None else pid}-{name}.json"
 
 
 def dead_pid() -> int:
@@ -43,48 +49,48 @@ def dead_pid() -> int:
 
 
 def test_what_is_published_is_read_until_it_is_withdrawn() -> None:
-    assert read() == []
+    assert read_memory() == []
     other = replace(DEVICE, measured=replace(DEVICE.measured, device="vgpu:1"))
-    publish([other], "b")
-    publish([DEVICE], "a")
-    assert read() == [DEVICE, other]
+    publish_memory([other], "b")
+    publish_memory([DEVICE], "a")
+    assert read_memory() == [DEVICE, other]
     newer = replace(DEVICE, busy_share=None)
-    publish([newer], "a")
-    assert read() == [newer, other]
-    withdraw("a")
-    assert read() == [other]
-    withdraw("a")  # it needn't be there
-    assert [path.name for path in directory().iterdir()] == [file_of("b").name]
+    publish_memory([newer], "a")
+    assert read_memory() == [newer, other]
+    withdraw_memory("a")
+    assert read_memory() == [other]
+    withdraw_memory("a")  # it needn't be there
+    assert [path.name for path in live_directory().iterdir()] == [file_of("b").name]
 
 
 def test_nobody_else_may_look() -> None:
     before = os.umask(0)
     try:
-        publish([DEVICE], "a")
+        publish_memory([DEVICE], "a")
     finally:
         os.umask(before)
-    assert stat.S_IMODE(directory().stat().st_mode) == 0o700
+    assert stat.S_IMODE(live_directory().stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o777, 0o710, 0o702])
 def test_a_directory_that_is_open_to_others_is_not_used(mode: int) -> None:
-    publish([DEVICE], "a")
-    directory().chmod(mode)
-    for use in (read, lambda: publish([DEVICE], "b")):
+    publish_memory([DEVICE], "a")
+    live_directory().chmod(mode)
+    for use in (read_memory, lambda: publish_memory([DEVICE], "b")):
         with pytest.raises(MachineError, match="is open to others") as refused:
             use()
         assert str(refused.value.hint).startswith("remove it")
-    withdraw("a")
-    assert sorted(directory().iterdir()) == [file_of()]
+    withdraw_memory("a")
+    assert sorted(live_directory().iterdir()) == [file_of()]
 
 
 def test_a_directory_of_another_user_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    publish([DEVICE], "a")
-    place = directory()
-    monkeypatch.setattr(live, "directory", lambda: place)
+    publish_memory([DEVICE], "a")
+    place = live_directory()
+    monkeypatch.setattr(live, "live_directory", lambda: place)
     monkeypatch.setattr(os, "getuid", lambda: place.stat().st_uid + 1)
     with pytest.raises(MachineError, match="belongs to another user"):
-        read()
+        read_memory()
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -94,8 +100,8 @@ def test_a_link_in_the_place_of_the_directory_is_not_followed(
     target = tmp_path / "elsewhere"
     if is_there:
         target.mkdir(mode=0o700)
-    directory().symlink_to(target)
-    for use in (read, lambda: publish([DEVICE], "a")):
+    live_directory().symlink_to(target)
+    for use in (read_memory, lambda: publish_memory([DEVICE], "a")):
         with pytest.raises(MachineError, match="is no directory"):
             use()
     assert not target.exists() or list(target.iterdir()) == []
@@ -103,23 +109,23 @@ def test_a_link_in_the_place_of_the_directory_is_not_followed(
 
 @pytest.mark.parametrize("suffix", [".json", ".partial"])
 def test_files_of_processes_that_are_gone_are_removed(suffix: str) -> None:
-    publish([DEVICE], "a")
+    publish_memory([DEVICE], "a")
     gone = file_of("b", dead_pid()).with_suffix(suffix)
     gone.write_bytes(file_of().read_bytes())
-    assert read() == [DEVICE]
+    assert read_memory() == [DEVICE]
     assert not gone.exists()
 
 
 def test_files_that_nobody_replaces_are_removed() -> None:
-    publish([DEVICE], "a")
+    publish_memory([DEVICE], "a")
     long_ago = file_of().stat().st_mtime - 61
     os.utime(file_of(), (long_ago, long_ago))
-    assert read() == []
+    assert read_memory() == []
     assert not file_of().exists()
 
 
 def test_whatever_else_lies_there_is_passed_over() -> None:
-    publish([DEVICE], "a")
+    publish_memory([DEVICE], "a")
     content = json.loads(file_of().read_text())
     for number, text in enumerate(
         ["", "{", "[]", "{}", '{"devices": [{}]}', json.dumps({**content, "more": 1}), "x" * 2**21]
@@ -128,8 +134,8 @@ def test_whatever_else_lies_there_is_passed_over() -> None:
     file_of("bytes").write_bytes(b"\xff")
     file_of("folder").mkdir()
     os.mkfifo(file_of("fifo"))
-    (directory() / "note.txt").write_text("mine")
+    (live_directory() / "note.txt").write_text("mine")
     # One process can't speak for another.
     file_of("other", os.getppid()).write_bytes(file_of().read_bytes())
-    assert read() == [DEVICE]
-    assert (directory() / "note.txt").exists()
+    assert read_memory() == [DEVICE]
+    assert (live_directory() / "note.txt").exists()

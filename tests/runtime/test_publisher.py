@@ -160,7 +160,7 @@ def until(condition: Any) -> None:
 
 
 def mine() -> Iterator[LiveDevice]:
-    return (device for device in live.read() if device.measured.device == "vgpu:0")
+    return (device for device in live.read_memory() if device.measured.device == "vgpu:0")
 
 
 def test_it_is_said_again_and_again_until_the_end(quick: None, linear: torch.nn.Module) -> None:
@@ -181,8 +181,8 @@ def test_what_goes_wrong_disturbs_nobody(
         calls.append(args)
         raise MachineError("no room") if len(calls) % 2 else RuntimeError("changed meanwhile")
 
-    monkeypatch.setattr(live, "publish", fail)
-    monkeypatch.setattr(live, "read", fail)
+    monkeypatch.setattr(live, "publish_memory", fail)
+    monkeypatch.setattr(live, "read_memory", fail)
     with closing(Publisher(plan_on("vgpu:0"), linear, ["vgpu:0"]).start()):
         until(lambda: len(calls) > 3)
         assert linear(torch.zeros(1, 128, device="vgpu:0")).shape == (1, 256)

@@ -18,7 +18,7 @@ MESSAGES = [
 WORKER = """
 import json, sys
 import torch, torch.distributed as dist
-from duoka.stages.channels import Message, ProcessChannel
+from duoka.stages.channels import ProcessChannel, TensorMessage
 from duoka.stages.workers import end_with_parent
 end_with_parent()
 dist.init_process_group("gloo")
@@ -27,15 +27,17 @@ channel = ProcessChannel([0, 1, 0], torch.device("cpu"))
 dtypes = [torch.float32, torch.bfloat16, torch.bool]
 def value(transfer, batch):
     return (torch.arange(5) * (transfer + 1) + batch).to(dtypes[transfer])
-forward = [Message(0, 1, transfer, batch, False) for batch in range(2) for transfer in range(3)]
-back = [Message(0, 1, transfer, 0, True) for transfer in range(2)]
+numbers = [(transfer, batch) for batch in range(2) for transfer in range(3)]
+forward = [TensorMessage(0, 1, *number, False) for number in numbers]
+back = [TensorMessage(0, 1, transfer, 0, True) for transfer in range(2)]
 if rank == 0:
     for message in forward:
         channel.send(message, value(message.transfer, message.micro_batch))
     results = [channel.receive(m, (5,), dtypes[m.transfer]) for m in reversed(back)]
     right = all(r.equal(value(m.transfer, 7)) for r, m in zip(results, reversed(back)))
-    channel.send(Message(0, 2, 9, 0, False), torch.ones(2))
-    right &= channel.receive(Message(0, 2, 9, 0, False), (2,), torch.float32).equal(torch.ones(2))
+    own = TensorMessage(0, 2, 9, 0, False)
+    channel.send(own, torch.ones(2))
+    right &= channel.receive(own, (2,), torch.float32).equal(torch.ones(2))
 else:
     results = [channel.receive(m, (5,), dtypes[m.transfer]) for m in reversed(forward)]
     right = all(

@@ -1,6 +1,6 @@
-"""API: the front doors, behind the names of `duoka` itself.
+"""Implementation of the functions that `duoka` exports.
 
-- `plan`: a model and GPUs → a plan, or several copies' plans; torch only where it must be traced
-- `load`: a plan → the model on its devices; `dispatch` for a model that is there
-- `check`: model code → every fault that it would have on several devices
+- `plan`: a model and GPUs → a plan, or plans of replicas; imports torch only to trace
+- `load`: a plan → the model on its devices; `dispatch` for an existing model
+- `check`: model code → all faults on several devices
 """

@@ -1,4 +1,4 @@
-"""The front door of the check: arguments become a model on a placement."""
+"""Implementation of `duoka.check`: resolve the arguments to a model on a placement, and run it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Where = Placement | Plan | DeviceMap | Mapping[str, Any] | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CheckRequest:
-    """The arguments of a check besides the model, and notes collected while they are resolved."""
+    """Arguments of a check besides the model, and notes collected while they are resolved."""
 
     placement: Where | None
     inputs: Inputs | None
@@ -67,7 +67,7 @@ class _CheckRequest:
 
     @property
     def to_plan(self) -> Fleet:
-        """The devices to plan for, where there is no placement."""
+        """Return the devices to plan for if there is no placement."""
         assert self.fleet is not None, "it was refused before"
         return self.fleet
 
@@ -160,14 +160,14 @@ def check(
 
 
 def _ran(subject: Subject, request: _CheckRequest) -> Workload | None:
-    """Return the workload of the run, unless example inputs define the run."""
+    """Return the workload that ran, unless example inputs were given."""
     work, training = subject.workload, request.training
     work_done = work if training is None else learning(work, training)
     return work_done if subject.inputs is None else None
 
 
 def _unplanned(error: DuokaError) -> Stop:
-    """Report an unplannable model, with the responsible line of its code."""
+    """Describe that a model cannot be planned, with the line of its code."""
     spot = None if error.__cause__ is None else raised_in(error.__cause__)
     place = None if spot is None else place_of(spot)
     return Stop(message=str(error), place=place, phase="plan", hint=error.hint or "")
@@ -176,7 +176,7 @@ def _unplanned(error: DuokaError) -> Stop:
 def _subject(
     model: str | os.PathLike[str] | Checkpoint | nn.Module, request: _CheckRequest
 ) -> Subject | CheckReport:
-    """Return the model on its devices, or a report where its code can't be built."""
+    """Return the model on its devices, or a report if its code cannot be built."""
     if isinstance(model, nn.Module):
         if request.training not in (None, Training(method="full")):
             raise UsageError(
@@ -210,7 +210,7 @@ def _subject(
 
 
 def _offloaded(subject: Subject, placement: Where | None) -> Subject:
-    """Offload the weights of a subject as in its plan."""
+    """Return the subject with the plan's offloaded weights in host memory."""
     if not isinstance(placement, Plan) or not placement.offloaded:
         return subject
     if subject.train:
@@ -223,7 +223,7 @@ def _offloaded(subject: Subject, placement: Where | None) -> Subject:
 
 
 def _trainable(subject: Subject, training: Training | None) -> Subject:
-    """Prepare a subject for its training."""
+    """Return the subject prepared for its training method."""
     if training is None or training == Training(method="full"):
         return subject
     make_trainable(subject.model, training, getattr(torch, subject.workload.dtype))
@@ -232,7 +232,7 @@ def _trainable(subject: Subject, training: Training | None) -> Subject:
 
 
 def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workload:
-    """Plan for the number of pictures, with the largest width and height."""
+    """Return the workload planned for images: their number, with the largest width and height."""
     if not sizes:
         return workload
     widths, heights = zip(*sizes, strict=True)
@@ -240,7 +240,7 @@ def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workl
 
 
 def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
-    """Add pictures to the prompt of a subject."""
+    """Return the subject with images in its prompt."""
     if not sizes:
         return subject
     if subject.inputs is not None:
@@ -359,7 +359,7 @@ def _outline(
 
 
 def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
-    """Plan a checkpoint: for training, if checked and feasible."""
+    """Plan a checkpoint, for training if that is checked and fits."""
 
     def planned(load: Workload, *, suggest: bool = True) -> Plan | None:
         return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
@@ -381,9 +381,9 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
 
 
 def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
-    """Return True if a plan would keep all layers on one device, against mixed devices.
+    """Return True if a plan would put all layers on one device, where nothing can be mixed.
 
-    A strategy that somebody said is that of a plan.
+    False if the user chose a strategy, whose plan is used.
     """
     layers = None
     if checkpoint.builds_own_model and request.constraints.strategy == "auto":
@@ -400,7 +400,7 @@ def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
 def _planned(
     ask: Callable[..., Plan], request: _CheckRequest, *, suggest: bool = True
 ) -> Plan | None:
-    """Plan for all devices, or for the first ones up to the number of blocks."""
+    """Plan for all devices, or for as many as the model has blocks."""
     fleet, constraints = request.to_plan, request.constraints
 
     def attempt() -> Plan:
@@ -424,7 +424,7 @@ def _planned(
 
 
 def _deal_modules(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
-    """Deal the modules of a model without a plan to the devices."""
+    """Distribute a model that cannot be planned, or whose code joins its layers, by bytes."""
     names = fleet.names
     for num_stages in range(len(names), 1, -1):
         for split in splits(model, num_stages):
@@ -433,7 +433,7 @@ def _deal_modules(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]
 
 
 def _whole_prompt(workload: Workload) -> Workload:
-    """Put the prompt in a single step, unless a plan or a person decided otherwise."""
+    """Return the workload with a single prefill step, unless the plan or the user set a chunk."""
     is_open = workload.prefill_chunk_tokens == "auto"
     return replace(workload, prefill_chunk_tokens=None) if is_open else workload
 
@@ -441,10 +441,10 @@ def _whole_prompt(workload: Workload) -> Workload:
 def _judge_map(
     outline: Outline, model: nn.Module, device_map: DeviceMap, request: _CheckRequest
 ) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
-    """Judge a map by hand, in the names of the model or of its checkpoint.
+    """Validate a device map and return its placement and errors.
 
-    One that only splits what should stay whole is run as it stands: then the faults are shown. The
-    last result says whether the entries are whole blocks instead.
+    A map whose only error is split blocks is run as it is, so that faults show. The last result is
+    True if its entries are whole blocks.
     """
     try:
         judgement = judge(device_map, outline, request.fleet)

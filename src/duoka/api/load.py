@@ -1,4 +1,4 @@
-"""Load a plan, spread a model: the front doors to the runtime."""
+"""Load a plan, dispatch a model, load a tokenizer."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def load_proved(
     lora: LoraAdapter | None = None,
     outputs_stay: bool = False,
 ) -> PreTrainedModel:
-    """Load the model of a plan from `prove_here`; see `load`."""
+    """Load a plan that `prove_here` has proved; see `load`."""
     devices.materialise(plan.fleet)
     try_copies(map(torch.device, plan.devices))  # before memory is taken there
     say("reading the weights")
@@ -156,12 +156,12 @@ def load_proved(
 
 
 def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | None = None) -> Plan:
-    """Prove a plan on the GPUs present now, and fetch its weights.
+    """Prove a plan on the current GPUs and download its weights.
 
     Raises
     ------
     DuokaError
-        As `load` does, before a weight is read.
+        As for `load`, before a weight is read.
     """
     checkpoint = opened.checkpoint
     if not checkpoint.has_weights:
@@ -183,7 +183,7 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
 
 
 def _fill(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
-    """Load the weights where the plan says."""
+    """Return the model with its weights on the planned devices."""
     model, checkpoint = opened.model, opened.checkpoint
     dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
@@ -203,7 +203,7 @@ def _fill(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTrai
 
 
 def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter:
-    """Read an adapter for the weights of a plan."""
+    """Read a LoRA adapter for the weights of a plan."""
     if plan.workload.quantize != "none" or plan.offloaded:
         raise UsageError(
             "an adapter is added to weights in full, and the plan quantizes or offloads them",
@@ -213,7 +213,7 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Refuse a plan made with the checkpoint's own code, if untrusted."""
+    """Raise if the only difference from the plan is trust in the checkpoint's code."""
     if plan.fingerprint == checkpoint.fingerprint or checkpoint.trust_remote_code:
         return
     trusted = Checkpoint.open(plan.source, trust_remote_code=True)

@@ -1,7 +1,6 @@
-"""The front door to plans: of a model, and of several copies.
+"""Implementation of `duoka.plan` and `duoka.plan_replicas`.
 
-What needs torch is imported where a model must be traced; a model that was planned before needs
-none of it to be planned again.
+torch is imported only if a model must be traced; a cached profile needs none of it.
 """
 
 from __future__ import annotations
@@ -196,7 +195,7 @@ def plan_copies(
 
 
 def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
-    """Find the profile of a checkpoint in the cache, or trace the model."""
+    """Return the profile of a checkpoint, from the cache or by tracing it."""
     profile = find_profile(checkpoint.fingerprint, workload_for(checkpoint, workload))
     if profile is not None:
         return profile
@@ -211,7 +210,7 @@ def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
 
 
 def _form(workload: Workload) -> str:
-    """Describe the traced form of a model, if not its own."""
+    """Return the form in which a model is traced if it is not its own."""
     forms = [f"weights in {workload.quantize}"] if workload.quantize != "none" else []
     forms += [f"{workload.cache} cache"] if workload.cache != "dynamic" else []
     training = " in training" if workload.training is not None else ""
@@ -219,7 +218,7 @@ def _form(workload: Workload) -> str:
 
 
 def format_table(plan: Plan) -> str:
-    """Format the table of ``duoka plan``, for ``print(plan)``."""
+    """Return the table that ``duoka plan`` prints, for ``print(plan)``."""
     from duoka.report.terminal.plan import plan_text
 
     return plan_text(plan)
@@ -235,7 +234,7 @@ def _open(model: Model, request: PlanRequest) -> Checkpoint:
 
 
 def _is_module(model: object) -> TypeIs[nn.Module]:
-    """Return True for a module; without torch imported there is none."""
+    """Return True for a torch module, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(model, torch.nn.Module)
 
@@ -243,7 +242,7 @@ def _is_module(model: object) -> TypeIs[nn.Module]:
 def _plan_module(
     model: nn.Module, problem: PlanProblem, inputs: Inputs | None, *, suggest: bool
 ) -> Plan:
-    """Plan a model given as an object."""
+    """Plan a model object."""
     from duoka.tracing.get_profile import profile_module
 
     if problem.workload.quantize != "none":

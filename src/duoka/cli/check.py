@@ -24,7 +24,7 @@ from duoka.forecast.workload import Training
 from duoka.planner.device_map import published_names
 from duoka.planner.limits import fleet_for
 from duoka.planner.resolve import native_training, workload_for
-from duoka.report.terminal.words import where
+from duoka.report.terminal.words import format_place
 
 from . import planning
 from .errors import NOT_OK
@@ -308,7 +308,7 @@ class Repaired:
             console.print(Text.assemble(verdict, reason), soft_wrap=True)
         for fault, reason in self._repairs.uncured:
             console.print()
-            text = f" {where(fault.place)}, {fault.op}: {reason}"
+            text = f" {format_place(fault.place)}, {fault.op}: {reason}"
             console.print(Text.assemble(("not cured:", "bold red"), text), soft_wrap=True)
 
 

@@ -1,7 +1,7 @@
-"""What a check found: faults, memory, transfers and synchronisations, as frozen data.
+"""Result of a check as frozen data: faults, memory, transfers, synchronizations.
 
-A `CheckReport` is made by `checker` from one run of a model's own code on virtual GPUs. It knows
-nothing of torch; `terminal` prints it, `sarif` turns it into what code hosts annotate.
+`checker` creates a `CheckReport` from one run of a model's code on virtual GPUs; `terminal` prints
+it and `sarif` converts it for code hosts. This module does not depend on torch.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ OriginKind = Literal["parameter", "buffer", "attribute", "operation", "input", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A piece of source text: where it begins and ends.
+    """A range of source text.
 
-    The file is an absolute path. Lines count from 1, columns are characters (not bytes) from 0, and
-    the end is exclusive. `text` is the piece itself, of several lines as one, blanks folded; it
-    stands in the function of that qualified name.
+    `file` is an absolute path. Lines count from 1 and columns in characters from 0; the end is
+    exclusive. `text` is the source on one line with whitespace collapsed, and `function` the
+    qualified name of the enclosing function.
     """
 
     file: str
@@ -53,10 +53,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSite:
-    """One step of the way from the model's top to a fault.
+    """One call on the path from the model to a fault.
 
-    `place` is the line that is being run, and in it the expression; the module whose method runs is
-    named as `named_modules` has it, "" for the model itself and outside of modules.
+    `place` is the running line and the expression in it. `module` is the name of the module whose
+    method runs, as in `named_modules`; "" for the model itself and outside of modules.
     """
 
     place: Place
@@ -65,11 +65,10 @@ class CallSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a tensor comes from.
+    """Origin of a tensor: a parameter, buffer, plain attribute, input, constant or operation.
 
-    The name is that of a parameter, a buffer, or an attribute of a module that is neither, in the
-    model: "encoder.layers.1.table". The place of the result of an operation is the expression that
-    made it.
+    `name` is the qualified name in the model, such as "encoder.layers.1.table". For the result of
+    an operation `place` is the expression that created it.
     """
 
     kind: OriginKind
@@ -129,43 +128,43 @@ class Fault:
 
     @property
     def file(self) -> str:
-        """The file that it stands in."""
+        """Path of the source file."""
         return self.place.file
 
     @property
     def line(self) -> int:
-        """The line, from 1."""
+        """Line number, from 1."""
         return self.place.line
 
     @property
     def function(self) -> str:
-        """The qualified name of the function."""
+        """Qualified name of the function."""
         return self.place.function
 
     @property
     def source(self) -> str:
-        """The expression at fault."""
+        """Source text of the expression."""
         return self.place.text
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that meet, in the order of the operands."""
+        """Devices of the operands, in order, without repetition."""
         return tuple(dict.fromkeys(operand.device for operand in self.operands))
 
     @property
     def expressions(self) -> tuple[str, ...]:
-        """The source texts of the tensors that meet, in the order of the call."""
+        """Source texts of the operands, in the order of the call."""
         texts = (operand.expression or operand.argument for operand in self.operands)
         return tuple(dict.fromkeys(texts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakMemory(PeakBytes):
-    """The peaks of one device, and what they are of.
+    """Peak memory of one device, by kind.
 
-    `kinds` is what `allocated_bytes` was made of at its moment: "weights", "inputs", "cache",
-    "gradients", "activations". They add up to it, with rounding as "rounding". The place is the
-    line of model code, of that module, that allocated last at the peak.
+    `kinds` splits `allocated_bytes` at its peak: "weights", "inputs", "cache", "gradients",
+    "activations", and "rounding" for the rest. `place` and `module` are the line of model code and
+    the module of the last allocation at the peak.
     """
 
     budget_bytes: int | None = None
@@ -178,9 +177,10 @@ class PeakMemory(PeakBytes):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTransfer:
-    """What goes from one device to another in one step of a phase.
+    """Copies from one device to another in one step of a phase.
 
-    Hops are copies a step. So many steps of that phase were run; hops and bytes are of the dearest.
+    `hops` is the number of copies per step; `hops` and `num_bytes` are the maximum over `steps`
+    steps.
     """
 
     phase: str
@@ -193,9 +193,9 @@ class DeviceTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sync:
-    """A place where the CPU waits for a GPU, so often in one step.
+    """A line where the CPU waits for a GPU, `count` times per step.
 
-    The operation is as it was called: "Tensor.item", "Tensor.nonzero", "Tensor.cpu".
+    `op` is the operation as called: "Tensor.item", "Tensor.nonzero", "Tensor.cpu".
     """
 
     op: str
@@ -206,10 +206,9 @@ class Sync:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stop:
-    """Where the model's own code could not go on, for a reason that has nothing to do with devices.
+    """Location where the model's code failed for a reason unrelated to devices.
 
-    The message is the error with its type; the place is the innermost line of code that is neither
-    PyTorch's nor duoka's. The hint says what to do, if anything better is known than to look.
+    `message` is the error with its type, `place` the innermost line outside of PyTorch and duoka.
     """
 
     message: str
@@ -271,25 +270,25 @@ class CheckReport:
 
     @property
     def complete(self) -> bool:
-        """Whether the map names every parameter and buffer once, and splits nothing."""
+        """Return True if the map names every parameter and buffer once and splits no block."""
         return not self.completeness
 
     @property
     def fits(self) -> bool:
-        """Whether every device's peak is within its budget."""
+        """Return True if the peak of every device is within its budget."""
         return not any(peak.overflows for peak in self.memory)
 
     @property
     def ok(self) -> bool:
-        """Whether the model runs on this placement: complete, without faults, within memory."""
+        """Return True if the map is complete and the model runs without faults within memory."""
         return self.complete and not self.faults and self.fits and self.stop is None
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form: one key per field, without `subject`; `ok` is the verdict."""
+        """Convert to a JSON-compatible dict without `subject`; `ok` is the verdict."""
         names = [field.name for field in fields(self) if field.name != "subject"]
         values = {name: to_dict(getattr(self, name)) for name in names}
         return {"version": VERSION, "ok": self.ok, **values}
 
     def to_json(self) -> str:
-        """The JSON form as text."""
+        """Convert to JSON text."""
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""A plan as one page for a browser: no network, no scripts, readable on a phone and on paper.
+"""Render a plan as one HTML page without scripts or network access.
 
-Everything that a plan says is taken for hostile: the template escapes it, and what would turn the
-direction of text around or can't be shown is spelled out.
+All text of a plan is untrusted: the template escapes it, and control and bidirectional characters
+are spelled out.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from duoka.planner.explain import Explanation
 from duoka.planner.plan import Plan
 
 from .terminal import explain
-from .terminal.plan import facts, left_over, render_seconds, title
+from .terminal.plan import plan_facts, plan_title, render_seconds, unplanned_bytes
 from .terminal.words import without_prefix
 
 _MOST_CELLS = 1200
 
 
 def render_page(plan: Plan, explanation: Explanation | None = None) -> str:
-    """The page as HTML."""
+    """Render the page as HTML."""
     return _template().render(
-        title=" ".join(title(plan)),
+        title=" ".join(plan_title(plan)),
         subtitle=plan.source,
-        facts=list(facts(plan)),
+        facts=list(plan_facts(plan)),
         gpus=list(_gpus(plan, explanation)),
         unused=list(_unused(plan)),
         table=_table(plan),
         seconds=[line.plain for line in render_seconds(plan)],
         why=list(_why(plan, explanation)),
         by_gpu=[] if explanation is None else list(_reasons(explanation)),
-        rivals=[] if explanation is None else list(explain.rivals(explanation)),
+        rivals=[] if explanation is None else list(explain.describe_alternatives(explanation)),
         command=command(plan),
         footer=f"A plan of duoka {version('duoka')}, for the model with the fingerprint "
         f"{plan.fingerprint}.",
@@ -68,7 +68,7 @@ def _printable(value: object) -> object:
 
 def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[dict[str, Any]]:
     totals = [
-        stage.reserved_bytes + sum(left_over(plan, stage).values())
+        stage.reserved_bytes + sum(unplanned_bytes(plan, stage).values())
         for stage in plan.forecast.devices
     ]
     links = {} if explanation is None else _links(explanation)
@@ -91,14 +91,14 @@ def _gpus(plan: Plan, explanation: Explanation | None) -> Iterator[dict[str, Any
 
 
 def _links(explanation: Explanation) -> dict[int, str]:
-    """What comes in to the GPU of each place, where the GPUs are one stage each."""
-    crossings = list(explain.crossings(explanation))
+    """Return the incoming transfer of each stage if the stages form a chain."""
+    crossings = list(explain.describe_transfers(explanation))
     is_chain = len(crossings) == len(explanation.shares) - 1
     return dict(enumerate(crossings, 1)) if is_chain else {}
 
 
 def _parts(plan: Plan, forecast: StageBytes) -> Iterator[dict[str, Any]]:
-    sizes = [*forecast.kinds.items(), *left_over(plan, forecast).items()]
+    sizes = [*forecast.kinds.items(), *unplanned_bytes(plan, forecast).items()]
     # A plan's file can say anything; what is drawn is never more than the whole.
     total = max(forecast.budget_bytes, sum(max(size, 0) for _, size in sizes), 1)
     for kind, size in sizes:
@@ -117,26 +117,30 @@ def _amount(plan: Plan, size: int) -> str:
     return f"{size / divisor:,.2f} {unit}"
 
 
-def _percent(part: int, whole: int) -> float:
-    return max(0.0, min(100.0, round(100 * part / max(whole, 1), 3)))
+def _percent(part: int, total: int) -> float:
+    return max(0.0, min(100.0, round(100 * part / max(total, 1), 3)))
 
 
 def _cells(plan: Plan, device: str, main: str | None) -> Iterator[dict[str, Any]]:
     names = [name for name, at in plan.placement.entries if at == device]
-    away = frozenset(plan.offloaded)
+    offloaded = frozenset(plan.offloaded)
     for name in names[:_MOST_CELLS]:
         at = layer_of(name)
         is_layer = at is not None and name == f"{main}.{at[1]}"
-        is_away = name in away
+        is_away = name in offloaded
         yield {
             "text": (name.rpartition(".")[2] if is_layer else without_prefix(name))
             + " ↑" * is_away,
             "title": f"{name}, weights in the processor's memory" if is_away else name,
             "is_away": is_away,
         }
-    more = len(names) - _MOST_CELLS
-    if more > 0:
-        yield {"text": f"and {more} more", "title": "modules that are not shown", "is_away": False}
+    num_hidden = len(names) - _MOST_CELLS
+    if num_hidden > 0:
+        yield {
+            "text": f"and {num_hidden} more",
+            "title": "modules that are not shown",
+            "is_away": False,
+        }
 
 
 def _unused(plan: Plan) -> Iterator[str]:
@@ -145,9 +149,9 @@ def _unused(plan: Plan) -> Iterator[str]:
             f"↑: the weights of {format_count(len(plan.offloaded), 'module')} lie in the "
             "processor's memory, and are copied to their GPU for each call."
         )
-    left = [device for device in plan.fleet.devices if device.name not in plan.devices]
-    if left:
-        yield f"Not used: {', '.join(map(_gpu_name, left))}."
+    unused = [device for device in plan.fleet.devices if device.name not in plan.devices]
+    if unused:
+        yield f"Not used: {', '.join(map(_gpu_name, unused))}."
 
 
 def _gpu_name(device: Device) -> str:
@@ -172,13 +176,13 @@ def _why(plan: Plan, explanation: Explanation | None) -> Iterator[str]:
     if explanation is None:
         yield from (reason.text for reason in plan.why)
         return
-    yield from explain.aim(explanation)
-    yield from filter(None, [explain.fewer(explanation)])
+    yield from explain.describe_objective(explanation)
+    yield from filter(None, [explain.explain_gpu_count(explanation)])
     # The explanation has said why so many GPUs, with numbers.
     yield from (reason.text for reason in plan.why if reason.kind != "gpus")
 
 
 def _reasons(explanation: Explanation) -> Iterator[tuple[str, list[str]]]:
     for share in explanation.shares:
-        sentences = explain.why_not_else(explanation, share.device)
-        yield share.device, [explain.holds(share), *sentences]
+        sentences = explain.explain_neighbors(explanation, share.device)
+        yield share.device, [explain.describe_memory(share), *sentences]

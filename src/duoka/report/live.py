@@ -1,9 +1,9 @@
-"""What processes of duoka say of their memory while they run: a small file for each.
+"""Live memory of duoka processes, published in one small file per process.
 
-The files lie in ``/tmp/duoka-UID``, which is the same whatever session, job or service a process is
-of. That directory has to be this user's own and closed to all others, or nothing is written or read
-there. A file is replaced whole, about once a second; one whose process is gone, or that nobody has
-replaced for long, is removed by whoever looks next.
+The files are in ``/tmp/duoka-UID``, independent of session, job or service. The directory must
+belong to the user and be private, otherwise nothing is read or written. A file is replaced
+atomically about once a second; the next reader removes files of ended processes and files that were
+not replaced for long.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _STALE_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveDevice:
-    """The memory that a process has on a device: now, and at its plan's peak.
+    """Memory of a process on a device: now, and at the peak of its plan.
 
-    `uuid` is the GPU's, empty for a virtual one; `busy_share` how much of the last seconds the
-    device has computed, where that is known.
+    `uuid` is empty for a virtual GPU. `busy_share` is the share of recent time in which the device
+    computed, if known.
     """
 
     pid: int
@@ -51,35 +51,35 @@ class _File:
     devices: tuple[LiveDevice, ...]
 
 
-def directory() -> Path:
-    """Where the files of this user's processes lie."""
+def live_directory() -> Path:
+    """Return the directory of this user's files."""
     return _ROOT / f"duoka-{os.getuid()}"
 
 
-def publish(devices: Sequence[LiveDevice], name: str) -> None:
-    """Write what this process has; `name` tells apart what one process writes."""
+def publish_memory(devices: Sequence[LiveDevice], name: str) -> None:
+    """Write the memory of this process; `name` distinguishes several files of one process."""
     with suppress(FileExistsError):
-        directory().mkdir(mode=0o700)
+        live_directory().mkdir(mode=0o700)
     _refuse_untrusted()
-    file = directory() / f"{os.getpid()}-{name}.json"
+    file = live_directory() / f"{os.getpid()}-{name}.json"
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(to_dict(_File(devices=tuple(devices)))), encoding="utf-8")
     partial.replace(file)
 
 
-def withdraw(name: str) -> None:
-    """Remove what this process has written under a name."""
+def withdraw_memory(name: str) -> None:
+    """Remove the file that this process published under a name."""
     with suppress(OSError, MachineError):
         _refuse_untrusted()
-        (directory() / f"{os.getpid()}-{name}.json").unlink()
+        (live_directory() / f"{os.getpid()}-{name}.json").unlink()
 
 
-def read() -> list[LiveDevice]:
-    """What all processes of this user have; files that are stale are removed."""
+def read_memory() -> list[LiveDevice]:
+    """Read the memory of all processes of this user and remove stale files."""
     devices: list[LiveDevice] = []
-    if os.path.lexists(directory()):
+    if os.path.lexists(live_directory()):
         _refuse_untrusted()
-        for file in directory().iterdir():
+        for file in live_directory().iterdir():
             # It goes this moment, or isn't what duoka writes.
             with suppress(OSError, ValueError, FormatError):
                 devices += _read(file)
@@ -87,13 +87,13 @@ def read() -> list[LiveDevice]:
 
 
 def _refuse_untrusted() -> None:
-    """Refuse a directory of another's; in ``/tmp`` nobody else can put one in the place of ours."""
-    status = directory().lstat()
+    """Refuse a directory of another user (``/tmp`` is sticky, so ours cannot be replaced)."""
+    status = live_directory().lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
         raise MachineError(
-            f"what processes of duoka say isn't known: {directory()} belongs to another user, is "
-            "open to others, or is no directory",
+            f"what processes of duoka say isn't known: {live_directory()} belongs to another user, "
+            "is open to others, or is no directory",
             hint="remove it; duoka makes it anew",
         )
 
@@ -112,7 +112,7 @@ def _read(file: Path) -> Iterator[LiveDevice]:
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether a process is there, and this user's."""
+    """Return True if a process exists and belongs to this user."""
     try:
         os.kill(pid, 0)
     except OSError:

@@ -1,4 +1,4 @@
-"""What loading and answering took, to be held against the forecast."""
+"""Measurements of loading and generation, for comparison with the forecast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from duoka.forecast.stage_bytes import StageBytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeakBytes:
-    """The peaks of one device's allocator; they need not be at the same moment."""
+    """Peaks of the allocator of one device, not necessarily at the same time."""
 
     device: str
     allocated_bytes: int
@@ -21,10 +21,10 @@ class PeakBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What a model took while it was loaded and answered.
+    """Measurements of loading and generation.
 
-    The longest prompt and its answer had `context_tokens`. `first_token_seconds` are those of an
-    answer on average, and `tokens_per_second` come after it; None where there was nothing to time.
+    `context_tokens` is the longest prompt plus completion. `first_token_seconds` is the mean time
+    to first token, `tokens_per_second` the decode speed; None if nothing was timed.
     """
 
     devices: tuple[PeakBytes, ...]
@@ -33,12 +33,12 @@ class Measured:
     tokens_per_second: float | None = None
 
     def beside(self, forecast: Forecast) -> Iterator[tuple[PeakBytes, StageBytes]]:
-        """Each device that has an allocator, with its forecast."""
+        """Pair each device that has an allocator with its forecast."""
         stages = {stage.device: stage for stage in forecast.devices}
         return ((peaks, stages[peaks.device]) for peaks in self.devices)
 
     def to_dict(self, forecast: Forecast) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
+        """Convert to a JSON-compatible dict."""
         data = asdict(self)
         data["forecast"] = [asdict(stage) for _, stage in self.beside(forecast)]
         return data

@@ -1,4 +1,4 @@
-"""Pictures: figures of matplotlib, which is needed where one is drawn and nowhere else."""
+"""Figures with matplotlib, which is imported only when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def refuse_without_matplotlib() -> None:
 
 
 def new_figure(inches: Sequence[float]) -> tuple[Figure, list[Axes]]:
-    """A figure with axes of these heights, one above the other.
+    """Create a figure with axes of the given heights, stacked vertically.
 
     Raises
     ------
     UsageError
-        If matplotlib isn't installed.
+        If matplotlib is not installed.
     """
     refuse_without_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_INCHES_WIDE, sum(inches)), layout="constrained")
     axes = figure.subplots(len(inches), 1, height_ratios=inches, squeeze=False)[:, 0]
-    for one in axes:
-        one.spines[["top", "right"]].set_visible(False)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
     return figure, list(axes)
 
 
@@ -54,7 +54,7 @@ def draw_bars(
     forecasts: Sequence[float],
     names: tuple[str, str],
 ) -> None:
-    """A bar for each row, and a mark where the forecast has it; NaN for none."""
+    """Draw a bar for each measurement and a mark for each forecast; NaN for none."""
     rows = range(len(labels))
     axes.barh(rows, measured, height=2 * _HALF_BAR, color=BLUE, label=names[0])
     axes.vlines(
@@ -71,12 +71,12 @@ def draw_bars(
 
 
 def save_picture(figure: Figure, file: Path) -> Path:
-    """Write a figure to a file, and return that: PNG, SVG or PDF by the name's ending.
+    """Write a figure as PNG, SVG or PDF, by the suffix of the file, and return the path.
 
     Raises
     ------
     UsageError
-        If it can't be written.
+        If the file cannot be written.
     """
     kind = file.suffix.lower().removeprefix(".")
     try:

@@ -1,8 +1,7 @@
-"""A report as SARIF 2.1.0, which code hosts show beside the lines of a pull request.
+"""Convert a report to SARIF 2.1.0, which code hosts show in pull requests.
 
-What a section number stands behind is said there in OASIS's "Static Analysis Results Interchange
-Format (SARIF) Version 2.1.0". A fault becomes a result; what has no line of code becomes a
-notification of the run: an incomplete map, code that stopped.
+Section numbers refer to OASIS, "Static Analysis Results Interchange Format (SARIF) Version 2.1.0".
+A fault becomes a result; an incomplete map and code that stopped become notifications.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from urllib.parse import quote
 from duoka.base.units import format_bytes
 
 from .check_report import CallSite, CheckReport, Fault, Operand, PeakMemory, Place
-from .terminal.words import map_faults
+from .terminal.words import describe_map_errors
 
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -96,10 +95,10 @@ class _Log:
         return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
 
     def _invocation(self) -> _Json:
-        """How the run went (§3.20)."""
+        """Describe the run (§3.20)."""
         invocation: _Json = {"executionSuccessful": self._report.stop is None}
         if not self._report.complete:
-            faults = map_faults(self._report.completeness)
+            faults = describe_map_errors(self._report.completeness)
             names = "; ".join(f"{what} {', '.join(names)}" for what, names in faults)
             text = f"The device map is incomplete: {names}."
             invocation["toolConfigurationNotifications"] = [
@@ -130,7 +129,7 @@ class _Log:
                 yield self._overflow(peak, peak.place)
 
     def _result(self, fault: Fault, level: Literal["error", "warning"]) -> _Json:
-        """One fault (§3.27)."""
+        """Describe one fault (§3.27)."""
         related = [*self._related_locations(fault)]
         result = {
             "ruleId": fault.kind,
@@ -165,20 +164,20 @@ class _Log:
         }
 
     def _related_locations(self, fault: Fault) -> Iterator[_Json]:
-        """Where the tensors come from, and what follows from the fault (§3.27.22)."""
+        """Locate the origins of the tensors and the followup faults (§3.27.22)."""
         places: dict[Place, str] = {}
         for operand in fault.operands:
             origin = operand.origin
             if origin is not None and origin.place is not None:
-                said = f"{_tensor_name(operand)} on {operand.device} comes from here"
-                places.setdefault(origin.place, said)
+                text = f"{_tensor_name(operand)} on {operand.device} comes from here"
+                places.setdefault(origin.place, text)
         for followup in fault.followups:
             places.setdefault(followup.place, f"{followup.op} fails too, because of this")
-        for number, (place, said) in enumerate(places.items(), 1):
-            yield {"id": number, **self._location(place), "message": {"text": said}}
+        for number, (place, text) in enumerate(places.items(), 1):
+            yield {"id": number, **self._location(place), "message": {"text": text}}
 
     def _flow(self, path: Iterable[CallSite]) -> _Json:
-        """The calls from the model's top (§3.36)."""
+        """List the calls from the model to the fault (§3.36)."""
         steps = [
             {
                 "location": {
@@ -206,7 +205,7 @@ class _Log:
         return {"uri": path.as_uri()}
 
     def _fingerprint(self, kind: str, place: Place) -> str:
-        """Equal while the code is, wherever its line has gone (§3.27.17)."""
+        """Hash the code of a fault, independent of its line number (§3.27.17)."""
         file = self._artifact(place.file)["uri"]
         if "uriBaseId" not in self._artifact(place.file):
             file = Path(place.file).name  # the rest is the machine's
@@ -216,7 +215,7 @@ class _Log:
 
 
 def _driver() -> _Json:
-    """What made the log (§3.19). It has no page of its own to lead to."""
+    """Describe duoka and its rules (§3.19)."""
     rules = [
         {
             "id": identifier,
@@ -234,7 +233,7 @@ def _driver() -> _Json:
 
 
 def _region(place: Place) -> _Json:
-    """Lines and columns from 1, the end exclusive (§3.30)."""
+    """Convert to lines and columns from 1 with an exclusive end (§3.30)."""
     if not place.end_line:
         return {"startLine": place.line}
     return {
@@ -246,7 +245,7 @@ def _region(place: Place) -> _Json:
 
 
 def _message(fault: Fault, related: list[_Json]) -> str:
-    """Plain text; its links lead to the related locations (§3.11.6)."""
+    """Build the message; its links refer to related locations (§3.11.6)."""
     devices = " and ".join(fault.devices)
     tensors = dict.fromkeys(
         f"{_tensor_name(operand)} is on {operand.device}" for operand in fault.operands

@@ -92,16 +92,16 @@ class Publisher:
         self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join()
-        live.withdraw(self._name)
+        live.withdraw_memory(self._name)
 
     def _work(self) -> None:
         # Nothing that goes wrong here may disturb the work: a full disk, a directory of another
         # user's, a cache that changes while it is looked at. What isn't said isn't shown.
         with suppress(Exception):
-            live.read()  # which removes what processes that were killed have left
+            live.read_memory()  # which removes what processes that were killed have left
         while not self._is_closed.is_set():
             with suppress(Exception):
-                live.publish(self.look(), self._name)
+                live.publish_memory(self.look(), self._name)
             self._is_closed.wait(_SECONDS)
 
     def look(self) -> list[live.LiveDevice]:

@@ -18,7 +18,7 @@ from duoka.models.from_checkpoint import build_model
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
 from duoka.report.terminal import render_report
-from duoka.report.terminal.check import plain
+from duoka.report.terminal.check import render_plain
 from duoka.tracing import TraceSpec
 from duoka.tracing.trace_training import trace_training_workload
 
@@ -126,9 +126,9 @@ def test_a_verdict_is_about_the_code_that_ran(tmp_path: Path, heron: MakeHeron) 
     report = duoka.check(Checkpoint.open(checkpoint.path), fleet=TWO, workload=WORK)
     assert report.not_run == ("modeling_heron.py",)
     assert report.code == "LlamaForCausalLM of transformers"
-    first, *_ = plain(render_report(report)).splitlines()
+    first, *_ = render_plain(render_report(report)).splitlines()
     assert first.startswith("modeling_heron.py, which came with")
-    assert "--trust-remote-code" in plain(render_report(report))
+    assert "--trust-remote-code" in render_plain(render_report(report))
     own = duoka.check(checkpoint, fleet=TWO, workload=WORK)
     assert own.code == "HeronForCausalLM of modeling_heron.py"
 
@@ -259,10 +259,10 @@ FLASH = (
 
 
 def test_code_that_needs_flash_attn_runs_without_it(heron: MakeHeron) -> None:
-    plain = heron()
+    render_plain = heron()
     mask = torch.ones(1, 20, dtype=torch.long)
-    expected = answers(plain, TWO, mask)
-    checkpoint = rewritten(plain, *FLASH)
+    expected = answers(render_plain, TWO, mask)
+    checkpoint = rewritten(render_plain, *FLASH)
     assert duoka.check(checkpoint, fleet=TWO, workload=WORK).ok
     for found, one in zip(answers(checkpoint, TWO, mask), expected, strict=True):
         torch.testing.assert_close(found, one)

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from duoka.report.check_report import CheckReport, Fault
-from duoka.report.terminal import plain, render_report
+from duoka.report.terminal import render_plain, render_report
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,7 @@ def test_the_first_line_is_the_verdict(tmp_path: Path) -> None:
 
 
 def test_it_is_short_when_all_is_well(tmp_path: Path) -> None:
-    assert len(plain(render_report(good_report(tmp_path)), 80).splitlines()) <= 12
+    assert len(render_plain(render_report(good_report(tmp_path)), 80).splitlines()) <= 12
 
 
 def test_without_unicode(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_without_unicode(tmp_path: Path) -> None:
 
 
 def test_arrows_stand_under_their_expressions(tmp_path: Path) -> None:
-    text = plain(render_report(report_of(loss_fault(write_model(tmp_path)))), 160)
+    text = render_plain(render_report(report_of(loss_fault(write_model(tmp_path)))), 160)
     lines = text.splitlines()
     code = next(index for index, line in enumerate(lines) if "loss = {" in line)
     under = lines[code + 1]
@@ -105,7 +105,7 @@ def test_arrows_stand_under_their_expressions(tmp_path: Path) -> None:
 
 
 def test_a_line_that_is_too_long_shows_what_is_marked(tmp_path: Path) -> None:
-    text = plain(render_report(report_of(loss_fault(write_model(tmp_path)))), 80)
+    text = render_plain(render_report(report_of(loss_fault(write_model(tmp_path)))), 80)
     line = next(line for line in text.splitlines() if "cross_entropy(logits" in line)
     assert line.split(" │ ")[1].strip().startswith('loss = {"损失": torch.nn'), "its beginning"
     assert line.endswith("…")
@@ -113,12 +113,12 @@ def test_a_line_that_is_too_long_shows_what_is_marked(tmp_path: Path) -> None:
 
 
 def test_followups_are_told_under_their_fault(tmp_path: Path) -> None:
-    text = words(plain(render_report(bad_report(tmp_path))))
+    text = words(render_plain(render_report(bad_report(tmp_path))))
     assert "causes torch.nn.functional.cross_entropy of tensors on cuda:1 and cuda:0 at" in text
 
 
 def test_the_middle_of_a_long_path_is_left_out(tmp_path: Path) -> None:
-    text = plain(render_report(report_of(table_fault(write_model(tmp_path)))))
+    text = render_plain(render_report(report_of(table_fault(write_model(tmp_path)))))
     assert "encoder.blocks.0 " in text
     assert "… 5 more" in text
     assert "encoder.blocks.11 " in text
@@ -126,12 +126,12 @@ def test_the_middle_of_a_long_path_is_left_out(tmp_path: Path) -> None:
 
 def test_what_a_file_says_is_no_markup(tmp_path: Path) -> None:
     fault = replace(table_fault(write_model(tmp_path)), message="[red]no[/red] [/]")
-    assert "[red]no[/red] [/]" in plain(render_report(report_of(fault)))
+    assert "[red]no[/red] [/]" in render_plain(render_report(report_of(fault)))
 
 
 def test_a_report_with_next_to_nothing_is_printed() -> None:
     empty = CheckReport(model="m", devices=())
-    assert plain(render_report(empty)) == "✓ m: runs without a fault\n"
+    assert render_plain(render_report(empty)) == "✓ m: runs without a fault\n"
 
 
 def test_places_are_links_on_a_terminal(tmp_path: Path) -> None:
@@ -142,10 +142,12 @@ def test_places_are_links_on_a_terminal(tmp_path: Path) -> None:
     with console.capture() as capture:
         console.print(render_report(report))
     assert f"{folder.as_uri()}/modeling_tiny.py\x1b\\" in capture.get()
-    assert "a [b] c/modeling_tiny.py:12 in Encoder.forward" in plain(render_report(report), 200)
+    assert "a [b] c/modeling_tiny.py:12 in Encoder.forward" in render_plain(
+        render_report(report), 200
+    )
 
 
 def test_one_device_says_little(tmp_path: Path) -> None:
     one = replace(good_report(tmp_path), devices=("cuda:0",))
-    assert "note: on one device nothing is mixed" in plain(render_report(one))
-    assert "note:" not in plain(render_report(good_report(tmp_path)))
+    assert "note: on one device nothing is mixed" in render_plain(render_report(one))
+    assert "note:" not in render_plain(render_report(good_report(tmp_path)))

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from duoka.report.check_report import Place
-from duoka.report.terminal import plain
+from duoka.report.terminal import render_plain
 from duoka.report.terminal.excerpt import Excerpt, Mark, expand
 
 
@@ -24,7 +24,7 @@ def shown(file: Path, source: str, text: str, *marks: str, width: int = 80) -> l
     file.write_text(source, encoding="utf-8")
     place = place_of(file, text)
     found = [Mark(place=place_of(file, mark), label=f"<{mark}>") for mark in marks]
-    return plain(Excerpt(place, found), width).splitlines()
+    return render_plain(Excerpt(place, found), width).splitlines()
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_equal_marks_share_one_line(file: Path) -> None:
     file.write_text("cat(parts)\n", encoding="utf-8")
     place = place_of(file, "parts")
     marks = [Mark(place=place, label=label) for label in ("cuda:0", "cuda:1", "cuda:0")]
-    lines = plain(Excerpt(place_of(file, "cat(parts)"), marks)).splitlines()
+    lines = render_plain(Excerpt(place_of(file, "cat(parts)"), marks)).splitlines()
     assert lines[1:] == ["  │ ────^^^^^─", "  │     cuda:0, cuda:1"]
 
 
@@ -83,7 +83,7 @@ def test_an_expression_of_many_lines_is_shown_by_its_ends(file: Path) -> None:
     file.write_text(f"before\nx = cat(\n{inner}    last,\n)\nafter\n", encoding="utf-8")
     whole = Place(file=str(file), line=2, column=4, end_line=24, end_column=1)
     marks = [Mark(place=place_of(file, "part_9"), label="cuda:1")]
-    lines = plain(Excerpt(whole, marks)).splitlines()
+    lines = render_plain(Excerpt(whole, marks)).splitlines()
     text = "\n".join(lines)
     for wanted in ("before", "x = cat(", "part_9,", "cuda:1", "last,", "after"):
         assert wanted in text
@@ -93,7 +93,7 @@ def test_an_expression_of_many_lines_is_shown_by_its_ends(file: Path) -> None:
 
 def test_a_line_alone_is_marked_whole(file: Path) -> None:
     file.write_text("if x:\n    y = f(x)  \n", encoding="utf-8")
-    lines = plain(Excerpt(Place(file=str(file), line=2))).splitlines()
+    lines = render_plain(Excerpt(Place(file=str(file), line=2))).splitlines()
     assert lines[2] == "  │     ^^^^^^^^"
 
 
@@ -101,10 +101,10 @@ def test_a_file_that_is_gone_or_another_one(file: Path) -> None:
     file.write_text("a = b + c\n", encoding="utf-8")
     place = place_of(file, "b + c")
     file.write_text("something = else_entirely\n" * 3, encoding="utf-8")
-    assert plain(Excerpt(place)) == "b + c\n"
+    assert render_plain(Excerpt(place)) == "b + c\n"
     file.unlink()
-    assert plain(Excerpt(place)) == "b + c\n"
-    assert plain(Excerpt(replace(place, file="<string>", line=0))) == "b + c\n"
+    assert render_plain(Excerpt(place)) == "b + c\n"
+    assert render_plain(Excerpt(replace(place, file="<string>", line=0))) == "b + c\n"
 
 
 def test_control_characters_are_dots(file: Path) -> None:
@@ -123,7 +123,7 @@ def test_colours_change_no_text(file: Path) -> None:
     coloured.print(excerpt)
     assert "\x1b[" in capture.get()
     text = "\n".join(line.rstrip() for line in coloured.export_text().splitlines())
-    assert text.strip() == plain(excerpt, 60).strip()
+    assert text.strip() == render_plain(excerpt, 60).strip()
 
 
 def test_cells() -> None:
@@ -145,6 +145,6 @@ def test_any_text_and_any_place(lines: list[str], numbers: list[int], width: int
     within = Place(
         file=name, line=inner[0], column=inner[1], end_line=inner[2], end_column=inner[3]
     )
-    text = plain(Excerpt(place, [Mark(place=within, label="cuda:1")]), width)
+    text = render_plain(Excerpt(place, [Mark(place=within, label="cuda:1")]), width)
     assert all(cell_len(line) <= width for line in text.splitlines())
     linecache.cache.pop(name)

@@ -33,7 +33,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Record:
             for at in range(number):
                 uuid = recording.uuids[1] if machine != "no-driver" else ""
                 device = live_device(uuid=uuid, now_bytes=GIB + at * GIB // 8)
-                monkeypatch.setattr(live, "read", lambda device=device: [device])
+                monkeypatch.setattr(live, "read_memory", lambda device=device: [device])
                 time = f"2026-11-25T10:{at // 2:02}:{30 * (at % 2):02}.000+00:00"
                 take(replace(monitor.look(), time=time))
         return path

@@ -30,7 +30,7 @@ def moment(monkeypatch: pytest.MonkeyPatch) -> GpuSnapshot:
         live_device("cuda:1", uuid=recording.uuids[3], pid=7, busy_share=0.25),
         live_device("vgpu:0"),
     ]
-    monkeypatch.setattr(live, "read", lambda: devices)
+    monkeypatch.setattr(live, "read_memory", lambda: devices)
     return Monitor().look()
 
 

@@ -28,7 +28,7 @@ def shown(snapshot: GpuSnapshot, *, encoding: str = "utf-8") -> str:
 
 def looked(*devices: LiveDevice) -> GpuSnapshot:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "read", lambda: list(devices))
+        patch.setattr(live, "read_memory", lambda: list(devices))
         return Monitor().look()
 
 

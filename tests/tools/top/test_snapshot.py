@@ -22,7 +22,7 @@ def publish(monkeypatch: pytest.MonkeyPatch) -> Publish:
     """Let these be what is published from now on."""
 
     def publish(*devices: LiveDevice) -> None:
-        monkeypatch.setattr(live, "read", lambda: list(devices))
+        monkeypatch.setattr(live, "read_memory", lambda: list(devices))
 
     publish()
     return publish
@@ -127,7 +127,7 @@ def test_a_directory_that_cannot_be_trusted_is_noted(
     def refuse() -> list[LiveDevice]:
         raise MachineError("it is another user's", hint="remove it")
 
-    monkeypatch.setattr(live, "read", refuse)
+    monkeypatch.setattr(live, "read_memory", refuse)
     now = Monitor().look()
     assert now.notes == ("it is another user's; remove it",)
     assert len(now.gpus) == 8

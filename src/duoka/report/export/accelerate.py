@@ -13,13 +13,13 @@ from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import Convention, map_of
 
 from . import common
-from .text import Export, refusal
+from .text import Export, export_error
 
 NAME = "accelerate"
 
 
 def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> Export:
-    """The plan as Python."""
+    """Write the plan as a Python program."""
     devices = map_of(plan, names, profile, offloaded_to="cpu")
     device_map: dict[int | str, int | str] = {name: _device(at) for name, at in devices.items()}
     max_memory: dict[int | str, int | str] = {
@@ -30,11 +30,11 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
     is_code = plan.request.trust_remote_code or names == "checkpoint"
     if is_code and not common.code_option(plan):
         why = "the names would be those of code that the checkpoint doesn't bring"
-        raise refusal(NAME, why, "leave --names out")
+        raise export_error(NAME, why, "leave --names out")
     # Code for transformers 4 knows the older name alone, which transformers 5 takes as well.
     dtype = "torch_dtype" if is_code else "dtype"
     arguments = [f"{dtype}=torch.{plan.workload.dtype}", "device_map=device_map"]
-    revision = common.revision_of(plan)
+    revision = common.model_revision(plan)
     if revision is not None:
         arguments.append(f"revision={revision!r}")
     if is_code:
@@ -52,7 +52,7 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
             "from transformers import AutoModelForCausalLM",
             "",
             "model = AutoModelForCausalLM.from_pretrained(",
-            f"    {common.name_of(plan)!r},",
+            f"    {common.model_name(plan)!r},",
             *(f"    {argument}," for argument in arguments),
             ")",
         ]
@@ -61,7 +61,7 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
 
 
 def _quantizing(plan: Plan) -> tuple[list[str], str]:
-    """What makes the plan's quantized weights, and what it imports."""
+    """Return the imports and the expression that create the plan's quantization config."""
     scheme = plan.workload.quantize
     if scheme == "none":
         return [], ""

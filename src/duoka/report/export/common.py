@@ -1,4 +1,4 @@
-"""Which GPUs a tool may see, and what they hold: what several tools are told alike."""
+"""Parts shared by several exports: visible GPUs, notes, model names, cache sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 
 from .stages import LayerPipeline
-from .text import refusal
+from .text import export_error
 
 _PLACEHOLDER = "MODEL"
 _CHATGLM = ("ChatGLM", "GLM4V")
@@ -22,22 +22,22 @@ _CHATGLM = ("ChatGLM", "GLM4V")
 _OF_THE_HUB = re.compile(r"([^/@\s]+/[^/@\s]+)@([0-9a-f]{40})", re.ASCII)
 
 
-def visible(tool: str, devices: Sequence[Device]) -> list[tuple[str, str]]:
-    """Environment in which CUDA's first device is the first of these, and so on.
+def visible_environment(tool: str, devices: Sequence[Device]) -> list[tuple[str, str]]:
+    """Build the environment that makes CUDA enumerate exactly these devices in this order.
 
-    A GPU that was detected is named by its UUID, which no renumbering changes; a declared one by
-    its number (CUDA C++ Programming Guide, "CUDA Environment Variables").
+    Detected GPUs are named by UUID, which is independent of numbering; declared GPUs by index (CUDA
+    C++ Programming Guide, "CUDA Environment Variables").
     """
     if all(device.uuid for device in devices):
         return [("CUDA_VISIBLE_DEVICES", ",".join(device.uuid for device in devices))]
     numbers = [device.name.partition(":")[2] for device in devices]
     if not all(numbers):
-        raise refusal(tool, f"{devices[0].name} has no number", "plan for GPUs")
+        raise export_error(tool, f"{devices[0].name} has no number", "plan for GPUs")
     return [("CUDA_DEVICE_ORDER", "PCI_BUS_ID"), ("CUDA_VISIBLE_DEVICES", ",".join(numbers))]
 
 
 def common_notes(plan: Plan, pipeline: LayerPipeline | None = None) -> Iterator[str]:
-    """What is true of every tool but duoka."""
+    """Yield the notes that apply to every tool."""
     if any(name.startswith("vgpu") for name in plan.devices):
         yield "NOTE: planned for virtual GPUs; their numbers are taken for those of CUDA's."
     elif not all(plan.fleet.device(name).uuid for name in plan.devices):
@@ -70,47 +70,49 @@ def code_option(plan: Plan) -> list[str]:
 
 
 def class_notes(plan: Plan, pipeline: LayerPipeline, tool: str) -> tuple[str, ...]:
-    """Refuse several stages for a class that a tool runs on one; note one that it doesn't have."""
+    """Refuse several stages for a class that the tool runs on one GPU; note an unknown class."""
     text = (Path(__file__).parent / "pipelines.json").read_text(encoding="utf-8")
-    known = json.loads(text)[tool.lower()]
+    classes = json.loads(text)[tool.lower()]
     name = "ChatGLMModel" if plan.model.startswith(_CHATGLM) else plan.model
     modules = " ".join(name for name, _ in plan.placement.entries)
-    is_single = name in known["single"] or any(word in modules for word in known["single_modules"])
+    is_single = name in classes["single"] or any(
+        word in modules for word in classes["single_modules"]
+    )
     if is_single and len(pipeline.stages) > 1:
-        why = f"its class for {name} can't run in a pipeline (as of {known['version']})"
-        raise refusal(tool, why, "plan for one GPU, or serve it with duoka")
+        why = f"its class for {name} can't run in a pipeline (as of {classes['version']})"
+        raise export_error(tool, why, "plan for one GPU, or serve it with duoka")
     note = (
         f"NOTE: {tool} has no class of its own for {name}: it runs transformers', and cuts that by "
         "its plan for a pipeline (base_model_pp_plan), if it has one."
     )
-    is_foreign = known["pipeline"] and name not in (*known["single"], *known["pipeline"])
+    is_foreign = classes["pipeline"] and name not in (*classes["single"], *classes["pipeline"])
     return (note,) if is_foreign else ()
 
 
 def total_bytes(device: Device) -> int:
-    """What a GPU has in all, as far as that is known."""
+    """Return the total memory of a GPU, or the largest known part of it."""
     if device.memory_bytes is not None:
         return device.memory_bytes
     return device.budget_bytes + device.reserve_bytes
 
 
-def name_of(plan: Plan) -> str:
-    """The directory or the repository; a placeholder where the plan knows no weights."""
+def model_name(plan: Plan) -> str:
+    """Return the model's directory or repository; a placeholder if the plan knows no weights."""
     if not plan.source or plan.source.endswith(".json"):  # a model in memory, or a config alone
         return _PLACEHOLDER
     match = _OF_THE_HUB.fullmatch(plan.source)
     return match[1] if match else plan.source
 
 
-def revision_of(plan: Plan) -> str | None:
-    """The commit on the Hub that was planned; None for what lies on a disk."""
+def model_revision(plan: Plan) -> str | None:
+    """Return the planned commit on the Hub, or None for a local checkpoint."""
     match = _OF_THE_HUB.fullmatch(plan.source)
     return match[2] if match else None
 
 
 def source_note(plan: Plan) -> Iterator[str]:
-    """That a placeholder is one."""
-    if name_of(plan) == _PLACEHOLDER:
+    """Yield a note for a placeholder."""
+    if model_name(plan) == _PLACEHOLDER:
         what = f"{PurePath(plan.source).name}, a config" if plan.source else "a model in memory"
         yield (
             f"NOTE: the plan was made from {what}; {_PLACEHOLDER} stands for the directory or the "
@@ -119,7 +121,7 @@ def source_note(plan: Plan) -> Iterator[str]:
 
 
 def bits_notes(plan: Plan, tool: str) -> Iterator[str]:
-    """What an engine has instead of the cache and the weights of fewer bits that were planned."""
+    """Yield notes on quantization that the engine does differently from the plan."""
     if plan.workload.has_int8_cache:
         yield f"NOTE: the plan's cache has 8-bit integers; {tool}'s has 8-bit floats."
     if plan.workload.quantize != "none":
@@ -130,7 +132,7 @@ def bits_notes(plan: Plan, tool: str) -> Iterator[str]:
 
 
 def step_tokens(plan: Plan) -> int | None:
-    """Prompt tokens that run in one step, those of all sequences together; None for all of them."""
+    """Return the prompt tokens of one step over all sequences; None for the whole prompt."""
     workload = plan.workload
     if workload.cache == "paged":  # its chunk is one of all requests already
         return Capacity.of(workload).step_tokens
@@ -139,7 +141,7 @@ def step_tokens(plan: Plan) -> int | None:
 
 
 def cache_tokens(plan: Plan) -> int:
-    """Tokens of all sequences that the planned cache holds."""
+    """Return the tokens of all sequences that the planned KV cache holds."""
     workload = plan.workload
     if workload.cache == "paged":
         capacity = Capacity.of(workload)
@@ -150,10 +152,10 @@ def cache_tokens(plan: Plan) -> int:
 def layer_token_bytes(
     plan: Plan, profile: Profile | None, pipeline: LayerPipeline
 ) -> list[int] | None:
-    """Bytes of one sequence's cache in each layer, for a token of the plan's context.
+    """Return the KV cache bytes of each layer per token of one sequence.
 
-    None where they aren't known: without a profile, for training, and where the cache isn't the
-    plain one that grows token by token.
+    None if unknown: without a profile, for training, and for caches other than the plain growing
+    one.
     """
     workload = plan.workload
     if profile is None or workload.training is not None or workload.cache != "dynamic":

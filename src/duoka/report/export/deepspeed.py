@@ -16,17 +16,19 @@ from duoka.planner.plan import Plan
 
 from . import common
 from .stages import LayerPipeline, read_pipeline
-from .text import Export, assignments
+from .text import Export, format_environment
 
 NAME = "DeepSpeed"
 
 
 def export(plan: Plan, profile: Profile | None) -> Export:
-    """The plan as Python."""
+    """Write the plan as a Python program."""
     del profile  # numbers of layers say it all
     pipeline = read_pipeline(plan, NAME)
     bounds = boundaries(pipeline)
-    environment = assignments(common.visible(NAME, [stage.device for stage in pipeline.stages]))
+    environment = format_environment(
+        common.visible_environment(NAME, [stage.device for stage in pipeline.stages])
+    )
     text = "\n".join(
         [
             f"# {environment} torchrun --nproc-per-node {len(pipeline.stages)} THIS_FILE",
@@ -49,7 +51,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
 
 
 def boundaries(pipeline: LayerPipeline) -> list[int]:
-    """Where stages begin in the list of embedding, layers, norm and head, and where it ends."""
+    """Return the stage boundaries in the list [embedding, layers, norm, head]."""
     inner = [1 + stage.start for stage in pipeline.stages[1:]]
     return [0, *inner, 1 + pipeline.num_layers + 2]
 

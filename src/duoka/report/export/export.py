@@ -1,4 +1,4 @@
-"""From a plan to one tool's words."""
+"""Select and run the exporter of a tool."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def export(
 
 
 def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> Plan:
-    """Return the plan where the tool can be told its stages, or else the best one with such."""
+    """Return the plan if the tool can express it, otherwise the best plan of whole layers."""
     if tool in (accelerate.NAME, "torch-pipelining") or plan.offloaded:
         return plan
     try:
@@ -78,15 +78,15 @@ def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> 
         plans = []
         for pins in pipeline_pins(plan):
             with suppress(InfeasibleError, UsageError):
-                other = plan_again(pins)
-                read_pipeline(other, tool)
-                plans.append(other)
-        return max(plans, key=lambda other: sign * other.value, default=plan)
+                candidate = plan_again(pins)
+                read_pipeline(candidate, tool)
+                plans.append(candidate)
+        return max(plans, key=lambda candidate: sign * candidate.value, default=plan)
     return plan
 
 
 def refuse_names(tool: str, names: Convention) -> None:
-    """Refuse the checkpoint's names for a tool that is told none."""
+    """Refuse checkpoint names for a tool other than accelerate."""
     if choose("names", names, CONVENTIONS) != "model" and tool != accelerate.NAME:
         raise UsageError(
             f"{tool} is told no names of modules that a checkpoint could have",
@@ -95,7 +95,7 @@ def refuse_names(tool: str, names: Convention) -> None:
 
 
 def refuse_unknown(tool: str) -> None:
-    """Refuse a tool that there is no export for."""
+    """Refuse an unknown tool."""
     if tool not in TOOLS:
         raise UsageError(
             f"there is no export for {tool[:40]!r}", hint=f"known are {', '.join(TOOLS)}"

@@ -24,7 +24,7 @@ from duoka.planner.plan import Plan
 
 from . import common
 from .stages import LayerPipeline, read_pipeline
-from .text import Export, command_line
+from .text import Export, format_command
 
 NAME = "llama.cpp"
 _FILE = "MODEL.gguf"
@@ -32,18 +32,18 @@ _TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
 def export(plan: Plan, profile: Profile | None) -> Export:
-    """The plan as a shell command."""
+    """Write the plan as a shell command."""
     del profile  # numbers of layers say it all
     pipeline = read_pipeline(plan, NAME)
     workload, stages = plan.workload, pipeline.stages
-    environment = common.visible(NAME, [stage.device for stage in stages])
+    environment = common.visible_environment(NAME, [stage.device for stage in stages])
     names = ",".join(f"CUDA{number}" for number in range(len(stages)))
     options = [("--model", _FILE), ("--device", names)]
     if len(stages) > 1:
-        *most, last = pipeline.counts
+        *first_counts, last_count = pipeline.counts
         options += [
             ("--split-mode", "layer"),
-            ("--tensor-split", ",".join(map(str, [*most, last + 2]))),
+            ("--tensor-split", ",".join(map(str, [*first_counts, last_count + 2]))),
             ("--n-gpu-layers", str(pipeline.num_layers + 2)),
         ]
     else:
@@ -58,7 +58,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     options += [("--cache-type-k", kind), ("--cache-type-v", kind), ("--fit", "off")]
     return Export(
         tool=NAME,
-        text=command_line(environment, ["llama-server"], options),
+        text=format_command(environment, ["llama-server"], options),
         notes=tuple(_notes(plan, pipeline)),
     )
 
@@ -69,9 +69,9 @@ def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
         f"NOTE: {_FILE} stands for the model in llama.cpp's own format; the plan's bytes are those "
         f"of weights in {plan.workload.dtype}, a quantized file needs less."
     )
-    first = pipeline.stages[0].device.name
+    head_gpu = pipeline.stages[0].device.name
     yield (
-        f"llama.cpp keeps the input embedding in the processor's memory; on {first}, as in the "
+        f"llama.cpp keeps the input embedding in the processor's memory; on {head_gpu}, as in the "
         r"plan, it is with --override-tensor 'token_embd\.weight=CUDA0', and a tied head with it."
     )
     if plan.workload.prefill_chunk_tokens is None:

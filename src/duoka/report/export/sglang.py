@@ -18,19 +18,19 @@ from duoka.planner.plan import Plan
 
 from . import common
 from .stages import LayerPipeline, read_pipeline
-from .text import Export, command_line, refusal
+from .text import Export, export_error, format_command
 
 NAME = "SGLang"
 
 
 def export(plan: Plan, profile: Profile | None) -> Export:
-    """The plan as a shell command."""
+    """Write the plan as a shell command."""
     pipeline = read_pipeline(plan, NAME)
     if common.is_glm4v(plan):
-        raise refusal(NAME, "it has no class for GLM-4V", "export to vllm, or use duoka serve")
+        raise export_error(NAME, "it has no class for GLM-4V", "export to vllm, or use duoka serve")
     foreign = common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
-    environment = common.visible(NAME, [stage.device for stage in pipeline.stages])
+    environment = common.visible_environment(NAME, [stage.device for stage in pipeline.stages])
     options = [("--dtype", workload.dtype), ("--context-length", str(workload.context_tokens))]
     if num > 1:
         counts = ",".join(map(str, pipeline.counts))
@@ -39,7 +39,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     tokens = common.cache_tokens(plan)
     options.append(("--max-running-requests", str(workload.batch)))
     options.append(("--max-total-tokens", str(tokens)))
-    revision, chunk = common.revision_of(plan), common.step_tokens(plan)
+    revision, chunk = common.model_revision(plan), common.step_tokens(plan)
     if revision is not None:
         options.insert(0, ("--revision", revision))
     options.append(("--chunked-prefill-size", "-1" if chunk is None else str(chunk)))
@@ -48,17 +48,17 @@ def export(plan: Plan, profile: Profile | None) -> Export:
     sizes = common.layer_token_bytes(plan, profile, pipeline)
     if sizes is not None:
         options.append(("--mem-fraction-static", f"{max(_fractions(pipeline, sizes, tokens)):.2f}"))
-    words = ["python", "-m", "sglang.launch_server", "--model-path", common.name_of(plan)]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", common.model_name(plan)]
     words += common.code_option(plan)
     return Export(
         tool=NAME,
-        text=command_line(environment, words, options),
+        text=format_command(environment, words, options),
         notes=(*foreign, *_notes(plan, pipeline, sizes, tokens)),
     )
 
 
 def _fractions(pipeline: LayerPipeline, sizes: Sequence[int], tokens: int) -> list[float]:
-    """Weights and cache of each stage as a share of its GPU, rounded up to hundredths."""
+    """Return weights plus cache of each stage as a share of its GPU, rounded up to 1 %."""
     return [
         min(
             math.ceil(

@@ -1,4 +1,4 @@
-"""Stages: a plan as runs of whole layers, which is how most tools see a model."""
+"""Convert a plan to stages of whole layers, the form that most tools take."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from duoka.forecast.tensor_names import layer_of, main_list
 from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 
-from .text import refusal
+from .text import export_error
 
 Pins = tuple[tuple[str, str], ...]
 _OTHER = "plan with another objective or other GPUs, or load the plan with duoka"
@@ -19,7 +19,7 @@ _OTHER = "plan with another objective or other GPUs, or load the plan with duoka
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerStage:
-    """The layers from `start` up to, not with, `stop`, and what is beside them on one device."""
+    """Layers [start, stop) and the modules beside them on one device."""
 
     device: Device
     forecast: StageBytes
@@ -28,7 +28,7 @@ class LayerStage:
 
     @property
     def num_layers(self) -> int:
-        """How many layers it has."""
+        """Number of layers."""
         return self.stop - self.start
 
 
@@ -50,30 +50,30 @@ class LayerPipeline:
 
     @property
     def num_layers(self) -> int:
-        """How many layers the model has."""
+        """Number of layers of the model."""
         return self.stages[-1].stop
 
     @property
     def counts(self) -> list[int]:
-        """How many layers each stage has."""
+        """Number of layers of each stage."""
         return [stage.num_layers for stage in self.stages]
 
 
 def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
-    """Read a plan as stages of whole layers."""
+    """Convert a plan to stages of whole layers; UsageError if it has no such form."""
     _refuse_offload(plan, tool)
     entries = plan.placement.entries
     main = main_list([name for name, _ in entries])
     if main is None:
-        return _whole(plan, tool)
+        return _single_stage(plan, tool)
     at = _devices_of_layers(plan, tool, main)
     is_layer = [(number := layer_of(name)) is not None and number[0] == main for name, _ in entries]
-    first, last = is_layer.index(True), len(is_layer) - is_layer[::-1].index(True)
-    before, after = entries[:first], entries[last:]
-    inside = zip(entries[first:last], is_layer[first:last], strict=True)
-    strangers = [name for (name, _), layer in inside if not layer]
+    start, stop = is_layer.index(True), len(is_layer) - is_layer[::-1].index(True)
+    before, after = entries[:start], entries[stop:]
+    inner_entries = zip(entries[start:stop], is_layer[start:stop], strict=True)
+    strangers = [name for (name, _), layer in inner_entries if not layer]
     if strangers and len(set(at)) > 1:
-        raise refusal(tool, f"{strangers[0]} runs between the layers of {main}", _OTHER)
+        raise export_error(tool, f"{strangers[0]} runs between the layers of {main}", _OTHER)
     _refuse_elsewhere(tool, before, at[0], "before its layers", main)
     returning = _returning(after, at[0], at[-1])
     _refuse_elsewhere(
@@ -89,10 +89,10 @@ def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
 
 
 def pipeline_pins(plan: Plan) -> list[Pins]:
-    """Return pins that make a plan one of whole layers: what runs beside them is at their ends.
+    """Return pins that force whole layers: modules beside the layers go to the ends.
 
-    There are pins for each pair of GPUs for the first and the last layer, of equal pairs for one. A
-    tied head goes with the embedding.
+    One set of pins per pair of GPUs for the first and last layer, without pairs of equal GPUs. A
+    tied head stays with the embedding.
     """
     names = [name for name, _ in plan.placement.entries]
     main = main_list(names)
@@ -103,43 +103,46 @@ def pipeline_pins(plan: Plan) -> list[Pins]:
     begin, end = names[: at[0] + 1], names[at[-1] : len(names) - is_tied]
     gpus = [plan.fleet.device(name) for name in plan.devices]
     pairs = {
-        (one.product, one.budget_bytes, other.product, other.budget_bytes): (one.name, other.name)
-        for one, other in permutations(gpus, 2)
+        (source.product, source.budget_bytes, target.product, target.budget_bytes): (
+            source.name,
+            target.name,
+        )
+        for source, target in permutations(gpus, 2)
     }
     return [
-        (*zip(begin, repeat(first), strict=False), *zip(end, repeat(last), strict=False))
-        for first, last in pairs.values()
+        (*zip(begin, repeat(source), strict=False), *zip(end, repeat(target), strict=False))
+        for source, target in pairs.values()
     ]
 
 
 def _returning(after: Sequence[tuple[str, str]], first: str, last: str) -> list[str]:
-    """The modules at the very end that are back on the first stage's device."""
+    """Return the trailing modules that are on the first stage's device."""
     back = takewhile(lambda entry: entry[1] == first != last, reversed(after))
     return [name for name, _ in back][::-1]
 
 
 def _refuse_offload(plan: Plan, tool: str) -> None:
     if plan.offloaded:
-        raise refusal(
+        raise export_error(
             tool,
             f"{len(plan.offloaded)} modules lie in the processor's memory and are copied to a GPU "
             "for each call",
             "plan without offload",
         )
     if "cpu" in plan.devices:
-        raise refusal(tool, "modules compute on the processor", "plan for GPUs alone")
+        raise export_error(tool, "modules compute on the processor", "plan for GPUs alone")
 
 
-def _whole(plan: Plan, tool: str) -> LayerPipeline:
-    """A plan that names no layers: fine on one device."""
+def _single_stage(plan: Plan, tool: str) -> LayerPipeline:
+    """Convert a plan without numbered layers, which must be on one device."""
     if len(plan.devices) > 1:
-        raise refusal(tool, "its modules are in no numbered list of layers", _OTHER)
+        raise export_error(tool, "its modules are in no numbered list of layers", _OTHER)
     stages = _stages(plan, tool, [plan.devices[0]])
     return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
 
 
 def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
-    """The device of each layer, by number."""
+    """Return the device of each layer, by number."""
     devices: dict[int, set[str]] = {}
     for name, device in plan.placement.entries:
         layer = layer_of(name)
@@ -149,19 +152,19 @@ def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
     if cut is not None:
         names = " and ".join(sorted(devices[cut]))
         pin = f"--pin {main}.{cut}={min(devices[cut])}"
-        raise refusal(tool, f"{main}.{cut} is cut between {names}", f"keep it whole: {pin}")
+        raise export_error(tool, f"{main}.{cut} is cut between {names}", f"keep it whole: {pin}")
     if sorted(devices) != list(range(len(devices))):
-        raise refusal(tool, f"the layers of {main} aren't numbered from 0 on", _OTHER)
+        raise export_error(tool, f"the layers of {main} aren't numbered from 0 on", _OTHER)
     return [next(iter(devices[number])) for number in range(len(devices))]
 
 
 def _refuse_elsewhere(
     tool: str, modules: Sequence[tuple[str, str]], device: str, place: str, main: str
 ) -> None:
-    away = [(name, at) for name, at in modules if at != device]
-    if away:
-        name, at = away[0]
-        raise refusal(
+    elsewhere = [(name, at) for name, at in modules if at != device]
+    if elsewhere:
+        name, at = elsewhere[0]
+        raise export_error(
             tool,
             f"{name}, which runs {place}, is on {at}, and the layers of {main} next to it are on "
             f"{device}",
@@ -173,16 +176,16 @@ def _stages(plan: Plan, tool: str, at: Sequence[str]) -> tuple[LayerStage, ...]:
     forecasts = {forecast.device: forecast for forecast in plan.forecast.devices}
     stages: list[LayerStage] = []
     start = 0
-    for name, same in groupby(at):
-        stop = start + len(list(same))
+    for name, run in groupby(at):
+        stop = start + len(list(run))
         device = plan.fleet.device(name)
         stages.append(LayerStage(device=device, forecast=forecasts[name], start=start, stop=stop))
         start = stop
     used = [stage.device.name for stage in stages]
     if len(set(used)) < len(used):
         again = next(name for name in used if used.count(name) > 1)
-        raise refusal(tool, f"{again} has layers in several places", _OTHER)
+        raise export_error(tool, f"{again} has layers in several places", _OTHER)
     empty = set(plan.devices) - set(used)
     if empty:
-        raise refusal(tool, f"{min(empty)} has no layer", "leave that GPU out of --gpus")
+        raise export_error(tool, f"{min(empty)} has no layer", "leave that GPU out of --gpus")
     return tuple(stages)

@@ -1,4 +1,4 @@
-"""The text of an export, with its notes."""
+"""Text of an export and its notes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _COLUMNS = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Export:
-    """A plan for one tool.
+    """A plan in the syntax of one tool.
 
-    The text is what the tool takes: a command line, a program or a piece of configuration. The
-    notes say what will differ from the plan.
+    `text` is a command line, a program or a configuration; `notes` describe differences from the
+    plan.
     """
 
     tool: str
@@ -26,7 +26,7 @@ class Export:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """The text with its notes as comments before it; every tool here takes "#" for one."""
+        """Return the text with its notes as comments before it (every tool accepts "#")."""
         lines = [
             line
             for note in self.notes
@@ -40,20 +40,20 @@ class Export:
         return "\n".join([*lines, self.text])
 
 
-def refusal(tool: str, why: str, hint: str) -> UsageError:
-    """The error for a plan that a tool can't express."""
+def export_error(tool: str, why: str, hint: str) -> UsageError:
+    """Build the error for a plan that a tool cannot express."""
     return UsageError(f"{tool} can't be told this plan: {why}", hint=hint)
 
 
-def assignments(environment: Sequence[tuple[str, str]]) -> str:
-    """Environment as it stands before a command, quoted where it must be."""
+def format_environment(environment: Sequence[tuple[str, str]]) -> str:
+    """Format environment variables for a shell command, quoted if necessary."""
     return " ".join(f"{name}={shlex.quote(value)}" for name, value in environment)
 
 
-def command_line(
+def format_command(
     environment: Sequence[tuple[str, str]], words: Sequence[str], options: Sequence[tuple[str, str]]
 ) -> str:
-    r"""A command for a POSIX shell, an option a line; everything is quoted where it must be."""
-    lines = [assignments(environment), shlex.join(words)]
+    """Format a command for a POSIX shell, one option per line, quoted if necessary."""
+    lines = [format_environment(environment), shlex.join(words)]
     lines += [f"  {name} {shlex.quote(value)}".rstrip() for name, value in options]
     return " \\\n".join(line for line in lines if line)

@@ -16,7 +16,7 @@ from duoka.planner.plan import Plan
 
 from . import common
 from .stages import LayerPipeline, read_pipeline
-from .text import Export, assignments, refusal
+from .text import Export, export_error, format_environment
 
 TORCH = "torch.distributed.pipelining"
 TITAN = "torchtitan"
@@ -24,12 +24,12 @@ _SCHEDULES = {"sequential": "1F1B", "gpipe": "GPipe", "1f1b": "1F1B"}
 
 
 def export_torch(plan: Plan, profile: Profile | None) -> Export:
-    """The plan as Python; cuts need not be between layers, since any module can begin a stage."""
+    """Write the plan as a Python program; any module can begin a stage."""
     del profile  # names say it all
     runs = _runs(plan)
     splits = ", ".join(f"{names[0]!r}: SplitPoint.BEGINNING" for names in runs[1:])
     devices = [plan.fleet.device(plan.placement.device_of(names[0]) or "") for names in runs]
-    environment = assignments(common.visible(TORCH, devices))
+    environment = format_environment(common.visible_environment(TORCH, devices))
     text = "\n".join(
         [
             f"# {environment} torchrun --nproc-per-node {len(runs)} THIS_FILE",
@@ -48,7 +48,7 @@ def export_torch(plan: Plan, profile: Profile | None) -> Export:
 
 
 def _runs(plan: Plan) -> list[list[str]]:
-    """Modules in execution order, by stage; a head that returns ends up with its neighbours."""
+    """Group modules in execution order by stage; a head that returns joins its neighbors."""
     if plan.offloaded or "cpu" in plan.devices:
         read_pipeline(plan, TORCH)  # which says why not
     runs = [
@@ -58,7 +58,7 @@ def _runs(plan: Plan) -> list[list[str]]:
     devices = [device for device, _ in runs]
     if devices[0] in devices[1:-1] or len(set(devices[1:])) < len(devices) - 1:
         again = next(device for device in devices if devices.count(device) > 1)
-        raise refusal(
+        raise export_error(
             TORCH, f"{again} has modules in several places", "plan with one stage for each GPU"
         )
     if len(devices) > 1 and devices[-1] == devices[0]:
@@ -88,13 +88,15 @@ def _torch_notes(plan: Plan) -> Iterator[str]:
 
 
 def export_titan(plan: Plan, profile: Profile | None) -> Export:
-    """The plan as torchtitan's configuration."""
+    """Write the plan as a torchtitan configuration."""
     del profile  # names say it all
     pipeline = read_pipeline(plan, TITAN)
     parts = titan_names(pipeline)
     training = plan.workload.training
     schedule = _SCHEDULES[training.schedule] if training is not None else "1F1B"
-    environment = assignments(common.visible(TITAN, [stage.device for stage in pipeline.stages]))
+    environment = format_environment(
+        common.visible_environment(TITAN, [stage.device for stage in pipeline.stages])
+    )
     lines = ",\n".join(f"    {json.dumps(part)}" for part in parts)
     text = "\n".join(
         [
@@ -111,9 +113,9 @@ def export_titan(plan: Plan, profile: Profile | None) -> Export:
 
 
 def titan_names(pipeline: LayerPipeline) -> list[list[str]]:
-    """The modules of each stage, as torchtitan calls those of its models."""
+    """Return the modules of each stage under torchtitan's names."""
     if not pipeline.layers:
-        raise refusal(TITAN, "it names no layers", "plan the model without a device map")
+        raise export_error(TITAN, "it names no layers", "plan the model without a device map")
     tower = [name for name in pipeline.before if "vis" in name]
     parts = [
         [f"layers.{number}" for number in range(stage.start, stage.stop)]

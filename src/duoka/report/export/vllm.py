@@ -26,7 +26,7 @@ from duoka.planner.plan import Plan
 
 from . import common
 from .stages import LayerPipeline, read_pipeline
-from .text import Export, command_line
+from .text import Export, format_command
 
 NAME = "vLLM"
 BLOCK_TOKENS = 16
@@ -38,10 +38,9 @@ _UTILIZATION = 0.92
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmCommand:
-    """What ``vllm serve`` is told of a plan.
+    """Arguments of ``vllm serve`` for a plan.
 
-    `rank_bytes` is what each rank's share of the cache takes, in the order of stages; None where
-    that isn't known, and vLLM isn't told.
+    `rank_bytes` is the KV cache size of each rank in the order of stages, or None if unknown.
     """
 
     pipeline: LayerPipeline
@@ -52,22 +51,22 @@ class VllmCommand:
 
 
 def export(plan: Plan, profile: Profile | None) -> Export:
-    """The plan as a shell command."""
+    """Write the plan as a shell command."""
     command = read_command(plan, profile)
     words = ["vllm", "serve", command.model, *common.code_option(plan)]
     return Export(
         tool=NAME,
-        text=command_line(command.environment, words, command.options),
+        text=format_command(command.environment, words, command.options),
         notes=tuple(_notes(plan, command, profile)),
     )
 
 
 def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
-    """The plan as environment and options; UsageError for one that vLLM can't be told."""
+    """Convert a plan to environment and options; UsageError if vLLM cannot express it."""
     pipeline = read_pipeline(plan, NAME)
     common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
-    environment = common.visible(NAME, [stage.device for stage in pipeline.stages])
+    environment = common.visible_environment(NAME, [stage.device for stage in pipeline.stages])
     options = [("--dtype", workload.dtype), ("--max-model-len", str(workload.context_tokens))]
     options.append(("--max-num-seqs", str(workload.batch)))
     if common.is_glm4v(plan):
@@ -76,7 +75,7 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
         counts = ",".join(map(str, pipeline.counts))
         environment.append(("VLLM_PP_LAYER_PARTITION", counts))
         options.insert(0, ("--pipeline-parallel-size", str(num)))
-    revision, tokens = common.revision_of(plan), common.step_tokens(plan)
+    revision, tokens = common.model_revision(plan), common.step_tokens(plan)
     if revision is not None:
         options.insert(0, ("--revision", revision))
     if tokens is not None:
@@ -89,7 +88,7 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
         options += _utilization(pipeline)
     return VllmCommand(
         pipeline=pipeline,
-        model=common.name_of(plan),
+        model=common.model_name(plan),
         environment=tuple(environment),
         options=tuple(options),
         rank_bytes=rank_bytes,
@@ -97,7 +96,7 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
 
 
 def planned_blocks(workload: Workload, block_tokens: int = BLOCK_TOKENS) -> int:
-    """The cache blocks, of so many tokens, that vLLM needs to hold what was planned.
+    """Return the number of KV cache blocks of `block_tokens` tokens that the plan needs.
 
     Examples
     --------
@@ -115,7 +114,7 @@ def planned_blocks(workload: Workload, block_tokens: int = BLOCK_TOKENS) -> int:
 def _rank_bytes(
     plan: Plan, profile: Profile | None, pipeline: LayerPipeline
 ) -> tuple[int, ...] | None:
-    """What each rank's share of the cache takes; None where that isn't known, or nothing."""
+    """Return the KV cache size of each rank; None if unknown or zero."""
     if plan.workload.cache == "paged":
         # Pages are there all the time, and duoka keeps one that it never gives out as well.
         sizes = [stage.forecast.kv_cache_bytes for stage in pipeline.stages]
@@ -128,7 +127,7 @@ def _rank_bytes(
 
 
 def _utilization(pipeline: LayerPipeline) -> list[tuple[str, str]]:
-    """The share of each GPU that has to be free at the start, where that is less than usual."""
+    """Return the memory utilization option if less than vLLM's default is free."""
     shares = [
         (stage.device.budget_bytes + stage.device.reserve_bytes) / stage.device.memory_bytes
         for stage in pipeline.stages

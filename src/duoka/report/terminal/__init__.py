@@ -1,13 +1,13 @@
-"""What people read at a terminal.
+"""Output for terminals.
 
-- `plan`, `explain`, `compare`: a plan, why it is so, and two beside each other
-- `serving`: what a plan for many requests is good for
-- `measured`: what answering took, beside its forecast
-- `check`, `excerpt`: the report of a check, with lines of source
-- `words`: modules, places and devices in words
+- `plan`, `explain`, `compare`: a plan, its reasons, and two plans side by side
+- `serving`: capacity and throughput of a plan for concurrent requests
+- `measured`: measurements beside the forecast
+- `check`, `excerpt`: the report of a check, with source lines
+- `words`: descriptions of modules, places and devices
 """
 
-from .check import plain, render_report
+from .check import render_plain, render_report
 from .compare import render_comparison
 from .explain import render_explanation
 from .measured import render_measured
@@ -16,10 +16,10 @@ from .words import name_modules
 
 __all__ = [
     "name_modules",
-    "plain",
     "render_comparison",
     "render_explanation",
     "render_measured",
+    "render_plain",
     "render_plan",
     "render_report",
 ]

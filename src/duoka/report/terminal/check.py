@@ -1,4 +1,4 @@
-"""A report for people: the verdict, what is incomplete, faults, warnings, costs; short if well."""
+"""Render the report of a check: verdict, map errors, faults, warnings, memory, transfers."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _LONGEST_TEXT = 40
 
 
 def render_report(report: CheckReport, *, advice: bool = True) -> RenderableType:
-    """What rich prints for a report."""
+    """Return a rich renderable of a report."""
     return _View(report, advice=advice)
 
 
-def plain(what: RenderableType, width: int = _PLAIN_COLUMNS) -> str:
-    """What is printed without colours, as text."""
+def render_plain(what: RenderableType, width: int = _PLAIN_COLUMNS) -> str:
+    """Render without color, as text."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False)
     console.print(what)
     assert isinstance(console.file, io.StringIO)
@@ -62,7 +62,12 @@ class _View:
         yield _verdict(report, ascii_only=options.ascii_only)
         if report.workload is not None:
             yield Text(" · ".join(workload_facts(report.workload)), style="dim")
-        sections = (_incomplete(report), _stopped(report), _faults(report), render_costs(report))
+        sections = (
+            _incomplete(report),
+            _stopped(report),
+            _render_faults(report),
+            render_costs(report),
+        )
         for section in sections:
             for part in section:
                 yield ""
@@ -80,7 +85,7 @@ def _verdict(report: CheckReport, *, ascii_only: bool) -> Text:
     sign, style = ("✓", "bold green") if report.ok else ("✗", "bold red")
     if ascii_only:
         sign = "ok:" if report.ok else "fails:"
-    devices = f" on {words.joined(report.devices)}" if report.devices else ""
+    devices = f" on {words.join_words(report.devices)}" if report.devices else ""
     code = f" ({report.code})" if report.code else ""
     if report.code.startswith(f"{report.model} of "):
         code = report.code.removeprefix(report.model)
@@ -94,7 +99,7 @@ def _verdict(report: CheckReport, *, ascii_only: bool) -> Text:
 
 def _not_run(report: CheckReport) -> Iterator[Text]:
     if report.not_run:
-        files = words.joined(report.not_run)
+        files = words.join_words(report.not_run)
         verb = "was" if len(report.not_run) == 1 else "were"
         yield Text(
             f"{files}, which came with {report.model}, {verb} not run: nothing is said of that "
@@ -107,7 +112,7 @@ def _problems(report: CheckReport) -> Iterator[str]:
     if not report.complete:
         yield _of_map(report.completeness)
     if report.stop is not None:
-        yield _ending(report.stop)
+        yield _describe_stop(report.stop)
     if report.faults:
         yield format_count(len(report.faults), "fault")
     for peak in report.memory:
@@ -135,9 +140,9 @@ def _incomplete(report: CheckReport) -> Iterator[RenderableType]:
     if report.complete:
         return
     lines: list[RenderableType] = []
-    for what, names in words.map_faults(report.completeness):
-        more = len(names) - _MOST_NAMES
-        rest = [f"and {more} more, which --json shows"] if more > 0 else []
+    for what, names in words.describe_map_errors(report.completeness):
+        num_hidden = len(names) - _MOST_NAMES
+        rest = [f"and {num_hidden} more, which --json shows"] if num_hidden > 0 else []
         lines.append(Text(f"{what}:", style="dim"))
         lines += [Padding(Text(name), (0, 0, 0, 2)) for name in names[:_MOST_NAMES] + rest]
     heading = Text(_of_map(report.completeness), style="bold red")
@@ -153,18 +158,18 @@ def _stopped(report: CheckReport) -> Iterator[RenderableType]:
         yield _stop(report.stop)
 
 
-def _ending(stop: Stop) -> str:
-    """What ended the run, or keeps it from its placement."""
+def _describe_stop(stop: Stop) -> str:
+    """Describe the reason for which the run ended early."""
     if stop.phase == "plan":
         return "duoka plan refuses it"
-    return f"the model's code stopped {words.during(stop.phase)}"
+    return f"the model's code stopped {words.describe_phase(stop.phase)}"
 
 
 def _stop(stop: Stop) -> RenderableType:
-    heading = Text.assemble((f"{_ending(stop)}: ", "bold red"), (stop.message, "bold"))
+    heading = Text.assemble((f"{_describe_stop(stop)}: ", "bold red"), (stop.message, "bold"))
     inner: list[RenderableType] = []
     if stop.place is not None:
-        inner = [where(stop.place), "", Excerpt(stop.place), ""]
+        inner = [render_place(stop.place), "", Excerpt(stop.place), ""]
     if stop.phase != "plan":
         inner.append(Text("what comes after it was not checked"))
     if stop.hint:
@@ -172,7 +177,7 @@ def _stop(stop: Stop) -> RenderableType:
     return Group(heading, Padding(Group(*inner), (0, 0, 0, 2)))
 
 
-def _faults(report: CheckReport) -> Iterator[RenderableType]:
+def _render_faults(report: CheckReport) -> Iterator[RenderableType]:
     for name, style, faults in (
         ("fault", "bold red", report.faults),
         ("warning", "bold yellow", report.warnings),
@@ -201,16 +206,18 @@ def _advice(report: CheckReport) -> Iterator[RenderableType]:
         yield Text.assemble(("next: ", "bold"), text)
 
 
-def where(place: Place) -> Text:
-    """File, line and function."""
+def render_place(place: Place) -> Text:
+    """Format file, line and function."""
     function = f" in {place.function}" if place.function else ""
-    return Text.assemble(words.linked(place), function)
+    return Text.assemble(words.link_place(place), function)
 
 
 def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
-    """One fault, or one warning."""
-    heading = Text.assemble((f"{title}: ", style), (words.heading(fault), "bold"))
-    inner = Group(where(fault.place), "", Excerpt(fault.place, _marks(fault)), "", _facts(fault))
+    """Render one fault or warning."""
+    heading = Text.assemble((f"{title}: ", style), (words.describe_fault(fault), "bold"))
+    inner = Group(
+        render_place(fault.place), "", Excerpt(fault.place, _marks(fault)), "", _facts_table(fault)
+    )
     return Group(heading, Padding(inner, (0, 0, 0, 2)))
 
 
@@ -222,8 +229,8 @@ def _marks(fault: Fault) -> list[Mark]:
     ]
 
 
-def _facts(fault: Fault) -> Table:
-    """What else is known, one row each."""
+def _facts_table(fault: Fault) -> Table:
+    """Build the table of further facts about a fault."""
     facts = Table.grid(padding=(0, 2, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -239,44 +246,44 @@ def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
         yield "tensors", Group(*_operands(fault))
     if len(fault.path) > 1:
         yield "path", _path(fault)
-    met = f"{words.times(fault.count)} a step, first in {fault.phase}"
+    occurrence = f"{words.format_times(fault.count)} a step, first in {fault.phase}"
     if fault.count == 1:
-        met = f"once, in {fault.phase}"
+        occurrence = f"once, in {fault.phase}"
     if any(fault.modules):
-        met += f"; in {words.modules(fault.modules)}"
-    yield "met", Text(met)
+        occurrence += f"; in {words.format_modules(fault.modules)}"
+    yield "met", Text(occurrence)
     if fault.followups:
         yield "causes", Group(*map(_followup, _all_followups(fault)))
 
 
 def _operands(fault: Fault) -> Iterator[RenderableType]:
-    """The tensors; neighbours in a list of which the same is to be said are one."""
-    for alike, group in groupby(fault.operands, key=_what_is_told):
+    """Render the operands, merging neighbors in a list with equal descriptions."""
+    for key, group in groupby(fault.operands, key=_operand_key):
         operands = list(group)
-        _, origin, device, moved = alike
+        _, origin, device, moved = key
         text = Text(_tensor_names(operands), style="bold")
         text.append(" on ", style="not bold")
         text.append(device, style=_MOVED if moved else _KEPT)
-        yield text.append(words.going(operands[0], fault), style="not bold")
-        tensors = list(dict.fromkeys(words.tensor(operand) for operand in operands))
-        more = f" … {tensors[-1]}" if len(tensors) > 1 else ""
-        about = f"{tensors[0]}{more}{' each' if len(operands) > len(tensors) else ''}"
+        yield text.append(words.describe_move(operands[0], fault), style="not bold")
+        tensors = list(dict.fromkeys(words.format_tensor(operand) for operand in operands))
+        last_tensor = f" … {tensors[-1]}" if len(tensors) > 1 else ""
+        about = f"{tensors[0]}{last_tensor}{' each' if len(operands) > len(tensors) else ''}"
         yield Padding(Text(f"{about}; from {origin}" if origin else about), (0, 0, 0, 2))
 
 
-def _what_is_told(operand: Operand) -> tuple[str, str, str, bool]:
-    """What must be equal for tensors to be told together: they stand in one list, say."""
+def _operand_key(operand: Operand) -> tuple[str, str, str, bool]:
+    """Return the key by which equal operands of one list are merged."""
     name, bracket, _ = operand.argument.partition("[")
-    alone = "" if bracket else f"{operand.argument} {operand.expression}"
+    own_name = "" if bracket else f"{operand.argument} {operand.expression}"
     origin = operand.origin
     # An expression that makes its tensor itself comes from nowhere else.
     made_here = origin is None or (origin.place is not None and origin.place == operand.place)
-    origin_text = "" if origin is None or made_here else words.origin(origin)
-    return name + alone, origin_text, operand.device, operand.moved
+    origin_text = "" if origin is None or made_here else words.describe_origin(origin)
+    return name + own_name, origin_text, operand.device, operand.moved
 
 
 def _tensor_names(operands: Sequence[Operand]) -> str:
-    names = [words.cropped(operand.expression or operand.argument) for operand in operands]
+    names = [words.crop(operand.expression or operand.argument) for operand in operands]
     first, last = names[0], names[-1]
     if len(operands) == 1:
         return first
@@ -285,7 +292,7 @@ def _tensor_names(operands: Sequence[Operand]) -> str:
 
 
 def _path(fault: Fault) -> Table:
-    """The calls from the model's top; the middle of a long way is left out."""
+    """Render the calls from the model to the fault, without the middle of a long path."""
     path = fault.path
     calls = Table.grid(padding=(0, 2, 0, 0), expand=True)
     for _ in range(2):
@@ -303,8 +310,8 @@ def _path(fault: Fault) -> Table:
 
 def _call(call: CallSite, file: str) -> tuple[Text, Text, Text]:
     place = call.place
-    line = f"line {place.line}" if place.file == file else words.where(place, brief=True)
-    module = words.cropped(call.module or "the model", _LONGEST_MODULE)
+    line = f"line {place.line}" if place.file == file else words.format_place(place, brief=True)
+    module = words.crop(call.module or "the model", _LONGEST_MODULE)
     return Text(module), Text(line, style="dim"), Text(place.text)
 
 
@@ -315,13 +322,13 @@ def _all_followups(fault: Fault) -> Iterator[Fault]:
 
 
 def _followup(fault: Fault) -> Text:
-    source = f": {words.cropped(fault.source)}" if fault.source else ""
-    place = words.linked(fault.place, brief=True)
-    return Text.assemble(f"{words.what(fault)} at ", place, source)
+    source = f": {words.crop(fault.source)}" if fault.source else ""
+    place = words.link_place(fault.place, brief=True)
+    return Text.assemble(f"{words.describe_operation(fault)} at ", place, source)
 
 
 def render_costs(report: CheckReport) -> Iterator[RenderableType]:
-    """Memory, transfers and synchronisations, each if there are any."""
+    """Render memory, transfers and synchronizations, if any."""
     if report.memory:
         yield _Memory(report.memory)
     if report.transfers:
@@ -361,8 +368,8 @@ class _Memory:
             style = "bold red" if peak.overflows else ""
             cells = [f"{size / divisor:.2f}" for size in sizes]
             if budgets:
-                known = peak.budget_bytes
-                cells.append("" if known is None else f"{known / divisor:.2f}")
+                budget = peak.budget_bytes
+                cells.append("" if budget is None else f"{budget / divisor:.2f}")
             table.add_row(peak.device, *cells, style=style)
         yield Text.assemble(("memory at its peak", "bold"), f", in {unit}")
         yield table
@@ -382,11 +389,11 @@ def _set_by(peak: PeakMemory) -> Text:
     assert peak.place is not None
     if not peak.phase:
         return Text(f"{peak.device}: set by the weights alone")
-    text = f"{peak.device}: set in {peak.phase} at {words.where(peak.place)}"
+    text = f"{peak.device}: set in {peak.phase} at {words.format_place(peak.place)}"
     if peak.module:
-        text += f" in {words.module(peak.module)}"
+        text += f" in {words.format_module(peak.module)}"
     if peak.place.text:
-        text += f": {words.cropped(peak.place.text, _LONGEST_TEXT)}"
+        text += f": {words.crop(peak.place.text, _LONGEST_TEXT)}"
     return Text(text)
 
 
@@ -407,12 +414,12 @@ def _syncs(report: CheckReport) -> RenderableType:
     # Two on one line are told as one.
     counts: Counter[tuple[str, str, str]] = Counter()
     for sync in report.syncs:
-        counts[sync.phase, sync.op, words.where(sync.place)] += sync.count
+        counts[sync.phase, sync.op, words.format_place(sync.place)] += sync.count
     lines = [
-        Text(f"{phase}: {op}, {words.times(count)}, at {where}")
-        for (phase, op, where), count in list(counts.items())[:_MOST_SYNCS]
+        Text(f"{phase}: {op}, {words.format_times(count)}, at {render_place}")
+        for (phase, op, render_place), count in list(counts.items())[:_MOST_SYNCS]
     ]
-    more = len(counts) - _MOST_SYNCS
-    if more > 0:
-        lines.append(Text(f"and {more} more, which --json shows"))
+    num_hidden = len(counts) - _MOST_SYNCS
+    if num_hidden > 0:
+        lines.append(Text(f"and {num_hidden} more, which --json shows"))
     return Padding(Group(*lines), (0, 0, 0, 2))

@@ -1,4 +1,4 @@
-"""Two plans side by side, for people: differences first, then bytes, seconds and moved modules."""
+"""Render two plans side by side: differences, bytes, seconds, moved modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from duoka.base.units import format_bytes, format_count
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.planner.compare import Comparison, DevicePair
 
-from .explain import shortly
+from .explain import format_duration
 from .words import name_modules
 
 _SECONDS = {
@@ -25,7 +25,7 @@ _SECONDS = {
 
 
 def render_comparison(comparison: Comparison, names: tuple[str, str]) -> RenderableType:
-    """What rich prints for two plans."""
+    """Return a rich renderable of a comparison."""
     if comparison.same:
         return Text("the plans say the same")
     return Group(*_parts(comparison, names))
@@ -71,7 +71,7 @@ def _bytes(device: DevicePair, names: tuple[str, str]) -> Table:
 def _pace(comparison: Comparison, names: tuple[str, str]) -> Table:
     table = _table("time", names)
     for name, *values in comparison.seconds:
-        say = shortly if name in _SECONDS else "{:,.1f}".format
+        say = format_duration if name in _SECONDS else "{:,.1f}".format
         texts = ["unknown" if value is None else say(value) for value in values]
         table.add_row(_SECONDS.get(name, name.replace("_", " ")), *texts)
     return table
@@ -88,13 +88,13 @@ def _sizes(forecast: StageBytes | None) -> dict[str, int]:
     }
 
 
-def _size(size: int | None, other: int | None = None) -> str:
+def _size(size: int | None, reference: int | None = None) -> str:
     if size is None:
         return "not used"
-    if other is None or other == size:
+    if reference is None or reference == size:
         return format_bytes(size)
-    sign = "+" if size > other else "-"
-    return f"{format_bytes(size)} ({sign}{format_bytes(abs(size - other))})"
+    sign = "+" if size > reference else "-"
+    return f"{format_bytes(size)} ({sign}{format_bytes(abs(size - reference))})"
 
 
 def _full(forecast: StageBytes) -> str:

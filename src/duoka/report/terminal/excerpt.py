@@ -1,4 +1,4 @@
-"""A few lines of source with marks under its expressions. It knows no faults and no devices."""
+"""Render source lines with marks under expressions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TAB = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """What is said of a piece of the source, under it."""
+    """A label under a range of source."""
 
     place: Place
     label: str
@@ -33,24 +33,24 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Cells of one line that are marked; what has no label is the place itself."""
+    """Marked cells of one line; without a label it is the place itself."""
 
     start: int
     stop: int
     label: str = ""
     style: str = ""
 
-    def seen(self, left: int, room: int) -> _Span:
-        """The same in the cells that there is room for; what lies behind them is at their end."""
-        start = min(max(self.start - left, 0), room - 1)
-        stop = min(max(self.stop - left, start + 1), room)
+    def clip(self, first_cell: int, room: int) -> _Span:
+        """Shift and clip the span to the visible cells [left, left + room)."""
+        start = min(max(self.start - first_cell, 0), room - 1)
+        stop = min(max(self.stop - first_cell, start + 1), room)
         return _Span(start, stop, self.label, self.style)
 
 
 class Excerpt:
-    """Lines around a place, with line numbers; where it can't be read, the place's own text.
+    """Numbered source lines around a place, or its own text if the file has changed.
 
-    The place is underlined. Marks are pieces of it; those that stand elsewhere are left out.
+    The place is underlined. Marks outside of it are ignored.
     """
 
     def __init__(self, place: Place, marks: Sequence[Mark] = ()) -> None:
@@ -66,39 +66,42 @@ class Excerpt:
         digits = len(str(max(lines)))
         room = max(options.max_width - digits - len(f" {bar} "), _NARROWEST)
         spans = self._spans(lines)
-        left = _left(lines, spans, room)
+        first_cell = _first_visible_cell(lines, spans, room)
         texts = _texts(lines, coloured=console.color_system is not None)
-        before = min(lines) - 1
+        previous = min(lines) - 1
         for number in self._numbers(lines):
-            if number != before + 1:
+            if number != previous + 1:
                 yield Text(f"{gap:>{digits}} {bar}", style="dim")
-            before = number
-            text = texts[number][left:]
-            if texts[number].plain[:left].strip():
+            previous = number
+            text = texts[number][first_cell:]
+            if texts[number].plain[:first_cell].strip():
                 text = Text.assemble((dots, "dim"), text[len(dots) :])
             yield _with_margin(f"{number:>{digits}} {bar} ", text)
-            seen = [span.seen(left, room) for span in spans.get(number, ())]
-            for under in self._under(seen, room, ascii_only=options.ascii_only):
+            visible_spans = [span.clip(first_cell, room) for span in spans.get(number, ())]
+            for under in self._under(visible_spans, room, ascii_only=options.ascii_only):
                 yield _with_margin(f"{'':{digits}} {bar} ", under)
 
     def _numbers(self, lines: Mapping[int, str]) -> list[int]:
         first, last = self._place.line, _last_line(self._place)
         if last - first < _LONGEST:
             return sorted(lines)
-        shown = {*range(first - _BEFORE, first + _END), *range(last - _END + 1, last + _AFTER + 1)}
-        shown |= {mark.place.line for mark in self._marks}
-        return sorted(shown & lines.keys())
+        numbers = {
+            *range(first - _BEFORE, first + _END),
+            *range(last - _END + 1, last + _AFTER + 1),
+        }
+        numbers |= {mark.place.line for mark in self._marks}
+        return sorted(numbers & lines.keys())
 
     def _spans(self, lines: Mapping[int, str]) -> dict[int, list[_Span]]:
-        """By line, the cells of the place itself and of the marks; one for equal marks."""
-        alike: dict[tuple[int, ...], list[Mark]] = {}
+        """Return the spans of the place and of the marks by line, with equal marks merged."""
+        equal_marks: dict[tuple[int, ...], list[Mark]] = {}
         for mark in self._marks:
             place = mark.place
             extent = (place.line, place.column, place.end_line, place.end_column)
-            alike.setdefault(extent, []).append(mark)
+            equal_marks.setdefault(extent, []).append(mark)
         marks = [Mark(place=self._place, label="")]
-        for first, *more in alike.values():
-            label = ", ".join(dict.fromkeys(mark.label for mark in (first, *more)))
+        for first, *equal in equal_marks.values():
+            label = ", ".join(dict.fromkeys(mark.label for mark in (first, *equal)))
             marks.append(Mark(place=first.place, label=label, style=first.style))
         line_spans: dict[int, list[_Span]] = {}
         for mark in marks:
@@ -107,7 +110,7 @@ class Excerpt:
         return line_spans
 
     def _under(self, spans: list[_Span], room: int, *, ascii_only: bool) -> Iterator[Text]:
-        """What stands under a line: arrows under its expressions, then a label for each."""
+        """Yield the rows under a line: arrows under its expressions, then one label each."""
         line, stem = ("-", "|") if ascii_only else ("─", "│")
         in_order = sorted(spans, key=lambda span: span.start)
         marks = [span for span in in_order if span.label]
@@ -127,18 +130,20 @@ class Excerpt:
             yield _row(under)
 
 
-def _left(lines: Mapping[int, str], spans: Mapping[int, list[_Span]], room: int) -> int:
-    """Return the first cell to show: the code's, or a later one where no mark would be seen."""
+def _first_visible_cell(
+    lines: Mapping[int, str], spans: Mapping[int, list[_Span]], room: int
+) -> int:
+    """Return the first visible cell: the indentation, or further right to show a mark."""
     written = [expand(line) for line in lines.values() if line.strip()]
-    left = min(map(indent, written), default=0)
+    first_cell = min(map(indent, written), default=0)
     every = [span for line_spans in spans.values() for span in line_spans]
     marked = [span for span in every if span.label] or every
     start = min(span.start for span in marked)
-    return left if start + _MARGIN - left <= room else start - _MARGIN
+    return first_cell if start + _MARGIN - first_cell <= room else start - _MARGIN
 
 
 def _read(place: Place) -> dict[int, str]:
-    """The lines around a place by number; none if the file isn't what it was."""
+    """Return the lines around a place by number; empty if the file has changed."""
     linecache.checkcache(place.file)
     every = linecache.getlines(place.file)
     first, last = place.line, _last_line(place)
@@ -147,8 +152,8 @@ def _read(place: Place) -> dict[int, str]:
     if _without_blanks(place.text) not in _without_blanks("".join(every[first - 1 : last])):
         return {}
     start = max(first - _BEFORE, 1)
-    shown = every[start - 1 : last + _AFTER]
-    return {number: line.rstrip("\r\n") for number, line in enumerate(shown, start)}
+    excerpt = every[start - 1 : last + _AFTER]
+    return {number: line.rstrip("\r\n") for number, line in enumerate(excerpt, start)}
 
 
 def _without_blanks(text: str) -> str:
@@ -165,7 +170,7 @@ def _is_within(inner: Place, outer: Place) -> bool:
 
 
 def _span(mark: Mark, line: str) -> _Span:
-    """The cells of a mark in the line that it begins in."""
+    """Return the cells of a mark in its first line."""
     place, length = mark.place, len(line.rstrip())
     if not place.end_line:  # only its line is known
         place = replace(place, column=indent(line), end_column=length)
@@ -187,7 +192,7 @@ def _texts(lines: Mapping[int, str], *, coloured: bool) -> dict[int, Text]:
 
 
 def _row(signs: Mapping[int, tuple[str, str]]) -> Text:
-    """One line from the signs in its cells."""
+    """Build one line from the characters in its cells."""
     return Text.assemble(*(signs.get(cell, " ") for cell in range(max(signs) + 1)))
 
 
@@ -198,10 +203,10 @@ def _with_margin(margin: str, text: Text) -> Text:
 
 
 def expand(line: str) -> str:
-    """A line whose tabs are blanks, and whose control characters are dots."""
+    """Replace tabs by spaces and control characters by dots."""
     return "".join(sign if sign.isprintable() else "·" for sign in line.expandtabs(_TAB))
 
 
 def indent(line: str) -> int:
-    """How many characters a line is indented by."""
+    """Return the number of leading blanks."""
     return len(line) - len(line.lstrip())

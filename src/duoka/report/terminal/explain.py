@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in sentences; for the terminal and for the page alike."""
+"""Sentences that explain a plan, for terminal and HTML page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from duoka.base.units import format_bytes, format_count
 from duoka.planner.explain import Alternative, BoundaryMove, Explanation, Share
 
-from .words import count_layers, joined, name_modules
+from .words import count_layers, join_words, name_modules
 
 _AIMS = {
     "headroom": "what tensors leave of the tightest GPU's budget, as large as can be",
@@ -33,19 +33,22 @@ _LEAST_TOLD = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rival:
-    """An alternative in words: what it is, how it deals the model, and what comes of it."""
+    """An alternative in words: name, distribution of layers, verdict."""
 
     name: str
-    dealt: str
+    layers: str
     verdict: str
     fits: bool
     is_plan: bool
 
 
-def aim(explanation: Explanation) -> Iterator[str]:
-    """What was optimised, what was reached, and what proves that nothing is better."""
+def describe_objective(explanation: Explanation) -> Iterator[str]:
+    """Describe the objective, its value, and the bound that proves the optimum."""
     objective = explanation.objective
-    reached, bound = amount(explanation, explanation.value), amount(explanation, explanation.bound)
+    reached, bound = (
+        format_value(explanation, explanation.value),
+        format_value(explanation, explanation.bound),
+    )
     binding = explanation.binding_device
     if objective not in _AIMS:
         yield f"Nothing was optimised, the map was given; {binding} is tightest: {reached} free."
@@ -64,10 +67,10 @@ def aim(explanation: Explanation) -> Iterator[str]:
     yield f"{who} {verb} {reached}{unit}; {proof}."
 
 
-def amount(explanation: Explanation, value: float) -> str:
-    """A value of the objective, with its unit."""
+def format_value(explanation: Explanation, value: float) -> str:
+    """Format a value of the objective with its unit."""
     if explanation.objective in ("latency", "throughput"):
-        return shortly(value)
+        return format_duration(value)
     if explanation.objective == "balance":
         return f"{value:.1%}"
     if explanation.objective == "order":
@@ -75,47 +78,47 @@ def amount(explanation: Explanation, value: float) -> str:
     return format_bytes(round(value))
 
 
-def shortly(seconds: float) -> str:
-    """A time for people."""
+def format_duration(seconds: float) -> str:
+    """Format seconds with three digits in s, ms or µs."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} µs"
 
 
-def holds(share: Share) -> str:
-    """How full a device is."""
+def describe_memory(share: Share) -> str:
+    """Describe the memory of a device."""
     needed, budget = format_bytes(share.requested_bytes), format_bytes(share.budget_bytes)
     return (
         f"Its tensors need {needed} of {budget}: {format_bytes(share.headroom_bytes)} of headroom."
     )
 
 
-def why_not_else(explanation: Explanation, device: str) -> Iterator[str]:
-    """Why a device has no less and no more."""
+def explain_neighbors(explanation: Explanation, device: str) -> Iterator[str]:
+    """Explain why a device holds no fewer and no more modules."""
     now = {share.device: share for share in explanation.shares}
     for change in explanation.changes:
         if change.giver.device == device:
-            yield f"No less: {_less(change, now)}{_judgement(change, explanation)}"
+            yield f"No less: {_describe_loss(change, now)}{_judgement(change, explanation)}"
     for change in explanation.changes:
         if change.taker.device == device:
-            yield f"No more: {_more(change)}{_judgement(change, explanation)}"
+            yield f"No more: {_describe_gain(change)}{_judgement(change, explanation)}"
 
 
-def _less(change: BoundaryMove, now: dict[str, Share]) -> str:
+def _describe_loss(change: BoundaryMove, now: dict[str, Share]) -> str:
     what, taker = name_modules(change.modules), change.taker
     if taker.is_fragmented:
         return f"with {what} the memory of {taker.device} would be too fragmented"
     if taker.is_tight:
         return f"with {what} {taker.device} would have too little room left"
-    more = taker.requested_bytes - now[taker.device].requested_bytes
+    added_bytes = taker.requested_bytes - now[taker.device].requested_bytes
     headroom = now[taker.device].headroom_bytes
     return (
         f"{what} would go to {taker.device}, which has {format_bytes(headroom)} of headroom and "
-        f"needs {format_bytes(more)} for it"
+        f"needs {format_bytes(added_bytes)} for it"
     )
 
 
-def _more(change: BoundaryMove) -> str:
+def _describe_gain(change: BoundaryMove) -> str:
     what, taker = name_modules(change.modules), change.taker
     if taker.is_fragmented:
         return f"with {what} of {change.giver.device} its memory would be too fragmented"
@@ -128,7 +131,7 @@ def _more(change: BoundaryMove) -> str:
 
 
 def _judgement(change: BoundaryMove, explanation: Explanation) -> str:
-    """What becomes of the objective, as the end of a sentence."""
+    """Describe the effect on the objective, as the end of a sentence."""
     if change.outcome == "forbidden":
         return ": the pins forbid it."
     if change.taker.is_fragmented or change.outcome == "tight":
@@ -137,23 +140,25 @@ def _judgement(change: BoundaryMove, explanation: Explanation) -> str:
         return f": {_missing(-min(change.giver.headroom_bytes, change.taker.headroom_bytes))}."
     now = {share.device: share for share in explanation.shares}
     then = {**now, change.giver.device: change.giver, change.taker.device: change.taker}
-    least = [format_bytes(min(s.headroom_bytes for s in shares.values())) for shares in (then, now)]
-    tightest = f"the tightest GPU would have {least[0]} of headroom instead of {least[1]}"
+    headrooms = [
+        format_bytes(min(s.headroom_bytes for s in shares.values())) for shares in (then, now)
+    ]
+    tightest = f"the tightest GPU would have {headrooms[0]} of headroom instead of {headrooms[1]}"
     if change.outcome == "equal":
-        but = f", but {tightest}" if least[0] != least[1] else ""
+        but = f", but {tightest}" if headrooms[0] != headrooms[1] else ""
         return f": as good for the objective{but}."
     if explanation.objective in ("latency", "throughput"):
-        reached = [amount(explanation, value) for value in (change.value, explanation.value)]
+        reached = [format_value(explanation, value) for value in (change.value, explanation.value)]
         return f": that would be {reached[0]} instead of {reached[1]}."
     return f": {tightest}."
 
 
-def fewer(explanation: Explanation) -> str:
-    """Why so many GPUs; empty where there is nothing to say."""
+def explain_gpu_count(explanation: Explanation) -> str:
+    """Explain the number of GPUs; empty if nothing is to be explained."""
     fewer_devices = explanation.fewer
     if fewer_devices is None:
         return ""
-    names = joined(fewer_devices.devices)
+    names = join_words(fewer_devices.devices)
     which = f"on the largest one, {names}," if len(fewer_devices.devices) == 1 else f"on {names},"
     largest = "" if len(fewer_devices.devices) == 1 else " the largest,"
     missing = _missing(fewer_devices.missing_bytes, "at least ")
@@ -162,35 +167,35 @@ def fewer(explanation: Explanation) -> str:
     return f"{number}: {which}{largest} {missing}{room}."
 
 
-def _missing(num_bytes: int, least: str = "") -> str:
+def _missing(num_bytes: int, bound_prefix: str = "") -> str:
     # As a bound it may be next to nothing, where it is the cut or fragmentation that is in the way.
     if num_bytes < _LEAST_TOLD:
-        return "it doesn't fit by a little" + (", whatever the cut" if least else "")
-    return f"{least}{format_bytes(num_bytes)} are missing"
+        return "it doesn't fit by a little" + (", whatever the cut" if bound_prefix else "")
+    return f"{bound_prefix}{format_bytes(num_bytes)} are missing"
 
 
-def crossings(explanation: Explanation) -> Iterator[str]:
-    """What goes from GPU to GPU."""
+def describe_transfers(explanation: Explanation) -> Iterator[str]:
+    """Describe the transfers between GPUs."""
     for crossing in explanation.crossings:
-        took = "" if crossing.seconds is None else f", {shortly(crossing.seconds)}"
+        took = "" if crossing.seconds is None else f", {format_duration(crossing.seconds)}"
         what = f"{format_bytes(crossing.num_bytes)} a {crossing.per}{took}"
         yield f"{crossing.source} → {crossing.target}: {what}"
 
 
-def rivals(explanation: Explanation) -> Iterator[Rival]:
-    """The alternatives in words."""
-    for other in explanation.alternatives:
+def describe_alternatives(explanation: Explanation) -> Iterator[Rival]:
+    """Describe the alternatives."""
+    for alternative in explanation.alternatives:
         yield Rival(
-            name=other.name,
-            dealt=dealt(other.shares),
-            verdict=_verdict(other, explanation),
-            fits=other.fits,
-            is_plan=other.is_plan,
+            name=alternative.name,
+            layers=format_layers(alternative.shares),
+            verdict=_verdict(alternative, explanation),
+            fits=alternative.fits,
+            is_plan=alternative.is_plan,
         )
 
 
-def dealt(shares: Sequence[Share]) -> str:
-    """How many layers are on which device."""
+def format_layers(shares: Sequence[Share]) -> str:
+    """Describe the number of layers on each device."""
     counts = count_layers([share.modules for share in shares])
     if counts is None:
         return ", ".join(share.device for share in shares)
@@ -200,22 +205,26 @@ def dealt(shares: Sequence[Share]) -> str:
     )
 
 
-def _verdict(other: Alternative, explanation: Explanation) -> str:
-    if other.is_plan:
+def _verdict(alternative: Alternative, explanation: Explanation) -> str:
+    if alternative.is_plan:
         return "that is this plan"
-    if other.value is None:
-        over = [share for share in other.shares if not share.holds]
-        verdict = "leaves too little room" if other.least_headroom_bytes >= 0 else "does not fit"
+    if alternative.value is None:
+        over = [share for share in alternative.shares if not share.holds]
+        verdict = (
+            "leaves too little room" if alternative.least_headroom_bytes >= 0 else "does not fit"
+        )
         return f"{verdict}: {_shortages(over)}"
-    verdict = amount(explanation, other.value)
-    headroom = f"{format_bytes(other.least_headroom_bytes)} of headroom on the tightest GPU"
+    verdict = format_value(explanation, alternative.value)
+    headroom = f"{format_bytes(alternative.least_headroom_bytes)} of headroom on the tightest GPU"
     if explanation.objective in ("latency", "throughput"):
         verdict += f", {headroom}"
-    elif other.request_seconds is not None:
-        verdict = f"{headroom}, {shortly(other.request_seconds)} for a {explanation.work}"
+    elif alternative.request_seconds is not None:
+        verdict = (
+            f"{headroom}, {format_duration(alternative.request_seconds)} for a {explanation.work}"
+        )
     else:
         verdict = headroom
-    used, planned = len(other.shares), len(explanation.shares)
+    used, planned = len(alternative.shares), len(explanation.shares)
     return (
         verdict
         if used == planned
@@ -231,28 +240,31 @@ def _shortages(over: Sequence[Share]) -> str:
         f"{format_bytes(share.budget_bytes)}"
         for share in over[:_MOST_NAMED]
     ]
-    more = len(over) - _MOST_NAMED
-    return joined([*shortages, f"{more} more lack memory"] if more > 0 else shortages)
+    num_hidden = len(over) - _MOST_NAMED
+    return join_words(
+        [*shortages, f"{num_hidden} more lack memory"] if num_hidden > 0 else shortages
+    )
 
 
 def render_explanation(explanation: Explanation) -> RenderableType:
-    """What rich prints: the objective, each GPU, and the alternatives."""
+    """Return a rich renderable: objective, each GPU, alternatives."""
     return Group(*_parts(explanation))
 
 
 def _parts(explanation: Explanation) -> Iterator[RenderableType]:
     yield Text("why", style="bold")
-    yield from map(_indent, filter(None, (*aim(explanation), fewer(explanation))))
+    sentences = (*describe_objective(explanation), explain_gpu_count(explanation))
+    yield from map(_indent, filter(None, sentences))
     for share in explanation.shares:
         yield Text.assemble((share.device, "bold"), " has ", name_modules(share.modules))
-        yield _indent(holds(share))
-        yield from map(_indent, why_not_else(explanation, share.device))
-    yield from map(Text, crossings(explanation))
+        yield _indent(describe_memory(share))
+        yield from map(_indent, explain_neighbors(explanation, share.device))
+    yield from map(Text, describe_transfers(explanation))
     if explanation.alternatives:
         yield Text("alternatives", style="bold")
-    for rival in rivals(explanation):
+    for rival in describe_alternatives(explanation):
         yield _indent(rival.name, style="bold" if rival.is_plan else "")
-        yield _indent(rival.dealt, by=4)
+        yield _indent(rival.layers, by=4)
         yield _indent(rival.verdict, by=4, style="" if rival.fits else "red")
 
 

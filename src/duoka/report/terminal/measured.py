@@ -1,4 +1,4 @@
-"""What was measured beside what was forecast, for people."""
+"""Render measurements beside the forecast."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..measured import Measured
 
 
 def render_measured(plan: Plan, measured: Measured) -> RenderableType:
-    """What rich prints: peaks of each device, and how fast tokens came."""
-    return Group(*_parts(plan, measured))
+    """Return a rich renderable of peak memory by device and of token speed."""
+    return Group(*_measured_parts(plan, measured))
 
 
-def _parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
+def _measured_parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("peak of")
     for name in ("allocated, measured", "forecast", "reserved, measured", "forecast"):

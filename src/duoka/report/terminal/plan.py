@@ -1,4 +1,4 @@
-"""A plan for people: a table, and a bar for each GPU. Readable without colour, and narrow."""
+"""Render a plan: a table and a bar for each GPU, readable without color and on narrow terminals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SPEEDS = ("memory_bytes_per_second", "flops_per_second")
 
 
 class _Kind(NamedTuple):
-    """A kind of bytes: colour, sign in a bar, sign where only ASCII can be shown, column."""
+    """Color, bar character, ASCII bar character and column title of a kind of bytes."""
 
     style: str
     sign: str
@@ -55,12 +55,12 @@ _OUTSIDE = ("free", "CUDA", "others")
 
 
 def render_plan(plan: Plan) -> RenderableType:
-    """What rich prints for a plan: what was asked, a table, bars, and the reasons."""
+    """Return a rich renderable of a plan: request, table, bars, reasons."""
     return _View(plan)
 
 
 def plan_text(plan: Plan) -> str:
-    """The same as plain text, as wide as the terminal."""
+    """Render a plan as plain text in the width of the terminal."""
     console = Console(color_system=None, highlight=False)
     with console.capture() as printed:
         console.print(render_plan(plan))
@@ -91,10 +91,10 @@ class _View:
 
 
 def _heading(plan: Plan) -> Text:
-    model, where = title(plan)
+    model, where = plan_title(plan)
     text = Text(model, style="bold")
     text.append(f" {where}", style="not bold")
-    return text.append("\n" + " · ".join(facts(plan)), style="not bold")
+    return text.append("\n" + " · ".join(plan_facts(plan)), style="not bold")
 
 
 def _table(plan: Plan) -> Table:
@@ -116,8 +116,10 @@ def _table(plan: Plan) -> Table:
     # Much of what is reserved is cached only: a tenth of the budget or more.
     cached = [d for d in plan.forecast.devices if 10 * d.overhead_bytes >= d.budget_bytes]
     if cached:
-        least = ", ".join(f"{d.device} {d.allocated_bytes / divisor:.2f}" for d in cached)
-        table.caption += f";\nwhat is only cached it gives back when pressed; tensors take {least}"
+        allocated = ", ".join(f"{d.device} {d.allocated_bytes / divisor:.2f}" for d in cached)
+        table.caption += (
+            f";\nwhat is only cached it gives back when pressed; tensors take {allocated}"
+        )
     table.caption_justify = "left"
     return table
 
@@ -139,19 +141,19 @@ def _list(plan: Plan) -> Group:
 
 
 def _budgets(plan: Plan) -> Iterator[Text]:
-    """What the budgets of GPUs that are there, or of cards, are made of; equal ones together."""
-    alike: dict[str, list[str]] = {}
+    """Describe how the budgets of detected GPUs and cards are computed, equal ones merged."""
+    names_by_text: dict[str, list[str]] = {}
     reserved = reserves(plan.request.constraints, plan.fleet)
     for name in plan.devices:
         device = plan.fleet.device(name)
         if device.reserve_bytes:
-            alike.setdefault(_budget_parts(device, reserved.get(name, 0)), []).append(name)
-    for text, names in alike.items():
+            names_by_text.setdefault(_budget_parts(device, reserved.get(name, 0)), []).append(name)
+    for text, names in names_by_text.items():
         yield Text(f"{', '.join(names)}: {text}")
 
 
 def _offloaded(plan: Plan) -> Iterator[Text]:
-    """What stays in the host's memory; the GPU's own column has the buffers alone."""
+    """Describe the weights in host memory (the GPU's column has only the buffers)."""
     if plan.offloaded:
         forecast = plan.forecast
         seconds = forecast.copy_seconds
@@ -163,7 +165,7 @@ def _offloaded(plan: Plan) -> Iterator[Text]:
 
 
 def _emulation(plan: Plan) -> Iterator[Text]:
-    """Which of the GPUs that are used lack the plan's dtype."""
+    """Name the GPUs in use that emulate the plan's dtype."""
     if plan.workload.dtype != "bfloat16":
         return
     lacking = [name for name in plan.devices if plan.fleet.device(name).has_bfloat16 is False]
@@ -185,19 +187,19 @@ def _budget_parts(device: Device, asked_bytes: int) -> str:
         what = f"{device.product}, {offered} when empty" if device.product else offered
     overhead_bytes = device.reserve_bytes - asked_bytes
     measured = " (measured)" if "reserve_bytes" in device.measured else ""
-    less = (
+    deductions = (
         [f"less {format_bytes(overhead_bytes)} kept for CUDA{measured}"]
         if overhead_bytes > 0
         else []
     )
-    less += [f"less {format_bytes(asked_bytes)} left free, as asked"] if asked_bytes else []
-    return ", ".join([what, *less])
+    deductions += [f"less {format_bytes(asked_bytes)} left free, as asked"] if asked_bytes else []
+    return ", ".join([what, *deductions])
 
 
 def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
     devices = plan.forecast.devices
     label = max(len(device.device) for device in devices) + 1
-    parts_of = [{**device.kinds, **left_over(plan, device)} for device in devices]
+    parts_of = [{**device.kinds, **unplanned_bytes(plan, device)} for device in devices]
     longest = max(sum(parts.values()) for parts in parts_of)
     room = max(min(columns - label, _WIDEST_BAR), 8)
     rows: list[Text] = []
@@ -205,20 +207,22 @@ def _bars(plan: Plan, columns: int, *, ascii_only: bool) -> Group:
     for device, parts in zip(devices, parts_of, strict=True):
         width = max(round(room * sum(parts.values()) / longest), 1)
         parts = {kind: parts[kind] for kind in kinds}
-        rows.append(Text(device.device.ljust(label)) + bar(parts, width, ascii_only=ascii_only))
-    return Group(*rows, Text(" " * label) + legend(kinds, ascii_only=ascii_only))
+        rows.append(
+            Text(device.device.ljust(label)) + draw_bar(parts, width, ascii_only=ascii_only)
+        )
+    return Group(*rows, Text(" " * label) + draw_legend(kinds, ascii_only=ascii_only))
 
 
-def bar(parts: Mapping[str, int], width: int, *, ascii_only: bool) -> Text:
-    """Bytes by kind as so many signs beside one another."""
+def draw_bar(parts: Mapping[str, int], width: int, *, ascii_only: bool) -> Text:
+    """Draw bytes by kind as a bar of `width` characters."""
     text = Text()
     for kind, cells in zip(parts, _share([*parts.values()], width), strict=True):
         text.append(_sign(kind, ascii_only=ascii_only) * cells, style=KINDS[kind].style)
     return text
 
 
-def legend(kinds: Iterable[str], *, ascii_only: bool) -> Text:
-    """What the signs of bars stand for."""
+def draw_legend(kinds: Iterable[str], *, ascii_only: bool) -> Text:
+    """Draw the legend of the bar characters."""
     text = Text()
     for kind in kinds:
         text.append(_sign(kind, ascii_only=ascii_only), style=KINDS[kind].style)
@@ -231,13 +235,13 @@ def _sign(kind: str, *, ascii_only: bool) -> str:
 
 
 def _kinds(plan: Plan) -> list[str]:
-    """The kinds of bytes that there are: a cache in answering, what learning needs in training."""
-    other = {"KV cache"} if plan.workload.training is not None else {"gradients", "optimizer"}
-    return [kind for kind in KINDS if kind not in other]
+    """Return the kinds of bytes of the plan: with KV cache, or with training states."""
+    hidden = {"KV cache"} if plan.workload.training is not None else {"gradients", "optimizer"}
+    return [kind for kind in KINDS if kind not in hidden]
 
 
-def left_over(plan: Plan, stage: StageBytes) -> dict[str, int]:
-    """What isn't the plan's: free, kept for CUDA, and others', as far as that is known."""
+def unplanned_bytes(plan: Plan, stage: StageBytes) -> dict[str, int]:
+    """Return the bytes outside of the plan: free, kept for CUDA, and of other processes."""
     device = plan.fleet.device(stage.device)
     # As asked for, and not for CUDA.
     kept_bytes = reserves(plan.request.constraints, plan.fleet).get(stage.device, 0)
@@ -250,7 +254,7 @@ def left_over(plan: Plan, stage: StageBytes) -> dict[str, int]:
 
 
 def _share(parts: Sequence[int], width: int) -> list[int]:
-    """Deal the cells of a bar to its parts, each within one cell of its share."""
+    """Distribute `width` cells over the parts, each within one cell of its exact share."""
     # A plan's file can say anything: with a negative part another one would be longer than the bar.
     parts = [max(part, 0) for part in parts]
     total = sum(parts) or 1
@@ -262,7 +266,7 @@ def _share(parts: Sequence[int], width: int) -> list[int]:
 
 
 def _cache(plan: Plan) -> Iterator[Text]:
-    """How many tokens and users the cache has room for."""
+    """Describe the capacity of the KV cache in tokens and users."""
     context = plan.workload.context_tokens
     tokens = cache_tokens(plan.forecast, plan.workload)
     if not tokens:
@@ -279,14 +283,14 @@ def _modules(plan: Plan, device: str) -> str:
     return name_modules(modules_of(plan.placement.entries, device))
 
 
-def title(plan: Plan) -> tuple[str, str]:
-    """The model, and on how many of the devices it is."""
+def plan_title(plan: Plan) -> tuple[str, str]:
+    """Return the model and the number of devices in use."""
     kind = "devices" if "cpu" in plan.fleet.names else "GPUs"
     return plan.model or "model", f"on {len(plan.devices)} of {len(plan.fleet.devices)} {kind}"
 
 
-def facts(plan: Plan) -> Iterator[str]:
-    """What was planned for."""
+def plan_facts(plan: Plan) -> Iterator[str]:
+    """Yield the parts of the request in short words."""
     yield from workload_facts(plan.workload)
     yield _CHOSEN.get(plan.objective, f"for {plan.objective}")
     if any(map(is_tight, plan.forecast.devices)):
@@ -294,7 +298,7 @@ def facts(plan: Plan) -> Iterator[str]:
 
 
 def workload_facts(workload: Workload) -> Iterator[str]:
-    """Yield what a workload is, in a few words each."""
+    """Yield the parts of a workload in short words."""
     yield workload.dtype
     if workload.quantize != "none":
         yield f"weights in {workload.quantize}"
@@ -342,7 +346,7 @@ def _training(workload: Workload, training: Training) -> Iterator[str]:
 
 
 def render_seconds(plan: Plan) -> Iterator[Text]:
-    """Yield how fast a plan is about, and whether that was measured; nothing where unknown."""
+    """Yield the forecast speed and its origin, if known."""
     seconds = plan.forecast.seconds
     if seconds is None:
         return
@@ -370,7 +374,7 @@ def _origin(plan: Plan) -> str:
     ]
     if len(measured) == len(plan.devices):
         pairs = pairwise(plan.devices)
-        links = [plan.fleet.link(one, other) for one, other in pairs]
+        links = [plan.fleet.link(source, target) for source, target in pairs]
         published = any(link is None or not link.measured for link in links)
         source = "as fast as GPUs of this kind were measured here"
         return f"{source}, links as published" if published else source

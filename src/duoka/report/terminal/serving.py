@@ -1,4 +1,4 @@
-"""What a plan for many requests is good for, in sentences: pages, requests, tokens a second."""
+"""Sentences on a plan for concurrent requests: pages, requests, tokens per second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHORTER = (1, 4, 16)
 
 
 def render_serving(plan: Plan) -> Iterator[Text]:
-    """Yield how many pages there are, for how many requests, and how fast these are answered."""
+    """Yield the number of pages, the number of requests, and their throughput."""
     pages = plan.workload.pages
     assert pages is not None, "a plan's workload is resolved"
     tokens = pages * PAGE_TOKENS
@@ -26,19 +26,19 @@ def render_serving(plan: Plan) -> Iterator[Text]:
 
 
 def _by_stage(plan: Plan) -> str:
-    """How many pages each stage would have room for; the least is what there is."""
+    """List the pages that each stage could hold; the minimum is used."""
     pages = plan.workload.pages or 0
     parts = []
     for stage in plan.forecast.devices:
         size = stage.kv_cache_bytes // (pages + 1)
         if size:
-            left = stage.free_bytes - room_bytes(stage.budget_bytes)
-            parts.append(f"{stage.device} holds {pages + max(left, 0) // size:,}")
+            free_bytes = stage.free_bytes - room_bytes(stage.budget_bytes)
+            parts.append(f"{stage.device} holds {pages + max(free_bytes, 0) // size:,}")
     return ", ".join(parts)
 
 
 def _requests(plan: Plan, pages: int) -> str:
-    """How many requests of some lengths fit."""
+    """List how many requests of several lengths fit."""
     workload = plan.workload
     lengths = dict.fromkeys(max(workload.context_tokens // part, 1) for part in _SHORTER)
     parts = []
@@ -52,7 +52,7 @@ def _requests(plan: Plan, pages: int) -> str:
 
 
 def _loads(plan: Plan) -> Iterator[str]:
-    """How fast they are answered, by formula, and what several stages do for that."""
+    """Describe the throughput by formula, and the effect of several stages."""
     loads, num = plan.forecast.serving_speeds, len(plan.devices)
     if not loads:
         return
@@ -60,25 +60,25 @@ def _loads(plan: Plan) -> Iterator[str]:
         f"{load.requests}: {format_roughly(load.best_tokens_per_second)}" for load in loads
     )
     yield f"tokens/s by formula, each request at half its length, by how many there are: {speeds}"
-    one = loads[0]
-    if num == 1 or one.requests != 1:
+    single = loads[0]
+    if num == 1 or single.requests != 1:
         return
     yield (
-        f"one request alone gets {format_roughly(one.best_tokens_per_second)} tokens/s, and {num} "
-        "GPUs don't make it faster: each of its tokens passes them one after another"
+        f"one request alone gets {format_roughly(single.best_tokens_per_second)} tokens/s, and "
+        f"{num} GPUs don't make it faster: each of its tokens passes them one after another"
     )
-    together = [load for load in loads if not load.is_grouped]
-    if (most := loads[-1]).is_grouped:
+    ungrouped = [load for load in loads if not load.is_grouped]
+    if (largest := loads[-1]).is_grouped:
         yield (
-            f"{most.requests} in {min(num, most.requests)} groups, each on another GPU, get "
-            f"{_gain(most):.2f} times what they would get together, one GPU after another"
+            f"{largest.requests} in {min(num, largest.requests)} groups, each on another GPU, get "
+            f"{_gain(largest):.2f} times what they would get together, one GPU after another"
         )
-    if together:
-        least = min(together, key=_gain)
+    if ungrouped:
+        lowest = min(ungrouped, key=_gain)
         yield (
-            f"{', '.join(str(load.requests) for load in together)} at once stay in one group, one "
-            f"GPU after another: {least.requests} in {min(num, least.requests)} groups would get "
-            f"{_gain(least):.2f} times that, since each group comes to the slowest GPU by itself"
+            f"{', '.join(str(load.requests) for load in ungrouped)} at once stay in one group, one "
+            f"GPU after another: {lowest.requests} in {min(num, lowest.requests)} groups would get "
+            f"{_gain(lowest):.2f} times that, since each group comes to the slowest GPU by itself"
         )
 
 

@@ -1,4 +1,4 @@
-"""Words for what plans and reports hold: modules, places, devices, faults. It lays nothing out."""
+"""Descriptions of modules, places, devices and faults, without layout."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PACKAGES = ("site-packages", "dist-packages")
 _EFFECTS = {"raises": "CUDA raises an error", "nothing": "it works here"}
 
 
-def heading(fault: Fault) -> str:
-    """What a fault is and what comes of it, in one line."""
-    return f"{what(fault)}: {_EFFECTS[fault.effect]}"
+def describe_fault(fault: Fault) -> str:
+    """Describe a fault and its effect in one line."""
+    return f"{describe_operation(fault)}: {_EFFECTS[fault.effect]}"
 
 
-def what(fault: Fault) -> str:
-    """What a fault is."""
-    devices = joined(fault.devices) if fault.devices else "several devices"
+def describe_operation(fault: Fault) -> str:
+    """Describe a fault."""
+    devices = join_words(fault.devices) if fault.devices else "several devices"
     return {
         "mixed-devices": f"{fault.op} of tensors on {devices}",
         "in-place": f"{fault.op} writes to a tensor on {fault.target}",
@@ -38,24 +38,24 @@ def what(fault: Fault) -> str:
     }[fault.kind]
 
 
-def going(operand: Operand, fault: Fault) -> str:
-    """Where a tensor went, if it did; "" otherwise."""
+def describe_move(operand: Operand, fault: Fault) -> str:
+    """Describe where a moved tensor went; "" if it did not move."""
     return f", moved to {fault.target} to go on" if operand.moved else ""
 
 
-def joined(texts: Sequence[str]) -> str:
-    """Join texts as people do."""
-    *most, last = texts
-    return f"{', '.join(most)} and {last}" if most else last
+def join_words(texts: Sequence[str]) -> str:
+    """Join texts with commas and "and"."""
+    *head, tail = texts
+    return f"{', '.join(head)} and {tail}" if head else tail
 
 
-def where(place: Place, *, brief: bool = False) -> str:
-    """A place as file and line; with `brief` only the file's own name."""
-    return f"{Path(place.file).name if brief else file(place.file)}:{place.line}"
+def format_place(place: Place, *, brief: bool = False) -> str:
+    """Format a place as file and line; with `brief` only the file name."""
+    return f"{Path(place.file).name if brief else shorten_path(place.file)}:{place.line}"
 
 
-def file(path: str) -> str:
-    """A file's path, from where packages are installed on, or from the working directory."""
+def shorten_path(path: str) -> str:
+    """Shorten a path to its part below site-packages or the working directory."""
     full_path = Path(path)
     packages = (parent for parent in full_path.parents if parent.name in _PACKAGES)
     for root in (*packages, Path.cwd()):
@@ -64,59 +64,63 @@ def file(path: str) -> str:
     return path
 
 
-def linked(place: Place, *, brief: bool = False) -> Text:
-    """A place as `where` has it, which leads to the file on terminals that can."""
+def link_place(place: Place, *, brief: bool = False) -> Text:
+    """Format a place like `format_place`, as a hyperlink on terminals that support it."""
     path = Path(place.file)
     style = Style(link=path.as_uri()) if path.is_absolute() else ""
-    return Text(where(place, brief=brief), style=style)
+    return Text(format_place(place, brief=brief), style=style)
 
 
-def module(name: str) -> str:
-    """A module's name; long ones lose their middle."""
-    return cropped(name or _WITHOUT_NAME)
+def format_module(name: str) -> str:
+    """Format a module name, shortening the middle of long names."""
+    return crop(name or _WITHOUT_NAME)
 
 
-def modules(names: Sequence[str]) -> str:
-    """How many modules, and which."""
+def format_modules(names: Sequence[str]) -> str:
+    """Format the number of modules and their names."""
     if len(names) == 1:
-        return module(names[0])
+        return format_module(names[0])
     return f"{format_count(len(names), 'module')}: {shorten(n or _WITHOUT_NAME for n in names)}"
 
 
-def during(phase: str) -> str:
-    """In which step."""
+def describe_phase(phase: str) -> str:
+    """Describe the phase of a step."""
     if phase == "build":
         return "while it was built"
     return f"in {phase}" if phase else "before the first step"
 
 
-def times(count: int) -> str:
-    """How often."""
+def format_times(count: int) -> str:
+    """Format a count of occurrences."""
     return "once" if count == 1 else f"{count} times"
 
 
-def tensor(operand: Operand) -> str:
-    """A tensor's type, shape and size."""
+def format_tensor(operand: Operand) -> str:
+    """Format dtype, shape and size of a tensor."""
     size = format_bytes(operand.num_bytes)
     shape = ", ".join(map(str, operand.shape))
     return f"{operand.dtype} [{shape}], {size}"
 
 
-def origin(source: Origin) -> str:
-    """Where a tensor comes from."""
-    named = source.name and f" {source.name}"
+def describe_origin(source: Origin) -> str:
+    """Describe the origin of a tensor."""
+    name_suffix = source.name and f" {source.name}"
     if source.place is None:
         return {
             "operation": "the result of an operation",
-            "attribute": f"the plain attribute{named}",
+            "attribute": f"the plain attribute{name_suffix}",
             "constant": "a constant",
-        }.get(source.kind, f"the {source.kind}{named}")
-    expression = f"{cropped(source.place.text)} at {where(source.place, brief=True)}"
-    return expression if source.kind == "operation" else f"the {source.kind}{named}, {expression}"
+        }.get(source.kind, f"the {source.kind}{name_suffix}")
+    expression = f"{crop(source.place.text)} at {format_place(source.place, brief=True)}"
+    return (
+        expression
+        if source.kind == "operation"
+        else f"the {source.kind}{name_suffix}, {expression}"
+    )
 
 
-def cropped(text: str, longest: int = _LONGEST) -> str:
-    """A text without its middle, where it is too long."""
+def crop(text: str, longest: int = _LONGEST) -> str:
+    """Remove the middle of a text longer than `longest`."""
     if len(text) <= longest:
         return text
     head = (longest - 1) // 2
@@ -124,27 +128,29 @@ def cropped(text: str, longest: int = _LONGEST) -> str:
 
 
 def name_modules(names: Sequence[str]) -> str:
-    """Shorten the modules of a stage: a run of numbered ones becomes its ends."""
+    """Shorten the modules of a stage: consecutive numbers become a range."""
     return ", ".join(runs(without_prefix(name) for name in names))
 
 
 def modules_of(entries: Sequence[tuple[str, str]], device: str) -> list[str]:
-    """The modules of a device, where all of a tower is there the tower's own name instead.
+    """Return the modules of a device, a tower that is complete on it as one name.
 
-    The model's main layers are always named: people look for them.
+    The main layers are always listed individually.
     """
     names = [name for name, at in entries if at == device]
     main = main_list([name for name, _ in entries])
     if main is None:
         return names
-    apart = {main, *containing(main)}
-    apart.update(part for name, at in entries if at != device for part in containing(name))
-    whole = ([name, *(part for part in containing(name) if part not in apart)] for name in names)
-    return list(dict.fromkeys(parts[-1] for parts in whole))
+    split_names = {main, *containing(main)}
+    split_names.update(part for name, at in entries if at != device for part in containing(name))
+    towers = (
+        [name, *(part for part in containing(name) if part not in split_names)] for name in names
+    )
+    return list(dict.fromkeys(parts[-1] for parts in towers))
 
 
 def count_layers(parts: Sequence[Sequence[str]]) -> list[int] | None:
-    """How many of the model's layers each part has; None where the model has no list of them."""
+    """Count the model's layers in each part; None if the model has no list of layers."""
     main = main_list([name for part in parts for name in part])
     if main is None:
         return None
@@ -154,15 +160,15 @@ def count_layers(parts: Sequence[Sequence[str]]) -> list[int] | None:
 
 
 def without_prefix(name: str) -> str:
-    """A module's name without what most names begin with."""
+    """Remove common prefixes from a module name."""
     for prefix in ("model.", "transformer.", "language_model."):
         name = name.removeprefix(prefix)
     return name or "everything"
 
 
-def map_faults(faults: Faults) -> Iterator[tuple[str, list[str]]]:
-    """What is wrong with names, and which; those that differ in a number are one."""
-    for what, names in (
+def describe_map_errors(faults: Faults) -> Iterator[tuple[str, list[str]]]:
+    """Yield kinds of errors in a map with the names, numbered names merged."""
+    for describe_operation, names in (
         ("no device for", runs(faults.missing)),
         ("not there", corrections(faults)),
         ("two devices for", runs(faults.doubled)),
@@ -170,4 +176,4 @@ def map_faults(faults: Faults) -> Iterator[tuple[str, list[str]]]:
         ("no such device, for", runs(faults.misplaced)),
     ):
         if names:
-            yield what, names
+            yield describe_operation, names

@@ -12,7 +12,7 @@ from duoka.forecast.profile import Profile
 from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 from duoka.report.export import common
-from duoka.report.export.text import command_line
+from duoka.report.export.text import format_command
 from duoka.report.export.vllm import NAME, VllmCommand, read_command
 
 from .nodes import Node, devices_by_node
@@ -48,7 +48,7 @@ class NodeCommand:
     def shell_text(self, python: Path) -> str:
         """The same for a shell, with the Python that vLLM is installed for."""
         words = [os.fspath(python), "-P", "-m", MODULE, *self.words]
-        return command_line(self.environment, words, self.options)
+        return format_command(self.environment, words, self.options)
 
 
 def commands(
@@ -103,7 +103,7 @@ def _environment_there(
 ) -> tuple[tuple[str, str], ...]:
     """The plan's environment on the machine of some of its GPUs, which have other numbers there."""
     shared = [pair for pair in command.environment if not pair[0].startswith("CUDA_")]
-    return (*common.visible(NAME, devices), *shared)
+    return (*common.visible_environment(NAME, devices), *shared)
 
 
 def _joining(head: Node, rank: int, num_nodes: int) -> list[tuple[str, str]]:
@@ -129,7 +129,7 @@ def _listening(plan: Plan, options: VllmOptions) -> list[tuple[str, str]]:
 
 def served_name(plan: Plan, options: VllmOptions) -> str:
     """What clients call the model."""
-    name = common.name_of(plan)
+    name = common.model_name(plan)
     return options.name or (PurePath(name).name if PurePath(name).is_absolute() else name)
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from duoka.base.units import format_bytes, format_seconds, unit_for
 from duoka.hardware.nvml import Activity
-from duoka.report.terminal.plan import KINDS, bar, legend
+from duoka.report.terminal.plan import KINDS, draw_bar, draw_legend
 
 from .snapshot import GpuNow, GpuSnapshot
 
@@ -43,7 +43,7 @@ class View:
             yield from self._gpu(gpu, columns, ascii_only=options.ascii_only)
         if snapshot.gpus:
             kinds = [*self._kinds, "others", "free"]
-            yield Text("\n") + legend(kinds, ascii_only=options.ascii_only)
+            yield Text("\n") + draw_legend(kinds, ascii_only=options.ascii_only)
 
     def _gpu(self, gpu: GpuNow, columns: int, *, ascii_only: bool) -> Iterator[Text]:
         yield _heading(gpu)
@@ -51,7 +51,7 @@ class View:
             stages = [process.measured.kinds for process in gpu.processes]
             parts = {kind: sum(stage[kind] for stage in stages) for kind in self._kinds}
             parts |= {"others": gpu.others_bytes, "free": gpu.free_bytes}
-            yield bar(parts, columns, ascii_only=ascii_only)
+            yield draw_bar(parts, columns, ascii_only=ascii_only)
         if gpu.processes:
             yield from self._table(gpu)
         yield from _remarks(gpu)

@@ -80,7 +80,7 @@ class Monitor:
         """How everything is now."""
         devices, notes = [], self._notes
         try:
-            devices = live.read()
+            devices = live.read_memory()
         except DuokaError as error:
             notes += (f"{error}; {error.hint}",)
         gpus = _gpus([] if self._watch is None else self._watch.look(), devices)
