@@ -101,22 +101,22 @@ def _talk_with_a_person(conversation: Conversation) -> None:
             signals.forget()  # not before: an impatient second Ctrl-C would end the program
 
 
-def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = False) -> bool:
+def _turn(conversation: Conversation, line: str | None, *, is_stoppable: bool = False) -> bool:
     """Carry out a line; return False at the end of the conversation."""
-    if said is None or said == "/exit":
+    if line is None or line == "/exit":
         return False
-    if said == "/clear":
+    if line == "/clear":
         conversation.clear()
         stderr().print("forgotten")
-    elif said == "/help":
+    elif line == "/help":
         stderr().print(_HELP)
-    elif said == _IMAGE or said.startswith(f"{_IMAGE} "):
-        _show(conversation, said.removeprefix(_IMAGE).strip())
-    elif said.startswith("/") and said[1:].isalpha():
-        stderr().print(f"{said} is no command; /help shows them", markup=False)
-    elif said:
+    elif line == _IMAGE or line.startswith(f"{_IMAGE} "):
+        _show(conversation, line.removeprefix(_IMAGE).strip())
+    elif line.startswith("/") and line[1:].isalpha():
+        stderr().print(f"{line} is no command; /help shows them", markup=False)
+    elif line:
         try:
-            _answer(conversation, said)
+            _answer(conversation, line)
         except KeyboardInterrupt:
             if not is_stoppable:
                 raise

@@ -314,10 +314,10 @@ class Repaired:
 
 def _refuse_unwritable(directory: Path) -> None:
     """Refuse an unwritable directory, before the check."""
-    there = directory
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = directory
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(
             f"the changed files can't be written to {str(directory)!r}",
             hint="name a directory that you may write to: --output DIR",

@@ -187,10 +187,10 @@ def _print_message(message: str, hint: str | None) -> None:
 def _print_usage(error: Any) -> int:
     command = "duoka" if error.ctx is None else error.ctx.command_path
     hint = f"`{command} --help` shows what it takes"
-    said = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
+    option_name = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
     options = set() if error.ctx is None else {o for p in error.ctx.command.params for o in p.opts}
     for option, peers in _PEERS.items():
-        if said in peers.split() and option.split()[0] in options:
+        if option_name in peers.split() and option.split()[0] in options:
             hint = f"here that is {option}; {hint}"
             break
     _print_message(error.format_message(), hint)

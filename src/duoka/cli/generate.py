@@ -173,13 +173,13 @@ def _stream(
 ) -> Completion:
     """Show an answer as it comes; keep leading white space of a continued text."""
     pieces = engine.submit(prompt, params)
-    text, said = iter(pieces), is_raw
+    text, has_begun = iter(pieces), is_raw
     with working("reading the prompt"):
-        first = next(text, "")
-    for piece in chain([first], text):
-        shown = piece if said else piece.lstrip()
-        said = said or bool(shown)
-        answer(shown)
+        first_piece = next(text, "")
+    for piece in chain([first_piece], text):
+        text_shown = piece if has_begun else piece.lstrip()
+        has_begun = has_begun or bool(text_shown)
+        answer(text_shown)
     answer("\n")
     return pieces.result()
 

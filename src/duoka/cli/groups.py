@@ -24,7 +24,7 @@ def option(
     panel: str | None = None,
     names: tuple[str, ...] = (),
     values: Sequence[str] = (),
-    **more: Any,
+    **settings: Any,
 ) -> Any:
     """Declare a field of a group: an option with a value, by default None.
 
@@ -37,7 +37,7 @@ def option(
         rich_help_panel=panel,
         show_default=False,
         autocompletion=_completing(values),
-        **more,
+        **settings,
     )
     return field(default=None, metadata={"option": declared})
 

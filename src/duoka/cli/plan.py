@@ -169,9 +169,9 @@ def _plan_again(
     model: ModelOptions, options: PlanOptions, training: Training | None, pins: Pins
 ) -> duoka.Plan:
     """Plan with more pins, silently."""
-    said = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
+    all_pins = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
     with redirect_stderr(StringIO()):
-        return planning.make_plan(model, replace(options, pin=said), training)
+        return planning.make_plan(model, replace(options, pin=all_pins), training)
 
 
 def _save_page(plan: duoka.Plan, file: Path) -> None:

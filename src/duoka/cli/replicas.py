@@ -39,10 +39,10 @@ def show_copies(copies: Replicas) -> None:
     from duoka.report.terminal import render_plan
 
     stdout().print("\n".join(_summary(copies)), markup=False)
-    alike: dict[object, list[int]] = {}
+    equal_copies: dict[object, list[int]] = {}
     for index, plan in enumerate(copies.plans):
-        alike.setdefault(_nameless(plan), []).append(index)
-    for first, *like_it in alike.values():
+        equal_copies.setdefault(_nameless(plan), []).append(index)
+    for first, *like_it in equal_copies.values():
         plan = copies.plans[first]
         title = f"copy {first + 1} of {len(copies.plans)}"
         if like_it:

@@ -71,11 +71,11 @@ def working(what: str = "") -> Iterator[None]:
             yield
         return
 
-    said: set[str] = set()
+    printed: set[str] = set()
 
     def show(text: str) -> None:
-        if text not in said:
-            said.add(text)
+        if text not in printed:
+            printed.add(text)
             console.print(text, markup=False, soft_wrap=True)
 
     if what:

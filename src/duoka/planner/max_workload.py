@@ -39,6 +39,8 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
     def fits(index: int) -> bool:
         return bool(place_best(profile, resize(index), leave_room=False))
 
+    # Bounds grow with the size, so bisection finds the first size that they rule out. Exact bytes
+    # need not grow, so the sizes below are tried one by one from there downwards.
     stop = bisect_left(
         range(len(sizes)), True, key=lambda index: not is_conceivable(profile, resize(index))
     )
@@ -59,7 +61,7 @@ def _describe_smallest(profile: Profile, problem: PlanProblem) -> InfeasibleErro
     smallest = smallest_problem(profile, problem)
     refuse_unplannable(profile, smallest)
     plan = place_best(profile, smallest)
-    assert not plan, "the smallest size was tried"
+    assert isinstance(plan, NoPlan), "the smallest size was tried"
     return plan.describe()
 
 

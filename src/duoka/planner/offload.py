@@ -27,6 +27,8 @@ def candidates(profile: Profile) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _runs(profile: Profile) -> Iterator[tuple[int, tuple[int, ...]]]:
+    # For blocks a b c c d: runs that end with d, then (d is unlike the others) runs that end with
+    # the second c; there it stops, because kind c occurs more than once.
     blocks = offloadable(profile)
     sizes = [weight_bytes(profile, block) for block in blocks]
     uses = Counter(block.kind for block in profile.blocks)

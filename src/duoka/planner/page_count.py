@@ -74,6 +74,10 @@ def with_pages(
     first run with a count that fits is searched by halves.
     """
 
+    # State: the largest count not ruled out yet (`max_pages`). `segments` is constant on a run of
+    # counts whose tensors fall into segments of the same size; within a run the reserved bytes grow
+    # with the count, so bisection finds the last one that fits. From run to run they may fall, so
+    # runs are taken from above: the first run whose least count fits holds the answer.
     @cache
     def peaks_at(pages: int) -> list[StageBytes]:
         replay = ServingReplay(profile, replace(workload, pages=pages))

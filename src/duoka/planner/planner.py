@@ -149,7 +149,10 @@ def _place_offloaded(profile: Profile, problem: PlanProblem) -> Plan | None:
     host_budgets = [
         device.budget_bytes for device in problem.fleet.devices if device not in gpus.devices
     ]
-    # All stages together hold at least the bytes of one stage of everything, whatever the cuts.
+    # Candidates come with ascending bytes, so the first one with a plan keeps the fewest bytes on
+    # the host. Most are skipped by two bounds: too few bytes for the GPUs' shortfall (all stages
+    # together hold at least the bytes of one stage of everything, whatever the cuts), and lower
+    # bounds of the search with the rest.
     least_bytes = min(
         int(costs.lower_bound_bytes[0, -1]) for costs in _chunked_costs(profile, problem)
     )
@@ -179,6 +182,8 @@ def _place_in_order(
     profile: Profile, problem: PlanProblem, *, leave_room: bool = True
 ) -> Plan | NoPlacement:
     """Return the first plan in the order of preference: room first, then whatever fits."""
+    # `preferences`: large chunks with room, small chunks with room, any chunk without room. Within
+    # each, fewer devices are better than larger chunks.
     chunked = _chunked_costs(profile, problem)
     *with_room, without_room = preferences(chunked) if leave_room else (chunked,)
     for roomy_costs in with_room:

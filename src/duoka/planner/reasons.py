@@ -123,12 +123,12 @@ def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> R
     return Reason("offloaded", values)
 
 
-def chunk_reason(requested: Workload, chosen: Workload) -> Iterator[Reason]:
+def chunk_reason(requested: Workload, resolved: Workload) -> Iterator[Reason]:
     """Give the reason for chunks of the prompt, or passes of images, not asked for."""
-    if requested.images and requested.vision_batch == "auto" and chosen.vision_batch is not None:
-        yield Reason("vision-batch", {"images": chosen.vision_batch})
-    chunk = chosen.prefill_chunk_tokens
-    if chosen.is_paged:
+    if requested.images and requested.vision_batch == "auto" and resolved.vision_batch is not None:
+        yield Reason("vision-batch", {"images": resolved.vision_batch})
+    chunk = resolved.prefill_chunk_tokens
+    if resolved.is_paged:
         return  # it is what a step takes of all requests
     if requested.prefill_chunk_tokens == "auto" and isinstance(chunk, int):
         kind = "small-chunks" if chunk < LEAST_CHUNK_TOKENS else "chunks"
@@ -149,14 +149,14 @@ def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reas
 
 
 def quantization_reason(
-    chosen: Workload, tried: Sequence[str], *, is_offloaded: bool
+    resolved: Workload, tried: Sequence[str], *, is_offloaded: bool
 ) -> Iterator[Reason]:
     """Give the reason for the quantization, if left open."""
     forms = ["unquantized" if form == "none" else f"in {form}" for form in tried]
     if forms and is_offloaded:
         yield Reason("offloaded-unquantized", {"tried": " or ".join(forms)})
     elif forms:
-        yield Reason("quantized", {"form": chosen.quantize, "tried": " or ".join(forms)})
+        yield Reason("quantized", {"form": resolved.quantize, "tried": " or ".join(forms)})
 
 
 def crossing_values(crossings: int, free_bytes: int) -> dict[str, int | str]:

@@ -126,30 +126,31 @@ def answer_checkpoint(
             "the host's memory",
             hint="leave out the offload, or take the 16-bit checkpoint",
         )
+    # A profile is traced once, however often its workload comes up among schemes and suggestions.
     find_profile = cache(find_profile)
     problem = replace(problem, trust_remote_code=checkpoint.trust_remote_code)
 
     def profile_for(workload: Workload) -> Profile:
         return find_profile(workload_for(checkpoint, workload))
 
-    *earlier, last = _with_schemes(checkpoint, problem)
+    *earlier, selected = _with_schemes(checkpoint, problem)
     failed = []
     for candidate in earlier:
         profile = find_profile(candidate.workload)
         if solve(profile, candidate) or _plan_in_parts(profile, candidate, profile_for):
-            last = candidate
+            selected = candidate
             break
         failed.append(candidate.workload.quantize)
     try:
         plan = answer(
-            find_profile(last.workload),
-            last,
+            find_profile(selected.workload),
+            selected,
             profile_for=profile_for,
             request=problem.request,
             suggest=suggest,
         )
     except InfeasibleError as error:
-        note = whole_prompt_note(checkpoint, last.workload)
+        note = whole_prompt_note(checkpoint, selected.workload)
         raise error.with_ways_out(error.ways_out, f"; {note}") if note else error from None
     reasons = quantization_reason(plan.workload, failed, is_offloaded=bool(plan.offloaded))
     return replace(plan, source=checkpoint.source, why=(*reasons, *plan.why))

@@ -35,7 +35,7 @@ def find_plan(profile: Profile, problem: PlanProblem) -> Plan:
     if problem.largest is None and problem.device_map is None:
         refuse_unplannable(profile, problem)
     plan = solve(profile, problem)
-    if not plan:
+    if isinstance(plan, NoPlan):
         raise plan.describe()
     return plan
 

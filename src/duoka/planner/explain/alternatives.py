@@ -189,6 +189,8 @@ def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
 
     No other order of the devices leaves more headroom on the tightest one.
     """
+    # Exchange argument: if a smaller device holds a larger stage, swapping the two devices lowers
+    # neither of the two headrooms below the lesser one before.
     cuts = _equal_cuts(trial, len(devices))
     needs = [share.requested_bytes for share in trial.shares(_to_stages(cuts, devices))]
     hungriest = sorted(range(len(needs)), key=lambda place: -needs[place])

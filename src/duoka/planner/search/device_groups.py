@@ -47,21 +47,21 @@ def group_devices(
     *,
     links: Floats | None,
     timed: bool,
-    alone: frozenset[int] = frozenset(),
+    fixed: frozenset[int] = frozenset(),
 ) -> tuple[DeviceGroup, ...]:
     """Group devices whose exchange changes no cost.
 
-    The seconds of a stage are taken to depend on the device's speeds alone. Those in `alone`
+    The seconds of a stage are taken to depend on the device's speeds alone. Those in `fixed`
     can't be exchanged.
     """
     devices = fleet.devices
 
-    def same(one: int, other: int) -> bool:
+    def are_equal(index: int, other_index: int) -> bool:
         return (
-            not alone & {one, other}
-            and devices[one].budget_bytes == devices[other].budget_bytes
-            and (not timed or speeds(devices[one]) == speeds(devices[other]))
-            and (links is None or _exchangeable(links, one, other))
+            not fixed & {index, other_index}
+            and devices[index].budget_bytes == devices[other_index].budget_bytes
+            and (not timed or speeds(devices[index]) == speeds(devices[other_index]))
+            and (links is None or _exchangeable(links, index, other_index))
         )
 
     return tuple(
@@ -71,7 +71,7 @@ def group_devices(
             budget_bytes=devices[group[0]].budget_bytes,
             seconds=costs.seconds(devices[group[0]]) if timed else None,
         )
-        for index, group in enumerate(_alike(len(devices), same))
+        for index, group in enumerate(_group_indices(len(devices), are_equal))
     )
 
 
@@ -84,21 +84,21 @@ def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
         if (link := links.get((source, target))) is not None:
             rates[:, i, j] = link.bytes_per_second, link.latency_seconds
 
-    def same(one: int, other: int) -> bool:
+    def are_equal(index: int, other_index: int) -> bool:
         return (
-            devices[one].budget_bytes == devices[other].budget_bytes
-            and speeds(devices[one]) == speeds(devices[other])
-            and all(_exchangeable(rate, one, other) for rate in rates)
+            devices[index].budget_bytes == devices[other_index].budget_bytes
+            and speeds(devices[index]) == speeds(devices[other_index])
+            and all(_exchangeable(rate, index, other_index) for rate in rates)
         )
 
-    return tuple(map(tuple, _alike(len(devices), same)))
+    return tuple(map(tuple, _group_indices(len(devices), are_equal)))
 
 
-def _alike(number: int, same: Callable[[int, int], bool]) -> list[list[int]]:
+def _group_indices(number: int, are_equal: Callable[[int, int], bool]) -> list[list[int]]:
     """Group indices, each like the first of its group."""
     groups: list[list[int]] = []
     for index in range(number):
-        group = next((group for group in groups if same(group[0], index)), None)
+        group = next((group for group in groups if are_equal(group[0], index)), None)
         if group is None:
             groups.append([index])
         else:
@@ -111,8 +111,8 @@ def speeds(device: Device) -> tuple[float | None, ...]:
     return (*device.speeds, device.host_bytes_per_second)
 
 
-def _exchangeable(links: Floats, one: int, other: int) -> bool:
+def _exchangeable(links: Floats, index: int, other_index: int) -> bool:
     """Return True if exchanging two devices keeps the speed of every link."""
     order = np.arange(len(links))
-    order[[one, other]] = other, one
+    order[[index, other_index]] = other_index, index
     return np.array_equal(links[np.ix_(order, order)], links)

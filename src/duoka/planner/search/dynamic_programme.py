@@ -186,20 +186,20 @@ class Programme:
         # suffixes of the row. Several such pairs reach the same new set of devices, so their costs
         # are scattered into its cells by minimum. Pairs are taken in batches that fit the cache,
         # each compared over all starts and stops at once.
-        last = self._layers[-1]
+        layer = self._layers[-1]
         _refuse_too_many(self._groups, len(self._layers))
-        rows, groups = np.nonzero(last.counts < self._num_members)
+        rows, groups = np.nonzero(layer.counts < self._num_members)
         keys, representatives, sets = np.unique(
-            last.keys[rows] + self._digits[groups], return_index=True, return_inverse=True
+            layer.keys[rows] + self._digits[groups], return_index=True, return_inverse=True
         )
-        counts = last.counts[rows[representatives]]
+        counts = layer.counts[rows[representatives]]
         counts[np.arange(len(keys)), groups[representatives]] += 1
         min_starts, widths = self._bound_starts(counts, number - len(self._layers))
         is_useful = widths[sets] > 0
         rows, groups, sets = rows[is_useful], groups[is_useful], sets[is_useful]
-        num_heads, offsets = last.costs.shape[1], np.arange(widths.max(initial=0))
+        num_heads, offsets = layer.costs.shape[1], np.arange(widths.max(initial=0))
         costs = np.full(len(keys) * num_heads * len(offsets), np.inf)
-        size = max(1, _MOST_CELLS // max(1, len(offsets) * last.costs.shape[2]))
+        size = max(1, _MOST_CELLS // max(1, len(offsets) * layer.costs.shape[2]))
         for batch in (slice(start, start + size) for start in range(0, len(rows), size)):
             group, target = groups[batch], sets[batch]
             # Starts behind the last block stand for no stage: the tables are infinite there.
@@ -254,8 +254,8 @@ class Programme:
             return suffixes[:, 0]
         heads = np.arange(len(self._groups))
         links = self._transfers[groups[:, None, None], heads[:, None], stops[:, None, :]]
-        least: Floats = self._join(links, suffixes).min(axis=1)
-        return least
+        cheapest: Floats = self._join(links, suffixes).min(axis=1)
+        return cheapest
 
     def _tables_at(self, place: int) -> Floats:
         """Return the costs of stages at a place from the end, [group, start, stop]."""

@@ -28,8 +28,8 @@ class KnownBytes:
         self.num_places = min(len(fleet.devices), costs.num_blocks, costs.num_places)
         self.bytes: dict[tuple[int, int], Floats] = {}
         for place in range(1, self.num_places + 1):
-            least = np.minimum.reduce([c.bounds_at(place) for c in (costs, *alternatives)])
-            bound = np.where(stages, least, np.inf)
+            bounds = np.minimum.reduce([c.bounds_at(place) for c in (costs, *alternatives)])
+            bound = np.where(stages, bounds, np.inf)
             self.bytes |= {(device.budget_bytes, place): bound for device in fleet.devices}
         self.fits = {key: bound <= costs.usable_bytes(key[0]) for key, bound in self.bytes.items()}
         self._exact: set[tuple[tuple[int, int], int]] = set()
@@ -43,9 +43,9 @@ class KnownBytes:
 
         Stop at the first stage beyond its budget. Return True if every bound was exact already.
         """
-        # All stages of an optimum in one batch, and not one after the other with a search between:
-        # mostly they are all needed. But what is tightest is likeliest to be refused, and then the
-        # next optimum has other stages: the rest isn't worth its replays.
+        # All stages of an optimum in one batch, instead of a search after each: mostly all of them
+        # are needed. But the tightest stage is likeliest to be refused, and then the next optimum
+        # has other stages: the rest isn't worth its replays.
         as_thought = True
         if not self._exact:  # bounds for the room take longer: not where nothing can fit
             numbers = self._costs.alike
@@ -63,14 +63,14 @@ class KnownBytes:
                 continue
             budget, place = key
             self._exact.add((key, number))
-            alike = self._alike == number
+            is_equal = self._alike == number
             requested = self._costs.requested_bytes(start, stop, budget, place=place)
             if requested is None or requested > budget:
-                self.fits[key] = self.fits[key] & ~alike
+                self.fits[key] = self.fits[key] & ~is_equal
                 return False
-            bounds = self.bytes[key][alike]
+            bounds = self.bytes[key][is_equal]
             assert requested >= bounds.max(), "the lower bound is none"
             if requested != bounds.min():
                 as_thought = False
-                self.bytes[key] = np.where(alike, requested, self.bytes[key])
+                self.bytes[key] = np.where(is_equal, requested, self.bytes[key])
         return as_thought

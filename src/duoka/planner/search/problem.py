@@ -1,9 +1,14 @@
 """Problem: a search, with its bounds and exact values so far.
 
-An exact answer for a stage takes a replay, so the programme first runs on lower bounds. The stages
-of its optimum are settled (made exact), the tightest first, up to one that is refused; what was
-learnt holds for all stages alike; and the programme runs again, until an optimum consists of exact
-stages only. As bounds never exceed what is exact, nothing else can be better then.
+The exact bytes of a stage take a replay, so the programme first runs on lower bounds. The stages of
+its optimum are settled (their bounds replaced by exact bytes), the tightest first, up to the first
+one that is refused; the result holds for all equal stages; and the programme runs again, until an
+optimum consists of exact stages only. As bounds never exceed exact bytes, no other placement is
+better then.
+
+Example: of two placements the bounds are 10 and 12 GiB on the tightest device. The first one is
+settled and turns out to need 13 GiB; the programme now prefers the second, settles it at 12.5 GiB,
+and stops: the first one is known to be worse, and every other bound was above 12 already.
 """
 
 from __future__ import annotations
@@ -94,13 +99,14 @@ class Problem:
                 f"{costs.num_blocks} block{'s' if costs.num_blocks > 1 else ''} to place",
                 hint="name fewer devices, or let duoka use as few as it needs",
             )
-        most = min(num_devices, costs.num_blocks)
+        max_stages = min(num_devices, costs.num_blocks)
         self.aim: Aim = aim
-        fewest = most if use_all else limits.num_devices or 1
-        self.num_stages = range(fewest, min(most, limits.num_devices or most) + 1)
+        min_stages = max_stages if use_all else limits.num_devices or 1
+        stop = min(max_stages, limits.num_devices or max_stages) + 1
+        self.num_stages = range(min_stages, stop)
         timed = aim in ("latency", "throughput")
         links = link_seconds(costs, fleet) if timed and fleet.links else None
-        self._groups = group_devices(costs, fleet, links=links, timed=timed, alone=limits.devices)
+        self._groups = group_devices(costs, fleet, links=links, timed=timed, fixed=limits.devices)
         self._allowed = [limits.allow(costs.num_blocks, g.devices[0]) for g in self._groups]
         self._group_of = {device: group for group in self._groups for device in group.devices}
         self._links: Floats | None = None
@@ -123,12 +129,15 @@ class Problem:
 
         None where nothing fits.
         """
+        # Invariant: costs in the tables never exceed the exact ones, so the cost of an optimum is a
+        # bound for every placement. Each round settles at least one stage or ends.
         programme = self._programme()
         find_optimum = programme.find_best if self.aim == "pages" else programme.find_on_fewest
         if (optimum := find_optimum()) is None:
             return None
         if self.aim not in ("latency", "pages"):
-            # Of equally good ones the most even is wanted in the end: one that is both.
+            # Of equally good placements the most even one is wanted in the end, so its stages are
+            # settled first: if it keeps its cost, both searches are done with one set of replays.
             even, _ = self._tie_programme(optimum[1], len(optimum[0])).find_on_fewest() or optimum
             if self.settle(even):
                 self._even = even
@@ -153,6 +162,9 @@ class Problem:
         """Return the most even among the placements as good as `stages`."""
         if stages == self._even:
             return stages
+        # A second programme, with the pressure on budgets as its cost, runs over the placements at
+        # the bound alone: all others cost infinity. Its bounds are settled in the same way, for a
+        # few rounds; then the best placement settled so far is taken.
         tolerance = _TIE_TOLERANCE * bound if self.aim == "latency" else 0.0
         candidates = [stages]
         programme = self._tie_programme(bound, len(stages))
@@ -246,6 +258,7 @@ class Problem:
         needed, budget = self.memory.bytes[self._key(group, place)], group.budget_bytes
         if self.aim == "pages":
             assert self._page_bytes is not None, "there are pages"
+            # The pages that a stage has no memory for, negated: free bytes by bytes of a page.
             over = needed - self.memory.usable_bytes(budget)
             # A stage without layers has room for whatever the others have.
             return np.where(fits, over / np.maximum(self._page_bytes, 1), np.inf)
@@ -311,6 +324,9 @@ class Problem:
 
     def _tie_costs(self, costs: Floats, bound: float) -> Floats:
         """Convert costs of parts to costs among placements at the bound."""
+        # A maximum is at the bound if every part is: parts above cost infinity, others nothing. A
+        # sum is at the bound if the parts add up to it, so the latency stays a part of the cost, in
+        # units so small that any difference of it outweighs all pressures together.
         if self.aim == "latency":
             # Small enough that all pressures together stay within the tolerance.
             return np.asarray(np.rint(costs * (_LATENCY_UNITS / (bound or 1.0))))

@@ -206,6 +206,9 @@ def _fill_in_order(problem: Problem, num_blocks: int, num_devices: int) -> Stage
 
 def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
     """Return the best placement by current bounds; its stages may turn out not to fit."""
+    # Two passes. Backward: for each device and block, the numbers of stages in which the rest of
+    # the chain fits the devices from there on. Forward: each device takes as many blocks as leave
+    # the rest a place, for any number of stages that is still possible.
     groups = [problem.group_of(device) for device in range(num_devices)]
     # By device, [number of stages, block]: whether what is left from a block on has a place on it
     # and those after it, in so many stages.
