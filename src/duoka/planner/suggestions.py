@@ -236,8 +236,8 @@ class SuggestionSearch:
 
     def _plan(self, problem: PlanProblem) -> Plan | None:
         """Plan; return None if nothing fits, or the model or the GPUs don't support the problem."""
-        # From cheap to expensive: the bits of the weights, lower bounds of a profile (which may have
-        # to be traced), the search with its replays.
+        # From cheap to expensive: the bits of the weights, lower bounds (whose profile may have to
+        # be traced), the search with its replays.
         if self._outweighs(problem):
             return None
         try:

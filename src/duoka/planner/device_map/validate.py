@@ -167,9 +167,9 @@ class _Judge:
 
     def _complete(self) -> dict[str, int | str]:
         """Complete the map: keep valid entries, correct names, and follow the neighbours."""
-        # Entries in order of trust: corrected names, valid entries, translated devices. A part takes
-        # the device with most of its bytes; a part without any follows the part before it, and the
-        # first ones follow the first part with a device.
+        # Later entries win: corrected names, valid entries, translated devices. A part takes the
+        # device with most of its bytes; a part without any follows the part before it, and the
+        # first parts follow the first one with a device.
         usable = {name: device for name, device in self.entries.known.items() if device}
         parts = self._match_parts({**self.entries.meant, **usable, **self.entries.likely})
         device_of = {part: part.heaviest() for part in parts}
