@@ -19,7 +19,7 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
-from duoka.planner.max_workload import candidates, find_largest
+from duoka.planner.max_workload import sizes_to_try, find_largest
 from duoka.planner.plan import Plan
 from duoka.planner.replicas import plan_replicas
 from duoka.planner.request import PlanProblem
@@ -100,7 +100,7 @@ def reach_differs(rng: random.Random) -> tuple[bool, str]:
         problem = replace(problem, workload=replace(problem.workload, prompt_tokens=tokens))
     field = "context_tokens" if what == "context" else "batch"
     best = None
-    for number in candidates(profile, problem):
+    for number in sizes_to_try(profile, problem):
         if what == "batch" and number > _LARGEST_BATCH:
             break
         if solve(profile, replace(problem, largest=None, workload=_sized(problem, number))):

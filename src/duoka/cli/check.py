@@ -215,11 +215,13 @@ def _arguments(
     if training is not None:
         planning.read_workload(options, training)  # refuses what a plan refuses
     device_map, gpus = planning.read_device_map(options), options.gpus or planning.ALL_GPUS
-    given = planning.read_fleet(gpus)
+    text_or_fleet = planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model)
     fleet = None
     if options.gpus is not None or device_map is None:
-        detected = duoka.Fleet.parse(given) if isinstance(given, str) else given
+        detected = (
+            duoka.Fleet.parse(text_or_fleet) if isinstance(text_or_fleet, str) else text_or_fleet
+        )
         fleet = fleet_for(detected, device_map)
     if training is not None:  # all tokens of the context are the prompt's, but for one
         options = replace(options, new_tokens=_TRAINING_TOKENS)

@@ -157,13 +157,12 @@ class Engine:
         warm_up = choose("warm_up", warm_up, ("every", "largest"))
         executor, self._num_embeddings, self._reader, self._rules = open_executor(
             plan,
+            opened or OpenedModel.open(plan, trust_remote_code=trust_remote_code),
             processes,
             warm_up=warm_up,
-            trust_remote_code=trust_remote_code,
             adapter=adapter,
             progress=progress,
             download_progress=download_progress,
-            opened=opened,
         )
         self._executor = executor
         self._plan = plan

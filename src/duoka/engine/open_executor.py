@@ -23,14 +23,13 @@ from .staged_executor import StagedExecutor
 
 def open_executor(
     plan: Plan,
+    opened: OpenedModel,
     processes: bool | None,
     *,
     warm_up: WarmUp = "every",
-    trust_remote_code: bool = False,
     adapter: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     download_progress: Progress | None = None,
-    opened: OpenedModel | None = None,
 ) -> tuple[Executor, int | None, PromptReader, GenerationRules]:
     """Load a model for a plan.
 
@@ -41,7 +40,6 @@ def open_executor(
         raise UsageError(
             "the plan is for training, and the engine generates", hint="plan without training"
         )
-    opened = opened or OpenedModel.open(plan, trust_remote_code=trust_remote_code)
     warm_up = warm_up if plan.workload.is_paged else "first"
     capacity = capacity_of(plan)
     routes = None
@@ -67,7 +65,7 @@ def open_executor(
         capacity,
         routes,
         warm_up=warm_up,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=opened.checkpoint.trust_remote_code,
         adapter=None if lora is None else native_form(lora, opened.checkpoint.config),
     )
     return executor, rows, reader, rules

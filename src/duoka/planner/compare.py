@@ -152,6 +152,6 @@ def _moves(*plans: Plan) -> tuple[Move, ...] | None:
 def _seconds(*plans: Plan) -> Iterator[tuple[str, float | None, float | None]]:
     seconds, other_seconds = (plan.forecast.seconds for plan in plans)
     for part in fields(Seconds):
-        values = [getattr(each, part.name, None) for each in (seconds, other_seconds)]
+        values = [getattr(timing, part.name, None) for timing in (seconds, other_seconds)]
         if part.name != "stages" and values != [None, None]:
             yield part.name, values[0], values[1]

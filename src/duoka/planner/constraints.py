@@ -6,7 +6,6 @@ found out where they are used: this module knows nothing of models or of devices
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -57,14 +56,19 @@ class Constraints:
 
     def __post_init__(self) -> None:
         choose("the strategy", self.strategy, STRATEGIES)
-        _refuse_empty("a pin", [part for pin in self.pins for part in pin])
-        _refuse_empty("a reserve", [device for device, _ in self.reserve])
-        _refuse_two("the pin", self.pins)
-        _refuse_two(
-            "the reserve",
-            [(device, format_bytes(size)) for device, size in self.reserve],
-            strict=True,
-        )
+        sizes = tuple((device, format_bytes(size)) for device, size in self.reserve)
+        for kind, pairs in (("pin", self.pins), ("reserve", sizes)):
+            values: dict[str, str] = {}
+            for name, value in pairs:
+                if not name.strip() or not value.strip():
+                    raise UsageError(f"a {kind} has an empty name", hint="write the name out")
+                if name in values and (kind == "reserve" or values[name] != value):
+                    raise UsageError(
+                        f"the {kind} of {name[:_SHOWN]} is said twice: {values[name][:_SHOWN]} and "
+                        f"{value[:_SHOWN]}",
+                        hint="say it once",
+                    )
+                values[name] = value
         for device, size in self.reserve:
             if size <= 0:
                 raise UsageError(
@@ -92,21 +96,3 @@ def strategy_of(device_map: object) -> Strategy | None:
             hint='say "balanced"; --reserve cuda:0=4GiB leaves so much more free on the first',
         )
     return next((strategy for strategy in STRATEGIES if strategy == word), None)
-
-
-def _refuse_empty(what: str, names: Sequence[str]) -> None:
-    if not all(name.strip() for name in names):
-        raise UsageError(f"{what} has an empty name", hint="write the name out")
-
-
-def _refuse_two(what: str, pairs: Sequence[tuple[str, str]], *, strict: bool = False) -> None:
-    """Refuse a name with two values; with `strict`, any name that stands twice."""
-    values: dict[str, str] = {}
-    for name, value in pairs:
-        if name in values and (strict or values[name] != value):
-            raise UsageError(
-                f"{what} of {name[:_SHOWN]} is said twice: {values[name][:_SHOWN]} and "
-                f"{value[:_SHOWN]}",
-                hint="say it once",
-            )
-        values[name] = value

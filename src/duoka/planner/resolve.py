@@ -231,16 +231,13 @@ def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = Fa
     A checkpoint's own code may prepare its first call for the prompt, and every later one for one
     token, whatever it is given.
     """
-    reasons = {
-        "an encoder can't read its prompt": is_encoder,
-        "code that comes with a checkpoint can't be relied on to read its prompt": is_own_code,
-    }
-    reader = next((reader for reader, is_so in reasons.items() if is_so), None)
-    if reader is None:
+    if not is_encoder and not is_own_code:
         return workload
     if isinstance(workload.prefill_chunk_tokens, int):
+        reader = "code that comes with a checkpoint can't be relied on to"
+        reader = "an encoder can't" if is_encoder else reader
         raise UsageError(
-            f"{reader} in chunks of {workload.prefill_chunk_tokens}",
+            f"{reader} read its prompt in chunks of {workload.prefill_chunk_tokens}",
             hint="leave the chunk out",
         )
     return replace(workload, prefill_chunk_tokens=None)

@@ -67,7 +67,7 @@ class SuggestionSearch:
             yield from shorter
             if self._workload.prefill_chunk_tokens != "auto":
                 cost = "nothing but a little time before the first token"
-                auto = self._with(prefill_chunk_tokens="auto")
+                auto = self._change(prefill_chunk_tokens="auto")
                 yield from self._try("chunk", _chunk_text, auto, loses=cost)
             yield from self._shrink_batch("a batch", problem)
             yield from self._quantize(shorten=not shorter)
@@ -88,7 +88,7 @@ class SuggestionSearch:
         if problem.largest == "context" or problem.device_map is not None:
             return  # the shortest context was tried; with a map, no size is searched
         batch = 1 if problem.largest == "batch" else self._workload.batch
-        yield from self._try("context", _context_text, self._with(batch=batch), largest="context")
+        yield from self._try("context", _context_text, self._change(batch=batch), largest="context")
 
     def _shrink_batch(self, name: str, problem: PlanProblem) -> Iterator[WayOut]:
         if problem.largest is None and problem.device_map is None and self._workload.batch > 1:
@@ -101,10 +101,13 @@ class SuggestionSearch:
         cache = "paged-int8" if self._workload.is_paged else "int8"
         with_cache: dict[str, Any] = {} if self._workload.has_int8_cache else {"cache": cache}
         if with_cache:
-            problems = self._rechunked(self._with(**with_cache))
+            problems = self._rechunked(self._change(**with_cache))
             yield from self._try("cache", self._cache_text, *problems)
         for scheme in _smaller_schemes(self._workload):
-            smaller, both = self._with(quantize=scheme), self._with(quantize=scheme, **with_cache)
+            smaller, both = (
+                self._change(quantize=scheme),
+                self._change(quantize=scheme, **with_cache),
+            )
             problems = [*self._rechunked(smaller), *self._rechunked(both)]
             if shorten and smaller.largest is None and smaller.device_map is None:
                 problems.append(replace(smaller, largest="context"))
@@ -152,7 +155,7 @@ class SuggestionSearch:
             ways += self._learn("checkpointing", text, recomputing, "about a third of the speed")
         if not ways and recomputing != training:
             name = "activations computed again, and a micro-batch"
-            ways += self._shrink_batch(name, self._with(training=recomputing))
+            ways += self._shrink_batch(name, self._change(training=recomputing))
         yield from ways
         yield from self._train_with_less(training, single_change=bool(ways))
         if training.method == "lora":
@@ -209,13 +212,13 @@ class SuggestionSearch:
         self, training: Training, *, single_change: bool, **changes: Any
     ) -> Iterator[PlanProblem]:
         """Yield the problem of a training; unless `single_change`, also recomputing activations."""
-        yield self._with(training=training, **changes)
+        yield self._change(training=training, **changes)
         if not single_change and not training.gradient_checkpointing:
-            yield self._with(training=replace(training, gradient_checkpointing=True), **changes)
+            yield self._change(training=replace(training, gradient_checkpointing=True), **changes)
 
     # ── asking the planner ──
 
-    def _with(self, **changes: Any) -> PlanProblem:
+    def _change(self, **changes: Any) -> PlanProblem:
         """Change the workload of the problem."""
         return replace(self._problem, workload=replace(self._workload, **changes))
 
