@@ -56,13 +56,10 @@ def group_devices(
     """
     devices = fleet.devices
 
-    def are_equal(index: int, other_index: int) -> bool:
-        return (
-            not fixed & {index, other_index}
-            and devices[index].budget_bytes == devices[other_index].budget_bytes
-            and (not timed or speeds(devices[index]) == speeds(devices[other_index]))
-            and (links is None or _exchangeable(links, index, other_index))
-        )
+    def properties(index: int) -> tuple[object, ...]:
+        device = devices[index]
+        identity = index if index in fixed else None
+        return identity, device.budget_bytes, speeds(device) if timed else None
 
     return tuple(
         DeviceGroup(
@@ -71,7 +68,7 @@ def group_devices(
             budget_bytes=devices[group[0]].budget_bytes,
             seconds=costs.seconds(devices[group[0]]) if timed else None,
         )
-        for index, group in enumerate(_group_indices(len(devices), are_equal))
+        for index, group in enumerate(_group(len(devices), properties, links))
     )
 
 
@@ -84,25 +81,25 @@ def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
         if (link := links.get((source, target))) is not None:
             rates[:, i, j] = link.bytes_per_second, link.latency_seconds
 
-    def are_equal(index: int, other_index: int) -> bool:
-        return (
-            devices[index].budget_bytes == devices[other_index].budget_bytes
-            and speeds(devices[index]) == speeds(devices[other_index])
-            and all(_exchangeable(rate, index, other_index) for rate in rates)
-        )
+    def properties(index: int) -> tuple[object, ...]:
+        return devices[index].budget_bytes, speeds(devices[index])
 
-    return tuple(map(tuple, _group_indices(len(devices), are_equal)))
+    return tuple(map(tuple, _group(len(devices), properties, np.moveaxis(rates, 0, -1))))
 
 
-def _group_indices(number: int, are_equal: Callable[[int, int], bool]) -> list[list[int]]:
-    """Group indices, each like the first of its group."""
+def _group(
+    number: int, properties: Callable[[int], object], links: Floats | None
+) -> list[list[int]]:
+    """Group indices with equal properties whose exchange changes no link, [index, index, ...]."""
     groups: list[list[int]] = []
     for index in range(number):
-        group = next((group for group in groups if are_equal(group[0], index)), None)
-        if group is None:
-            groups.append([index])
+        for group in groups:
+            is_equal = properties(group[0]) == properties(index)
+            if is_equal and (links is None or _are_exchangeable(links, group[0], index)):
+                group.append(index)
+                break
         else:
-            group.append(index)
+            groups.append([index])
     return groups
 
 
@@ -111,7 +108,7 @@ def speeds(device: Device) -> tuple[float | None, ...]:
     return (*device.speeds, device.host_bytes_per_second)
 
 
-def _exchangeable(links: Floats, index: int, other_index: int) -> bool:
+def _are_exchangeable(links: Floats, index: int, other_index: int) -> bool:
     """Return True if exchanging two devices keeps the speed of every link."""
     order = np.arange(len(links))
     order[[index, other_index]] = other_index, index
