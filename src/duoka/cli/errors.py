@@ -97,6 +97,8 @@ def report(
     Tokens and passwords are left out of all of it. `arguments` are what the program was called
     with, and `known` the options of its command: what would fit instead is told by them.
     """
+    # Suggestions of a memory shortage are searched only here: the engine that ran out of memory has
+    # ended by now, and a library that catches the error shouldn't pay for a search.
     if isinstance(error, OutOfMemory):
         with suppress(Exception):  # whatever a search among wreckage meets, the error is told
             look_for_ways(error, plan_request)

@@ -98,6 +98,8 @@ Debug = Annotated[
 
 def with_groups(command: Command) -> Command:
     """Flatten the groups of a command for Typer, and add ``--debug``."""
+    # Typer reads a command's signature. So the wrapper gets one of its own, in which each group is
+    # replaced by its fields; when it is called, the values go back into their groups.
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[Any, Only]] = {}
     options: dict[str, inspect.Parameter] = {}

@@ -235,7 +235,8 @@ def read_request(
     to_run: bool = False,
 ) -> tuple[duoka.Checkpoint, PlanRequest, duoka.Fleet | str]:
     """Read the model, the request and its fleet; this machine's GPUs are detected later."""
-    # What is wrong in itself is told before a model is read, which may be a download.
+    # In the order of their costs: options that are wrong in themselves, declared GPUs, the model
+    # (which may be a download), its limit. GPUs of this machine are detected where it is planned.
     request = PlanRequest(
         workload=read_workload(options, training),
         objective=choose("the objective", options.objective or "auto", OBJECTIVES),

@@ -132,6 +132,10 @@ class EntryMatcher:
 
     def match(self, tensor: NamedTensor) -> Match:
         """Match a tensor under all of its names."""
+        # A tensor of duoka's class may come from several published ones (q, k, v in one), each with
+        # an entry of its own, and may have a native entry beside them. Example: entries "p.enc" and
+        # "m.layers.0" for a tensor m.layers.0.w, published as p.enc.0.q and p.enc.0.k: neither name
+        # contains the other, so both speak, for each of the two sources.
         native = longest_prefix(tensor.name, self._native)
         used: dict[str, None] = {}
         missing: list[str] = []

@@ -62,6 +62,8 @@ class Trial:
         return tuple(self._share(stage, num - number) for number, stage in enumerate(stages))
 
     def _share(self, stage: BlockRange, place: int) -> Share:
+        # Without a limit the replay tells the missing bytes. A stage that fits in bytes and is refused
+        # for fragmentation is recorded as one byte too many (`Share.is_fragmented`).
         device = self.fleet.devices[stage.device]
         start, stop, budget = stage.start, stage.stop, device.budget_bytes
         requested = self.costs.requested_bytes(start, stop, budget, place=place)
@@ -70,7 +72,6 @@ class Trial:
         if requested is None:
             unlimited = self.costs.requested_bytes(start, stop, _UNLIMITED, place=place)
             assert unlimited is not None, "nothing limits it"
-            # What fits in bytes and not for fragmentation misses one byte at least.
             requested = max(unlimited, budget + 1)
         return Share(
             device=device.name,

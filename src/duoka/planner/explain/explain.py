@@ -59,6 +59,8 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
             if set(block.modules) & set(plan.offloaded)
         ]
         profile = profile.offloading(streams)
+    # The trial has the planner's costs and room, so that its numbers are those of the search. A
+    # placement by hand may visit a device twice; then it has no stages, and no boundary is moved.
     costs = costs_of(profile, plan.workload)
     limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
     leaves_room = plan.objective != GIVEN and not any(map(is_tight, plan.forecast.devices))
@@ -172,6 +174,8 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
     if num < 1 or plan.request.use_all or plan.request.constraints.demands:
         return None
     largest = sorted(trial.fleet.devices, key=lambda device: -device.budget_bytes)[:num]
+    # The smallest chunk needs the least memory, and the largest devices hold the most, so the
+    # shortfall of this one search is a lower bound for all placements on so few devices.
     workloads = [plan.workload]
     if not plan.workload.images:
         chunk = plan.request.workload.prefill_chunk_tokens
