@@ -171,8 +171,8 @@ class _Dealer:
 
     def deal(self) -> dict[int, _Deal]:
         """Return the best way to deal all devices, by the number of groups."""
-        # Only groups that hold a copy are dealt, and of these, unless every device must be used, only
-        # minimal ones: a group that contains a smaller one that holds a copy wastes a device.
+        # Only groups that hold a copy are dealt, and of these, unless every device must be used,
+        # only minimal ones: a group that contains a smaller one that holds a copy wastes a device.
         groups = [counts for counts in self._by_size() if self._plan(counts) is not None]
         deals: dict[Counts, dict[int, _Deal]] = {}
         for state in itertools.product(*(range(count + 1) for count in self._all)):

@@ -62,8 +62,8 @@ class Trial:
         return tuple(self._share(stage, num - number) for number, stage in enumerate(stages))
 
     def _share(self, stage: BlockRange, place: int) -> Share:
-        # Without a limit the replay tells the missing bytes. A stage that fits in bytes and is refused
-        # for fragmentation is recorded as one byte too many (`Share.is_fragmented`).
+        # Without a limit the replay tells the missing bytes. A stage that fits in bytes and is
+        # refused for fragmentation is recorded as one byte too many (`Share.is_fragmented`).
         device = self.fleet.devices[stage.device]
         start, stop, budget = stage.start, stage.stop, device.budget_bytes
         requested = self.costs.requested_bytes(start, stop, budget, place=place)
