@@ -19,7 +19,7 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
-from duoka.planner.max_workload import sizes_to_try, find_largest
+from duoka.planner.max_workload import find_largest, sizes_to_try
 from duoka.planner.plan import Plan
 from duoka.planner.replicas import plan_replicas
 from duoka.planner.request import PlanProblem

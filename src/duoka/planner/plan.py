@@ -254,7 +254,7 @@ class Plan:
         FleetError
             If a GPU is gone, or has less memory now than the plan needs: with every difference.
         """
-        # Names like cuda:1 change with CUDA_VISIBLE_DEVICES and reboots, and UUIDs don't: a detected
+        # Names like cuda:1 change with CUDA_VISIBLE_DEVICES and reboots; UUIDs don't. A detected
         # GPU is found by its UUID and takes its current name. All differences are collected, so
         # that one error reports them together.
         devices = {
