@@ -12,7 +12,8 @@ JOBS ?= 2
 PYTHON ?=
 CANDIDATES := $(if $(PYTHON),$(PYTHON),python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: demo test test-all newest oldest fuzz sweep cuda check schema reference golden golden-update clean
+.PHONY: demo test test-all nightly newest oldest fuzz cuda check schema reference golden golden-update \
+  clean
 
 demo: $(STAMP)
 	$(BIN)/duoka demo
@@ -21,31 +22,38 @@ demo: $(STAMP)
 # over tests of another, so that no large file keeps one busy at the end.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
+QUICK = -m "not slow and not nightly" --hypothesis-profile quick
+
 # Every promise, by two cases of each test, in minutes.
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not sweep" --hypothesis-profile quick
+	$(PYTEST) $(QUICK)
 
-# Everything: what is slow, more random input, every family of transformers, and a Ray cluster.
+# Every promise by all cases; rare families of transformers and slow cases by turn (tests/turns.py).
+# build/durations.xml has the time of each test.
 # One worker more than cores: many of these wait for other processes, and for time to pass.
+DURATIONS = --durations 60 --durations-min 2 --junitxml build/durations.xml
 test-all: JOBS := 3
 test-all: $(RAY_STAMP)
-	$(PYTEST) -m "" --durations 60 --durations-min 2
+	$(PYTEST) -m "not nightly" --hypothesis-profile ci $(DURATIONS)
+
+# Everything: all families and all layouts of processes, runs that are killed and go on, and ten
+# thousand random inputs for each reader.
+nightly: JOBS := 3
+nightly: $(RAY_STAMP)
+	DUOKA_TURN=all $(PYTEST) -m "" --timeout 3600 $(DURATIONS)
+	$(MAKE) fuzz
 
 # `make test` with the newest versions that pyproject.toml allows, and with its lower bounds. torch
 # is that of constraints.txt in both: 2.11, its lower bound, would bring gigabytes of CUDA.
 newest: BIN := .venv-newest/bin
 oldest: BIN := .venv-oldest/bin
 newest oldest: %: .venv-%/.duoka-installed
-	$(PYTEST) -m "not slow and not sweep" --hypothesis-profile quick
+	$(PYTEST) $(QUICK)
 
 # The tests that feed random and damaged input, with many more inputs.
 FUZZ_EXAMPLES ?= 10000
 fuzz: $(STAMP)
 	DUOKA_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) -m fuzz --timeout 3600 --durations 0
-
-# The families of transformers of which `make test` takes a sample.
-sweep: $(STAMP)
-	$(PYTEST) -m sweep
 
 # What needs CUDA, on PyTorch's own CUDA build without a GPU (tests/cuda_rig/README.md). That build
 # is some 5 GB; a directory of other wheels, which pip may be set to prefer, is left out.

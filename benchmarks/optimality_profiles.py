@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from duoka.forecast.costs import Costs
 from duoka.forecast.profile import (
     MONOMIALS,
+    AllocationTrace,
     BlockKind,
     Phase,
     Profile,
@@ -22,7 +23,6 @@ from duoka.forecast.profile import (
     Ref,
     Regime,
     Rule,
-    Tape,
 )
 from duoka.forecast.replay import Replay
 from duoka.forecast.workload import Workload
@@ -74,7 +74,7 @@ class Pattern:
             traffic=rng.choice((10.0, 1e5)),
         )
 
-    def tape(self, phase: Phase, *, first: bool, last: bool) -> Tape:
+    def trace(self, phase: Phase, *, first: bool, last: bool) -> AllocationTrace:
         """A result, something to work with, and a cache made anew."""
         keeps = bool(self.cache)
         sizes = [rule(bq=4 * KIB), rule(bq=self.work, bqk=self.scores)]
@@ -85,7 +85,7 @@ class Pattern:
         events += [Ref(origin="kept", index=0)] if keeps and phase != "prefill" else []
         events += [] if first else [given]
         events += [Ref(origin="own", index=0)] if last else []
-        return Tape(
+        return AllocationTrace(
             sizes=tuple(sizes),
             events=tuple(events),
             retained=(2,) if keeps else (),
@@ -104,19 +104,21 @@ def draw_profile(rng: random.Random) -> Profile:
     blocks = []
     for index in range(num):
         pattern, is_tied = rng.choice(patterns), tied and index == num - 1
-        tapes = [
-            pattern.tape(phase, first=index == 0, last=index == num - 1)
+        traces = [
+            pattern.trace(phase, first=index == 0, last=index == num - 1)
             for phase in PHASES
             for _ in (False, True)
         ]
-        kind = BlockKind(weight_bytes=() if is_tied else (pattern.weight,), tapes=tuple(tapes))
+        kind = BlockKind(weight_bytes=() if is_tied else (pattern.weight,), traces=tuple(traces))
         number = kinds.setdefault(kind, len(kinds))
         root = 0 if is_tied else None
         blocks.append(ProfileBlock(modules=(f"block.{index}",), kind=number, tied_to=root))
     regimes = tuple(
-        Regime(phase=phase, many=many, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE)
+        Regime(
+            phase=phase, is_batched=is_batched, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE
+        )
         for phase in PHASES
-        for many in (False, True)
+        for is_batched in (False, True)
     )
     return Profile(
         fingerprint="drawn",

@@ -29,9 +29,11 @@ from duoka import Placement, Training, Workload
 from duoka.stages.channels import ProcessChannel
 from duoka.stages.execute import StagePipeline
 from duoka.stages.interceptor import BlockInterceptor
+from duoka.stages.rendezvous import Rendezvous
 from duoka.stages.route import find_route
 from duoka.stages.schedule import busy_shares, order_passes
-from duoka.stages.workers import Workers, end_with_parent
+from duoka.workers.group import WorkerGroup
+from duoka.workers.worker import end_with_parent
 
 MICRO_BATCHES = 8
 ROUNDS = 7
@@ -203,7 +205,8 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with Workers("pipeline", sys.argv[1:], 2) as workers:
+    rendezvous = Rendezvous()
+    with WorkerGroup("pipeline", 2, sys.argv[1:], environment=rendezvous.environment) as workers:
         if workers.wait():
             raise SystemExit("a stage failed")
 

@@ -102,10 +102,10 @@ class Referee:
 def _cache_at_the_end(replay: Replay, block: int) -> int:
     slots: list[int] = []
     for step in range(len(replay.steps)):
-        tape, sizes = replay.tape(block, step), replay.sizes(block, step)
-        dropped = {ref.index for ref in tape.events if ref is not None and ref.origin == "kept"}
+        trace, sizes = replay.trace(block, step), replay.sizes(block, step)
+        dropped = {ref.index for ref in trace.events if ref is not None and ref.origin == "kept"}
         slots = [size for index, size in enumerate(slots) if index not in dropped]
-        slots += [sizes[index] for index in tape.retained]
+        slots += [sizes[index] for index in trace.retained]
     return sum(slots)
 
 

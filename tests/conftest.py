@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import chatglm_files
 import fork_server
 import pytest
+import turns
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 # What a person has set for programs is none of the tests' business.
 for _name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"):
@@ -22,40 +24,83 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Small models on small GPUs are about their own memory; what is about workspaces asks for them.
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
+# Workers inherit it, so that all collect the same families.
+os.environ.setdefault(turns.VARIABLE, turns.commit_turn(Path(__file__).parent))
 
+pytest.register_assert_rewrite("matrix")
+
+_TESTS = Path(__file__).resolve().parent
 # Time limits per example say more about the machine's load than about the code. `make test` takes
-# the quick profile; a test that says how many examples it wants says it with `fuzzing.examples`.
+# the quick profile, CI its own; a test that says how many examples it wants says it with
+# `fuzzing.examples`. Inputs that failed are kept, in DUOKA_EXAMPLES or beside the tests.
+_EXAMPLES = os.environ.get("DUOKA_EXAMPLES") or _TESTS.parent / ".hypothesis" / "examples"
 settings.register_profile(
-    "full", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    "full",
+    max_examples=100,
+    database=DirectoryBasedExampleDatabase(_EXAMPLES),
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("ci", settings.get_profile("full"), max_examples=50)
 settings.register_profile("quick", settings.get_profile("full"), max_examples=20)
 settings.load_profile("full")
 
-_TESTS = Path(__file__).resolve().parent
-_LATER = "slow", "sweep"
+_LATER = "slow", "nightly"
 _CASES = 2
 _DEFAULT_SHARED = _TESTS.parents[1] / "shared" / "data"
 
 
+def pytest_report_header() -> str:
+    """Name the turn of this run, with which the same is tested again."""
+    return f"turn: {turns.VARIABLE}={os.environ[turns.VARIABLE]} (see tests/turns.py)"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Mark those that start programs with the fixture for it; on CUDA workspaces are its own.
+    """Mark what is slow, what is left to the night, and what starts programs.
 
-    Of a test with many cases `make test` has a few, and `make test-all` the others, which are slow
-    all together. Tests of the house itself, which lie in its root, look at every file each time.
+    On CUDA workspaces are PyTorch's own. Tests of the house itself, which lie in its root, look at
+    every file each time, so none of their cases is left out.
     """
-    cases: dict[str, list[pytest.Function]] = {}
-    for item in items:
-        if item.path.parent != _TESTS and not any(map(item.get_closest_marker, _LATER)):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for alike in cases.values():
-        for item in set(alike) - set(alike[:: -(-len(alike) // _CASES)]):
-            item.add_marker("slow")
+    _leave_to_the_night(items)
+    _leave_out_of_the_quick_run(items)
     for item in items:
         if item.get_closest_marker("gpu") or item.get_closest_marker("cuda_rig"):
             item.fixturenames.append("own_workspaces")
         if "process" in getattr(item, "fixturenames", ()):
             item.add_marker("process")
+
+
+def _leave_to_the_night(items: list[pytest.Function]) -> None:
+    """Mark tests of `turns.NIGHTLY`, and slow cases of a test whose turn it isn't."""
+    others = []
+    for item in items:
+        if item.nodeid in turns.NIGHTLY:
+            item.add_marker("nightly")
+        elif item.get_closest_marker("slow"):
+            others.append(item)
+    for cases in _cases(others):
+        due = turns.in_turn(cases, min(turns.PARTS, len(cases)))
+        for item in set(cases).difference(due):
+            item.add_marker("nightly")
+
+
+def _leave_out_of_the_quick_run(items: list[pytest.Function]) -> None:
+    """Mark all but a few cases of each test: together they are slow."""
+    for cases in _cases(item for item in items if not any(map(item.get_closest_marker, _LATER))):
+        for item in set(cases) - set(cases[:: -(-len(cases) // _CASES)]):
+            item.add_marker("slow")
+
+
+def _cases(items: Iterable[pytest.Function]) -> Iterable[list[pytest.Function]]:
+    """Return the cases of each test, but for those of the house."""
+    cases: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if item.path.parent != _TESTS:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return cases.values()
 
 
 @pytest.fixture

@@ -7,12 +7,13 @@ in wherever it has a field of that name; what no rule can know stands in `_SPECI
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
 import io
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+from turns import in_turn
 
 FAST = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "phi",
@@ -34,7 +36,7 @@ FAST = (
     "mamba", "mamba2", "falcon_mamba", "jamba", "bamba", "recurrent_gemma", "qwen3_next",
     "t5", "bart", "mbart", "m2m_100", "pegasus", "umt5",
 )  # fmt: skip
-"""The tier that runs on every commit: dense, mixture of experts, state space, encoder-decoder."""
+"""The common families, tested at every commit: dense, experts, state space, encoder-decoder."""
 
 PAGED = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "phi",
@@ -44,16 +46,8 @@ PAGED = (
 )  # fmt: skip
 """Those of them that can keep keys and values in pages."""
 
-_SAMPLED = 16
-
-
-def sample(names: Iterable[str]) -> list[Any]:
-    """Parameters of which every sixteenth is in each test run, and all in `make test-all`."""
-    return [
-        pytest.param(name, marks=pytest.mark.sweep if index % _SAMPLED else ())
-        for index, name in enumerate(names)
-    ]
-
+QUICK = ("glm", "mixtral", "mamba2", "t5")
+"""Those of them that `make test` takes: one of each kind."""
 
 VOCABULARY = 99
 
@@ -163,15 +157,36 @@ def all_names() -> list[str]:
     return sorted({*causal, *paired})
 
 
-def causal_names() -> list[str]:
-    """Name every family that transformers has a causal class for."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+def built_names() -> list[str]:
+    """Name every family that is held against the CPU."""
+    unbuilt = {name for names in UNBUILT.values() for name in names}
+    return [name for name in all_names() if name not in unbuilt]
 
 
-@functools.cache
-def on_the_cpu(name: str) -> Results:
-    """What a family's tiny model computes on the CPU: what all the tests of it are held against."""
-    return measure(build(name))
+def by_turn(quick: Collection[str], common: Collection[str], others: Iterable[str]) -> list[Any]:
+    """Make parameters: quick ones for `make test`, common ones, and others by turn (`turns`)."""
+    others = sorted(set(others) - set(common))
+    marks = {name: () if name in quick else pytest.mark.slow for name in common}
+    due = frozenset(in_turn(others))
+    marks |= {name: pytest.mark.slow if name in due else pytest.mark.nightly for name in others}
+    return [pytest.param(name, marks=mark) for name, mark in marks.items()]
+
+
+class Family:
+    """A family's tiny model, built once, and its results on the CPU, computed once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._model = build(name)
+
+    def model(self) -> Any:
+        """Return a copy of the model, which was never called: calls may leave a state."""
+        return copy.deepcopy(self._model)
+
+    @functools.cached_property
+    def results(self) -> Results:
+        """Logits, tokens, loss and gradients on the CPU."""
+        return measure(self.model())
 
 
 def build(name: str, *, seed: int = 0) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""How many random inputs a test is fed: few by `make test`, more by `make test-all`.
+"""How many random inputs a test is fed: few by `make test`, more by `make test-all` and at night.
 
 `make fuzz` feeds ten thousand to each reader of what others wrote: files, prompts, options. A test
 that is to run there has ``@fuzz()`` above its ``@given(…)``; or the marker ``fuzz`` and
@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 
-def examples(default: int = 200) -> int:
-    """DUOKA_FUZZ_EXAMPLES if that is set; else this number, and a fifth in the quick profile."""
-    wanted = max(default * settings().max_examples // 100, 10)
+def examples(default: int = 100) -> int:
+    """DUOKA_FUZZ_EXAMPLES if that is set; else this number, or a share of it by the profile."""
+    wanted = max(default * settings().max_examples // 100, min(default, 10))
     return int(os.environ.get("DUOKA_FUZZ_EXAMPLES") or wanted)
 
 
-def fuzz(default: int = 200) -> Callable[[Test], Test]:
+def fuzz(default: int = 100) -> Callable[[Test], Test]:
     """Mark a property as fuzzing, and give it as many examples as are wanted."""
 
     def decorate(test: Test) -> Test:

@@ -16,6 +16,7 @@ from duoka.forecast.optimizer_memory import TrainedTensor
 from duoka.forecast.profile import (
     TRAINING_MONOMIALS,
     TRAINING_PHASES,
+    AllocationTrace,
     BlockKind,
     Profile,
     ProfileBlock,
@@ -23,7 +24,6 @@ from duoka.forecast.profile import (
     Ref,
     Regime,
     Rule,
-    Tape,
 )
 from duoka.forecast.replay_training import in_flight, replay_of
 from duoka.forecast.stage_bytes import StageBytes
@@ -74,8 +74,14 @@ def made_up(layers: Sequence[Layer]) -> Profile:
         ),
         kinds=tuple(kinds),
         regimes=tuple(
-            Regime(phase=phase, many=many, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE)
-            for many in (False, True)
+            Regime(
+                phase=phase,
+                is_batched=is_batched,
+                query=_EVERYWHERE,
+                past=_EVERYWHERE,
+                keys=_EVERYWHERE,
+            )
+            for is_batched in (False, True)
             for phase in TRAINING_PHASES
         ),
         conditions=Conditions(training=Training(method="full")),
@@ -97,7 +103,7 @@ _SAVED, _RESULT, _GRADIENT, _BACK = range(4)
 def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> BlockKind:
     before = Ref(origin="earlier", index=_RESULT, back=1)
     after = Ref(origin="earlier", index=_BACK, back=-1)
-    forward = Tape(
+    forward = AllocationTrace(
         sizes=(_rule("bq", layer.saved), _rule("bq", layer.result)),
         events=(None, None),
         reads=() if is_first else (Read(ref=before, size=_rule("bq", given)),),
@@ -107,13 +113,15 @@ def _kind(layer: Layer, given: int, *, is_first: bool, is_last: bool) -> BlockKi
     ends += [Ref(origin="own", index=_BACK)] if is_first else [before]
     sizes = (_rule("1", layer.weight), _rule("bq", given))
     reads = () if is_last else (Read(ref=after, size=_rule("bq", layer.result)),)
-    backward = Tape(sizes=sizes, events=(None, None, *ends), retained=(_GRADIENT,), reads=reads)
+    backward = AllocationTrace(
+        sizes=sizes, events=(None, None, *ends), retained=(_GRADIENT,), reads=reads
+    )
     # A gradient that is added to one that is there ends at once.
     added = (None, Ref(origin="own", index=_GRADIENT), None, *ends)
-    accumulate = Tape(sizes=sizes, events=added, reads=reads)
+    accumulate = AllocationTrace(sizes=sizes, events=added, reads=reads)
     return BlockKind(
         weight_bytes=(layer.weight,),
-        tapes=(forward, backward, accumulate) * 2,
+        traces=(forward, backward, accumulate) * 2,
         trained=(TrainedTensor(shape=(1, layer.weight // 2), item_bytes=2),),
     )
 

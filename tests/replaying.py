@@ -144,7 +144,7 @@ class _Plain:
 
     def read_in(self, block: int, step: int) -> None:
         replay = self.replay
-        for read in replay.tape(block, step).reads:
+        for read in replay.trace(block, step).reads:
             key = replay.key_of(block, read.ref, step)
             here = key[0] in self.blocks or (key[0] == -1 and 0 in self.blocks)
             if not here and key not in self.alive:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from duoka.serve.app import make_app
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import Ask, Begun, Delta, Ended, Event, Failed, Token
+from duoka.serve.messages import Begun, Delta, Ended, EngineRequest, Event, Failed, Token
 from duoka.serve.pool import EnginePool
 from duoka.serve.service import Service
 
@@ -25,10 +25,12 @@ class ScriptedPool:
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
-        self.asks: list[Ask] = []
+        self.asks: list[EngineRequest] = []
 
-    async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
-        self.asks.append(ask)
+    async def submit(
+        self, request: EngineRequest, tokens: int, key: str = ""
+    ) -> AsyncGenerator[Event, None]:
+        self.asks.append(request)
         for event in self._events:
             if isinstance(event, Failed):
                 raise HttpError(event.status, event.text, code=event.code, param=event.param)

@@ -2,8 +2,8 @@
 
 A file there holds the cases of one theme, each below a line ``# case: NAME``; what stands above the
 first of them belongs to all. Written out, every case is a Python file of its own (a `helper_…` is
-one that others import) with `build()`, `PLACEMENT`, `inputs()`, `TRAIN` if it is to be trained, and
-with a comment on each line that a check has to speak of:
+one that others import) with `build()`, `PLACEMENT`, `inputs()` or the `SHAPES` of random inputs,
+`TRAIN` if it is to be trained, and with a comment on each line that a check has to speak of:
 
 - ``# fault: KIND`` CUDA raises an error at an expression that begins on this line;
 - ``# warning: KIND`` it works there, but costs memory or works by luck;
@@ -90,7 +90,12 @@ class Case:
     def inputs(self) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            return self.module.inputs()
+            if hasattr(self.module, "inputs"):
+                return self.module.inputs()
+            shapes = self.module.SHAPES
+            if isinstance(shapes, Mapping):
+                return {name: torch.randn(*shape) for name, shape in shapes.items()}
+            return tuple(torch.randn(*shape) for shape in shapes)
 
     def marked(self, label: str) -> dict[Line, str]:
         """The lines with this marker, and the kinds that they name."""

@@ -37,7 +37,7 @@ def placement_of(model: nn.Module, batch: Batch, num_devices: int) -> Placement:
     def trace(data: str) -> Profile:
         spec = TraceSpec(fingerprint="test", data=data)
         # Stages take no cut that only a move by the model's own code allows.
-        module = sys.modules["duoka.tracing.trace"]
+        module = sys.modules["duoka.tracing.trace_generation"]
         with patch.object(module, "find_groups", lambda model, run, **_: find_groups(model, run)):
             return trace_call(without_data(model), spec, _inputs(model, batch))
 

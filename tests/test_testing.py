@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from duoka import Placement
-from duoka.checker.stage_splits import splits
+from duoka.checker.stage_splits import iter_splits
 from duoka.errors import UsageError
 from duoka.testing import assert_device_safe
 
@@ -112,7 +112,7 @@ class Tied(nn.Module):
 
 
 def test_parts_are_elements_of_lists_and_ties_stay_together() -> None:
-    [by_bytes, *_] = splits(Tied(), 2)
+    [by_bytes, *_] = iter_splits(Tied(), 2)
     assert by_bytes["head"] == by_bytes["body.embed"] == 0
     assert by_bytes["scale"] == 0
     layers = [by_bytes[f"body.layers.{index}"] for index in range(4)]
@@ -123,7 +123,7 @@ def test_parts_are_elements_of_lists_and_ties_stay_together() -> None:
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_every_stage_has_a_part_and_every_tensor_a_stage(num_stages: int) -> None:
     model = Tied()
-    for split in splits(model, num_stages):
+    for split in iter_splits(model, num_stages):
         assert set(split.values()) == set(range(num_stages))
         for name, _ in model.named_parameters():
             assert any(name == part or name.startswith(f"{part}.") for part in split)
@@ -133,13 +133,13 @@ def test_large_parts_are_opened() -> None:
     model = Careful()
     model.second = Residual()
     model.first = nn.Linear(2, 2)
-    by_bytes, *_ = splits(model, 2)
+    by_bytes, *_ = iter_splits(model, 2)
     assert by_bytes == {"first": 0, "second.first": 0, "second.second": 1}
 
 
 def test_a_model_with_too_few_parts_has_no_split() -> None:
-    assert splits(nn.Linear(2, 2), 2) == []
-    assert splits(Careful(), 3) == []
+    assert iter_splits(nn.Linear(2, 2), 2) == []
+    assert iter_splits(Careful(), 3) == []
 
 
 # ── the plugin ──

@@ -17,6 +17,7 @@ import torch
 from duoka import Fleet, Placement, Plan, Workload, models, virtual
 from duoka.forecast.profile import (
     MONOMIALS,
+    AllocationTrace,
     BlockKind,
     Phase,
     Profile,
@@ -25,7 +26,6 @@ from duoka.forecast.profile import (
     Ref,
     Regime,
     Rule,
-    Tape,
 )
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
@@ -223,10 +223,10 @@ def made_up(
     kinds: dict[BlockKind, int] = {}
     blocks = []
     for index, size in enumerate(weights):
-        tapes = [_tape(index, len(weights), phase, costs) for phase in PHASES]
+        traces = [_trace(index, len(weights), phase, costs) for phase in PHASES]
         kind = BlockKind(
             weight_bytes=() if index in tied_to else (size,),
-            tapes=tuple(tape for tape in tapes for _ in (False, True)),
+            traces=tuple(trace for trace in traces for _ in (False, True)),
         )
         number = kinds.setdefault(kind, len(kinds))
         tied = tied_to.get(index)
@@ -249,16 +249,22 @@ def made_up(
         blocks=tuple(blocks),
         kinds=tuple(kinds),
         regimes=tuple(
-            Regime(phase=phase, many=many, query=everywhere, past=everywhere, keys=everywhere)
+            Regime(
+                phase=phase,
+                is_batched=is_batched,
+                query=everywhere,
+                past=everywhere,
+                keys=everywhere,
+            )
             for phase in PHASES
-            for many in (False, True)
+            for is_batched in (False, True)
         ),
         max_context_tokens=max_context_tokens,
         tensor_names=tuple((name,) for name in names),
     )
 
 
-def _tape(index: int, num_blocks: int, phase: Phase, costs: Costs) -> Tape:
+def _trace(index: int, num_blocks: int, phase: Phase, costs: Costs) -> AllocationTrace:
     keeps = bool(costs.cache) and 0 < index < num_blocks - 1
     cache = [rule(bk=costs.cache)] if keeps else []
     sizes = [rule(bq=costs.work), *cache, rule(bq=costs.result)]
@@ -272,7 +278,7 @@ def _tape(index: int, num_blocks: int, phase: Phase, costs: Costs) -> Tape:
         events.append(given)
     if index == num_blocks - 1:
         events.append(Ref(origin="own", index=len(sizes) - 1))
-    return Tape(
+    return AllocationTrace(
         sizes=tuple(sizes),
         events=tuple(events),
         retained=(1,) if keeps else (),

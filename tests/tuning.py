@@ -130,8 +130,10 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             patch.setenv(name, value)
 
         class Here:
-            def __init__(self, module: str, arguments: Sequence[str], number: int) -> None:
-                assert number == 1
+            def __init__(
+                self, module: str, size: int, arguments: Sequence[str], **options: object
+            ) -> None:
+                assert size == 1
                 self._directory = RunDirectory(Path(arguments[0]))
 
             def __enter__(self) -> Here:
@@ -144,7 +146,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 work(self._directory)
                 return {}
 
-        patch.setattr("duoka.tuner.tune.Workers", Here)
+        patch.setattr("duoka.tuner.tune.WorkerGroup", Here)
         listener.close()
         try:
             yield

@@ -13,7 +13,7 @@ from duoka.report.terminal import render_plain, render_report
 
 with quiet_libraries():
     from duoka.api.check import Inputs, Where, check
-    from duoka.checker.stage_splits import splits
+    from duoka.checker.stage_splits import iter_splits
 
 
 def assert_device_safe(
@@ -76,7 +76,7 @@ def _placements(
         yield placement, "the model doesn't run on this placement"
         return
     numbers = [devices] if isinstance(devices, int) else devices
-    trials = [(number, split) for number in numbers for split in splits(model, number)]
+    trials = [(number, split) for number in numbers for split in iter_splits(model, number)]
     if not trials:
         raise UsageError(
             f"{type(model).__name__} has too few parts for "

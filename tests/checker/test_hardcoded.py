@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from duoka import virtual
-from duoka.checker.hardcoded import is_asked_device, seen_as_cuda, virtual_cuda
+from duoka.checker.hardcoded import is_asked_device, present_as_cuda, virtual_cuda
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +48,8 @@ def test_autocast_of_cuda_is_the_virtual_gpus() -> None:
 
 
 def test_a_device_that_was_asked_for_is_no_named_one() -> None:
-    device = seen_as_cuda(torch.device("vgpu", 1))
+    device = present_as_cuda(torch.device("vgpu", 1))
     assert device == torch.device("cuda", 1)
     assert is_asked_device(device)
     assert not is_asked_device(torch.device("cuda", 1))
-    assert seen_as_cuda(torch.device("cpu")) == torch.device("cpu")
+    assert present_as_cuda(torch.device("cpu")) == torch.device("cpu")

@@ -12,7 +12,7 @@ from duoka.checker.source_map import (
     forget_sources,
     is_named,
     place_of,
-    returned,
+    returned_expression,
     source_of,
     spot_of,
 )
@@ -106,8 +106,8 @@ def test_what_a_backward_returns_at_a_position() -> None:
         x = gradient
         return x * 1, (x * 2).sum()
 
-    assert returned(backward.__code__, 1).text == "(x * 2).sum()"
-    assert returned(backward.__code__, 0).line == backward.__code__.co_firstlineno + 2
+    assert returned_expression(backward.__code__, 1).text == "(x * 2).sum()"
+    assert returned_expression(backward.__code__, 0).line == backward.__code__.co_firstlineno + 2
 
 
 def test_code_without_source_has_a_line_at_least() -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from duoka.checker.subject import (
-    complete,
+    complete_map,
     device_name,
     device_of,
     placed_modules,
@@ -40,12 +40,12 @@ def test_the_longest_name_decides() -> None:
 
 def test_a_complete_map_is_taken_as_it_is() -> None:
     entries = (("embed", "cuda:0"), ("layers", "cuda:0"), ("head", "cuda:1"))
-    assert complete(model(), entries) == (entries, complete(model(), entries)[1])
-    assert not complete(model(), entries)[1]
+    assert complete_map(model(), entries) == (entries, complete_map(model(), entries)[1])
+    assert not complete_map(model(), entries)[1]
 
 
 def test_what_a_map_misses_and_invents_is_listed_and_completed() -> None:
-    entries, faults = complete(model(), (("embd", "cuda:0"), ("layers.1", "cuda:1")))
+    entries, faults = complete_map(model(), (("embd", "cuda:0"), ("layers.1", "cuda:1")))
     assert faults.unknown == ("embd",)
     assert faults.nearest == {"embd": ("embed",)}
     assert faults.missing == (
@@ -61,7 +61,7 @@ def test_what_a_map_misses_and_invents_is_listed_and_completed() -> None:
 def test_a_tied_tensor_with_two_devices_is_doubled() -> None:
     tied = model()
     tied["head"].weight = tied["embed"].weight
-    _, faults = complete(tied, (("embed", "cuda:0"), ("layers", "cuda:0"), ("head", "cuda:1")))
+    _, faults = complete_map(tied, (("embed", "cuda:0"), ("layers", "cuda:0"), ("head", "cuda:1")))
     assert faults.doubled == ("embed.weight", "head.weight")
 
 

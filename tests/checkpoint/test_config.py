@@ -55,11 +55,6 @@ def test_more_layers_than_tensors() -> None:
     configs.check_config(config, num_tensors=28, source="config.json")
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_no_number(value: float) -> None:
-    assert "rope_theta is" in refused({"rope_theta": value})
-
-
 def test_depth() -> None:
     config: dict[str, Any] = {}
     for _ in range(40):

@@ -77,35 +77,6 @@ def test_other_visible_devices(
     assert told.count("NVIDIA GeForce RTX 3090") == 8
 
 
-def test_fastest_first(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay(monkeypatch, "fastest-first", visible=[1, 0])
-    plan = planned(program, tiny, "--gpus", "1")
-    assert plan.devices == ("cuda:0",)
-    assert plan.fleet.devices[0].product == "NVIDIA GeForce RTX 4090"
-
-
-def test_mig(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "mig", visible=[0])
-    told = refused(program, tiny, "--gpus", "1")
-    assert "it is in MIG mode" in told
-    instances = [
-        each["nvmlDeviceGetUUID"] for each in recording.data["devices"][1]["instances"][:2]
-    ]
-    assert all(uuid in told for uuid in instances)
-    replay(monkeypatch, "mig", visible=[instances[0]])
-    assert planned(program, tiny, "--gpus", instances[0]).fleet.devices[0].uuid == instances[0]
-
-
-def test_a_card_that_fell_off(
-    tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replay(monkeypatch, "fell-off", visible=[0, 2])
-    assert "GPU 1 can't be used: it doesn't answer: GPU is lost" in refused(
-        program, tiny, "--gpus", "0,1"
-    )
-    assert planned(program, tiny).fleet.names == ("cuda:0", "cuda:1")
-
-
 def test_no_driver(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "no-driver")
     for arguments in (["--gpus", "2,3"], []):
@@ -114,29 +85,11 @@ def test_no_driver(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch
         assert "virtual:2x24GiB" in told
 
 
-def test_busy_cards(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay(monkeypatch, "busy")
-    told = refused(program, tiny, "--gpus", "0,1")
-    assert "GPU 0 can't be used: 488.00 MiB are free" in told
-    assert "python3.12 (pid 977" in told
-    assert "\x1b" not in told
-
-
 def test_what_there_is_not(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "eight-3090")
     assert "there is no GPU 24" in refused(program, tiny, "--gpus", "24")
     assert "named twice" in refused(program, tiny, "--gpus", "1,1")
     assert "--gpus is empty" in refused(program, tiny, "--gpus", "", code=2)
-
-
-def test_mixed_bridges(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay(monkeypatch, "eight-3090")
-    plan = planned(program, tiny, "--gpus", "0,1,4", "--objective", "latency")
-    assert len(plan.fleet.links) == 6
-    near, far = plan.fleet.link("cuda:0", "cuda:1"), plan.fleet.link("cuda:0", "cuda:4")
-    assert near is not None
-    assert far is not None
-    assert near.bytes_per_second > 2 * far.bytes_per_second
 
 
 def test_cards(tiny: Path, program: Program) -> None:

@@ -39,29 +39,21 @@ def test_a_machine_as_json(program: Program, monkeypatch: pytest.MonkeyPatch) ->
     assert recording.open_sessions == 0
 
 
-def test_rows_and_their_picture(
-    program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_rows(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     replay(monkeypatch, "busy")
     path = tmp_path / "run.csv"
     for _ in range(2):
         assert program("top", "--once", "--csv", path).returncode == 0
     assert len(path.read_text().splitlines()) == 7
-    done = program("plot", path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"drawn: {tmp_path / 'run.png'}\n"
-    assert (tmp_path / "run.png").is_file()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--json"], "--json shows one moment"),
-        (["--once", "--prometheus", ":0"], "--prometheus can't be given with --once"),
         (["--interval", "0"], "--interval 0 can't be"),
         (["--interval", "nan"], "--interval nan can't be"),
         (["--interval", "inf"], "--interval inf can't be"),
-        (["--prometheus", "9400x"], "--prometheus 9400x can't be had"),
         (["--csv", "absent/run.csv"], "the recording can't be written"),
     ],
 )

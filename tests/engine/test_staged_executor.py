@@ -29,7 +29,8 @@ from duoka.engine import Completion, Engine, Grammar, SamplingParams, staged_exe
 from duoka.engine.staged_executor import WorkerError
 from duoka.errors import GpuLostError, MachineError, UsageError
 from duoka.report import live
-from duoka.stages import workers
+from duoka.workers import group, supervision
+from duoka.workers.process import WorkerProcess
 
 pytestmark = [pytest.mark.process, pytest.mark.usefixtures("quick_workers")]
 
@@ -200,7 +201,7 @@ def test_a_process_that_is_killed_ends_the_engine(plan: Any, rank: int) -> None:
                 stream.result()
         with pytest.raises(WorkerError, match="signal 9"):
             engine.submit([1, 2])
-        assert executor._workers.codes(0).keys() == {0, 1}
+        assert executor._workers.exit_codes(0).keys() == {0, 1}
     assert [type(failure) for failure in failures] == [WorkerError]
 
 
@@ -210,7 +211,7 @@ def test_a_process_that_is_lost_while_nobody_asks_ends_the_engine(
     plan: Any, signum: signal.Signals, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", python)  # what stands in for it can't be stopped
-    monkeypatch.setattr(staged_executor, "_SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(supervision, "SILENT_SECONDS", 3.0)
     failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
     with Engine(plan, processes=True, on_failure=failures.put, warm_up="largest") as engine:
         executor: Any = engine._executor
@@ -222,7 +223,7 @@ def test_a_process_that_is_lost_while_nobody_asks_ends_the_engine(
         )
         with pytest.raises(WorkerError, match=f"vgpu:1 {said}"):
             raise failures.get(timeout=30)
-        assert executor._workers.codes(10).keys() == {0, 1}
+        assert executor._workers.exit_codes(10).keys() == {0, 1}
 
 
 @pytest.mark.slow
@@ -230,7 +231,7 @@ def test_a_process_that_is_stopped_while_it_loads_is_told(
     plan: Any, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", python)  # what stands in for it can't be stopped
-    monkeypatch.setattr(staged_executor, "_SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(supervision, "SILENT_SECONDS", 3.0)
     monkeypatch.setattr(staged_executor, "_MODULE", "faulty_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("STOPPED_IN_LOAD", "1")
@@ -244,8 +245,8 @@ def test_a_process_that_is_stopped_while_it_loads_is_told(
 def test_a_process_that_is_stopped_does_not_outlive_its_parent(python: str) -> None:
     program = (
         "import time\n"
-        "from duoka.stages.workers import Workers\n"
-        "workers = Workers('timeit', ('-n1', '-sinput()'), 1)\n"  # it reads, until nobody writes
+        "from duoka.workers.group import WorkerGroup\n"
+        "workers = WorkerGroup('timeit', 1, ('-n1', '-sinput()'))\n"  # it reads standard input
         "print(workers._processes[0].pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -291,19 +292,19 @@ def test_each_process_says_what_it_has(
 def test_nothing_is_left_where_a_process_cannot_be_started(
     plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, started = workers._start, list[Any]()
+    started: list[WorkerProcess] = []
 
-    def start_one(*arguments: Any) -> Any:
+    def start_one(*arguments: Any, **options: Any) -> WorkerProcess:
         if started:
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        started.append(start(*arguments))
+        started.append(WorkerProcess(*arguments, **options))
         return started[0]
 
-    monkeypatch.setattr(workers, "_start", start_one)
+    monkeypatch.setattr(group, "WorkerProcess", start_one)
     before = open_files()
     with pytest.raises(MachineError, match="vgpu:0, vgpu:1 can't be started: Resource temp"):
         Engine(plan, processes=True)
-    assert started[0].returncode == -signal.SIGKILL
+    assert started[0].exit_code == -signal.SIGKILL
     assert open_files() == before
 
 
@@ -385,6 +386,6 @@ def test_what_is_lost_ends_all_requests(faults: Any, token: int, kind: Any, said
                 stream.result()
         with pytest.raises(kind, match=said):
             engine.submit([1, 2])
-        codes = engine._executor._workers.codes(0)  # type: ignore[attr-defined]
+        codes = engine._executor._workers.exit_codes(0)  # type: ignore[attr-defined]
     if kind is GpuLostError:
         assert codes[LOSE.index(token)] == GpuLostError.exit_code

@@ -127,7 +127,7 @@ def compiled(
     """What block 7 does, alone on its device, that has so many caches before."""
     trace = SimpleNamespace(
         profile=SimpleNamespace(blocks={7: SimpleNamespace(kind=0)}),
-        tape=lambda block, step: SimpleNamespace(sizes=range(num_sizes), reads=()),
+        trace=lambda block, step: SimpleNamespace(sizes=range(num_sizes), reads=()),
         events=lambda block, step: events,
     )
     compiler = StageCompiler(cast(AllocEvents, trace), 0, {7: num_kept}, alive=alive)
@@ -140,9 +140,9 @@ def test_by_hand(new_memory: NewMemory) -> None:
     """A small request, a large one, a cache; then the large one ends."""
     memory = new_memory(None)
     program = compiled([(MALLOC, 0, 0), (MALLOC, 1, 1), (KEEP, 2, 2), (RELEASE, 0, 1)], 0)
-    assert program.left == ((7, 0),)
+    assert program.saved == ((7, 0),)
     assert program.num_kept == (1,)
-    cache, left = memory.run(program.moves, sizes_of([1000, 3 * MIB, 600]), [], program.out)
+    cache, left = memory.run(program.code, sizes_of([1000, 3 * MIB, 600]), [], program.live_out)
     assert (cache[1], left[1]) == (1024, 1024)
     assert memory.allocated == memory.requested == 2048
     assert memory.peak == memory.requested_peak == 2048 + 3 * MIB
@@ -161,15 +161,15 @@ def test_what_others_made_and_what_was_kept_ends_too(new_memory: NewMemory) -> N
         2,
         [(-1, 0), (6, 3), (6, 4)],
     )
-    assert program.left == ((6, 4),)
+    assert program.saved == ((6, 4),)
     assert program.num_kept == (2,)
-    found = memory.run(program.moves, sizes_of([700]), [*caches, *alive], program.out)
+    found = memory.run(program.code, sizes_of([700]), [*caches, *alive], program.live_out)
     assert [asked for *_, asked in found] == [5120, 1024, 1024]
     assert (memory.allocated, memory.cached) == (1024 + 5120 + 1024, 5120 + 1024)
 
 
 def test_an_end_of_what_isnt_there_is_nothing() -> None:
-    assert compiled([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (RELEASE, 0, 9)], 0).moves == b""
+    assert compiled([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (RELEASE, 0, 9)], 0).code == b""
 
 
 def test_one_program_serves_all_steps_of_a_kind() -> None:

@@ -17,9 +17,9 @@ from rehearsing import Layer, load
 
 from duoka import Constraints, Device, Fleet
 from duoka.errors import InfeasibleError
-from duoka.forecast.costs import Costs, TrainingCosts, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
-from duoka.forecast.replay_training import in_flight
+from duoka.forecast.replay_training import in_flight, replay_of
 from duoka.forecast.workload import OPTIMIZERS
 from duoka.hardware.device import Link
 from duoka.planner.request import PlanProblem
@@ -49,10 +49,10 @@ trainings = st.fixed_dictionaries(
 def test_a_bound_is_never_more_than_the_exact_bytes(
     made: list[Layer], training: dict[str, Any]
 ) -> None:
-    costs = costs_of(rehearsing.made_up(made), load(1, **training))
+    costs = Costs(rehearsing.made_up(made), load(1, **training))
     for place in (1, 2, 3):
         for start, stop in combinations(range(len(made) + 1), 2):
-            peaks = costs.replay(brief=False, place=place).run(range(start, stop))
+            peaks = replay_of(costs.profile, costs.workload, place=place).run(range(start, stop))
             assert peaks is not None
             assert costs.bounds_at(place)[start, stop] <= peaks.allocated_bytes
 
@@ -73,7 +73,7 @@ def left_free(
     told = []
     for at, (start, stop, device) in enumerate(stages):
         budget = fleet.devices[device].budget_bytes
-        replay = costs.replay(brief=False, place=len(stages) - at)
+        replay = replay_of(costs.profile, costs.workload, place=len(stages) - at)
         peaks = replay.run(costs.blocks_of(start, stop), budget)
         if peaks is None or peaks.reserved_bytes > costs.usable_bytes(budget):
             return None
@@ -125,9 +125,9 @@ def test_the_best_placement_is_the_best_of_all(
 ) -> None:
     fleet = Fleet.parse("virtual:" + ",".join(f"{budget}MiB" for budget in budgets))
     profile, workload = rehearsing.made_up(made), load(1, **training)
-    expected = best_by_hand(TrainingCosts(profile, workload), fleet)
+    expected = best_by_hand(Costs(profile, workload), fleet)
     try:
-        solution = search(costs_of(profile, workload), fleet)
+        solution = search(Costs(profile, workload), fleet)
     except NoPlacement:
         assert expected is None
         return
@@ -164,13 +164,13 @@ def busy(profile: Profile, rng: random.Random) -> Profile:
     kinds = tuple(
         replace(
             kind,
-            tapes=tuple(
+            traces=tuple(
                 replace(
-                    tape,
+                    trace,
                     flops=(rng.randint(1, 9) * 1e6 * (number % 3 + 1),),
                     moved_bytes=(rng.randint(1, 9) * 1e6,),
                 )
-                for number, tape in enumerate(kind.tapes)
+                for number, trace in enumerate(kind.traces)
             ),
         )
         for kind in profile.kinds
@@ -191,7 +191,7 @@ def test_every_objective_is_reached(seed: int, schedule: str) -> None:
     optimizer = rng.choice(["adamw", "sgd"])
     number = rng.randint(1, 5)
     workload = load(1, method="full", optimizer=optimizer, micro_batches=number, schedule=schedule)
-    costs = costs_of(profile, workload)
+    costs = Costs(profile, workload)
     for objective in ("latency", "throughput", "headroom", "balanced"):
         # First with room on each device, which of these small ones is an eighth.
         expected = best_by_hand(costs.leaving(lambda size: size // 8), fleet, objective)
@@ -235,7 +235,7 @@ def test_the_first_stage_holds_the_most_micro_batches() -> None:
 def test_pins_hold_where_places_count() -> None:
     workload = load(1, method="full", micro_batches=8, schedule="1f1b")
     limits = PlacementLimits(pins=((5, 0),))
-    costs = costs_of(PROFILE, workload)
+    costs = Costs(PROFILE, workload)
     found = search(costs, FLEET, use_all=True, limits=limits)
     assert found.stages[-1].device == 0
 

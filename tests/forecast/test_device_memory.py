@@ -21,7 +21,7 @@ from replaying import MEMORIES, MIB, NewMemory, Piece, PlainAllocator, only_comp
 
 from duoka.forecast.allocator import END_OF_ADDRESSES, OutOfCapacity
 from duoka.forecast.device_memory import (
-    BACK,
+    FREE,
     CompiledMemory,
     Held,
     PlainMemory,
@@ -123,7 +123,7 @@ class Trio:
             slot %= len(given) + len(step.moves)
             cached = is_cached.setdefault(slot, size % 2 == 0)
             if slot in slots or is_end:
-                moves.append((slot, BACK, cached))
+                moves.append((slot, FREE, cached))
                 if fits and slot in slots:
                     self.plain.free(slots.pop(slot))
                 continue
@@ -295,7 +295,7 @@ def numbers(*values: int) -> bytes:
         ("run", (numbers(0, 2**63 - 1, 0), numbers(1), [], ()), ValueError),
         ("run", (numbers(0, -2, 0), numbers(1), [], ()), ValueError),
         ("run", (numbers(0, 0, 0), b"", [], ()), ValueError),
-        ("run", (numbers(0, BACK, 0), b"", [(512, 512, 512)], ()), ValueError),
+        ("run", (numbers(0, FREE, 0), b"", [(512, 512, 512)], ()), ValueError),
         ("run", (b"", b"", [], (0,)), ValueError),
         ("run", (b"", b"", [None], (0,)), TypeError),
         ("run", (b"", b"", [], (-1,)), ValueError),
@@ -330,7 +330,7 @@ def test_what_is_given_back_twice_is_refused() -> None:
     with pytest.raises(ValueError, match="isn't in use"):
         memory.release(held)
     held = memory.hold(1)
-    back = program_of([(0, BACK, False), (1, BACK, False)])
+    back = program_of([(0, FREE, False), (1, FREE, False)])
     with pytest.raises(ValueError, match="isn't in use"):
         memory.run(back, b"", [held, held], ())
     assert memory.allocated == 0
@@ -373,7 +373,7 @@ class Meddler:
 
     def __index__(self) -> int:
         self.given.clear()
-        self.memory.run(program_of([(slot, BACK, False) for slot in range(999)]), b"", [], ())
+        self.memory.run(program_of([(slot, FREE, False) for slot in range(999)]), b"", [], ())
         return 512
 
 

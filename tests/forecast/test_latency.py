@@ -50,7 +50,7 @@ def launching(profile: Profile, launches: float) -> Profile:
     kinds = tuple(
         BlockKind(
             weight_bytes=kind.weight_bytes,
-            tapes=tuple(replace(tape, launches=(launches,)) for tape in kind.tapes),
+            traces=tuple(replace(trace, launches=(launches,)) for trace in kind.traces),
         )
         for kind in profile.kinds
     )
@@ -128,7 +128,7 @@ def test_decode_steps_are_summed_up_though_not_all_are_computed() -> None:
     kinds = tuple(
         BlockKind(
             weight_bytes=kind.weight_bytes,
-            tapes=tuple(replace(tape, moved_bytes=tiny.rule(bk=3.0)) for tape in kind.tapes),
+            traces=tuple(replace(trace, moved_bytes=tiny.rule(bk=3.0)) for trace in kind.traces),
         )
         for kind in cached.kinds
     )
@@ -222,7 +222,7 @@ def test_impossible_times_are_refused(number: float) -> None:
 def test_a_step_of_training_has_passes_and_updates(schedule: str) -> None:
     made = rehearsing.made_up([rehearsing.Layer(weight=1000, result=1, saved=2)] * 4)
     kinds = tuple(
-        replace(kind, tapes=tuple(replace(tape, moved_bytes=(50.0,)) for tape in kind.tapes))
+        replace(kind, traces=tuple(replace(trace, moved_bytes=(50.0,)) for trace in kind.traces))
         for kind in made.kinds
     )
     workload = rehearsing.load(100, method="full", micro_batches=4, schedule=schedule)

@@ -34,7 +34,7 @@ def test_a_rule_may_leave_out_trailing_zeros() -> None:
 
 
 REGIME = Regime(
-    phase="extend", many=True, query=(2, 10), past=(1, 100), keys=(16, 64), aligned=False
+    phase="extend", is_batched=True, query=(2, 10), past=(1, 100), keys=(16, 64), aligned=False
 )
 
 
@@ -64,7 +64,7 @@ def test_the_first_regime_that_holds_counts() -> None:
     first, *rest = profile.regimes
     narrow = replace(first, query=(0, 8))
     regimes = (narrow, *rest, first)
-    kinds = tuple(replace(kind, tapes=(*kind.tapes, kind.tapes[0])) for kind in profile.kinds)
+    kinds = tuple(replace(kind, traces=(*kind.traces, kind.traces[0])) for kind in profile.kinds)
     profile = replace(profile, regimes=regimes, kinds=kinds)
     assert profile.regime_of("prefill", batch=1, query=7, keys=7) == 0
     assert profile.regime_of("prefill", batch=1, query=8, keys=8) == len(regimes) - 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny
 from fuzzing import examples
@@ -141,7 +143,7 @@ def test_left_out_decode_steps_hardly_matter(prompt: int, new: int, batch: int, 
 
 def test_nothing_stays_alive_but_weights_and_caches() -> None:
     profile = tiny.made_up([MIB] * 4, CACHED)
-    run = replay.InferenceRun(Replay(profile, workload(50, 20)), [0, 1, 2, 3], None, None)
+    run = replay.StageRun(Replay(profile, workload(50, 20)), [0, 1, 2, 3], None, None)
     run.run()
     assert run.memory.cached == 2 * -(-69 * 512 // 512) * 512
     assert run.memory.allocated == run.memory.requested == 4 * MIB + run.memory.cached
@@ -186,14 +188,14 @@ def test_a_stage_that_reserves_too_much_pauses_at_once_and_is_not_replayed_again
 def replay_steps(profile: Profile, load: Workload, *, usable_mib: int) -> tuple[int, int]:
     """How many steps are replayed up to the pause, and in all when the replay goes on."""
     steps: list[int] = []
-    run_step = replay.InferenceRun._run_step
+    run_step = replay.StageRun.run_pass
 
-    def count(run: replay.InferenceRun, step: int) -> None:
+    def count(run: replay.StageRun, step: int) -> Any:
         steps.append(step)
-        run_step(run, step)
+        return run_step(run, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay.InferenceRun, "_run_step", count)
+        patch.setattr(replay.StageRun, "run_pass", count)
         stage = Replay(profile, load)
         stage.run([1, 2], usable_bytes=usable_mib * MIB)
         before = len(steps)

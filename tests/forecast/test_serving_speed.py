@@ -89,7 +89,7 @@ def test_steps_of_prompts_take_what_the_plan_says(plan: duoka.Plan) -> None:
 
 
 def test_no_load_is_told_that_cannot_be() -> None:
-    with pytest.raises(FormatError, match="no speed"):
+    with pytest.raises(FormatError, match="no time"):
         ServingSpeed(requests=1, tokens_per_second=-1.0, serial_tokens_per_second=1.0)
-    with pytest.raises(FormatError, match="no time of a step"):
+    with pytest.raises(FormatError, match="no time"):
         StepSeconds(fixed_seconds=1.0, token_seconds=float("nan"), pair_seconds=0.0)

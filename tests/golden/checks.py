@@ -10,7 +10,7 @@ from typing import Any
 import seeded
 
 import duoka
-from duoka.report.terminal import plain, render_report
+from duoka.report.terminal import render_plain, render_report
 
 from . import records
 
@@ -87,7 +87,7 @@ def checked(path: Path) -> tuple[str, str, str]:
     report = duoka.check(case.build(), case.placement, inputs=case.inputs(), train=case.train)
     content = json.loads(records.normalised(report.to_json(), cases=path.parent))
     del content["seconds"]
-    shown = records.normalised(plain(render_report(report), WIDTH), cases=path.parent)
+    shown = records.normalised(render_plain(render_report(report), WIDTH), cases=path.parent)
     repairs = duoka.repair(report)
     lines = []
     for patch in repairs:

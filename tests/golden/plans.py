@@ -70,6 +70,12 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("glm-4-9b-chat", "--context 8K --batch 4", ("24GiB", "16GiB,16GiB", "2xRTX4090")),
     ("llama-8b", "--context 8K", ("24GiB", "12GiB,8GiB", "8x4GiB")),
     ("llama-8b", "--context 8K --batch 8 --use-all", ("24GiB,24GiB", "4x12GiB")),
+    ("chatglm3-6b", "--context 2K", ("16GiB", "7x4GiB", "RTX4080", "RTX5090,RTX3060")),
+    ("glm-4-9b-chat", "--context 16K", ("32GiB", "3x10GiB", "A100-80GB-SXM", "2xL4")),
+    ("glm-4-9b-chat", "--context 4K --batch 2 --use-all", ("5x8GiB", "24GiB,12GiB,8GiB,4GiB")),
+    ("llama-8b", "--context 4K", ("RTX4090", "2xA10", "2xRTX3060")),
+    ("chatglm3-6b-128k", "--context 32K --batch 4", ("2x24GiB", "RTX4090+RTX3090")),
+    ("chatglm2-6b", "--context 8K --new-tokens 1K", ("16GiB", "3xRTX3060")),
     # Cards whose speed is known, and what is optimised.
     ("glm-4-9b-chat", "--context 8K --objective headroom", ("2xRTX4090+1xRTX3090", "3xRTX3060")),
     ("glm-4-9b-chat", "--context 8K --objective latency", ("2xRTX4090+1xRTX3090", "3xRTX3060")),
@@ -121,7 +127,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("awq", "--context 256", ("virtual:2x32MiB",)),
     ("nf4", "--context 256", ("virtual:2x32MiB",)),
     ("fp8", "--context 256", ("virtual:2x32MiB",)),
-    ("fp8 experts", "--context 256", ("virtual:2x32MiB",)),
+    ("fp8-experts", "--context 256", ("virtual:2x32MiB",)),
     ("pack", "--context 256", ("virtual:2x32MiB",)),
     ("mxfp4", "--context 256", ("virtual:2x32MiB",)),
     # Pictures.
@@ -137,7 +143,7 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
      ("24GiB,12GiB",)),
     ("glm-4-9b-chat", "--context 4K --reserve cuda:0=2GiB", ("2x12GiB", "24GiB")),
     ("glm-4-9b-chat", "--context 4K --offload", ("12GiB", "4GiB,6GiB", "RTX4070")),
-    ("glm-4-9b-chat", "--max-context", ("24GiB", "12GiB,8GiB")),
+    ("glm-4-9b-chat", "--max-context", ("12GiB,8GiB",)),
     ("chatglm3-6b", "--max-context --quantize int4", ("8GiB",)),
     ("chatglm3-6b", "--max-batch --context 2K", ("24GiB", "12GiB,12GiB")),
     ("chatglm3-6b", "--serve --max-batch --context 2K", ("24GiB",)),
@@ -145,25 +151,23 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("chatglm3-6b", "--device-map balanced --context 4K", ("2x12GiB",)),
     ("chatglm3-6b", "--device-map incomplete.json --context 4K", ("24GiB,24GiB",)),
     # Families of transformers, small.
-    *((name, "--context 1K", ("virtual:2x32MiB", "virtual:16MiB,24MiB,16MiB"))
+    *((name, "--context 1K", ("virtual:2x128MiB", "virtual:64MiB,96MiB,64MiB"))
       for name in ("glm", "llama", "tied", "window", "experts", "bloom", "latent")),
-    ("mamba2", "--context 512", ("virtual:2x48MiB",)),
-    ("hybrid", "--context 512", ("virtual:2x48MiB",)),
-    ("pair", "--context 512", ("virtual:2x48MiB",)),
-    ("llama", "--context 1K --serve --sequences 4", ("virtual:2x48MiB",)),
+    ("mamba2", "--context 512", ("virtual:2x128MiB",)),
+    ("hybrid", "--context 512", ("virtual:2x128MiB",)),
+    ("pair", "--context 512", ("virtual:2x128MiB",)),
+    ("llama", "--context 1K --serve --sequences 4", ("virtual:2x128MiB",)),
     ("experts", "--context 512 --train full --micro-batches 4 --schedule gpipe",
-     ("virtual:2x256MiB",)),
+     ("virtual:2x512MiB",)),
     ("tied", "--context 512 --train lora --use-all", ("virtual:2x64MiB",)),
     # What doesn't fit, and what would.
     ("chatglm3-6b", "--context 4K", ("8GiB", "2GiB,2GiB")),
     ("chatglm3-6b", "--context 32K --batch 16", ("24GiB",)),
     ("chatglm3-6b-128k", "--context 128K", ("12GiB",)),
     ("glm-4-9b-chat", "--context 8K", ("12GiB", "8GiB,8GiB", "RTX3090+RTX3060,4GiB")),
-    ("glm-4-9b-chat", "--context 128K --new-tokens 256", ("24GiB",)),
     ("glm-4-9b-chat", "--serve --context 8K", ("16GiB",)),
     ("glm-4-9b-chat", "--train lora --context 4K", ("24GiB",)),
     ("chatglm3-6b", "--train full --context 1K", ("4x16GiB",)),
-    ("glm-4v-9b", "--images 1 --image-size 1120x1120", ("24GiB",)),
     ("chatglm3-6b", "--context 4K --pin lm_head=cuda:1", ("16GiB,512MiB",)),
     # What is wrong.
     ("chatglm3-6b", "--objective throughput", ("8x4GiB",)),
@@ -206,8 +210,8 @@ def write(made: Path) -> None:
         for of_model in pool.map(_plans_of, [model for model, _ in models]):
             for name, (structure, text) in of_model.items():
                 structures[name], texts[name] = structure, text
-        records.write(made / "structure.txt", structures)
-        records.write(made / "texts.txt", texts)
+            records.write(made / "structure.txt", structures)
+            records.write(made / "texts.txt", texts)
         parts = pool.map(_reasons_of, _asked())
         records.write(made / "reasons.txt", dict(chain.from_iterable(parts)))
 
@@ -256,7 +260,7 @@ def _write_models(root: Path) -> None:
     for name, config in others.items():
         (_made(root / name) / "config.json").write_text(json.dumps(config))
     for name in QUANTIZED:
-        published.write(root / name, name)
+        published.write(root / name.replace(" ", "-"), name)
     published.write_mxfp4(root / "mxfp4")
     (root / "map.json").write_text(json.dumps(MAP))
     (root / "incomplete.json").write_text(json.dumps({"transformer.embedding": 0, "lm_heed": 1}))
@@ -275,7 +279,7 @@ def plan(model: str, options: str, fleet: str, file: Path) -> tuple[str, str]:
     if done.code:
         found = json.loads(done.out) if done.out else {}
         return f"exit {done.code}\n{refused(found)}", said
-    content = json.loads(file.read_text())
+    content = json.loads(_told(file.read_text()))
     shown = duoka.Plan.load(file).format_table()
     return described(content), said + _told(shown)
 
@@ -357,7 +361,7 @@ def explained(name: str) -> Iterator[tuple[str, str]]:
     """Why a saved plan is so, and how other tools take it."""
     file = _file(name)
     done = run("plan", "--plan", file, "--explain", "--json")
-    found = json.loads(done.out) if not done.code else {}
+    found = json.loads(_told(done.out)) if not done.code else {}
     shown = run("plan", "--plan", file, "--explain")
     text = f"exit {done.code} {records.digest(found)}\n{shown.out}{shown.err}"
     yield f"explain {name}", _told(text)
@@ -379,7 +383,7 @@ def copies(model: str, options: str, fleet: str) -> Iterator[tuple[str, str]]:
     """Plans of several copies of a model."""
     words = ("plan", f"./{model}", "--gpus", fleet, *shlex.split(options))
     done, data = run(*words), run(*words, "--json")
-    found = json.loads(data.out) if data.out else {}
+    found = json.loads(_told(data.out)) if data.out else {}
     text = f"exit {done.code} {records.digest(found)}\n{done.out}{done.err}"
     yield f"{model} {options} {fleet}", _told(text)
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cuda_rig.conftest  # noqa: F401  (imports transformers so that CUDA isn't started)
 import tiny
 import torch
 import tuning
@@ -25,7 +26,8 @@ from duoka import Training, Workload
 
 from . import records
 
-_SECONDS = 600
+_SECONDS = 3600
+_FAILED = "Traceback", "it hangs", "it has ended"
 ONE, TWO, THREE = "1GiB", "1GiB,1GiB", "1GiB,1GiB,1GiB"
 LOG = "rig.log"
 
@@ -74,8 +76,12 @@ def main() -> None:
         found[f"memory: {name}"] = partial(memory, case), gpus
     for family, gpus in LAUNCHES:
         found[f"launches: {family} on {gpus}"] = partial(launches, family, gpus), gpus
-    wanted = {name: apart(*each) for name, each in found.items() if records.is_wanted(name)}
-    records.write(Path(sys.argv[1]), wanted)
+    counts = {}
+    for name in filter(records.is_wanted, found):
+        counts[name] = apart(*found[name])
+        records.write(Path(sys.argv[1]), counts)
+        if counts[name].startswith(_FAILED):
+            sys.exit(f"{name}: {counts[name]}")
 
 
 def memory(case: Case) -> str:
@@ -120,9 +126,9 @@ def apart(count: Callable[[], str], gpus: str) -> str:
     process.start()
     theirs.close()
     try:
-        text: str = ours.recv() if ours.poll(_SECONDS) else "hangs"
+        text: str = ours.recv() if ours.poll(_SECONDS) else "it hangs"
     except EOFError:
-        text = "has ended"
+        text = "it has ended"
     process.kill()
     process.join()
     return text

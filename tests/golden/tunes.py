@@ -41,7 +41,8 @@ RUNS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("llama", "virtual:2x64MiB", 1, {"schedule": "gpipe", "method": "full", "lr": 1e-3}),
     ("llama", "virtual:2x64MiB", 2, {}),
 )  # fmt: skip
-_TIMES = ("seconds", "time", "per_second")
+# What differs from run to run: times, and the memory of a process that has made other runs before.
+_LEFT_OUT = ("seconds", "time", "per_second", "processes")
 
 
 def write(made: Path) -> None:
@@ -60,7 +61,7 @@ def _runs(root: Path, program: Path) -> Iterator[tuple[str, str]]:
     towers = {"glm-4v": write_glm4v, "llava": partial(write_family, "llava")}
     for number, (family, gpus, replicas, more) in enumerate(RUNS):
         said = " ".join(f"{key}={value}" for key, value in more.items())
-        name = f"{family} {gpus} x{replicas} {said}"
+        name = f"{family} {gpus} x{replicas} {said}".strip()
         if not records.is_wanted(name):
             continue
         path = root / family
@@ -87,7 +88,7 @@ def _described(result: Any) -> str:
     lines = []
     for line in (result.directory / "metrics.jsonl").read_text().splitlines():
         entry = records.rounded(json.loads(line), 6)
-        kept = {k: v for k, v in entry.items() if not any(time in k for time in _TIMES)}
+        kept = {k: v for k, v in entry.items() if not any(word in k for word in _LEFT_OUT)}
         lines.append(" ".join(f"{name}={value}" for name, value in kept.items()))
     for file in sorted(result.result.glob("*.safetensors")):
         tensors = load_file(file)

@@ -50,26 +50,26 @@ def link(source: str, target: str, speed: float) -> LinkFigures:
 
 
 def test_what_was_kept_is_found() -> None:
-    assert calibration.find(DRIVER) == made()
+    assert calibration.read_calibration(DRIVER) == made()
     measured = made(FIGURES, links=(link("GPU-a", "GPU-b", 1e10),))
-    assert calibration.keep(measured) == calibration.path_for(DRIVER)
-    assert calibration.find(DRIVER) == measured
-    assert calibration.find("560.1").gpus == ()
+    assert calibration.keep_calibration(measured) == calibration.path_for(DRIVER)
+    assert calibration.read_calibration(DRIVER) == measured
+    assert calibration.read_calibration("560.1").gpus == ()
 
 
 def test_what_is_measured_again_takes_the_place_of_the_old() -> None:
     other = replace(FIGURES, product="NVIDIA A10")
-    calibration.keep(made(FIGURES, other, links=(link("GPU-a", "GPU-b", 1e10),)))
+    calibration.keep_calibration(made(FIGURES, other, links=(link("GPU-a", "GPU-b", 1e10),)))
     faster = replace(FIGURES, memory_bytes_per_second=900e9)
-    calibration.keep(made(faster, links=(link("GPU-b", "GPU-a", 2e10),)))
-    found = calibration.find(DRIVER)
+    calibration.keep_calibration(made(faster, links=(link("GPU-b", "GPU-a", 2e10),)))
+    found = calibration.read_calibration(DRIVER)
     assert set(found.gpus) == {other, faster}
     assert len(found.links) == 2
 
 
 @pytest.mark.parametrize("damage", ["cut", "nothing", "driver", "infinite", "unknown"])
 def test_what_was_damaged_was_not_measured(damage: str) -> None:
-    path = calibration.keep(made(FIGURES))
+    path = calibration.keep_calibration(made(FIGURES))
     text = path.read_text(encoding="utf-8")
     data = json.loads(text)
     if damage == "driver":
@@ -84,7 +84,7 @@ def test_what_was_damaged_was_not_measured(damage: str) -> None:
         "nothing": "",
     }.get(damage, told)
     path.write_text(damaged, encoding="utf-8")
-    assert calibration.find(DRIVER) == made()
+    assert calibration.read_calibration(DRIVER) == made()
 
 
 def test_the_reserve_has_a_margin() -> None:
@@ -107,7 +107,7 @@ def test_detected_gpus_are_as_they_were_measured(monkeypatch: pytest.MonkeyPatch
     driver = recording.data["nvmlSystemGetDriverVersion"]
     before = Fleet.detect("0,1")
     one, other = recording.uuids[:2]
-    calibration.keep(made(FIGURES, links=(link(one, other, 5e9),), driver=driver))
+    calibration.keep_calibration(made(FIGURES, links=(link(one, other, 5e9),), driver=driver))
     after = Fleet.detect("0,1")
     first = after.devices[0]
     assert (first.memory_bytes_per_second, first.flops_per_second) == (850e9, 65e12)
@@ -126,7 +126,7 @@ def test_detected_gpus_are_as_they_were_measured(monkeypatch: pytest.MonkeyPatch
 def test_declared_cards_are_the_catalogues(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "eight-3090")
     driver = recording.data["nvmlSystemGetDriverVersion"]
-    calibration.keep(made(FIGURES, driver=driver))
+    calibration.keep_calibration(made(FIGURES, driver=driver))
     (card,) = Fleet.parse("RTX3090").devices
     assert (card.memory_bytes_per_second, card.measured) == (936e9, ())
     assert card.reserve_bytes == RESERVE_BYTES

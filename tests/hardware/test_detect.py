@@ -152,9 +152,8 @@ def test_what_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_doubles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "eight-3090")
-    refused("2,3,2", "GPU 2 is named twice: by '2' and '2'")
-    refused(f"2,{recording.uuids[2]}", f"GPU 2 is named twice: by '2' and '{recording.uuids[2]}'")
-    refused("02,2", "GPU 2 is named twice: by '02' and '2'")
+    for text in ("2,3,2", f"2,{recording.uuids[2]}", "02,2"):
+        refused(text, "GPU 2 is named twice")
     refused(",".join(["1"] * 1000), "GPU 1 is named twice")
 
 
@@ -220,38 +219,14 @@ def test_whether_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name in told if not told[name]] == ["unified-gb10", "no-driver"]
 
 
-def test_compute_modes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prohibited_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "busy")
-    _, half, free = recording.data["devices"]
-    half["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
-    free["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
-    assert Fleet.detect().names == ("cuda:2",)  # exclusive, and nobody has it
-    hint = refused("1", "its compute mode is Exclusive_Process, and .* has it")
-    assert "nvidia-smi -i 1 -c DEFAULT" in hint
-    assert "  taken" in hint
+    free = recording.data["devices"][2]
     free["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_PROHIBITED
+    assert Fleet.detect().names == ("cuda:1",)
     hint = refused("2", "GPU 2 can't be used: its compute mode is Prohibited")
+    assert "nvidia-smi -i 2 -c DEFAULT" in hint
     assert "  closed" in hint
-    refused(None, "no GPU can be used")
-
-
-def test_mps_shares_an_exclusive_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "busy")
-    half = recording.data["devices"][1]
-    half["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
-    pid = half["nvmlDeviceGetComputeRunningProcesses_v3"][-1]["pid"]
-    recording.data["nvmlSystemGetProcessName"][str(pid)] = "/usr/bin/nvidia-cuda-mps-server"
-    assert Fleet.detect("1").names == ("cuda:1",)
-
-
-def test_who_only_draws_takes_no_exclusive_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "busy")
-    half = recording.data["devices"][1]
-    half["nvmlDeviceGetComputeMode"] = pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS
-    half["nvmlDeviceGetGraphicsRunningProcesses_v3"] = half.pop(
-        "nvmlDeviceGetComputeRunningProcesses_v3"
-    )
-    assert Fleet.detect("1").names == ("cuda:1",)
 
 
 def test_a_lost_gpu_that_keeps_cuda_from_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,98 +1,31 @@
-"""The head and the loss in chunks: what a model's own loss gives, and what is held for it."""
+"""The head and the loss in chunks; those of all families are in `matrix.losses`."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import families
 import pytest
 import tiny
 import torch
+from matrix.losses import assert_alike, learn, note_chunks
 from staging import differences, learn_in_stages, learn_whole, placement_of
 from torch import Tensor, nn
 
 from duoka import Placement, models, virtual
 from duoka.forecast import workload
 from duoka.forecast.workload import Training
-from duoka.models import chunked_loss, make_trainable
+from duoka.models import make_trainable
 from duoka.models.chunked_loss import LazyLogits, chunk_loss, chunked_head, whole_logits
 from duoka.runtime.dispatch.dispatch import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Their code adds a bias to logits, or takes a log of their softmax, or leaves columns out.
-WHOLE = {
-    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "inkling2_text", "led", "marian",
-    "mbart", "mvp", "pegasus", "plbart", "prophetnet",
-}  # fmt: skip
-LEFT_OUT = {"big_bird"}  # its attention is another one from its second call on
-NOT_BUILT = {name for names in families.UNBUILT.values() for name in names}
-OTHERS = sorted(set(families.all_names()) - set(families.FAST) - LEFT_OUT - NOT_BUILT)
-
 
 @pytest.fixture(autouse=True)
 def chunks(monkeypatch: pytest.MonkeyPatch) -> list[slice]:
-    """Chunks of four tokens; which ones there were."""
-    taken: list[slice] = []
-    inherited = chunked_loss.ChunkedHead.chunks
-
-    def noted(self: Any, num_rows: int) -> Iterator[slice]:
-        for rows in inherited(self, num_rows):
-            taken.append(rows)
-            yield rows
-
-    monkeypatch.setattr(workload, "_LOSS_CHUNK_TOKENS", 4)
-    monkeypatch.setattr(chunked_loss.ChunkedHead, "chunks", noted)
-    return taken
-
-
-def learn(model: Any, **options: Any) -> dict[str, Tensor]:
-    """The loss and all gradients of a batch of which two tokens don't count."""
-    device = next(model.parameters()).device
-    batch = families.inputs(model)
-    labels = batch.pop("decoder_input_ids", batch["input_ids"]).clone()
-    labels[0, :2] = -100
-    torch.manual_seed(0)
-    model.zero_grad()
-    loss = model(
-        **{name: value.to(device) for name, value in batch.items()},
-        labels=labels.to(device),
-        **options,
-    ).loss
-    loss.backward()
-    found = {"loss": loss.detach().cpu()}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            found[name] = parameter.grad.detach().cpu()
-    return found
-
-
-def assert_alike(expected: dict[str, Tensor], found: dict[str, Tensor], tolerance: float) -> None:
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        worst = (found[name].float() - value.float()).abs().max().item()
-        assert worst <= tolerance * max(1.0, value.abs().max().item()), name
-
-
-def hold_family(name: str, chunks: list[slice]) -> None:
-    model = families.build(name).train()
-    expected = learn(model)
-    chunk_loss(model)
-    assert_alike(expected, learn(model), 1e-5)
-    assert (name in WHOLE) == (not chunks)
-
-
-@pytest.mark.parametrize("name", families.sample(families.FAST))
-def test_family(name: str, chunks: list[slice]) -> None:
-    hold_family(name, chunks)
-
-
-@pytest.mark.parametrize("name", families.sample(OTHERS))
-def test_other_family(name: str, chunks: list[slice]) -> None:
-    hold_family(name, chunks)
+    return note_chunks(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,8 @@ def test_no_smaller_card_would_do(gpus: str) -> None:
     for way in ways:
         assert find_plan(LARGE, PlanProblem(fleet=Fleet.parse(way.gpus), workload=LOAD)).devices
         name = way.gpus.rpartition(",")[2]
-        card = catalogue.find(name)
-        cards = [card for card in catalogue.cards() if card.has_bfloat16]
+        card = catalogue.find_card(name)
+        cards = [card for card in catalogue.cards() if card.speeds["has_bfloat16"]]
         smaller = [c for c in cards if round(c.memory_gib) < round(card.memory_gib)]
         least = max(smaller, key=lambda c: c.usable_bytes, default=None)
         if least is not None:

@@ -13,7 +13,7 @@ import tuning
 import duoka
 from duoka.api.plan import find_or_trace
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import ServingCosts, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_serving import ServingReplay
 from duoka.forecast.serving import least_pages
@@ -43,7 +43,7 @@ def usable(budget: int) -> int:
     return budget - room_bytes(budget)
 
 
-def cuts(costs: ServingCosts, budgets: list[int]) -> Iterator[int]:
+def cuts(costs: Costs, budgets: list[int]) -> Iterator[int]:
     """Pages of every cut into as many stages as there are budgets, or one, in every order."""
     num = costs.num_blocks
     for budget in budgets:
@@ -53,7 +53,7 @@ def cuts(costs: ServingCosts, budgets: list[int]) -> Iterator[int]:
             yield pages_of(costs, [(0, cut, first), (cut, num, second)])
 
 
-def pages_of(costs: ServingCosts, stages: list[tuple[int, int, int]]) -> int:
+def pages_of(costs: Costs, stages: list[tuple[int, int, int]]) -> int:
     runs = [(costs.blocks_of(start, stop), budget) for start, stop, budget in stages]
     least = least_pages(WORK)
     replay = ServingReplay(costs.profile, replace(WORK, pages=least))
@@ -74,7 +74,7 @@ def test_no_cut_has_room_for_more_pages(
     plan = duoka.plan(model, f"virtual:{fleet}", WORK)
     assert plan.objective == "pages"
     assert plan.value == plan.workload.pages <= plan.bound
-    best = max(cuts(ServingCosts(profile, WORK), [size * MIB for size in sizes]))
+    best = max(cuts(Costs(profile, WORK), [size * MIB for size in sizes]))
     # The search knows what tensors take, not what segments make of it.
     assert plan.value >= 0.9 * best
     for stage in plan.forecast.devices:
@@ -171,7 +171,7 @@ def test_steps_shrink_where_large_ones_do_not_fit() -> None:
 def test_a_number_of_pages_leaves_headroom_to_optimise(profile: Profile) -> None:
     fleet = duoka.Fleet.parse("virtual:2x64MiB")
     for workload, objective in ((WORK, "pages"), (replace(WORK, pages=16), "headroom")):
-        assert resolve_objective("auto", costs_of(profile, workload), fleet) == objective
+        assert resolve_objective("auto", Costs(profile, workload), fleet) == objective
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import MIB
 
-from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.costs import Costs
+from duoka.forecast.replay_training import replay_of
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.device_map import DeviceMap
@@ -60,7 +61,7 @@ def test_a_second_gpu_is_taken_for_room() -> None:
 
 def test_large_chunks_with_room_are_tried_first_and_whatever_fits_last() -> None:
     chunks = (None, 4096, 2048, 1024, 512)
-    every = [costs_of(MODEL, replace(LOAD, prefill_chunk_tokens=chunk)) for chunk in chunks]
+    every = [Costs(MODEL, replace(LOAD, prefill_chunk_tokens=chunk)) for chunk in chunks]
     tried = [
         [(costs.workload.prefill_chunk_tokens, costs.room is not None) for costs in some]
         for some in preferences(every)
@@ -138,10 +139,10 @@ def test_the_placement_is_the_best_of_all_with_and_without_room(
 ) -> None:
     profile = tiny.made_up(weights, tiny.Costs(cache=cache, work=16384))
     load = replace(WHOLE, prompt_tokens=1200, new_tokens=4, prefill_chunk_tokens=chunk)
-    costs = costs_of(profile, load)
+    costs = Costs(profile, load)
     most = int(costs.lower_bound_bytes[0, -1]) / MIB
     fleet = tiny.fleet(*(most * part / 100 for part in parts))
-    by_hand = best_by_hand(costs_of(profile, load), fleet, room_bytes if has_room else lambda _: 0)
+    by_hand = best_by_hand(Costs(profile, load), fleet, room_bytes if has_room else lambda _: 0)
     try:
         solution = search(costs.leaving(room_bytes) if has_room else costs, fleet)
     except NoPlacement:
@@ -155,7 +156,7 @@ def best_by_hand(
 ) -> tuple[int, float] | None:
     """The fewest stages that leave room, and the largest least headroom of all such placements."""
     budgets = [device.budget_bytes for device in fleet.devices]
-    replay = costs.replay(brief=False)
+    replay = replay_of(costs.profile, costs.workload)
     for number in range(1, min(len(budgets), costs.num_blocks) + 1):
         values = []
         for inner in combinations(range(1, costs.num_blocks), number - 1):

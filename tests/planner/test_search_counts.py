@@ -95,7 +95,7 @@ def test_plans_take_no_more_replays_steps_and_states(
     counts: Counter[str] = Counter()
     # One that goes on after a pause is the same.
     counted(monkeypatch, replay.StageRun, "__init__", counts)
-    counted(monkeypatch, replay.InferenceRun, "_run_step", counts)
+    counted(monkeypatch, replay.StageRun, "run_pass", counts)
     counted(monkeypatch, Programme, "_extend", counts)
     excess = {}
     for gpus in plan_time.SHARES:
@@ -105,7 +105,7 @@ def test_plans_take_no_more_replays_steps_and_states(
                 counts.clear()
                 fleet = plan_time.fleet_of(profile, workload, gpus, factor)
                 solve(profile, PlanProblem(fleet=fleet, workload=workload))
-                now = tuple(counts[name] for name in ("__init__", "_run_step", "_extend"))
+                now = tuple(counts[name] for name in ("__init__", "run_pass", "_extend"))
                 most = MOST.get((layers, gpus, context, room), (0, 0, 0))
                 if any(count > MARGIN * limit for count, limit in zip(now, most, strict=True)):
                     excess[layers, gpus, context, room] = now, most

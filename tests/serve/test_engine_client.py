@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
+from duoka.forecast.serving import Capacity
 from duoka.serve import engine_client
 from duoka.serve.engine_client import EngineClient
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import Ask, Broken, Count, Prompt, Ready
+from duoka.serve.messages import Broken, EngineRequest, Prompt
+from duoka.workers import supervision
 
-READY = Ready(context_tokens=8, sequences=2, pages=4, page_tokens=4)
-ASK = Ask(number=-1, prompt=Prompt(text="a"), params={})
+READY = Capacity(context_tokens=8, sequences=2, pages=4, page_tokens=4, step_tokens=8)
+REQUEST = EngineRequest(prompt=Prompt(text="a"))
+COUNT = EngineRequest(task="tokenize", prompt=Prompt(text="a"))
 
 
 class Writer:
@@ -41,8 +44,8 @@ class Short(EngineClient):
     """A client whose processes end at once, each after what the list says of it."""
 
     def __init__(self, lives: list[tuple[bool, Broken | None]]) -> None:
-        begin: Any = None
-        super().__init__(begin)
+        settings: Any = None
+        super().__init__(settings)
         self.lives = lives
 
     async def _live(self) -> Broken | None:
@@ -84,8 +87,8 @@ def test_one_that_cant_be_opened_isnt_started_again() -> None:
 
 
 def open_client() -> tuple[EngineClient, Writer]:
-    begin: Any = None
-    client, writer = EngineClient(begin), Writer()
+    settings: Any = None
+    client, writer = EngineClient(settings), Writer()
     stand_in: Any = writer
     client._writer = stand_in
     client._take(READY)
@@ -101,19 +104,18 @@ async def failure(work: Callable[[], Any]) -> HttpError:
 def test_all_that_is_open_is_told_that_it_has_died() -> None:
     async def run() -> list[HttpError]:
         client, _ = open_client()
-        asks = [client.ask(replace(ASK, n=2), 5) for _ in range(2)]
+        asks = [client.submit(replace(REQUEST, n=2), 5) for _ in range(2)]
         tasks = [
             asyncio.create_task(failure(lambda events=events: anext(events))) for events in asks
         ]
-        count = Count(number=-1, prompt=Prompt(text="a"))
-        tasks.append(asyncio.create_task(failure(lambda: client.count(count))))
+        tasks.append(asyncio.create_task(failure(lambda: client.count(COUNT))))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert client.num_open == 3
         await client._lose(None)
         errors = await asyncio.gather(*tasks)
         assert (client.num_open, client.open_tokens, client.state) == (0, 0, "restarting")
-        errors.append(await failure(lambda: anext(client.ask(ASK, 1))))
+        errors.append(await failure(lambda: anext(client.submit(REQUEST, 1))))
         return errors
 
     *died, refused = asyncio.run(run())
@@ -126,10 +128,9 @@ def test_all_that_is_open_is_told_that_it_has_died() -> None:
 def test_texts_that_are_counted_at_once_are_few() -> None:
     async def run() -> HttpError:
         client, writer = open_client()
-        count = Count(number=-1, prompt=Prompt(text="a"))
-        tasks = [asyncio.create_task(client.count(count)) for _ in range(64)]
+        tasks = [asyncio.create_task(client.count(COUNT)) for _ in range(64)]
         await asyncio.sleep(0)
-        error = await failure(lambda: client.count(count))
+        error = await failure(lambda: client.count(COUNT))
         assert writer.num_messages == 64
         for task in tasks:
             task.cancel()
@@ -142,19 +143,17 @@ def test_texts_that_are_counted_at_once_are_few() -> None:
 
 # It answers looks, and nothing else; a start takes longer than it may be silent later.
 STAND_IN = """
-import contextlib, socket, sys, time
-from duoka.serve.messages import Look, Ready, Status, packed, read
-connection = socket.socket(fileno=int(sys.argv[1]))
-file = connection.makefile("rb")
-read(file)
+import sys, time
+from multiprocessing.connection import Connection
+from duoka.forecast.serving import Capacity
+from duoka.serve.messages import Status
+server = Connection(int(sys.argv[1]))
+server.recv()
 time.sleep(3)
-ready = Ready(context_tokens=8, sequences=2, pages=4, page_tokens=4)
-connection.sendall(packed([ready]))
-with contextlib.suppress(EOFError):
-    while True:
-        for message in read(file):
-            if isinstance(message, Look):
-                connection.sendall(packed([Status(running=0, waiting=0, pages=4, free_pages=4)]))
+server.send([Capacity(context_tokens=8, sequences=2, pages=4, page_tokens=4, step_tokens=8)])
+while True:
+    if server.recv().task == "status":
+        server.send([Status(running=0, waiting=0, pages=4, free_pages=4)])
 """
 
 
@@ -173,26 +172,26 @@ async def until_ready(client: EngineClient) -> int:
 
 @pytest.mark.slow
 def test_an_engine_that_hangs_is_ended_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("LOOK", 0.02), ("SILENT", 2.0), ("FIRST_WAIT", 0.02)):
-        monkeypatch.setattr(engine_client, f"_{name}_SECONDS", seconds)
+    for name, seconds in (("LOOK", 0.02), ("SILENT", 2.0), ("_FIRST_DELAY", 0.02)):
+        monkeypatch.setattr(supervision, f"{name}_SECONDS", seconds)
 
     async def run() -> None:
-        begin: Any = None
-        client = StandIn(begin)
+        settings: Any = None
+        client = StandIn(settings)
         task = asyncio.create_task(client.run())
         first = await until_ready(client)
         await asyncio.sleep(3)  # longer than it may be silent, and it isn't
         assert (client._process.pid, client.num_deaths) == (first, 0)
-        question = asyncio.create_task(failure(lambda: anext(client.ask(ASK, 1))))
+        question = asyncio.create_task(failure(lambda: anext(client.submit(REQUEST, 1))))
         await asyncio.sleep(0)
         os.kill(first, signal.SIGSTOP)
         async with asyncio.timeout(30):
             error = await question
         assert (error.status, error.code, error.retry_after) == (503, "engine_died", 5)
         assert "it hung: it said nothing for 2 seconds" in error.text
+        assert await until_ready(client) != first
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
-        assert await until_ready(client) != first
         assert (client.state, client.num_deaths) == ("ready", 1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -203,7 +202,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again(monkeypatch: pytest.Mon
 def test_who_leaves_early_cancels() -> None:
     async def run() -> int:
         client, writer = open_client()
-        task = asyncio.create_task(failure(lambda: anext(client.ask(ASK, 1))))
+        task = asyncio.create_task(failure(lambda: anext(client.submit(REQUEST, 1))))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

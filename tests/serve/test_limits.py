@@ -18,7 +18,7 @@ from abuse import CHAT, exchange, message, message_of
 from duoka.serve.address import Address
 from duoka.serve.app import make_app
 from duoka.serve.limits import ClientLimits
-from duoka.serve.messages import Ask, Event
+from duoka.serve.messages import EngineRequest, Event
 from duoka.serve.pool import EnginePool
 from duoka.serve.server import config
 from duoka.serve.service import Service
@@ -36,7 +36,9 @@ class Writing(scripted.ScriptedPool):
         self._number, self._pause = number, pause
         self.is_ended = asyncio.Event()
 
-    async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
+    async def submit(
+        self, request: EngineRequest, tokens: int, key: str = ""
+    ) -> AsyncGenerator[Event, None]:
         try:
             yield scripted.begun()
             for _ in range(self._number):

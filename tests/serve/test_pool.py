@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from duoka.forecast.serving import Capacity
 from duoka.serve.engine_client import EngineClient
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import Ask, Event, Prompt, Ready
-from duoka.serve.pool import EngineLost, EnginePool
+from duoka.serve.messages import EngineRequest, Event, Prompt
+from duoka.serve.pool import EngineFailure, EnginePool
 
-READY = Ready(context_tokens=8, sequences=2, pages=4, page_tokens=4)
-ASK = Ask(number=-1, prompt=Prompt(text="a"), params={})
+READY = Capacity(context_tokens=8, sequences=2, pages=4, page_tokens=4, step_tokens=8)
+REQUEST = EngineRequest(prompt=Prompt(text="a"))
 
 
 class Silent:
@@ -31,8 +32,8 @@ class Silent:
 
 
 def pool_of(number: int, max_queue: int = 1) -> EnginePool:
-    begin: Any = None  # no process is started
-    pool = EnginePool([begin] * number, max_queue)
+    settings: Any = None  # no process is started
+    pool = EnginePool([settings] * number, max_queue)
     for engine in pool.engines:
         be_ready(engine)
     return pool
@@ -40,12 +41,12 @@ def pool_of(number: int, max_queue: int = 1) -> EnginePool:
 
 def be_ready(engine: EngineClient) -> None:
     writer: Any = Silent()
-    engine.ready, engine.state, engine._writer = READY, "ready", writer
+    engine.capacity, engine.state, engine._writer = READY, "ready", writer
 
 
 async def open_request(pool: EnginePool, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
     """A request that waits for its first event."""
-    events = pool.ask(ASK, tokens, key)
+    events = pool.submit(REQUEST, tokens, key)
     task = asyncio.ensure_future(anext(events))
     await asyncio.sleep(0)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -97,7 +98,7 @@ def test_no_more_wait_than_may() -> None:
         pool = pool_of(1, max_queue=1)
         requests = [await open_request(pool, 1) for _ in range(3)]
         with pytest.raises(HttpError, match="at most 3 can") as raised:
-            pool.ask(ASK, 1)
+            pool.submit(REQUEST, 1)
         assert (raised.value.status, raised.value.code) == (429, "queue_full")
         assert raised.value.headers == {"Retry-After": "5"}
         assert len(requests) == pool.num_open == 3
@@ -113,13 +114,13 @@ def test_a_pool_whose_engine_cant_be_opened_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(EngineClient, "run", fail)
 
     async def run() -> None:
-        begin: Any = None
-        pool = EnginePool([begin], 1)
+        settings: Any = None
+        pool = EnginePool([settings], 1)
         try:
             await pool.start()
         finally:
             await pool.close()
 
-    with pytest.raises(EngineLost, match="it is too large") as raised:
+    with pytest.raises(EngineFailure, match="it is too large") as raised:
         asyncio.run(run())
-    assert raised.value.code == 7
+    assert raised.value.exit_code == 7

@@ -22,7 +22,7 @@ from served import Served
 
 from duoka.serve.anthropic import CountTokensRequest, MessagesRequest
 from duoka.serve.app import make_app
-from duoka.serve.messages import Ask, Counted, Event
+from duoka.serve.messages import Counted, EngineRequest, Event
 from duoka.serve.pool import EnginePool
 from duoka.serve.requests import ChatCompletionRequest, CompletionRequest
 from duoka.serve.responses import ResponsesRequest
@@ -287,7 +287,9 @@ def test_another_content_type_is_named(kind: str) -> None:
 
 def test_a_defect_within_a_stream_is_told() -> None:
     class Failing(scripted.ScriptedPool):
-        async def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
+        async def submit(
+            self, request: EngineRequest, tokens: int, key: str = ""
+        ) -> AsyncGenerator[Event, None]:
             yield scripted.begun()
             raise ZeroDivisionError
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from duoka.stages.channels import LocalChannel, TensorMessage
-from duoka.stages.workers import Workers
+from duoka.stages.rendezvous import Rendezvous
+from duoka.workers.group import WorkerGroup
 
 CPU = torch.device("cpu")
 MESSAGES = [
@@ -19,7 +20,7 @@ WORKER = """
 import json, sys
 import torch, torch.distributed as dist
 from duoka.stages.channels import ProcessChannel, TensorMessage
-from duoka.stages.workers import end_with_parent
+from duoka.workers.worker import end_with_parent
 end_with_parent()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -64,6 +65,9 @@ def test_within_a_process_both_sides_have_their_own() -> None:
 def test_between_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "channel_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with Workers("channel_worker", [str(tmp_path)], 2) as workers:
+    rendezvous = Rendezvous()
+    with WorkerGroup(
+        "channel_worker", 2, [str(tmp_path)], environment=rendezvous.environment
+    ) as workers:
         assert workers.wait() == {}
     assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [True, True]

@@ -1,4 +1,4 @@
-"""Loss and every gradient of models in stages are those of one device, whatever the family."""
+"""Loss and every gradient of models in stages; those of all families are in `matrix.stages`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 import families
 import pytest
 import torch
+from families import Family
+from matrix import stages
+from matrix.stages import batches_of
 from safetensors.torch import load_file
 from staging import differences, learn_in_stages, learn_whole, placement_of, route_of
 from tiers import only
@@ -26,42 +29,11 @@ from duoka.stages.micro_batch import StageMicroBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-# Its layers are parts in lists beside each other, so residuals in the model's own code span all.
-LEFT_OUT = {"xlm"}
-NOT_BUILT = {name for names in families.UNBUILT.values() for name in names}
-OTHERS = sorted(set(families.all_names()) - set(families.FAST) - LEFT_OUT - NOT_BUILT)
-
-
-def batches_of(model: Any, number: int = 3) -> list[dict[str, Any]]:
-    batches = []
-    for seed in range(number):
-        ids = families.inputs(model, seed=seed)["input_ids"]
-        batches.append({"input_ids": ids, "labels": ids, "use_cache": False})
-    return batches
-
-
-def compare(name: str, num_devices: int = 2, schedule: str = "1f1b") -> None:
-    model = families.build(name)
-    batches = batches_of(model)
-    placement = placement_of(model, batches[0], num_devices)
-    learnt = learn_in_stages(model, placement, batches, schedule)
-    assert differences(learn_whole(model, batches), learnt) == []
-
-
-@pytest.mark.parametrize("name", families.sample(families.FAST))
-def test_family(name: str) -> None:
-    compare(name)
-
-
-@pytest.mark.parametrize("name", families.sample(OTHERS))
-def test_other_family(name: str) -> None:
-    compare(name)
-
 
 @pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
 @pytest.mark.parametrize("name", ["llama", "gemma", "mixtral", "bart"])
 def test_three_devices_and_every_schedule(name: str, schedule: str) -> None:
-    compare(name, 3, schedule)
+    stages.check(Family(name), 3, schedule)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

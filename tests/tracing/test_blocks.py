@@ -418,7 +418,7 @@ def test_where_moves_are_heard_features_may_be_put_together_later(how: str, numb
         place(model, Placement(entries=(("", "vgpu:0"),)))
         ids = tokens().to("vgpu:0")
         assert (
-            len(find_groups(model, lambda: model(ids), hears_moves=True, joins_work=False))
+            len(find_groups(model, lambda: model(ids), hears_moves=True, fuses_glue=False))
             == number
         )
 

@@ -1,4 +1,4 @@
-"""Rules from samples, on tapes that are written by hand."""
+"""Rules from samples, on traces that are written by hand."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from duoka.forecast.flash_splits import FlashShape, PartBytes
-from duoka.forecast.profile import MONOMIALS, Phase, Ref, Tape, evaluate, monomials
+from duoka.forecast.profile import MONOMIALS, AllocationTrace, Phase, Ref, evaluate, monomials
 from duoka.tracing.fit import RecordedStep, Unlike, fit
-from duoka.tracing.record import Home, RawTape, RecordedPass
+from duoka.tracing.recorded import AllocId, RecordedPass, RecordedTrace
 
 Size = Callable[[int, int, int], int]
 """Of batch, query tokens and key tokens."""
@@ -31,17 +31,19 @@ def samples(
 ) -> list[RecordedStep]:
     made = []
     for batch, (query, keys) in itertools.product(batches, LENGTHS[phase]):
-        tape = RawTape(sizes=[size(batch, query, keys)], events=[None, (0, 0, 0)])
-        tape.flops = (flops or size)(batch, query, keys)
+        trace = RecordedTrace(sizes=[size(batch, query, keys)], events=[None, (0, 0, 0)])
+        trace.flops = (flops or size)(batch, query, keys)
         made.append(
-            RecordedStep(phase, batch, query, keys, RecordedPass(tapes=[tape], like=[0], number=0))
+            RecordedStep(
+                phase, batch, query, keys, RecordedPass(traces=[trace], model_blocks=[0], step=0)
+            )
         )
     return made
 
 
-def fitted(found: list[RecordedStep]) -> Tape:
-    (tape,), _ = fit(found)
-    return tape
+def fitted(found: list[RecordedStep]) -> AllocationTrace:
+    (trace,), _ = fit(found)
+    return trace
 
 
 coefficients = st.lists(st.integers(0, 10**6), min_size=5, max_size=5)
@@ -49,22 +51,24 @@ coefficients = st.lists(st.integers(0, 10**6), min_size=5, max_size=5)
 
 @settings(max_examples=examples(30))
 @given(
-    phase=st.sampled_from(["prefill", "extend", "decode"]), many=st.booleans(), numbers=coefficients
+    phase=st.sampled_from(["prefill", "extend", "decode"]),
+    is_batched=st.booleans(),
+    numbers=coefficients,
 )
 def test_a_rule_is_exact_far_beyond_its_samples(
-    phase: Phase, many: bool, numbers: list[int]
+    phase: Phase, is_batched: bool, numbers: list[int]
 ) -> None:
     one, q_, k_, qk, batched = numbers
 
     def size(b: int, q: int, k: int) -> int:
         alone = one + q_ * q + k_ * k + qk * q * k
-        return alone + (batched * b * q * k + one * b if many else 0)
+        return alone + (batched * b * q * k + one * b if is_batched else 0)
 
-    tape = fitted(samples(size, phase, batches=(2, 3) if many else (1,)))
-    for batch in (2, 7, 64) if many else (1,):
+    trace = fitted(samples(size, phase, batches=(2, 3) if is_batched else (1,)))
+    for batch in (2, 7, 64) if is_batched else (1,):
         for query, keys in ((1000, 100_003), (1, 1_000_000), (4096, 4096)):
             query = {"prefill": keys, "extend": query, "decode": 1}[phase]
-            found = evaluate(tape.sizes[0], monomials(batch, query, keys))
+            found = evaluate(trace.sizes[0], monomials(batch, query, keys))
             # Coefficients are floats in a profile; what they give is exact below 2**53.
             expected = size(batch, query, keys)
             assert found == expected or expected > 2**53
@@ -75,14 +79,14 @@ def test_a_padded_mask_has_a_rule() -> None:
         return 2 * b * q * (k + -k % 8) + 64
 
     for phase in LENGTHS:
-        tape = fitted(samples(size, phase, batches=(2, 3)))
+        trace = fitted(samples(size, phase, batches=(2, 3)))
         query, keys = {"prefill": (997, 997), "extend": (64, 997), "decode": (1, 997)}[phase]
-        assert evaluate(tape.sizes[0], monomials(5, query, keys)) == size(5, query, keys)
+        assert evaluate(trace.sizes[0], monomials(5, query, keys)) == size(5, query, keys)
 
 
 def test_the_mask_of_a_full_window_has_a_rule() -> None:
-    tape = fitted(samples(lambda b, q, k: 2 * q * (511 + q), "extend"))
-    assert evaluate(tape.sizes[0], monomials(1, 300, 9000)) == 2 * 300 * 811
+    trace = fitted(samples(lambda b, q, k: 2 * q * (511 + q), "extend"))
+    assert evaluate(trace.sizes[0], monomials(1, 300, 9000)) == 2 * 300 * 811
 
 
 @pytest.mark.parametrize("phase", ["prefill", "extend", "decode"])
@@ -105,8 +109,8 @@ def test_work_may_be_met_nearly_and_sizes_may_not() -> None:
     def mixed(b: int, q: int, k: int) -> int:
         return 10**6 * q * k + 3 * (k % 8)
 
-    tape = fitted(samples(lambda b, q, k: 512, "extend", flops=mixed))
-    estimate = evaluate(tape.flops, monomials(1, 64, 5000))
+    trace = fitted(samples(lambda b, q, k: 512, "extend", flops=mixed))
+    estimate = evaluate(trace.flops, monomials(1, 64, 5000))
     assert estimate == pytest.approx(mixed(1, 64, 5000), rel=0.01)
     with pytest.raises(Unlike, match="size"):
         fit(samples(mixed, "extend"))
@@ -115,9 +119,9 @@ def test_work_may_be_met_nearly_and_sizes_may_not() -> None:
 
 
 def test_one_call_has_constants() -> None:
-    tape = RawTape(sizes=[1000, 0], events=[None, None], flops=77)
+    trace = RecordedTrace(sizes=[1000, 0], events=[None, None], flops=77)
     found = fitted(
-        [RecordedStep("prefill", 1, 0, 0, RecordedPass(tapes=[tape], like=[0], number=0))]
+        [RecordedStep("prefill", 1, 0, 0, RecordedPass(traces=[trace], model_blocks=[0], step=0))]
     )
     assert found.sizes == ((1000.0,), ())
     assert evaluate(found.flops, monomials(1, 5, 5)) == 77
@@ -125,20 +129,20 @@ def test_one_call_has_constants() -> None:
 
 def test_structure_must_agree() -> None:
     found = samples(lambda b, q, k: q, "prefill")
-    found[2].recorded.tapes[0].events.pop()
+    found[2].recorded.traces[0].events.pop()
     with pytest.raises(Unlike, match="different things"):
         fit(found)
     found = samples(lambda b, q, k: q, "prefill")
-    found[1].recorded.tapes[0].retained = (0,)
+    found[1].recorded.traces[0].retained = (0,)
     with pytest.raises(Unlike, match="different things"):
         fit(found)
 
 
-def chain(number: int, *, like: list[int], cached: Home | None = None) -> RecordedPass:
+def chain(number: int, *, like: list[int], cached: AllocId | None = None) -> RecordedPass:
     """Three blocks: the first makes something that the last frees, and each feeds the next."""
-    first = RawTape(sizes=[10, 20], events=[None, None])
-    second = RawTape(sizes=[30], events=[None, (number, 0, 1)], reads={(number, 0, 1): 20})
-    third = RawTape(
+    first = RecordedTrace(sizes=[10, 20], events=[None, None])
+    second = RecordedTrace(sizes=[30], events=[None, (number, 0, 1)], reads={(number, 0, 1): 20})
+    third = RecordedTrace(
         sizes=[40],
         events=[None, (number, 1, 0), (number, 0, 0), (number, 2, 0)],
         reads={(number, 1, 0): 30, (number, 0, 0): 10},
@@ -146,7 +150,7 @@ def chain(number: int, *, like: list[int], cached: Home | None = None) -> Record
     if cached is not None:
         second.slots = {cached: 1}
         second.events.append(cached)
-    return RecordedPass(tapes=[first, second, third], like=like, number=number)
+    return RecordedPass(traces=[first, second, third], model_blocks=like, step=number)
 
 
 def test_references_say_where_from() -> None:
@@ -172,15 +176,15 @@ def test_references_say_where_from() -> None:
 
 def test_what_is_from_before_and_no_cache_is_the_callers() -> None:
     sample = RecordedStep("decode", 1, 0, 0, chain(5, like=[0, 1, 2], cached=(3, 1, 7)))
-    sample.recorded.tapes[1].slots = {}
+    sample.recorded.traces[1].slots = {}
     (_, second, _), _ = fit([sample])
     assert second.events[-1] == Ref(origin="input", index=0)
 
 
-def test_blocks_that_are_alike_share_a_tape() -> None:
+def test_blocks_that_are_alike_share_a_trace() -> None:
     passed = chain(0, like=[0, 1, 1])
-    tapes, _ = fit([RecordedStep("decode", 1, 0, 0, passed)])
-    assert tapes[2] is tapes[1]
+    traces, _ = fit([RecordedStep("decode", 1, 0, 0, passed)])
+    assert traces[2] is traces[1]
 
 
 def test_samples_must_agree_on_what_is_alike() -> None:
@@ -206,13 +210,13 @@ def test_parts_of_flash_attention_follow_the_prompt() -> None:
         return PartBytes.of(shape, 4096, batch, query, keys)
 
     found = samples(size, "prefill", flops=lambda b, q, k: q)
-    (tape,), _ = fit(found, shapes)
+    (trace,), _ = fit(found, shapes)
     assert shapes == [shape]
-    assert tape.sizes == ((0.0,) * len(MONOMIALS) + (4096.0,),)
+    assert trace.sizes == ((0.0,) * len(MONOMIALS) + (4096.0,),)
 
 
 def test_parts_of_a_tower_are_constant() -> None:
     shape, shapes = FlashShape(8, 8, 64), list[FlashShape]()
     found = samples(lambda b, q, k: PartBytes.of(shape, 256, 1, 577, 577), "prefill")
-    (tape,), _ = fit(found, shapes)
-    assert (shapes, tape.sizes) == ([], ((float(256 * shape.part_rows(1, 577, 577)),),))
+    (trace,), _ = fit(found, shapes)
+    assert (shapes, trace.sizes) == ([], ((float(256 * shape.part_rows(1, 577, 577)),),))

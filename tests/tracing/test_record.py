@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from duoka import models, virtual
-from duoka.forecast.profile import Phase, Tape
+from duoka.forecast.profile import AllocationTrace, Phase
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.place_tensors import place
 from duoka.runtime.steps import Stepper
 from duoka.tracing.blocks import ModuleGroup, find_groups
 from duoka.tracing.fit import RecordedStep, fit
-from duoka.tracing.record import RecordedPass, Recorder, signature
+from duoka.tracing.memo import module_signature as signature
+from duoka.tracing.record import Recorder
+from duoka.tracing.recorded import RecordedPass
 
 WIDTH = 256
 DEVICE: Any = "vgpu:0"  # a device only once there are virtual GPUs
@@ -39,8 +41,8 @@ def record(model: nn.Module, call: Callable[[], Any], *, skip: bool = False) -> 
         return [recorder.record(call) for _ in range(2)]
 
 
-def tapes_of(name: str, *, batch: int, skip: bool) -> list[tuple[list[Tape], Any]]:
-    """The tapes of each step of a language model of six layers."""
+def traces_of(name: str, *, batch: int, skip: bool) -> list[tuple[list[AllocationTrace], Any]]:
+    """The traces of each step of a language model of six layers."""
     model = models.build({**tiny.CONFIGS[name], "num_hidden_layers": 6}, dtype=torch.bfloat16)
     with virtual.gpus([None], data="meta"), torch.no_grad():
         on_gpu(model)
@@ -59,7 +61,7 @@ def tapes_of(name: str, *, batch: int, skip: bool) -> list[tuple[list[Tape], Any
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("name", ["llama", "tied", "window", "experts"])
 def test_what_is_skipped_would_have_been_the_same(name: str, batch: int) -> None:
-    assert tapes_of(name, batch=batch, skip=True) == tapes_of(name, batch=batch, skip=False)
+    assert traces_of(name, batch=batch, skip=True) == traces_of(name, batch=batch, skip=False)
 
 
 def language_model() -> tuple[PreTrainedModel, list[ModuleGroup]]:
@@ -82,7 +84,7 @@ def test_layers_that_are_alike_run_once(skip: bool) -> None:
         # The first layer follows the embedding, and the last one goes before the norm.
         assert ran == ([0, 1, 5] if skip else [0, 1, 2, 3, 4, 5])
         expected = [0, 1, 2, 2, 2, 2, 6, 7, 8] if skip else list(range(9))
-        assert recorded.like == expected[: len(recorded.like)]
+        assert recorded.model_blocks == expected[: len(recorded.model_blocks)]
 
 
 def test_the_model_is_as_it_was() -> None:
@@ -128,13 +130,13 @@ def test_allocations_frees_reads_and_what_is_kept() -> None:
             first, second = recorder.record(call), recorder.record(call)
     assert [group.names for group in groups] == [("one",), ("two",)]
     narrow, wide = 4 * rows * WIDTH, 4 * rows * 2 * WIDTH
-    one, two = first.tapes
+    one, two = first.traces
     assert (one.sizes, one.events, one.retained) == ([wide], [None], (0,))
     assert two.sizes == [narrow]
     assert two.reads == {(0, 0, 0): wide}
     assert two.events == [None, (0, 1, 0)]
     # In the second call both rows are joined, and what was kept before ends where it was made.
-    one, two = second.tapes
+    one, two = second.traces
     assert one.slots == {(0, 0, 0): 0}
     assert one.sizes == [wide]
     assert (0, 0, 0) in one.events
@@ -149,10 +151,10 @@ def test_arithmetic_and_traffic() -> None:
         on_gpu(model)
         x = torch.empty(rows, WIDTH, device=DEVICE)
         (recorded, _) = record(model, partial(model, x))
-    (tape,) = recorded.tapes
-    assert tape.flops == 2 * rows * WIDTH * 2 * WIDTH
+    (trace,) = recorded.traces
+    assert trace.flops == 2 * rows * WIDTH * 2 * WIDTH
     # The product reads both of its factors and writes its result; views move nothing.
-    assert tape.moved_bytes == 4 * (rows * WIDTH + 2 * WIDTH * WIDTH + rows * 2 * WIDTH)
+    assert trace.moved_bytes == 4 * (rows * WIDTH + 2 * WIDTH * WIDTH + rows * 2 * WIDTH)
 
 
 class Twice(nn.Module):
@@ -175,9 +177,9 @@ def test_a_block_that_runs_twice_is_recorded_twice() -> None:
         x = torch.empty(3, WIDTH, device=DEVICE)
         skipped, _ = record(model, partial(model, x), skip=True)
         whole, _ = record(model, partial(model, x), skip=False)
-    assert skipped.like == whole.like
-    assert [tape.flops for tape in skipped.tapes] == [tape.flops for tape in whole.tapes]
-    assert [tape.sizes for tape in skipped.tapes] == [tape.sizes for tape in whole.tapes]
+    assert skipped.model_blocks == whole.model_blocks
+    assert [trace.flops for trace in skipped.traces] == [trace.flops for trace in whole.traces]
+    assert [trace.sizes for trace in skipped.traces] == [trace.sizes for trace in whole.traces]
 
 
 def test_what_tells_modules_apart() -> None:

@@ -58,7 +58,7 @@ def test_work_is_that_of_a_step_without_ways_to_draw() -> None:
     profile = profile_of("llama")
     step = ServingReplay(profile, WORK, brief=True).step_over(1, 70)
     *_, layer, _, head, drawing = (
-        evaluate(profile.kinds[block.kind].tapes[step.regime].launches, step.values)
+        evaluate(profile.kinds[block.kind].traces[step.regime].launches, step.values)
         for block in profile.blocks
     )
     assert layer > head > 0 == drawing

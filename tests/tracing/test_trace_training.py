@@ -18,7 +18,7 @@ from torch import nn
 from duoka import Workload
 from duoka.errors import ModelError
 from duoka.forecast.allocator import SEGMENT_ROUND_BYTES
-from duoka.forecast.costs import costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Conditions, Training
 from duoka.hardware.gpu_generation import GpuGeneration
@@ -144,7 +144,7 @@ def test_what_is_left_out_is_what_would_have_been_recorded(
 ) -> None:
     workload = rehearsing.load(40, batch=2, **FULL)
     brief = trace_alone(name, workload, **{layers: 7})
-    monkeypatch.setattr(tracing._Tracer, "skip", False)
+    monkeypatch.setattr(tracing.TrainingTracer, "skip", False)
     assert brief == trace_alone(name, workload, **{layers: 7})
 
 
@@ -168,7 +168,7 @@ def test_what_a_left_out_block_keeps_for_its_backward_pass_is_counted() -> None:
     measured = rehearsing.measure("pair", profile, workload, cuts)
     for peaks, (allocated, _) in zip(told, measured, strict=True):
         assert allocated <= peaks.allocated_bytes <= 1.02 * allocated
-    costs = costs_of(profile, workload)
+    costs = Costs(profile, workload)
     for start, stop in combinations(range(10, 17), 2):
         found = costs.stage_bytes(start, stop, 2**60)
         assert found is not None
@@ -241,7 +241,7 @@ def test_a_loss_that_meets_labels_where_nobody_brings_them_keeps_all_on_one_gpu(
 def test_bounds_hold_for_blocks_of_parameters_that_are_never_called() -> None:
     profile = family_profile("xlnet")
     workload = replace(rehearsing.load(16, **FULL), dtype="float32")
-    costs = costs_of(profile, workload)
+    costs = Costs(profile, workload)
     for start, stop in combinations(range(costs.num_blocks + 1), 2):
         requested = costs.requested_bytes(start, stop, 2**30)
         assert requested is not None

@@ -129,68 +129,6 @@ def test_what_the_schedule_allows(
     )
 
 
-# ── advice ──
-
-BATCH = (
-    "with 3 micro-batches in a step, each of 2 stages is idle for 25% of a step at least: a larger"
-)
-SPEED = "cuda:1 was busy for 90% of a step and cuda:0 for 60%: `duoka bench --calibrate` measures"
-
-
-@pytest.mark.parametrize(
-    ("options", "busy", "advice"),
-    [
-        ({}, [0.9, 0.9], ""),
-        ({"batch": 4}, [0.8, 0.8], ""),  # exactly a fifth
-        ({"batch": 3}, [0.9, 0.2], f"{BATCH} --batch leaves less"),
-        (
-            {"batch": 6, "micro_batch": 2},
-            [0.7, 0.7],
-            f"{BATCH} --batch, or a smaller --micro-batch, leaves less",
-        ),
-        (
-            {"batch": 1},
-            [0.5, 0.5],
-            "with 1 micro-batch in a step, each of 2 stages is idle for 50% of a step at least",
-        ),
-        (
-            {"batch": 4, "replicas": 2},
-            [0.7] * 4,
-            "with 2 micro-batches in a step of each copy, each of 2 stages is idle for 33%",
-        ),
-        (
-            {"schedule": "sequential"},
-            [0.5, 0.5],
-            "one micro-batch at a time leaves each stage idle for 50% of a step at least: "
-            "--schedule 1f1b leaves less",
-        ),
-        ({"kind": "cuda"}, [0.6, 0.9], SPEED),
-        ({"kind": "cuda"}, [0.75, 0.9], ""),
-        ({"kind": "cuda", "replicas": 2, "batch": 16}, [0.8, 0.8, 0.9, 0.6], "cuda:2 was busy"),
-        # Copies share no step's micro-batches: between them shares may differ.
-        ({"kind": "cuda", "replicas": 2, "batch": 16}, [0.9, 0.9, 0.6, 0.6], ""),
-        ({"kind": "vgpu"}, [0.6, 0.9], ""),  # it can't be calibrated
-    ],
-)
-def test_advice_is_given_where_it_helps(
-    make: Make, options: dict[str, Any], busy: list[float], advice: str
-) -> None:
-    layout = make(**options)
-    report = make_report(layout, metrics(layout, busy=busy))
-    assert len(report.advice) == bool(advice)
-    assert "".join(report.advice).startswith(advice)
-
-
-def test_gpus_that_were_measured_are_not_to_be_measured(make: Make) -> None:
-    (plan,) = make("cuda").plans
-    devices = tuple(
-        replace(device, launch_seconds=1e-5, measured=("launch_seconds",))
-        for device in plan.fleet.devices
-    )
-    layout = Layout((replace(plan, fleet=replace(plan.fleet, devices=devices)),))
-    assert make_report(layout, metrics(layout, busy=[0.6, 0.9])).advice == ()
-
-
 @pytest.mark.parametrize(
     ("number", "skipped", "advice"),
     [
@@ -267,6 +205,5 @@ def test_it_is_readable_in_a_terminal(make: Make, columns: int, sizes: int) -> N
         ]  # fmt: skip
     text = " ".join(rows[4:])
     assert text.startswith("in GiB; busy is what a GPU didn't wait for other stages")
-    assert "  hint: cuda:1 was busy for 90% of a step and cuda:0 for 60%" in text
     assert all(len(line) <= columns for line in (head, rule, *rows))
     assert not any("…" in line for line in (head, *rows))

@@ -166,8 +166,12 @@ def test_a_new_one_takes_no_place_that_is_taken(directory: RunDirectory, tmp_pat
         with pytest.raises(UsageError, match=f"{path} is there already") as refused:
             RunDirectory(path).refuse_used()
         assert "--resume" in (refused.value.hint or "")
-    with pytest.raises(MachineError, match=r"inner can't be made: .*file can't be written to"):
-        RunDirectory(tmp_path / "file" / "inner").refuse_used()
+    inner = RunDirectory(tmp_path / "file" / "inner")
+    with (
+        pytest.raises(MachineError, match=r"inner/.lock can't be written: Not a directory"),
+        inner.locked(),
+    ):
+        pass
     for path in (tmp_path / "empty", tmp_path / "new" / "run"):
         RunDirectory(path).refuse_used()
         assert not (tmp_path / "new").exists()

@@ -45,16 +45,6 @@ def test_another_backend_in_the_place_is_named() -> None:
     assert "'npu'" in run_python(code)
 
 
-def test_a_missing_private_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from duoka.virtual import backend
-
-    monkeypatch.setattr(backend, "_NEEDED", ("torch._C._no_such_thing",))
-    with pytest.raises(VirtualDeviceError, match="_no_such_thing") as error:
-        backend._check_torch()
-    assert error.value.hint is not None
-    assert "2.13" in error.value.hint
-
-
 def test_the_queries_of_torch_vgpu(world: virtual.World) -> None:
     x = torch.empty(300, device="vgpu:1")
     vgpu = torch.vgpu  # type: ignore[attr-defined]

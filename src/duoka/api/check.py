@@ -18,8 +18,8 @@ from duoka.base.model_code import raised_in
 from duoka.base.progress import say
 from duoka.checker.run import check_subject
 from duoka.checker.source_map import place_of
-from duoka.checker.stage_splits import splits
-from duoka.checker.subject import Subject, complete, read_entries, stop_of
+from duoka.checker.stage_splits import iter_splits
+from duoka.checker.subject import Subject, complete_map, read_entries, stop_of
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError, Faults, InfeasibleError, ModelError, PlacementError, UsageError
 from duoka.forecast.tensor_names import Outline
@@ -147,7 +147,7 @@ def check(
         return subject
     subject = _with_images(_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
-    report = replace(check_subject(subject), workload=_ran(subject, request))
+    report = replace(check_subject(subject), workload=_workload_run(subject, request))
     if subject.if_too_large and not report.fits:
         report = replace(report, notes=(*report.notes, subject.if_too_large))
     if report.ok and request.refusals:
@@ -159,7 +159,7 @@ def check(
     return replace(report, stop=replace(report.stop, hint=hint))
 
 
-def _ran(subject: Subject, request: _CheckRequest) -> Workload | None:
+def _workload_run(subject: Subject, request: _CheckRequest) -> Workload | None:
     """Return the workload that ran, unless example inputs were given."""
     work, training = subject.workload, request.training
     work_done = work if training is None else learning(work, training)
@@ -228,7 +228,7 @@ def _trainable(subject: Subject, training: Training | None) -> Subject:
         return subject
     make_trainable(subject.model, training, getattr(torch, subject.workload.dtype))
     # An entry that is a tensor's name means another one below an adapter.
-    return replace(subject, entries=complete(subject.model, subject.entries)[0])
+    return replace(subject, entries=complete_map(subject.model, subject.entries)[0])
 
 
 def _with_largest(workload: Workload, sizes: Sequence[tuple[int, int]]) -> Workload:
@@ -263,23 +263,23 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
     if placement is None:
         call = _call_of(request.inputs)
         load = workload if call is None else None
-        placement = _planned(partial(plan, model, workload=load, inputs=call), request)
+        placement = _plan_all(partial(plan, model, workload=load, inputs=call), request)
     if isinstance(placement, Plan):
         workload, fleet = placement.workload, placement.fleet
         placement = placement.placement
     if placement is None:
-        entries = _deal_modules(model, request.to_plan)
+        entries = _distribute(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
         entries = read_entries(dict(DeviceMap.of(placement).entries))
-    entries, faults = complete(model, entries)
+    entries, faults = complete_map(model, entries)
     is_whole = isinstance(placement, Placement) and not faults
-    subject = _make_subject(model, entries, faults, request, workload=workload, fleet=fleet)
+    subject = _place_subject(model, entries, faults, request, workload=workload, fleet=fleet)
     return replace(subject, is_dispatched=is_whole, inputs=request.inputs)
 
 
-def _make_subject(
+def _place_subject(
     model: nn.Module,
     entries: tuple[tuple[str, str], ...],
     faults: Faults,
@@ -296,7 +296,7 @@ def _make_subject(
         completeness=faults,
         budgets={device.name: device.budget_bytes for device in fleet.devices} if fleet else {},
         generation=None if fleet is None else fleet.gpu_generation,
-        workload=_whole_prompt(workload),
+        workload=_single_chunk(workload),
         notes=tuple(request.notes),
         train=request.training is not None,
     )
@@ -339,13 +339,13 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
         placement = placement.placement
     model = build_model(checkpoint, workload)
     if placement is None:
-        entries = _deal_modules(model, request.to_plan)
+        entries = _distribute(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
         outline = _outline(checkpoint, workload, model, request)
-        entries, faults, is_whole = _judge_map(outline, model, DeviceMap.of(placement), request)
-    subject = _make_subject(model, entries, faults, request, workload=workload, fleet=fleet)
+        entries, faults, is_whole = _validate_map(outline, model, DeviceMap.of(placement), request)
+    subject = _place_subject(model, entries, faults, request, workload=workload, fleet=fleet)
     return replace(subject, is_dispatched=is_whole, name=checkpoint.source)
 
 
@@ -365,7 +365,7 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
     """Plan a checkpoint, for training if that is checked and fits."""
 
     def planned(load: Workload, *, suggest: bool = True) -> Plan | None:
-        return _planned(partial(plan, checkpoint, workload=load), request, suggest=suggest)
+        return _plan_all(partial(plan, checkpoint, workload=load), request, suggest=suggest)
 
     workload = request.workload
     if request.training and workload.training is None:
@@ -400,8 +400,8 @@ def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
     return layers is not None
 
 
-def _planned(
-    ask: Callable[..., Plan], request: _CheckRequest, *, suggest: bool = True
+def _plan_all(
+    is_asking: Callable[..., Plan], request: _CheckRequest, *, suggest: bool = True
 ) -> Plan | None:
     """Plan for all devices, or for as many as the model has blocks."""
     fleet, constraints = request.to_plan, request.constraints
@@ -412,14 +412,14 @@ def _planned(
     def attempt() -> Plan:
         for count in range(len(fleet.devices), 1, -1):
             with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below
-                some = fleet.only(fleet.names[:count])
-                plan = ask(some, use_all=True, constraints=constraints, suggest=False)
+                given = fleet.only(fleet.names[:count])
+                plan = is_asking(given, use_all=True, constraints=constraints, suggest=False)
                 if count < len(fleet.devices):
                     request.notes.append(
                         f"the model has blocks for {count} of {len(fleet.devices)} devices"
                     )
                 return plan
-        return ask(fleet, constraints=constraints, suggest=suggest)
+        return is_asking(fleet, constraints=constraints, suggest=suggest)
 
     try:
         return attempt()
@@ -429,22 +429,22 @@ def _planned(
         return None
 
 
-def _deal_modules(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
+def _distribute(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
     """Distribute a model that cannot be planned, or whose code joins its layers, by bytes."""
     names = fleet.names
     for num_stages in range(len(names), 1, -1):
-        for split in splits(model, num_stages):
+        for split in iter_splits(model, num_stages):
             return tuple((module, names[stage]) for module, stage in split.items())
     return (("", names[0]),)
 
 
-def _whole_prompt(workload: Workload) -> Workload:
+def _single_chunk(workload: Workload) -> Workload:
     """Return the workload with a single prefill step, unless the plan or the user set a chunk."""
     is_open = workload.prefill_chunk_tokens == "auto"
     return replace(workload, prefill_chunk_tokens=None) if is_open else workload
 
 
-def _judge_map(
+def _validate_map(
     outline: Outline, model: nn.Module, device_map: DeviceMap, request: _CheckRequest
 ) -> tuple[tuple[tuple[str, str], ...], Faults, bool]:
     """Validate a device map and return its placement and errors.
@@ -458,7 +458,7 @@ def _judge_map(
         return judgement.placed, Faults(), True
     except PlacementError as error:
         faults = error.faults
-    entries, wrong = complete(model, read_entries(dict(device_map.entries)))
+    entries, wrong = complete_map(model, read_entries(dict(device_map.entries)))
     if not wrong:
         return entries, faults, False
     if faults.completed is None:

@@ -148,7 +148,7 @@ def load_proved(
     devices.materialise(plan.fleet)
     try_copies(map(torch.device, plan.devices))  # before memory is taken there
     say("reading the weights")
-    model = _fill(plan, opened, progress)
+    model = _load_weights(plan, opened, progress)
     if lora is not None:
         merge_adapter(model, native_form(lora, opened.checkpoint.config))
     model.train(plan.workload.training is not None)
@@ -182,7 +182,7 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
     return plan
 
 
-def _fill(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
+def _load_weights(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
     """Return the model with its weights on the planned devices."""
     model, checkpoint = opened.model, opened.checkpoint
     dtype = getattr(torch, plan.workload.dtype)

@@ -258,11 +258,11 @@ def _plan_module(
         workload = Workload(prompt_tokens=1, new_tokens=1, gpu_generation=workload.gpu_generation)
     dtype = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
 
-    def profile_for(other: Workload) -> Profile | None:
-        other = whole_prompt(other, is_encoder=is_encoder)
-        if other.conditions == profile.conditions:
+    def profile_for(module: Workload) -> Profile | None:
+        module = whole_prompt(module, is_encoder=is_encoder)
+        if module.conditions == profile.conditions:
             return profile
-        return profile_module(model, other, None) if other.images else None
+        return profile_module(model, module, None) if module.images else None
 
     return answer(
         profile,

@@ -19,7 +19,7 @@ _SYSTEM = re.compile(r"/(dev|proc|sys)(/(?!shm(/|$)).*)?$")
 
 
 class Stamp(NamedTuple):
-    """What changes when a file is written again or replaced."""
+    """Identity of a file's content: differs after the file is rewritten or replaced."""
 
     num_bytes: int
     modified_ns: int
@@ -28,34 +28,32 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
-        """The stamp of a file by its status."""
+        """Make the stamp of a file's status."""
         return cls(status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev)
 
 
 def why(error: OSError | ValueError) -> str:
-    """Say why a file can't be read or written, without its name."""
+    """Describe an error of reading or writing, without the file's name."""
     if isinstance(error, UnicodeDecodeError):
         return f"it is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
     return str(getattr(error, "strerror", None) or error)
 
 
 def cache_directory() -> Path:
-    """Where duoka keeps what it can make again: DUOKA_CACHE, or `duoka` in the user's cache."""
-    named = os.environ.get("DUOKA_CACHE")
-    if named:
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base) / "duoka"
+    """Return the cache of reproducible files: DUOKA_CACHE, or `duoka` in the user's cache."""
+    if cache := os.environ.get("DUOKA_CACHE"):
+        return Path(cache)
+    if user_cache := os.environ.get("XDG_CACHE_HOME"):
+        return Path(user_cache) / "duoka"
     try:
         return Path.home() / ".cache" / "duoka"
     except RuntimeError:
-        # A user without a home, as in some containers: nothing can be kept here, nor found.
+        # A user without a home, as in some containers: a path where nothing can be kept.
         return Path(os.devnull) / "duoka"
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it."""
+    """Open a regular file to read; raise ValueError for another kind. Never waits for a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         file = os.fdopen(descriptor, "rb")
@@ -69,7 +67,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path, *, most_bytes: int) -> bytes:
-    """Read a regular file."""
+    """Read a regular file; raise ValueError if larger than `most_bytes`."""
     with open_regular(path) as file:
         # The size first: reading "at most so much" takes that much memory beforehand.
         size = os.fstat(file.fileno()).st_size
@@ -80,14 +78,14 @@ def read_bytes(path: Path, *, most_bytes: int) -> bytes:
 
 
 def read_text(path: Path, *, most_bytes: int) -> str:
-    """Read a regular file of text."""
+    """Read a regular file of text in UTF-8."""
     return read_bytes(path, most_bytes=most_bytes).decode("utf-8")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it, so that it is never seen half-written.
+    """Write a file under another name, then rename the file; no reader sees half of it.
 
-    A file that is there before keeps its permissions. A link is replaced, not followed.
+    An existing file's permissions are kept. A link is replaced, not followed.
     """
     content = text.encode("utf-8")
     mode = _mode(path)
@@ -109,7 +107,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def set_new_mode(path: Path) -> None:
-    """Give a file the permissions that the umask leaves a new one; some libraries give fewer."""
+    """Set a new file's permissions by the umask; some libraries give fewer."""
     sample = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     sample.touch()
     shutil.copymode(sample, path)
@@ -118,10 +116,10 @@ def set_new_mode(path: Path) -> None:
 
 @contextmanager
 def whole_directory(path: Path) -> Iterator[Path]:
-    """Yield a directory to fill, which takes its place when all that is in it is on the disk.
+    """Yield a directory to fill, renamed to `path` when its content is on the disk.
 
-    At the place may be nothing or an empty directory. Where the filling fails, nothing is left of
-    it; where the process is killed, a directory ``.NAME.….partial``.
+    `path` may be absent or an empty directory. After an error nothing is left; after a kill a
+    directory ``.NAME.….partial``.
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     partial.mkdir(parents=True)
@@ -137,7 +135,7 @@ def whole_directory(path: Path) -> Iterator[Path]:
 
 
 def _sync(path: Path) -> None:
-    """See to it that a file or a directory is on the disk."""
+    """Flush a file or a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -146,7 +144,7 @@ def _sync(path: Path) -> None:
 
 
 def _mode(path: Path) -> int | None:
-    """The permissions of a file; None where there is none, or what writing will tell better."""
+    """Return a file's permissions; None for an absent or unreadable file."""
     if _SYSTEM.match(str(path.parent.resolve())):
         # /dev/stdout is a link to what may be a file: renaming would take the link's place.
         raise OSError(errno.EINVAL, "that is a place of the system's own", str(path))

@@ -1,4 +1,4 @@
-"""Garbage collection in processes that answer for long."""
+"""Garbage collection in long-running processes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import gc
 
 
 def freeze_objects() -> None:
-    """Let garbage be looked for only among what is made from now on.
+    """Exclude all existing objects from garbage collection.
 
-    What torch and transformers have made, some 400,000 objects, stays until the end; to look
-    through all of it would stop every answer for some 0.2 s, again and again.
+    torch and transformers make some 400,000 permanent objects; scanning all of them would stop
+    every answer for some 0.2 s, again and again.
     """
     gc.collect()
     gc.freeze()

@@ -1,7 +1,6 @@
-"""Which code is a model's, and where in it an error arose.
+"""Model code: code outside of PyTorch, duoka and the standard library; and errors raised in it.
 
-It is whatever is neither PyTorch's, nor duoka's, nor the standard library's. PyTorch is found here
-without being imported.
+PyTorch is located without an import.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Spot = tuple[CodeType, int]
 
 @cache
 def torch_folder() -> str:
-    """Where PyTorch's files are."""
+    """Return the directory of PyTorch's files."""
     spec = find_spec("torch")
     assert spec is not None, "duoka needs it"
     return str(Path(spec.origin or "").parent) + "/"
 
 
 def is_installed(file: str | None) -> bool:
-    """Whether a file is a library's: the standard one's, or one that was installed."""
+    """Return True for a file of duoka, of the standard library or of an installed package."""
     if file is None:
         return True
     return file.startswith((_OWN, _STANDARD)) or any(part in file for part in _INSTALLED)
@@ -39,7 +38,7 @@ def is_installed(file: str | None) -> bool:
 
 @cache
 def is_model_code(code: CodeType) -> bool:
-    """Whether code is neither PyTorch's, nor duoka's, nor the standard library's."""
+    """Return True for code outside of PyTorch, duoka and the standard library."""
     file = code.co_filename
     if file.startswith((_OWN, torch_folder(), "<frozen")):
         return False
@@ -47,20 +46,20 @@ def is_model_code(code: CodeType) -> bool:
 
 
 def is_own_code(code: CodeType) -> bool:
-    """Whether code is duoka's."""
+    """Return True for duoka's code."""
     return code.co_filename.startswith(_OWN)
 
 
 def raised_in(
     error: BaseException, is_wanted: Callable[[CodeType], bool] = is_model_code
 ) -> Spot | None:
-    """The innermost place in model code, or in what else is wanted, that an error went through."""
+    """Return the innermost code and instruction that an error passed in model code."""
     trace = _innermost(error, is_wanted)
     return None if trace is None else (trace.tb_frame.f_code, trace.tb_lasti)
 
 
 def where_raised(error: BaseException) -> str:
-    """File, line and text of the model's code in which an error arose; "" outside of it."""
+    """Describe file, line and text of an error in model code; empty outside of model code."""
     trace = _innermost(error, is_model_code)
     if trace is None:
         return ""
@@ -70,7 +69,7 @@ def where_raised(error: BaseException) -> str:
 
 
 def _innermost(error: BaseException, is_wanted: Callable[[CodeType], bool]) -> TracebackType | None:
-    """Of the frames that an error went through the last one whose code is wanted."""
+    """Return the innermost frame of an error whose code satisfies a predicate."""
     innermost, trace = None, error.__traceback__
     while trace is not None:
         if is_wanted(trace.tb_frame.f_code):

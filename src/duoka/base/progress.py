@@ -1,4 +1,4 @@
-"""Progress: what a long call is doing, said to whoever shows it; it knows nothing of terminals."""
+"""Progress of long calls, as texts for a listener; independent of terminals."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _listener: ContextVar[Listener | None] = ContextVar("duoka_progress", default=No
 
 
 def say(text: str) -> None:
-    """Say in a few words what begins now; without a listener it goes nowhere."""
+    """Pass a text about the next step to the listener, if any."""
     listener = _listener.get()
     if listener is not None:
         listener(text)
 
 
 def say_import(library: str) -> None:
-    """Say that a library is imported, where that is still to come: some take seconds."""
+    """Report the import of a library, unless it is imported already; some take seconds."""
     if library not in sys.modules:
         say(f"importing {library}")
 
 
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
-    """A scope in which what is said is passed to a listener."""
+    """Set the listener within a scope."""
     token = _listener.set(listener)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Quiet: what other libraries do on their import: no words to the user, no look at the GPUs."""
+"""Quiet imports: no log messages of other libraries, and no CUDA initialisation by them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-# transformers imports torchao where that is installed, which tells of kernels for hardware that
-# isn't here, and makes torch and bitsandbytes do so.
+# transformers imports torchao if installed, which logs about kernels for other hardware, and makes
+# torch and bitsandbytes log.
 _TALKATIVE = ("torchao", "torch.utils._pytree", "bitsandbytes")
 _CURIOUS = ("torchao.", "bitsandbytes.")
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """A scope in which these libraries tell errors only, and don't start CUDA."""
-    # Whether there is a GPU torch then asks NVML; asked of CUDA, no later fork could use it.
+    """Let these libraries log errors only, and not initialise CUDA, within a scope."""
+    # torch then looks for GPUs by NVML; by CUDA, no later fork could use CUDA.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
@@ -39,11 +39,15 @@ def quiet_libraries() -> Iterator[None]:
             logger.setLevel(level)
 
 
+# Import hooks run before a module is executed. Finding none of the modules itself, the finder gets
+# to know that torchao or bitsandbytes begins its import, and patches torch for as long as the scope
+# lasts.
 class _Answers(MetaPathFinder):
-    """Answers libraries that ask on their import what the GPU can, to offer kernels for it.
+    """Answers queries of a GPU's capability by libraries during their import.
 
-    torch would look that up on the GPU, which starts CUDA in a process that may only want to plan,
-    or to fork later. Until CUDA has started they hear of a T4, which Triton and bitsandbytes serve.
+    torch would query the GPU, which initialises CUDA in a process that may only plan, or fork
+    later. Until CUDA is initialised the answer is that of a T4, supported by Triton and
+    bitsandbytes.
     """
 
     def __init__(self) -> None:
@@ -51,7 +55,7 @@ class _Answers(MetaPathFinder):
         self._is_answering = False
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> None:
-        """Find nothing, and see what is imported."""
+        """Find nothing; patch torch when one of the libraries is imported."""
         torch: Any = sys.modules.get("torch")
         if not name.startswith(_CURIOUS) or self._is_answering or torch is None:
             return
@@ -66,7 +70,7 @@ class _Answers(MetaPathFinder):
             self._answers.enter_context(mock.patch.object(module, function, answering))
 
     def forget(self) -> None:
-        """Let the functions be torch's own again."""
+        """Restore torch's functions."""
         self._answers.close()
 
 

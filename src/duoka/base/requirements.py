@@ -1,4 +1,4 @@
-"""The libraries that duoka stands on: what is installed, against the ranges it is tested with."""
+"""Requirements: installed versions of libraries, compared with the supported ranges."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a package; None where it isn't installed."""
+    """Return a package's version; None if not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -19,29 +19,31 @@ def installed_version(name: str) -> str | None:
 
 
 def unmet_requirements() -> list[str]:
-    """Every library that is missing or of a version outside its range, with both."""
-    wrong = []
-    for name, requirement in _requirements(optional=False).items():
-        installed = installed_version(name)
-        if installed is None:
-            wrong.append(f"{name} is not installed")
-        elif not requirement.specifier.contains(installed, prereleases=True):
-            wrong.append(f"{name} {installed} is installed, duoka needs {requirement.specifier}")
-    return wrong
+    """Describe every missing library, and every version outside its range."""
+    missing = [
+        f"{name} is not installed"
+        for name in _requirements(optional=False)
+        if installed_version(name) is None
+    ]
+    return [*missing, *_outside_range("duoka needs", optional=False)]
 
 
 def unmet_extras() -> list[str]:
-    """Libraries of extras that are installed in a version outside their range."""
+    """Describe installed libraries of extras with a version outside their range."""
+    return _outside_range("duoka is tested with", optional=True)
+
+
+def _outside_range(demand: str, *, optional: bool) -> list[str]:
     return [
-        f"{name} {installed} is installed, duoka is tested with {requirement.specifier}"
-        for name, requirement in _requirements(optional=True).items()
+        f"{name} {installed} is installed, {demand} {requirement.specifier}"
+        for name, requirement in _requirements(optional=optional).items()
         if (installed := installed_version(name)) is not None
         and not requirement.specifier.contains(installed, prereleases=True)
     ]
 
 
 def installed_libraries() -> dict[str, str]:
-    """The versions of all libraries that duoka names and that are installed."""
+    """Return the versions of all installed libraries among duoka's requirements."""
     names = {*_requirements(optional=False), *_requirements(optional=True), "duoka"}
     versions = {name: installed_version(name) for name in sorted(names)}
     return {name: version for name, version in versions.items() if version is not None}
@@ -55,4 +57,8 @@ def _requirements(*, optional: bool) -> Mapping[str, Requirement]:
     except PackageNotFoundError:
         return {}
     needed = map(Requirement, lines)
-    return {one.name: one for one in needed if (one.marker is not None) == optional}
+    return {
+        requirement.name: requirement
+        for requirement in needed
+        if (requirement.marker is not None) == optional
+    }

@@ -1,9 +1,12 @@
-"""The JSON form of duoka's frozen data: dataclass ↔ dict, typed and strict.
+"""JSON form of frozen dataclasses: typed, strict, with the path of an unfit field.
 
-What a stage hands to the next one (a profile, a plan) is a tree of frozen dataclasses. Its JSON
-form has one key per field and nothing else. Reading believes nothing: a field that is unknown,
-missing or of another type is an error that names the field's path, so that a file of another
-version never half-fits. It knows nothing of files or of versions; who writes a file adds those.
+What a stage passes to the next one (a profile, a plan) is a tree of frozen dataclasses. The JSON
+form has one key per field and nothing else. A field that is unknown, missing or of another type is
+an error with the field's path, as in ``Plan.forecast.devices[1].weight_bytes``, so that a file of
+another version never half-fits. Files and versions are the callers' business.
+
+Each annotation is compiled once into a function from JSON value to Python value (`_reader`);
+containers call the functions of their items.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _HINT = "the file is damaged or of another version of duoka; make it again"
 
 
 class _Mismatch(Exception):
-    """A value that doesn't fit; the containers around it prepend their step to the path."""
+    """Value against its annotation; enclosing containers prepend their step to `path`."""
 
     def __init__(self, problem: str, path: str = "") -> None:
         super().__init__(problem)
@@ -35,7 +38,7 @@ class _Mismatch(Exception):
 
 
 def to_dict(value: object) -> Any:
-    """Turn a dataclass, and all that it holds, into what `json.dumps` takes."""
+    """Convert a dataclass, with everything in it, into a value for `json.dumps`."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_dict(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
@@ -58,7 +61,7 @@ def from_dict(cls: type[T], data: object) -> T:
 
 
 def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
-    """Parse text that must be one JSON object, as if an attacker wrote it."""
+    """Parse a JSON object from untrusted text: no doubled keys, no infinities, no NaN."""
     try:
         value = json.loads(
             text, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite
@@ -72,8 +75,7 @@ def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    # json keeps the last of equal keys; two readers that keep different ones can be told
-    # different things by one file.
+    # json keeps the last of equal keys, other readers the first: one file, two meanings.
     distinct = dict(pairs)
     if len(distinct) < len(pairs):
         ((doubled, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -92,9 +94,17 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON number")
 
 
+# Readers of a small tree, as they are built by annotation:
+#
+#   Plan           object → {"devices": …, "note": …} → Plan(**values)
+#   devices        tuple[Device, ...]   list → each item by Device's reader
+#   note           str | None           null → None, otherwise text
+#
+# A mismatch travels up as `_Mismatch`; every container puts its step in front of the path, so that
+# the path costs nothing while everything fits.
 @cache
 def _reader(hint: Any) -> _Reader:
-    """The function that reads one annotation; built once, because profiles hold many values."""
+    """Compile an annotation into a reader; cached, because profiles hold many values."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         return _dataclass_reader(typing.cast(type, hint))
@@ -113,7 +123,7 @@ def _reader(hint: Any) -> _Reader:
 
 def _scalar_reader(kind: type, name: str) -> _Reader:
     def read(data: object) -> object:
-        if type(data) is not kind:  # bool is an int to isinstance, and must not be one here
+        if type(data) is not kind:  # isinstance would take a bool for an int
             raise _Mismatch(f"expected {name}, got {_describe(data)}")
         return data
 
@@ -153,8 +163,8 @@ def _literal_reader(choices: tuple[object, ...]) -> _Reader:
         for choice in choices:
             if type(data) is type(choice) and data == choice:
                 return choice
-        known = ", ".join(map(repr, choices))
-        raise _Mismatch(f"expected one of {known}, got {_describe(data)}")
+        expected = ", ".join(map(repr, choices))
+        raise _Mismatch(f"expected one of {expected}, got {_describe(data)}")
 
     return read
 
@@ -179,42 +189,37 @@ def _union_reader(members: tuple[Any, ...]) -> _Reader:
     return read
 
 
-def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        same = _reader(arguments[0])
-        return lambda data: _read_items(data, lambda items: [same] * len(items))
-    readers = [_reader(argument) for argument in arguments]
-    return lambda data: _read_items(data, lambda items: readers)
-
-
-def _read_items(data: object, readers_of: Callable[[list[object]], list[_Reader]]) -> object:
-    if not isinstance(data, list):
-        raise _Mismatch(f"expected a list, got {_describe(data)}")
-    readers = readers_of(data)
-    if len(readers) != len(data):
-        raise _Mismatch(f"expected {len(readers)} items, got {len(data)}")
-    done: list[object] = []
+def _read_at(form: str, place: object, reader: _Reader, data: object) -> object:
+    """Read an item of a container; a mismatch gets the item's place in front of its path."""
     try:
-        for reader, item in zip(readers, data, strict=True):
-            done.append(reader(item))
+        return reader(data)
     except _Mismatch as mismatch:
-        raise _Mismatch(mismatch.problem, f"[{len(done)}]{mismatch.path}") from None
-    return tuple(done)
+        raise _Mismatch(mismatch.problem, form.format(place) + mismatch.path) from None
+
+
+def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
+    is_open = arguments[1:] == (Ellipsis,)
+    readers = [_reader(argument) for argument in arguments[: 1 if is_open else None]]
+
+    def read(data: object) -> object:
+        if not isinstance(data, list):
+            raise _Mismatch(f"expected a list, got {_describe(data)}")
+        item_readers = readers * len(data) if is_open else readers
+        if len(item_readers) != len(data):
+            raise _Mismatch(f"expected {len(item_readers)} items, got {len(data)}")
+        pairs = zip(item_readers, data, strict=True)
+        return tuple(
+            _read_at("[{}]", index, reader, item) for index, (reader, item) in enumerate(pairs)
+        )
+
+    return read
 
 
 def _mapping_reader(hint: Any) -> _Reader:
     reader = _reader(hint)
-
-    def read(data: object) -> object:
-        values: dict[str, object] = {}
-        for key, item in _items(data):
-            try:
-                values[key] = reader(item)
-            except _Mismatch as mismatch:
-                raise _Mismatch(mismatch.problem, f"[{key!r}]{mismatch.path}") from None
-        return values
-
-    return read
+    return lambda data: {
+        key: _read_at("[{!r}]", key, reader, item) for key, item in _items(data).items()
+    }
 
 
 def _dataclass_reader(cls: type) -> _Reader:
@@ -223,32 +228,26 @@ def _dataclass_reader(cls: type) -> _Reader:
 
     def read(data: object) -> object:
         values: dict[str, object] = {}
-        for name, item in _items(data):
+        for name, item in _items(data).items():
             if name not in readers:
                 raise _Mismatch("unknown field", f".{name}")
-            try:
-                values[name] = readers[name](item)
-            except _Mismatch as mismatch:
-                raise _Mismatch(mismatch.problem, f".{name}{mismatch.path}") from None
+            values[name] = _read_at(".{}", name, readers[name], item)
         for name in readers:
             if name not in values:
                 raise _Mismatch("the field is missing", f".{name}")
         try:
             return cls(**values)
         except (DuokaError, AssertionError, ValueError) as error:
-            # The dataclass checks itself on construction; from a file, that is the file's fault.
+            # The dataclass validates itself on construction; from a file, that is the file's fault.
             raise _Mismatch(str(error) or "the values contradict each other") from error
 
     return read
 
 
-def _items(data: object) -> list[tuple[str, object]]:
+def _items(data: object) -> dict[str, object]:
     if not isinstance(data, dict):
         raise _Mismatch(f"expected an object, got {_describe(data)}")
-    for key in data:
-        if not isinstance(key, str):
-            raise _Mismatch(f"expected a text as key, got {_describe(key)}")
-    return list(data.items())
+    return data
 
 
 def _kind_of(data: object) -> str:
@@ -263,5 +262,5 @@ def _kind_of(data: object) -> str:
 
 
 def _describe(data: object) -> str:
-    shown = repr(data)
-    return _kind_of(data) + " " + (shown if len(shown) <= 40 else shown[:37] + "...")
+    text = repr(data)
+    return _kind_of(data) + " " + (text if len(text) <= 40 else text[:37] + "...")

@@ -1,4 +1,4 @@
-"""Text: what others wrote, made harmless to show; names that are one of a few, or have dots."""
+"""Text: escaping of foreign texts, choices among names, and dotted names."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import TypeVar
 
 from duoka.errors import UsageError
 
-# Control characters and those that turn the direction of writing around can make a terminal or a
-# page show something else than the text says, or do something; Cf also holds what emoji and
-# Persian need.
+# Control characters, and characters that change the direction of writing, can make a terminal or a
+# page show something else than the text, or do something. Of the category Cf emoji and Persian
+# need some.
 _KEPT = frozenset("\n\t\u200c\u200d")
 _HIDDEN = ("Cc", "Cf", "Cs")
 Name = TypeVar("Name", bound=str)
 
 
 def printable(text: str) -> str:
-    r"""Spell out what a terminal would obey instead of showing."""
+    r"""Escape control characters of a terminal."""
     if text.isprintable():
         return text
-    return "".join(map(_spelled, text))
+    return "".join(map(_escape, text))
 
 
-def _spelled(character: str) -> str:
+def _escape(character: str) -> str:
     if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
         return character
     return character.encode("unicode_escape").decode("ascii")
 
 
-def choose(what: str, text: str, known: Sequence[Name]) -> Name:
-    """Return the name that a text is."""
-    for name in known:
+def choose(what: str, text: str, names: Sequence[Name]) -> Name:
+    """Return the name equal to a text; raise UsageError for another text."""
+    for name in names:
         if name == text:
             return name
-    raise UsageError(f"{what} {text!r} is unknown", hint=f"known are {', '.join(known)}")
+    raise UsageError(f"{what} {text!r} is unknown", hint=f"known are {', '.join(names)}")
 
 
 def prefixes(name: str) -> Iterator[str]:
-    """A dotted name and all that contain it, the longest first; "" contains every name."""
+    """Yield a dotted name and its prefixes, the longest first, the empty one last."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -46,16 +46,16 @@ def prefixes(name: str) -> Iterator[str]:
 
 
 def longest_prefix(name: str, names: Container[str]) -> str | None:
-    """The longest of some names that is a dotted name or contains it; None where none does."""
+    """Return the longest prefix of a dotted name among some names; None without any."""
     return next((prefix for prefix in prefixes(name) if prefix in names), None)
 
 
 def is_within(name: str, prefix: str) -> bool:
-    """Whether a dotted name is another one, or lies below it."""
+    """Return True for a dotted name equal to or below a prefix."""
     return prefix in ("", name) or name.startswith(prefix + ".")
 
 
 def containing(name: str) -> Iterator[str]:
-    """The names that contain a dotted name, the longest first, but for ""."""
+    """Yield the proper prefixes of a dotted name, the longest first, without the empty one."""
     while name := name.rpartition(".")[0]:
         yield name

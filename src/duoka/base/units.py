@@ -1,4 +1,4 @@
-"""Sizes, counts and times as people write them ("24GiB") and as the code counts them (bytes)."""
+"""Units: sizes, counts and times as text ("24GiB") and as numbers (bytes)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZE = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size: a number and a unit, in powers of 1024 (``GiB``) or of 1000 (``GB``)."""
+    """Parse a size: a number and a unit, in powers of 1024 (``GiB``) or of 1000 (``GB``)."""
     match = _SIZE.fullmatch(text)
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _UNIT_BYTES:
@@ -39,12 +39,12 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """Read a size of memory as its makers tell it: 24G, 24GB and 24GiB are one."""
+    """Parse a size of memory in its makers' units: 24G, 24GB and 24GiB are equal."""
     return parse_bytes(_OF_MEMORY.sub(r"\1iB", text))
 
 
 def exact_bytes(num_bytes: int) -> str:
-    """Write a size so that `parse_bytes` reads it as the same number."""
+    """Format a size exactly, for `parse_bytes`."""
     for unit in ("GiB", "MiB", "KiB"):
         count, rest = divmod(num_bytes, _UNIT_BYTES[unit.upper()])
         if not rest:
@@ -53,12 +53,12 @@ def exact_bytes(num_bytes: int) -> str:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Write how many of something there are."""
+    """Format a number and a noun, in the plural if needed."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def unit_for(largest_bytes: int) -> tuple[str, int]:
-    """The unit of a table of sizes, and its bytes."""
+    """Return the unit for a table of sizes, and its bytes."""
     for unit in ("GiB", "MiB"):
         if largest_bytes >= _UNIT_BYTES[unit.upper()]:
             return unit, _UNIT_BYTES[unit.upper()]
@@ -66,7 +66,7 @@ def unit_for(largest_bytes: int) -> tuple[str, int]:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a size for people, in powers of 1024."""
+    """Format a size for people, in powers of 1024."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -76,7 +76,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def format_roughly(number: float) -> str:
-    """Write a number with two digits that count."""
+    """Format a number with two significant digits."""
     if not number:
         return "0"
     digits = max(1 - floor(log10(abs(number))), -15)
@@ -85,7 +85,7 @@ def format_roughly(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a time with two digits that count."""
+    """Format a time with two significant digits."""
     if seconds < 0.1:
         return f"{format_roughly(seconds * 1e3)} ms"
     return (

@@ -1,8 +1,8 @@
-"""Which placed module was entered last, and arguments that come to a part of one from outside.
+"""Track the placed module entered last, and move arguments of submodules called from outside.
 
-A map that names `model.decoder` places its embedding, too. Where code calls that embedding alone
-(`get_input_embeddings()(ids)`), hooks of accelerate's or duoka's bring the arguments to it; inside
-a running `model.decoder` nothing moves.
+A map that names `model.decoder` also places its embedding. If code calls that embedding alone
+(`get_input_embeddings()(ids)`), the hooks of accelerate or duoka move its arguments; inside a
+running `model.decoder` nothing moves.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ Entered = Callable[[torch.device], None]
 
 
 def watch_entries(
-    placed: Mapping[nn.Module, torch.device], entered: Entered, running: list[PlacedModule]
+    modules: Mapping[nn.Module, torch.device], entered: Entered, running: list[PlacedModule]
 ) -> None:
-    """Call `entered` with the device of each placed module, or part of one, that is entered."""
-    for module, device in placed.items():
+    """Call `entered` with the device of each placed module, or submodule, that is entered."""
+    for module, device in modules.items():
         region = PlacedModule(device, entered, running)
         module.register_forward_pre_hook(region.enter)
         module.register_forward_hook(region.leave, always_call=True)
-        for part in _parts(module, placed):
+        for part in _parts(module, modules):
             part.register_forward_pre_hook(region.enter_part, with_kwargs=True)
 
 
-def _parts(module: nn.Module, placed: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
-    """The modules below a placed one that hold tensors and aren't placed themselves."""
+def _parts(module: nn.Module, modules: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
+    """Return the submodules of a placed module that hold tensors and are not placed themselves."""
     parts = []
     for child in module.children():
-        if child not in placed:
+        if child not in modules:
             if any(True for _ in tensor_names(child)):
                 parts.append(child)
-            parts += _parts(child, placed)
+            parts += _parts(child, modules)
     return parts
 
 
 class PlacedModule:
-    """A placed module with its parts."""
+    """A placed module and its submodules."""
 
     def __init__(self, device: torch.device, entered: Entered, running: list[PlacedModule]) -> None:
         self.device = device
@@ -63,7 +63,7 @@ class PlacedModule:
         self._entered(self.device)
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook of the placed module, on errors too."""
+        """Forward hook of the placed module, also called after errors."""
         self._running.remove(self)
         for tensor in tensors_in(output):  # the module decided where they are, not a fault
             vars(tensor).pop(CAUSE, None)
@@ -71,7 +71,7 @@ class PlacedModule:
     def enter_part(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Forward pre-hook of a part: its arguments move only if it is called from outside."""
+        """Forward pre-hook of a submodule: move arguments if the call comes from outside."""
         if self in self._running:
             return None
         self._entered(self.device)

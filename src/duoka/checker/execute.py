@@ -1,4 +1,4 @@
-"""Runs a subject as its users would: a call, or prompt and decode steps, or loss and backward."""
+"""Run a subject as users would: a single call, prefill and decode steps, or loss and backward."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _TRAIN_STEPS = 2
 
 
 class StepListener:
-    """Hears which step begins, and which tensors are inputs, caches and gradients."""
+    """Listener for steps, and for the kinds of inputs, caches and gradients."""
 
     def begin(self, phase: str) -> None:
-        """A step of this phase begins."""
+        """Handle the start of a step of a phase."""
 
     def mark(self, kind: str, tensors: Any) -> None:
-        """The memory of these tensors is of this kind."""
+        """Handle tensors of a kind of memory."""
 
     def note(self, text: str) -> None:
-        """Something was done otherwise than the model's users would."""
+        """Handle a note on a difference from the users' run."""
 
 
 def run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
-    """Run a subject whose model lies on its devices; what is compiled runs as Python code."""
+    """Run a subject whose model is on its devices; compiled code runs as Python."""
     with torch.compiler.set_stance("force_eager"):
         return _run(subject, device, steps)
 
@@ -66,7 +66,7 @@ def _run(subject: Subject, device: torch.device, steps: StepListener) -> Any:
 
 
 def _arguments(inputs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments on a device; a tensor alone is the only argument."""
+    """Return positional and keyword arguments on a device; a single tensor is the only argument."""
     if isinstance(inputs, Mapping):
         return (), to_device(dict(inputs), device)
     args = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
@@ -74,18 +74,18 @@ def _arguments(inputs: Any, device: torch.device) -> tuple[tuple[Any, ...], dict
 
 
 def _train(call: Callable[[], Any], steps: StepListener) -> torch.Tensor:
-    """Forward, loss and backward, twice: the second time what the first left behind is there."""
+    """Run forward, loss and backward twice; the second run sees the leftovers of the first."""
     with torch.enable_grad():
         for _ in range(_TRAIN_STEPS):
             steps.begin("forward")
-            loss = loss_of(call())
+            loss = find_loss(call())
             steps.begin("backward")
             loss.backward()
     return loss
 
 
-def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss in what a model returned, or, where there is none, a sum to send back."""
+def find_loss(outputs: Any) -> torch.Tensor:
+    """Return the loss in a model's output, or a sum of its tensors."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(outputs, torch.Tensor):
         loss = outputs
@@ -102,7 +102,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
 def _infer(
     model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: StepListener
 ) -> Any:
-    """One call, a second one (what is made on first use is there then), and one over the cache."""
+    """Run one call, a second one with everything already created, and one with the cache."""
     with torch.no_grad():
         steps.begin("forward")
         outputs = call()
@@ -115,7 +115,7 @@ def _infer(
 
 
 def _try_decode(model: nn.Module, arguments: dict[str, Any], steps: StepListener) -> None:
-    """A call with the cache, which nobody gave: it may not be how this model is called."""
+    """Call with a cache; a failure may only mean that the model is not called like this."""
     steps.begin("decode")
     try:
         model(**arguments)
@@ -128,7 +128,7 @@ def _try_decode(model: nn.Module, arguments: dict[str, Any], steps: StepListener
 def _decode_arguments(
     model: nn.Module, outputs: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The arguments of a call with one token more, where a cache was returned and is taken."""
+    """Return the arguments for one more token, if a cache was returned and is accepted."""
     accepted = inspect.signature(model.forward).parameters
     for name in CACHE_NAMES:
         cache = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
@@ -162,7 +162,7 @@ def _training_inputs(subject: Subject, device: torch.device) -> dict[str, Any]:
 
 
 def _generate(subject: Subject, device: torch.device, steps: StepListener) -> Any:
-    """The prompt, and decode steps after it."""
+    """Run prefill and decode steps."""
     work = subject.workload
     with torch.no_grad():
         model: Any = subject.model
@@ -191,18 +191,18 @@ def _generate(subject: Subject, device: torch.device, steps: StepListener) -> An
 
 
 def decode_phases(tokens: int) -> Iterator[tuple[str, int]]:
-    """The phases of so many decode steps, each with its tokens: the first, and the last ones.
+    """Return the phases of `steps` decode steps with their tokens: the first and the last steps.
 
-    Between them the cache is made longer, so that they are at the end of the context.
+    Between them the cache is lengthened to the end of the context.
     """
-    first = min(tokens, DECODE_STEPS)
-    last = min(tokens - first, DECODE_STEPS)
-    yield from [("decode", 1)] * first
-    if tokens > first + last:
-        yield BETWEEN, tokens - first - last
-    yield from [("decode", 1)] * last
+    first_steps = min(tokens, DECODE_STEPS)
+    last_steps = min(tokens - first_steps, DECODE_STEPS)
+    yield from [("decode", 1)] * first_steps
+    if tokens > first_steps + last_steps:
+        yield BETWEEN, tokens - first_steps - last_steps
+    yield from [("decode", 1)] * last_steps
 
 
 def _contents(cache: Any) -> Any:
-    """The tensors of a cache: of its layers, or its own."""
+    """Yield the tensors of a cache or of its layers."""
     return layer_tensors(cache) or (vars(cache) if hasattr(cache, "__dict__") else cache)

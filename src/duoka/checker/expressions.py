@@ -1,4 +1,4 @@
-"""What the arguments of a call are in the source, without running any of it again."""
+"""Find the source expressions of a call's arguments without running code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import nn
 from duoka.base.model_code import Spot
 from duoka.report.check_report import Place
 
-from .source_map import SPOT, locals_of, position, source_of, span
+from .source_map import SPOT, code_position, locals_of, node_position, source_of
 
 _NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class OperandText:
-    """The text that gave a tensor to an operation, or the module that is called and holds it."""
+    """Expression that passed a tensor to an operation, or the called module that holds it."""
 
     text: str
     place: Place | None
@@ -29,10 +29,10 @@ class OperandText:
 
 
 class Expressions:
-    """What the arguments of one call of an operation are in the source.
+    """Source expressions of the arguments of one call.
 
-    A frame of model code is at the call. It is direct where that code calls the operation itself,
-    and not by way of a library's function or module. `positions` are of the operation's parameters.
+    `frame` is a frame of model code at the call. `is_direct` is False if a library function or
+    module is in between. `positions` are the parameters of the operation.
     """
 
     def __init__(
@@ -43,23 +43,23 @@ class Expressions:
         self._locals = locals_of(frame)
         self._direct = direct
         self._source = source_of(frame.f_code.co_filename)
-        self._node = self._source.nodes.get(position(frame.f_code, frame.f_lasti))
+        self._node = self._source.nodes.get(code_position(frame.f_code, frame.f_lasti))
         self._arguments = list(self._candidates())
         self._left = [node for _, node in self._arguments]
 
     @property
     def is_comparison(self) -> bool:
-        """Whether Python may have called the right side's method, with the sides exchanged."""
+        """Return True if Python may have called the right operand's reflected method."""
         return isinstance(self._node, ast.Compare)
 
     def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> OperandText:
-        """The text of one tensor."""
+        """Return the expression of one tensor."""
         maker: Spot = vars(tensor).get(SPOT, (None, 0))
         is_here = maker[0] is self._frame.f_code
         for node in self._left:
-            if is_here and position(*maker) == span(node):
+            if is_here and code_position(*maker) == node_position(node):
                 return self._written(node, self._text(node))
-            text = self._named(node, tensor)
+            text = self._match_value(node, tensor)
             if text is not None:
                 return self._written(node, text)
         if self._direct:
@@ -77,7 +77,7 @@ class Expressions:
         return OperandText("", None)
 
     def _candidates(self) -> Iterator[tuple[int | str, ast.expr]]:
-        """The expressions that the call is made of, by position or keyword."""
+        """Yield the expressions of the call by position or keyword."""
         node = self._node
         if isinstance(node, ast.BinOp):
             yield from ((0, node.left), (1, node.right))
@@ -99,22 +99,22 @@ class Expressions:
             yield from ((word.arg or "**", word.value) for word in node.keywords)
 
     def _by_position(self, path: tuple[int | str, ...], receiver: bool) -> OperandText | None:
-        first, rest = path[0], path[1:]
+        index, rest = path[0], path[1:]
         arguments = dict(self._arguments)
-        if isinstance(self._node, ast.Call) and isinstance(first, int):
+        if isinstance(self._node, ast.Call) and isinstance(index, int):
             if receiver and -1 in arguments:
-                first -= 1
+                index -= 1
             for at, node in self._arguments:
-                if isinstance(at, int) and isinstance(node, ast.Starred) and first >= at:
-                    return self._written(node, f"{self._text(node.value)}[{first - at}]")
-        if isinstance(first, str) and first not in arguments:
+                if isinstance(at, int) and isinstance(node, ast.Starred) and index >= at:
+                    return self._written(node, f"{self._text(node.value)}[{index - at}]")
+        if isinstance(index, str) and index not in arguments:
             # PyTorch's functions hand what was given by position on by name.
-            first = self._positions.get(first, first)
-        argument = arguments.get(first)
-        return None if argument is None else self._inside(argument, rest)
+            index = self._positions.get(index, index)
+        argument = arguments.get(index)
+        return None if argument is None else self._item_text(argument, rest)
 
-    def _inside(self, node: ast.expr, path: tuple[int | str, ...]) -> OperandText:
-        """The text of an item of a list that the source spells out, or of a list's n-th item."""
+    def _item_text(self, node: ast.expr, path: tuple[int | str, ...]) -> OperandText:
+        """Return the expression of an item in a list display, or of the n-th item of a list."""
         for at, step in enumerate(path):
             items = node.elts if isinstance(node, (ast.List, ast.Tuple)) else None
             spelled = items is not None and not any(isinstance(i, ast.Starred) for i in items)
@@ -126,8 +126,8 @@ class Expressions:
             node = items[step]
         return self._written(node, self._text(node))
 
-    def _named(self, node: ast.expr, tensor: torch.Tensor) -> str | None:
-        """The text of `tensor` if the expression is it, or a list with it."""
+    def _match_value(self, node: ast.expr, tensor: torch.Tensor) -> str | None:
+        """Return the expression if its value is `tensor`, or a list that contains it."""
         value = self._value(node)
         if value is tensor:
             return self._text(node)
@@ -142,14 +142,14 @@ class Expressions:
         return None
 
     def _parameter(self, tensor: torch.Tensor) -> OperandText | None:
-        """The text of a parameter or buffer of the module that is called."""
+        """Return the expression of a parameter or buffer of the called module."""
         node = self._node
         if not isinstance(node, ast.Call):
             return None
         module = self._value(node.func)
         if isinstance(module, nn.Module):
-            for named in (module.named_parameters(), module.named_buffers()):
-                for name, weight in named:
+            for tensors in (module.named_parameters(), module.named_buffers()):
+                for name, weight in tensors:
                     if weight is tensor:
                         written = self._written(node.func, f"{self._text(node.func)}.{name}")
                         return replace(written, is_callees=True)
@@ -162,7 +162,7 @@ class Expressions:
         return self._source.place(node, "").text
 
     def _value(self, node: ast.expr) -> Any:
-        """What an expression means now, if that can be looked up without running any code."""
+        """Look up the current value of an expression without running code."""
         if isinstance(node, ast.Name):
             return self._locals.get(node.id, self._frame.f_globals.get(node.id, _NOTHING))
         if isinstance(node, ast.Attribute):
@@ -175,7 +175,7 @@ class Expressions:
 
 
 def _member(value: Any, name: str) -> Any:
-    """An attribute that is stored, not computed."""
+    """Look up an attribute that is stored, not computed."""
     if isinstance(value, nn.Module):
         for table in (value._parameters, value._buffers, value._modules):
             if name in table:

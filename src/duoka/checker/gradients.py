@@ -1,7 +1,7 @@
-"""Custom functions whose backward returns a gradient on another device than its tensor's.
+"""Custom autograd functions whose backward returns a gradient on the wrong device.
 
-Autograd refuses such a gradient on CUDA. It lets tensors of a subclass pass, as those of virtual
-GPUs are, so that here each custom function is asked.
+Autograd refuses such gradients on CUDA but accepts them for tensor subclasses, including virtual
+GPUs', so every custom function is checked here.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Misplaced = Callable[[type, int, torch.Tensor, torch.device], None]
 
 
 @contextmanager
-def checked_gradients(misplaced: Misplaced) -> Iterator[None]:
-    """Call `misplaced` for each gradient on a wrong device inside the scope, and move it on.
+def check_gradients(misplaced: Misplaced) -> Iterator[None]:
+    """Call `misplaced` for each gradient on a wrong device inside the scope, and move it.
 
-    It is called with the function's class, the position of the input, the gradient and the device
-    that autograd expects.
+    `misplaced` gets the function's class, the index of the input, the gradient, and the expected
+    device.
     """
     applied = torch.autograd.Function.__dict__["apply"]
 
@@ -40,7 +40,7 @@ def checked_gradients(misplaced: Misplaced) -> Iterator[None]:
 
 
 def _expected(node: Any) -> list[torch.device | None]:
-    """The devices of what a function was given, as far as it needs gradients."""
+    """Return the devices of a function's inputs that require gradients."""
     return [
         None if source is None else source._input_metadata[index].device
         for source, index in node.next_functions
@@ -49,13 +49,13 @@ def _expected(node: Any) -> list[torch.device | None]:
 
 def _hook(cls: type, expected: list[torch.device | None], misplaced: Misplaced) -> Any:
     def hook(gradients: tuple[Any, ...], _: Any) -> tuple[Any, ...]:
-        moved = []
+        moved_gradients = []
         for index, (gradient, device) in enumerate(zip(gradients, expected, strict=True)):
             if gradient is not None and device is not None and gradient.device != device:
                 misplaced(cls, index, gradient, device)
-                moved.append(gradient.to(device))
+                moved_gradients.append(gradient.to(device))
             else:
-                moved.append(gradient)
-        return tuple(moved)
+                moved_gradients.append(gradient)
+        return tuple(moved_gradients)
 
     return hook

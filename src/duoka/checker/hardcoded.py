@@ -1,8 +1,8 @@
-"""CUDA devices that model code names itself, and `torch.cuda` as that code sees it: virtual GPUs.
+"""Hard-coded CUDA devices in model code, and the `torch.cuda` that model code sees.
 
-Code asks `torch.cuda.is_available()` to choose a device, and takes the CPU where there is no GPU.
-Checked on such a machine it must take the way that it takes on GPUs. Libraries ask the same
-function which kernels they may use; they hear what is true of this machine.
+Model code calls `torch.cuda.is_available()` to select a device. On a machine without a GPU it must
+take the same branch as with GPUs. Libraries call the same functions to select kernels and get the
+truth.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _seen: dict[int, torch.device] = {}
 
 
 def is_hard_coded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call names a CUDA device."""
+    """Return True if a call names a CUDA device."""
     if func is _CUDA:
         return True
     device = kwargs.get("device") if kwargs else None
@@ -48,10 +48,9 @@ def is_hard_coded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def on_virtual_gpu(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], current: CurrentDevice
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The device that a call names, and the call with the virtual GPU of that number.
+    """Return the named device, and the call with the virtual GPU of that index.
 
-    A bare "cuda" is the current GPU: the first, unless the code sets another. Nobody but duoka
-    sets it to a layer's.
+    A bare "cuda" is the current GPU: the first one unless the code sets another.
     """
     if func is _CUDA:
         device = args[1] if len(args) > 1 else kwargs.pop("device", None)
@@ -60,8 +59,8 @@ def on_virtual_gpu(
     if device is not None and _is_cuda(device):
         return device, func, args, {**kwargs, "device": _virtual(device, current)}
     at = 1 if func is _TO else next(i for i, value in enumerate(args) if _is_device(value))
-    moved = (*args[:at], _virtual(args[at], current), *args[at + 1 :])
-    return args[at], func, moved, kwargs
+    new_args = (*args[:at], _virtual(args[at], current), *args[at + 1 :])
+    return args[at], func, new_args, kwargs
 
 
 def _is_device(value: Any) -> bool:
@@ -82,49 +81,49 @@ def _virtual(device: Any, current: CurrentDevice) -> torch.device:
     return virtual_device(index)
 
 
-def seen_as_cuda(device: torch.device) -> torch.device:
-    """A virtual GPU as people's own code sees it; other devices as they are."""
+def present_as_cuda(device: torch.device) -> torch.device:
+    """Return a virtual GPU in the form that model code sees; other devices unchanged."""
     if not is_virtual(device):
         return device
     return _seen.setdefault(device.index, torch.device("cuda", device.index))
 
 
 def is_asked_device(device: object) -> bool:
-    """Whether a device is what `seen_as_cuda` gave."""
-    return any(device is known for known in _seen.values())
+    """Return True if a device came from `present_as_cuda`."""
+    return any(device is virtual for virtual in _seen.values())
 
 
 class CurrentDevice:
-    """The device that a bare "cuda" means: the first, unless the code sets another."""
+    """The current CUDA device: the first one unless the code sets another."""
 
     def __init__(self) -> None:
         self.index = 0
         self.is_set = False
 
     def number(self, device: Any = None) -> int:
-        """The number of a device that is given as CUDA's functions take it."""
+        """Return the index of a device in any form that CUDA's functions accept."""
         if device is not None and not isinstance(device, int):
             device = torch.device(device).index
         return self.index if device is None else device
 
     def set(self, device: Any) -> None:
-        """Make a device the current one."""
+        """Set the current device."""
         self.index, self.is_set = _virtual(device, self).index, True
 
     @contextmanager
     def scope(self, device: Any) -> Iterator[None]:
-        """Make a device the current one for a while."""
-        before = self.index, self.is_set
+        """Set the current device inside the scope."""
+        previous = self.index, self.is_set
         self.set(device)
         try:
             yield
         finally:
-            self.index, self.is_set = before
+            self.index, self.is_set = previous
 
 
 @contextmanager
 def virtual_cuda(num_gpus: int) -> Iterator[CurrentDevice]:
-    """Let people's own code find that many virtual GPUs in `torch.cuda` inside the scope."""
+    """Make `torch.cuda` report `num_gpus` GPUs to model code inside the scope."""
     current = CurrentDevice()
     vgpu = torch.get_device_module(virtual_type())
     answers: dict[str, Callable[..., Any]] = {name: getattr(vgpu, name) for name in _OF_ALL}
@@ -147,7 +146,7 @@ _start_autocast = torch.autocast.__init__
 
 
 def _autocast(self: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-    """Begin a scope of autocast; that of CUDA is the virtual GPUs'."""
+    """Start autocast, for CUDA that of virtual GPUs."""
     kind = virtual_type() if device_type == "cuda" else device_type
     _start_autocast(self, kind, *args, **kwargs)
 

@@ -28,13 +28,13 @@ from duoka.virtual import MixedDevicesError, settled_by
 
 from .entry_hooks import PlacedModule
 from .expressions import Expressions, OperandText
-from .gradients import checked_gradients
+from .gradients import check_gradients
 from .hardcoded import (
     CurrentDevice,
     is_asked_device,
     is_hard_coded,
     on_virtual_gpu,
-    seen_as_cuda,
+    present_as_cuda,
     virtual_cuda,
 )
 from .mixed_call import (
@@ -46,10 +46,10 @@ from .mixed_call import (
     earlier_cause,
     is_direct,
     mark_cause,
-    moved_to,
+    move_operands,
     op_name,
     positions_of,
-    sampled,
+    sample_operands,
     tensors_of,
 )
 from .report_names import ReportNames, at_hand
@@ -60,7 +60,7 @@ from .source_map import (
     library_frame,
     model_frame,
     place_of,
-    returned,
+    returned_expression,
     spot_of,
 )
 
@@ -83,7 +83,7 @@ _DEAR_BYTES = 2**20
 
 
 class FunctionInterceptor(TorchFunctionMode):
-    """Watches every call of PyTorch's functions, and goes on where they mix devices."""
+    """Intercept all calls of PyTorch's functions and continue after mixed devices."""
 
     def __init__(self, names: ReportNames, elsewhere: frozenset[Spot] = frozenset()) -> None:
         super().__init__()
@@ -106,10 +106,10 @@ class FunctionInterceptor(TorchFunctionMode):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Go on after faults inside the scope."""
+        """Continue after faults inside the scope."""
         with ExitStack() as stack:
             stack.enter_context(settled_by(self))
-            stack.enter_context(checked_gradients(self._record_gradient))
+            stack.enter_context(check_gradients(self._record_gradient))
             stack.enter_context(self._in_backward())
             self.current = stack.enter_context(virtual_cuda(self.names.num_gpus))
             stack.enter_context(self)
@@ -117,7 +117,7 @@ class FunctionInterceptor(TorchFunctionMode):
 
     @contextmanager
     def _in_backward(self) -> Iterator[None]:
-        """Watch in backward, too, where model code runs: PyTorch would leave the mode for it."""
+        """Stay active in backward, where PyTorch leaves the mode."""
         engine = vars(torch.autograd)["_engine_run_backward"]
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -139,12 +139,12 @@ class FunctionInterceptor(TorchFunctionMode):
         kwargs = kwargs or {}
         frame = sys._getframe(1)
         if func in _DEVICE_QUERIES and not is_installed(frame.f_code.co_filename):
-            device = seen_as_cuda(args[0].device)
+            device = present_as_cuda(args[0].device)
             return device if func == _DEVICE_QUERIES[0] else device.type == "cuda"
         if is_hard_coded(func, args, kwargs):
-            named = func
+            device_name = func
             device, func, args, kwargs = on_virtual_gpu(func, args, kwargs, self.current)
-            self._hard_code(frame, named, device)
+            self._hard_code(frame, device_name, device)
         self._calls.depth += 1
         try:
             result = func(*args, **kwargs)
@@ -159,7 +159,7 @@ class FunctionInterceptor(TorchFunctionMode):
         return result
 
     def _mark(self, result: Any, frame: FrameType, args: tuple[Any, ...]) -> None:
-        """Remember on a new tensor where it was made, and which fault decided its device."""
+        """Store in a new tensor its origin and the fault that determined its device."""
         for tensor in result if type(result) in (tuple, list) else (result,):
             if not isinstance(tensor, torch.Tensor) or SPOT in (marks := vars(tensor)):
                 continue
@@ -183,31 +183,33 @@ class FunctionInterceptor(TorchFunctionMode):
     def _go_on(self, mixed: MixedCall) -> Any:
         tensors = list(tensors_of((*mixed.args,), mixed.kwargs))
         target = self._target(mixed, [tensor for _, tensor in tensors])
-        moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
+        moving_ids = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
         if mixed.for_cpu is not None:
-            moved &= {id(mixed.for_cpu)}
-        if not moved:
+            moving_ids &= {id(mixed.for_cpu)}
+        if not moving_ids:
             # What mixes isn't among the arguments of the call.
-            return self._settled(mixed)
-        finding = self._record(mixed, tensors, moved, target)
-        args, kwargs = moved_to((mixed.args, mixed.kwargs), moved, target)
+            return self._settle_each(mixed)
+        finding = self._record(mixed, tensors, moving_ids, target)
+        args, kwargs = move_operands((mixed.args, mixed.kwargs), moving_ids, target)
         try:
             result = mixed.func(*args, **kwargs)
         except MixedDevicesError:
-            result = self._settled(MixedCall(mixed.error, mixed.func, args, kwargs, mixed.frame))
+            result = self._settle_each(
+                MixedCall(mixed.error, mixed.func, args, kwargs, mixed.frame)
+            )
         if mixed.written is None:  # what is written stays where it was
             mark_cause(result, finding)
         return result
 
-    def _settled(self, mixed: MixedCall) -> Any:
-        """Call again, and settle each operation inside."""
+    def _settle_each(self, mixed: MixedCall) -> Any:
+        """Repeat a call, settling each operation inside."""
         with self._calls.outside():
             return mixed.func(*mixed.args, **mixed.kwargs)
 
     def settle(
         self, error: MixedDevicesError, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Settle an ATen operation that no call in Python surrounds (see `virtual.settled_by`)."""
+        """Settle an ATen operation outside of any Python call (see `virtual.settled_by`)."""
         if self._calls.depth:
             raise error
         mixed = MixedCall(error, error.func, args, kwargs, sys._getframe(1))
@@ -215,20 +217,20 @@ class FunctionInterceptor(TorchFunctionMode):
         target = self._target(mixed, [tensor for _, tensor in tensors])
         if target.type == "cpu":
             target = next(t.device for _, t in tensors if t.device.type != "cpu")
-        moved = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
-        self._record(mixed, tensors, moved, target)
+        moving_ids = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
+        self._record(mixed, tensors, moving_ids, target)
         with settled_by(None):
-            args, kwargs = moved_to((args, kwargs), moved, target)
+            args, kwargs = move_operands((args, kwargs), moving_ids, target)
         return args, kwargs
 
     def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor whose memory was asked for, and give its copy (see `virtual`)."""
+        """Record a tensor whose memory was requested, and return a CPU copy (see `virtual`)."""
         mixed = MixedCall(error, torch.Tensor.numpy, (tensor,), {}, sys._getframe(1))
         self._record(mixed, [((0,), tensor)], {id(tensor)}, torch.device("cpu"))
         return tensor.cpu()
 
     def _target(self, mixed: MixedCall, tensors: list[torch.Tensor]) -> torch.device:
-        """Where an operation runs whose tensors are on several devices."""
+        """Choose the device for an operation on tensors of several devices."""
         if mixed.written is not None:
             return mixed.written.device
         if mixed.for_cpu is not None:
@@ -267,7 +269,7 @@ class FunctionInterceptor(TorchFunctionMode):
         self,
         mixed: MixedCall,
         tensors: list[tuple[Path, torch.Tensor]],
-        moved: set[int],
+        moving_ids: set[int],
         target: torch.device,
     ) -> FaultRecord:
         caller = model_frame(mixed.frame) or library_frame(mixed.frame)
@@ -281,10 +283,10 @@ class FunctionInterceptor(TorchFunctionMode):
                 return read
         finding = self.findings.get(key)
         if finding is None:
-            finding = FaultRecord(self._fault(mixed, caller, tensors, moved, where))
+            finding = FaultRecord(self._fault(mixed, caller, tensors, moving_ids, where))
             self.findings[key] = finding
             home = self.names.device(self.running[-1].device) if self.running else None
-            cause = earlier_cause(tensors, moved, where, mixed.written, devices, home)
+            cause = earlier_cause(tensors, moving_ids, where, mixed.written, devices, home)
             if cause is not None and cause is not finding:
                 finding.cause = cause
                 cause.followups.append(finding)
@@ -296,9 +298,9 @@ class FunctionInterceptor(TorchFunctionMode):
     def _record_gradient(
         self, function: type, index: int, gradient: torch.Tensor, expected: torch.device
     ) -> None:
-        """Record a gradient that a custom function's backward returned on a wrong device."""
+        """Record a gradient returned on a wrong device."""
         code = function.backward.__code__  # type: ignore[attr-defined]
-        place = returned(code, index)
+        place = returned_expression(code, index)
         where, got = self.names.device(expected), self.names.device(gradient.device)
         key = (place, index)
         if key not in self.findings:
@@ -322,11 +324,11 @@ class FunctionInterceptor(TorchFunctionMode):
         mixed: MixedCall,
         caller: FrameType | None,
         tensors: list[tuple[Path, torch.Tensor]],
-        moved: set[int],
+        moving_ids: set[int],
         target: str,
     ) -> Fault:
-        operands = self._operands(mixed, caller, sampled(tensors, moved), moved)
-        hard = any(id(t) in moved and vars(t).get(_HARD) is not None for _, t in tensors)
+        operands = self._operands(mixed, caller, sample_operands(tensors, moving_ids), moving_ids)
+        hard = any(id(t) in moving_ids and vars(t).get(_HARD) is not None for _, t in tensors)
         self._explained |= {vars(tensor).get(_HARD) for _, tensor in tensors}
         kind: FaultKind = "in-place" if mixed.written is not None else "mixed-devices"
         return Fault(
@@ -346,7 +348,7 @@ class FunctionInterceptor(TorchFunctionMode):
         mixed: MixedCall,
         caller: FrameType | None,
         tensors: list[tuple[Path, torch.Tensor]],
-        moved: set[int],
+        moving_ids: set[int],
     ) -> tuple[Operand, ...]:
         direct = is_direct(mixed.frame)
         expressions = None
@@ -354,7 +356,7 @@ class FunctionInterceptor(TorchFunctionMode):
             expressions = Expressions(caller, direct=direct, positions=positions_of(mixed.func))
         operands = []
         for path, tensor in tensors:
-            written, is_moved = OperandText("", None), id(tensor) in moved
+            written, is_moved = OperandText("", None), id(tensor) in moving_ids
             if expressions is not None:
                 written = expressions.of(tensor, path, mixed.is_method)
             if written.is_callees and is_moved:
@@ -367,7 +369,7 @@ class FunctionInterceptor(TorchFunctionMode):
         return tuple(operands)
 
     def _operand(self, path: Path, tensor: torch.Tensor, written: OperandText) -> Operand:
-        """Return the operand for a tensor that moves and whose origin is unknown."""
+        """Build the operand for a moved tensor of unknown origin."""
         return Operand(
             argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
             expression=written.text,
@@ -380,17 +382,17 @@ class FunctionInterceptor(TorchFunctionMode):
         )
 
     def _origin(self, tensor: torch.Tensor) -> Origin | None:
-        """Where a tensor comes from, as far as that was seen."""
-        named = self.names.tensor(tensor)
-        if named is not None:
-            return named
+        """Return the recorded origin of a tensor."""
+        name = self.names.tensor(tensor)
+        if name is not None:
+            return name
         spot = vars(tensor).get(SPOT)
         return None if spot is None else Origin(kind="operation", place=place_of(spot))
 
     # ── hard-coded devices ──
 
     def warnings(self) -> Iterator[Fault]:
-        """Places that name a device, where no fault comes of it on this placement."""
+        """Return hard-coded devices that cause no fault in this placement."""
         for spot, (op, device, count) in self.hard_coded.items():
             if spot not in self._explained:
                 yield Fault(
@@ -417,13 +419,13 @@ class FunctionInterceptor(TorchFunctionMode):
 
 
 class _Calls:
-    """How many calls of PyTorch's functions are in progress."""
+    """Nesting depth of calls of PyTorch's functions."""
 
     depth = 0
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """As if none were in progress, inside the scope."""
+        """Reset the depth to zero inside the scope."""
         depth, self.depth = self.depth, 0
         try:
             yield
@@ -432,7 +434,7 @@ class _Calls:
 
 
 def _all_hard(args: tuple[Any, ...]) -> Spot | None:
-    """Where a device was named that decided where these tensors are, and nothing else did."""
+    """Return the hard-coded devices that alone determined where these tensors are."""
     spots = [
         vars(tensor).get(_HARD) for _, tensor in tensors_of(args, {}) if tensor.device.type != "cpu"
     ]

@@ -1,7 +1,4 @@
-"""A call in which tensors of several devices meet: its operands, what it writes, and its fault.
-
-It doesn't know where in the source the call stands, nor where its tensors should be.
-"""
+"""A call with tensors on several devices: operands, written tensors, fault."""
 
 from __future__ import annotations
 
@@ -67,7 +64,7 @@ class MixedCall:
 def _visible(
     written: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """What an operation writes into, if the caller can see that."""
+    """Return the written tensors that the caller can see."""
     if isinstance(written, VirtualTensor):
         for _, tensor in tensors_of(args, kwargs):
             if isinstance(tensor, VirtualTensor) and tensor.storage_id == written.storage_id:
@@ -77,7 +74,7 @@ def _visible(
 
 
 def positions_of(func: Any) -> dict[str, int]:
-    """The parameters of an operation in their order, where Python knows them."""
+    """Return the parameters of an operation in order, if Python knows them."""
     try:
         names = list(inspect.signature(func).parameters)
     except (TypeError, ValueError):
@@ -86,12 +83,12 @@ def positions_of(func: Any) -> dict[str, int]:
 
 
 def op_name(func: Any) -> str:
-    """The name by which code calls an operation."""
+    """Return the name by which code calls an operation."""
     return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
 
 
 def is_direct(frame: FrameType) -> bool:
-    """Whether model code calls the function itself, not by way of a module of PyTorch's."""
+    """Return True if model code calls the function itself, not through a PyTorch module."""
     # Functions in Python pass their arguments on as they are to whoever overrides them.
     inner: FrameType | None = frame
     if inner is not None and inner.f_code.co_name == "handle_torch_function":
@@ -101,7 +98,7 @@ def is_direct(frame: FrameType) -> bool:
 
 @dataclass(slots=True, eq=False)
 class FaultRecord:
-    """A fault in the making: the same place in forty layers is met forty times."""
+    """A fault under construction; the same line in forty layers is one record."""
 
     first: Fault
     """It, as it was met first."""
@@ -114,16 +111,16 @@ class FaultRecord:
     _in_step: int = 0
 
     def count_in(self, step: int, module: str, at_hand: Iterable[str]) -> None:
-        """Count one more time in a step; only what is at hand each time is at hand."""
+        """Count an occurrence in a step, and intersect the names at hand."""
         self._in_step = self._in_step + 1 if step == self._step else 1
         self._step, self.count = step, max(self.count, self._in_step)
         self.modules[module] = None
         now = tuple(at_hand)
-        before = now if self.at_hand is None else self.at_hand
-        self.at_hand = tuple(name for name in before if name in now)
+        previous = now if self.at_hand is None else self.at_hand
+        self.at_hand = tuple(name for name in previous if name in now)
 
     def fault(self) -> Fault:
-        """The frozen form."""
+        """Return the frozen fault."""
         return replace(
             self.first,
             modules=tuple(self.modules),
@@ -136,44 +133,44 @@ class FaultRecord:
 def tensors_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Path, torch.Tensor]]:
-    """The tensors of a call, each with its place in it."""
+    """Yield the tensors of a call with their positions."""
     for index, value in enumerate(args):
-        yield from _within((index,), value)
+        yield from _is_within((index,), value)
     for name, value in kwargs.items():
-        yield from _within((name,), value)
+        yield from _is_within((name,), value)
 
 
-def _within(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+def _is_within(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _within((*path, index), item)
+            yield from _is_within((*path, index), item)
 
 
-def moved_to(value: Any, moved: set[int], target: torch.device) -> Any:
-    """Arguments, with the tensors of these identities on the target."""
-    return mapped(value, lambda tensor: tensor.to(target) if id(tensor) in moved else tensor)
+def move_operands(value: Any, moving_ids: set[int], target: torch.device) -> Any:
+    """Return the arguments with the given tensors moved to the target."""
+    return mapped(value, lambda tensor: tensor.to(target) if id(tensor) in moving_ids else tensor)
 
 
-def sampled(
-    tensors: list[tuple[Path, torch.Tensor]], moved: set[int]
+def sample_operands(
+    tensors: list[tuple[Path, torch.Tensor]], moving_ids: set[int]
 ) -> list[tuple[Path, torch.Tensor]]:
-    """Not forty caches: the first of those that move, and of those that stay."""
+    """Limit many operands of one list: the first that moves and the first that stays."""
     if len(tensors) <= _MOST_OPERANDS:
         return tensors
     half = _MOST_OPERANDS // 2
-    go = [pair for pair in tensors if id(pair[1]) in moved][:half]
-    stay = [pair for pair in tensors if id(pair[1]) not in moved][:half]
-    chosen = {id(tensor) for _, tensor in (*go, *stay)}
-    return [pair for pair in tensors if id(pair[1]) in chosen]
+    go = [pair for pair in tensors if id(pair[1]) in moving_ids][:half]
+    stay = [pair for pair in tensors if id(pair[1]) not in moving_ids][:half]
+    selected_ids = {id(tensor) for _, tensor in (*go, *stay)}
+    return [pair for pair in tensors if id(pair[1]) in selected_ids]
 
 
 # ── which fault decided a tensor's device ──
 
 
 def cause_of_result(args: Any, device: torch.device) -> FaultRecord | None:
-    """The fault that brought an argument to the device that it shares with the result."""
+    """Return the fault that moved an argument to the device of the result."""
     for value in args:
         if isinstance(value, torch.Tensor):
             cause: FaultRecord | None = vars(value).get(CAUSE)
@@ -188,33 +185,33 @@ def cause_of_result(args: Any, device: torch.device) -> FaultRecord | None:
 
 def earlier_cause(
     tensors: list[tuple[Path, torch.Tensor]],
-    moved: set[int],
+    moving_ids: set[int],
     target: str,
     written: torch.Tensor | None,
     devices: frozenset[str],
     home: str | None,
 ) -> FaultRecord | None:
-    """The earlier fault without which this one would not be.
+    """Return the earlier fault that causes this one, if any.
 
-    `home` is the device of the placed module whose code is running: what an earlier fault took
-    away from there causes a fault where it meets something of that module.
+    `home` is the device of the placed module whose code is running: tensors that an earlier fault
+    took away from there cause a fault when they meet tensors of that module.
     """
     for _, tensor in tensors:
         cause: FaultRecord | None = vars(tensor).get(CAUSE)
         if cause is None:
             continue
-        met = set(cause.first.devices)
-        if id(tensor) in moved and target in met:
+        fault_devices = set(cause.first.devices)
+        if id(tensor) in moving_ids and target in fault_devices:
             return cause
-        if id(tensor) not in moved and target != home and home in met & devices:
+        if id(tensor) not in moving_ids and target != home and home in fault_devices & devices:
             return cause
-        if tensor is written and met & devices - {target}:
+        if tensor is written and fault_devices & devices - {target}:
             return cause
     return None
 
 
 def mark_cause(result: Any, finding: FaultRecord) -> None:
-    """Remember that a fault decided where a result is."""
+    """Store that a fault determined the device of a result."""
     for tensor in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(tensor, torch.Tensor):
             vars(tensor)[CAUSE] = finding

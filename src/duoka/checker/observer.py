@@ -1,4 +1,4 @@
-"""Hears what a run does on virtual GPUs: peaks and what they are made of, transfers, waiting."""
+"""Record a run on virtual GPUs: peak memory by kind, transfers, synchronizations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SYNCS = {
 
 @dataclass(slots=True)
 class _Peak:
-    """The moment at which a GPU held most."""
+    """State of a GPU at its peak."""
 
     allocated: int = 0
     live: dict[int, int] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class _Peak:
 
 @dataclass(slots=True)
 class _StepCounts:
-    """What one step did."""
+    """Counts of one step."""
 
     phase: str
     transfers: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -58,7 +58,7 @@ class _StepCounts:
 
 
 class Observer:
-    """A listener of virtual GPUs (see `virtual.observe`)."""
+    """Listener of virtual GPUs (see `virtual.observe`)."""
 
     def __init__(self, names: ReportNames) -> None:
         self.names = names
@@ -73,11 +73,11 @@ class Observer:
 
     @property
     def phase(self) -> str:
-        """The phase of the step that is running; "" before the first."""
+        """Phase of the running step; "" before the first."""
         return self.steps[-1].phase if self.steps else ""
 
     def mark(self, kind: str, tensors: Iterable[Any]) -> None:
-        """Say what the memory of some tensors is for."""
+        """Assign a kind to the memory of some tensors."""
         for tensor in tensors:
             if isinstance(tensor, VirtualTensor):
                 self._kinds.setdefault(tensor.storage_id, kind)
@@ -85,7 +85,7 @@ class Observer:
     # ── what the listener hears ──
 
     def allocated(self, gpu: VirtualGpu, storage_id: int, num_bytes: int) -> None:
-        """Hear of a new storage, and keep the line that asked for it if that is a new peak."""
+        """Handle a new storage, and store the current line at a new peak."""
         live = self._live.setdefault(gpu, {})
         live[storage_id] = num_bytes
         allocated = gpu.allocator.allocated_bytes
@@ -97,7 +97,7 @@ class Observer:
             peak.module = self.names.module_of(frame)
 
     def freed(self, gpu: VirtualGpu, storage_id: int) -> None:
-        """Hear of a storage that is gone; the first after a peak ends its moment."""
+        """Handle a freed storage; the first one after a peak fixes its state."""
         live = self._live.get(gpu, {})
         peak = self._peaks.get(gpu)
         if peak is not None and peak.is_open:
@@ -107,7 +107,7 @@ class Observer:
     def operation(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Hear of an ATen operation."""
+        """Handle an ATen operation."""
         if self.phase in ("", BETWEEN):
             return
         if func in _COPIES:
@@ -141,7 +141,7 @@ class Observer:
     # ── what it comes to ──
 
     def memory(self, gpu: VirtualGpu, name: str, budget: int | None) -> PeakMemory:
-        """The peak of a GPU, and what it was made of."""
+        """Return the peak of a GPU by kind."""
         peak = self._peaks.get(gpu, _Peak())
         live = self._live.get(gpu, {}) if peak.is_open else peak.live
         kinds: Counter[str] = Counter()
@@ -163,7 +163,7 @@ class Observer:
         )
 
     def transfers(self) -> tuple[DeviceTransfer, ...]:
-        """What goes over each link in the dearest step of each phase."""
+        """Return the transfers of the most expensive step of each phase."""
         dearest: dict[tuple[str, str, str], DeviceTransfer] = {}
         num_steps = Counter(step.phase for step in self.steps)
         for step in self.steps:
@@ -181,13 +181,13 @@ class Observer:
         return tuple(dearest.values())
 
     def syncs(self) -> tuple[Sync, ...]:
-        """Where the CPU waits, in the step of each phase that waits most often there."""
-        most: Counter[tuple[str, str, Spot]] = Counter()
+        """Return the synchronizations of the step with most of them, by phase."""
+        counts: Counter[tuple[str, str, Spot]] = Counter()
         for step in self.steps:
             for (op, spot), count in step.syncs.items():
                 key = (step.phase, op, spot)
-                most[key] = max(most[key], count)
+                counts[key] = max(counts[key], count)
         return tuple(
             Sync(op=op, place=place_of(spot), phase=phase, count=count)
-            for (phase, op, spot), count in most.items()
+            for (phase, op, spot), count in counts.items()
         )

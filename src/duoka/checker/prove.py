@@ -1,4 +1,4 @@
-"""The proof: a plan, run at its workload on virtual GPUs without data, before a weight is read."""
+"""Proof of a plan: run it with its workload on virtual GPUs without data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .execute import BETWEEN, decode_phases
 
 
 def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
-    """Run a plan on virtual GPUs that have its devices' budgets; the model stays as it is."""
+    """Run a plan on virtual GPUs with its budgets; the model is unchanged."""
     if plan.workload.training is not None:
         return virtual.with_values(
             lambda data: virtual.apart(_prove_training, plan, model, data),
@@ -42,14 +42,14 @@ def prove(plan: Plan, model: PreTrainedModel) -> tuple[PeakBytes, ...]:
     def measured(data: str) -> tuple[PeakBytes, ...]:
         copied = copy.deepcopy(model)
         run = partial(_run, copied, plan.workload, prompts)
-        return _measured(plan, copied, run, plan.devices, data=data)
+        return _measure(plan, copied, run, plan.devices, data=data)
 
     with torch.no_grad():
         return virtual.with_values(measured, partial(parameter_bytes, model))
 
 
 def _prove_training(plan: Plan, model: PreTrainedModel, data: str) -> tuple[PeakBytes, ...]:
-    """Run steps of training; once for each stage where stages hold different micro-batches."""
+    """Run training steps, one run per stage if stages hold different micro-batches."""
     workload, names = plan.workload, plan.devices
     assert workload.training is not None, "the plan is for training"
     model = copy.deepcopy(model)
@@ -61,12 +61,12 @@ def _prove_training(plan: Plan, model: PreTrainedModel, data: str) -> tuple[Peak
         stages = [name for name, number in zip(names, flying, strict=True) if number == limit]
         learner = Learner(copied, workload, virtual.virtual_device(0), prompts)
         run = partial(learner.run, in_flight=limit)
-        measured = _measured(plan, copied, run, stages, data=data)
+        measured = _measure(plan, copied, run, stages, data=data)
         by_device |= {peak.device: peak for peak in measured}
     return tuple(by_device[name] for name in names)
 
 
-def _measured(
+def _measure(
     plan: Plan,
     model: PreTrainedModel,
     run: Callable[[], None],
@@ -74,7 +74,7 @@ def _measured(
     *,
     data: str = "meta",
 ) -> tuple[PeakBytes, ...]:
-    """Run a model where a plan puts it; what the devices measure that have their budgets."""
+    """Run a model on its placement and return the measurements of budgeted devices."""
     names = plan.devices
     virtual_name = {name: str(virtual.virtual_device(index)) for index, name in enumerate(names)}
     budgets = {name: plan.fleet.device(name).budget_bytes for name in limited}
@@ -97,13 +97,13 @@ def _measured(
             run()
         except torch.OutOfMemoryError as error:
             raise ProofError(
-                f"the plan overflows{where_raised(error)}: {_renamed(str(error), names)}",
+                f"the plan overflows{where_raised(error)}: {_rename_devices(str(error), names)}",
                 hint="make the plan again; if it comes out the same, report it as a defect",
             ) from error
         except RuntimeError as error:
             raise ProofError(
                 f"the model fails on {format_count(len(names), 'device')}{where_raised(error)}: "
-                f"{_renamed(str(error), names)}",
+                f"{_rename_devices(str(error), names)}",
                 hint="this model's code can't be split there; put it on one GPU (--gpus)",
             ) from error
         return tuple(
@@ -118,10 +118,10 @@ def _measured(
 
 
 def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | None) -> None:
-    """The prompt, and decode steps after it; over a paged cache the largest steps."""
+    """Run prefill and decode steps; with a paged cache the largest steps."""
     device = virtual.virtual_device(0)
     if workload.is_paged:
-        PagedStepper(model, Capacity.of(workload), device).run_largest()
+        PagedStepper(model, Capacity.of(workload), device).warm_up("largest")
         return
     stepper = Stepper.of(model, workload, device, prompts)
     stepper.run(workload, decode_steps=0)
@@ -130,8 +130,8 @@ def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | Non
         advance(tokens)
 
 
-def _renamed(message: str, names: tuple[str, ...]) -> str:
-    """The message with the plan's devices in place of the virtual ones it was proved on."""
+def _rename_devices(message: str, names: tuple[str, ...]) -> str:
+    """Return a message with the plan's devices instead of the virtual ones."""
     # In one pass: the plan's devices may be virtual ones too, numbered in another order.
     message = virtual.spoken(message)
     return re.sub(r"(vgpu:|\bGPU )(\d+)", lambda match: names[int(match[2])], message)

@@ -1,4 +1,4 @@
-"""What a report calls devices, modules and tensors, and the way to a frame from the model's top."""
+"""Names of devices, modules and tensors in a report, and the call path to a frame."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .source_map import locals_of, place_of, spot_of
 
 
 class ReportNames:
-    """What the report calls devices, modules (by identity) and tensors.
+    """Names of devices, modules (by identity) and tensors.
 
-    The placement speaks of `num_gpus` GPUs.
+    The placement refers to `num_gpus` GPUs.
     """
 
     def __init__(
@@ -33,28 +33,28 @@ class ReportNames:
         self._tensors: Mapping[int, tuple[OriginKind, str, torch.Tensor]] = {}
 
     def learn(self, tensors: Mapping[int, tuple[OriginKind, str, torch.Tensor]]) -> None:
-        """Take the kinds and names of tensors, by identity."""
+        """Store kinds and names of tensors by identity."""
         self._tensors = tensors
 
     def device(self, device: torch.device) -> str:
-        """A device as the placement calls it."""
+        """Return the name of a device in the placement."""
         return self._devices.get(device, str(device))
 
     def renamed(self, message: str) -> str:
-        """A message of a virtual GPU's with the placement's devices."""
+        """Return a message of a virtual GPU with the placement's devices."""
         for device, name in self._devices.items():
             message = message.replace(str(device), f"\0{name}\0")
         return message.replace("\0", "").replace("wrapper_vgpu_", "wrapper_CUDA_")
 
     def tensor(self, tensor: torch.Tensor) -> Origin | None:
-        """A parameter, buffer or attribute by its name."""
+        """Return the name of a parameter, buffer or attribute."""
         entry = self._tensors.get(id(tensor))
         if entry is None or entry[2] is not tensor:
             return None
         return Origin(kind=entry[0], name=entry[1])
 
     def module_of(self, frame: FrameType | None) -> str:
-        """The innermost module whose method is running."""
+        """Return the innermost running module."""
         while frame is not None:
             name = self._module(frame)
             if name is not None:
@@ -63,7 +63,7 @@ class ReportNames:
         return ""
 
     def path(self, frame: FrameType | None) -> Iterator[CallSite]:
-        """The calls in model code from the model's top to a frame."""
+        """Return the calls in model code from the model to a frame."""
         frames = []
         while frame is not None:
             frames.append(frame)
@@ -79,19 +79,19 @@ class ReportNames:
     def _module(self, frame: FrameType) -> str | None:
         if not frame.f_code.co_varnames or frame.f_code.co_argcount == 0:
             return None
-        first = locals_of(frame).get(frame.f_code.co_varnames[0])
-        return self._modules.get(id(first)) if isinstance(first, nn.Module) else None
+        owner = locals_of(frame).get(frame.f_code.co_varnames[0])
+        return self._modules.get(id(owner)) if isinstance(owner, nn.Module) else None
 
 
 def _passes_on(frame: FrameType) -> bool:
-    """Whether a frame is a decorator's wrapper, which hands on what it was given."""
+    """Return True if a frame is the wrapper of a decorator."""
     code = frame.f_code
     takes_all = bool(code.co_flags & CO_VARARGS and code.co_flags & CO_VARKEYWORDS)
     return takes_all and bool(code.co_freevars) and "<locals>" in code.co_qualname
 
 
 def at_hand(frame: FrameType | None, device: torch.device) -> Iterator[str]:
-    """Local names, and parameters of local modules, that hold a tensor on a device."""
+    """Return local names, and parameters of local modules, that hold a tensor on a device."""
     if frame is None:
         return
     names = locals_of(frame)

@@ -1,4 +1,4 @@
-"""One run of a subject on virtual GPUs, and the report of it."""
+"""Run a subject on virtual GPUs and build the report."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .execute import StepListener, run
 from .interceptor import FunctionInterceptor
 from .observer import Observer
 from .report_names import ReportNames
-from .snapshot import globals_restored, on_virtual_gpus
+from .snapshot import on_virtual_gpus, restore_globals
 from .source_map import forget_sources, place_of
 from .subject import (
     Subject,
@@ -45,7 +45,7 @@ _MOST_GPUS = 8
 
 
 def check_subject(subject: Subject) -> CheckReport:
-    """Run a subject on virtual GPUs, going on after each fault, and say what was found."""
+    """Run a subject on virtual GPUs, continue after each fault, and report all."""
     started = time.perf_counter()
     forget_sources()
     _refuse_scripted(subject)
@@ -55,7 +55,7 @@ def check_subject(subject: Subject) -> CheckReport:
 
 def _run(subject: Subject) -> CheckReport:
     # Not within a caller's inference mode, whose tensors have no history.
-    with random_state_kept(), torch.inference_mode(False):
+    with preserve_random_state(), torch.inference_mode(False):
         report = _cheapest(subject, "meta")
         # Code that reads values, or an operation without a shape rule, may run with real numbers.
         if report.stop is None:
@@ -65,25 +65,25 @@ def _run(subject: Subject) -> CheckReport:
 
 
 def _cheapest(subject: Subject, data: str) -> CheckReport:
-    """Run a subject, and each operation that mixes devices where fewest bytes are copied in all.
+    """Run a subject with each mixed operation on the device with the fewest copied bytes in total.
 
-    What runs after a fault decides what its choice costs: spliced embeddings are moved on to the
-    first layer. So another choice is tried, one place after another, and measured.
+    The cost of a choice depends on later operations: spliced embeddings are moved again to the
+    first layer. So alternative devices are tried one place after another, and measured.
     """
     run = CheckRun(subject, data)
     report = run.report()
     for spot, _ in run.interceptor.choices.most_common(_MOST_TRIED):
-        other = replace(subject, elsewhere=subject.elsewhere | {spot})
-        tried = CheckRun(other, data).report()
+        alternative = replace(subject, elsewhere=subject.elsewhere | {spot})
+        tried = CheckRun(alternative, data).report()
         is_as_good = tried.stop == report.stop and tried.fits >= report.fits
         copied, num_faults = _costs(tried)
         if is_as_good and copied < _costs(report)[0] and num_faults <= _costs(report)[1]:
-            report, subject = tried, other
+            report, subject = tried, alternative
     return report
 
 
 def _costs(report: CheckReport) -> tuple[int, int]:
-    """The bytes that are copied between devices, and the number of faults with what follows."""
+    """Return the bytes copied between devices, and the number of faults with their followups."""
     copied_bytes = sum(transfer.num_bytes * transfer.steps for transfer in report.transfers)
     return copied_bytes, sum(1 + len(fault.followups) for fault in report.faults)
 
@@ -103,7 +103,7 @@ def _refuse_scripted(subject: Subject) -> None:
 
 
 def _further(report: CheckReport, real: CheckReport, is_small: bool) -> CheckReport:
-    """Return the report that came further: of a run that stopped, or of one on other values."""
+    """Return the report that got further: of a stopped run, or of one on other values."""
     assert report.stop is not None
     needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
     if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):
@@ -114,8 +114,8 @@ def _further(report: CheckReport, real: CheckReport, is_small: bool) -> CheckRep
 
 
 @contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Leave the random numbers of the process as if none had been drawn in the scope."""
+def preserve_random_state() -> Iterator[None]:
+    """Restore the random state of the process after the scope."""
     plain, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -126,11 +126,11 @@ def random_state_kept() -> Iterator[None]:
 
 
 class _FirstFound(BaseException):
-    """The first placed module was entered. No code of a model's catches it."""
+    """Signal that the first placed module was entered; not an Exception."""
 
 
 class CheckRun(StepListener):
-    """One run; `data` says what holds the numbers: "meta", "even" or "cpu"."""
+    """One run; `data` is the source of numbers: "meta", "even" or "cpu"."""
 
     def __init__(self, subject: Subject, data: str) -> None:
         self.subject = subject
@@ -146,11 +146,11 @@ class CheckRun(StepListener):
         self._noted: list[str] = []
 
     def report(self) -> CheckReport:
-        """Run, and say what was found."""
-        first = self._find_first()
+        """Run and return the report."""
+        first_device = self._find_first()
         model = self.subject.model
         with (
-            globals_restored(model),
+            restore_globals(model),
             virtual.unnamed_gpus(
                 self._capacities, data=self.data, generation=self.subject.generation
             ) as world,
@@ -165,7 +165,7 @@ class CheckRun(StepListener):
                 for tensor in (*model.parameters(), *model.buffers()):
                     self.observer.mark("weights", parts(tensor).values())
                 self.interceptor = FunctionInterceptor(names, self.subject.elsewhere)
-                stop = self._run(first)
+                stop = self._run(first_device)
                 memory = tuple(self._memory(world))
         return self._assembled(stop, memory)
 
@@ -201,51 +201,51 @@ class CheckRun(StepListener):
 
     @contextmanager
     def _on_devices(self) -> Iterator[None]:
-        devices, placed = self._tensor_devices(), self._placed()
+        devices, modules = self._tensor_devices(), self._placed_modules()
         model, offloaded = self.subject.model, self.subject.offloaded
-        with on_virtual_gpus(model, devices, placed, offloaded) as self._snapshot:
+        with on_virtual_gpus(model, devices, modules, offloaded) as self._snapshot:
             yield
 
-    def _placed(self) -> dict[nn.Module, torch.device]:
+    def _placed_modules(self) -> dict[nn.Module, torch.device]:
         subject = self.subject
         if subject.is_dispatched:
             entries = tuple((name, str(self._device(device))) for name, device in subject.entries)
             placement = Placement(entries=entries)
             return moving_modules(subject.model, placement, self._tensor_devices())
-        placed = placed_modules(subject.model, subject.entries)
-        return {module: self._device(device) for module, device in placed.items()}
+        modules = placed_modules(subject.model, subject.entries)
+        return {module: self._device(device) for module, device in modules.items()}
 
     def _tensor_devices(self) -> dict[str, torch.device]:
         names = tensor_devices(self.subject.model, self.subject.entries)
         return {name: self._device(device) for name, device in names.items()}
 
     def _find_first(self) -> torch.device:
-        """The device of the module that runs first, where the inputs start."""
+        """Return the device of the first module that runs, where inputs start."""
         entered: list[torch.device] = []
         subject = self.subject
-        first = self._device(subject.devices[0]) if subject.devices else torch.device("cpu")
+        first_device = self._device(subject.devices[0]) if subject.devices else torch.device("cpu")
 
         def enter(device: torch.device) -> None:
             entered.append(device)
             raise _FirstFound
 
         world = virtual.unnamed_gpus([None] * self._num_gpus, data=self.data)
-        with globals_restored(subject.model), world, self._on_devices():
-            placed = self._placed()
-            placed.pop(subject.model, None)
-            watch_entries(placed, enter, [])
+        with restore_globals(subject.model), world, self._on_devices():
+            modules = self._placed_modules()
+            modules.pop(subject.model, None)
+            watch_entries(modules, enter, [])
             # Whatever goes wrong before is told by the run that counts.
             with suppress(_FirstFound, Exception), FunctionInterceptor(self._names()).watching():
-                run(subject, first, StepListener())
-        return entered[0] if entered else first
+                run(subject, first_device, StepListener())
+        return entered[0] if entered else first_device
 
-    def _run(self, first: torch.device) -> Stop | None:
+    def _run(self, first_device: torch.device) -> Stop | None:
         subject, interceptor = self.subject, self.interceptor
         # The hooks go with the model's attributes, which are put back.
-        watch_entries(self._placed(), self._entered, self.interceptor.running)
+        watch_entries(self._placed_modules(), self._entered, self.interceptor.running)
         try:
             with interceptor.watching():
-                self.ended(run(subject, first, self))
+                self.finish(run(subject, first_device, self))
         except DuokaError as error:
             if not isinstance(error, virtual.UnknownValueError):
                 raise
@@ -260,20 +260,20 @@ class CheckRun(StepListener):
     # ── what a run says of its steps ──
 
     def begin(self, phase: str) -> None:
-        """A step begins."""
+        """Handle the start of a step."""
         self.interceptor.phase = phase
         self.interceptor.step += 1
         self.observer.begin(phase)
 
-    def ended(self, result: Any) -> None:
-        """The run came to its end."""
+    def finish(self, result: Any) -> None:
+        """Handle the end of the run."""
 
     def note(self, text: str) -> None:
-        """Something was done otherwise than the model's users would."""
+        """Handle a note on a difference from the users' run."""
         self._noted.append(text)
 
     def mark(self, kind: str, tensors: Any) -> None:
-        """Some tensors are of this kind."""
+        """Handle tensors of a kind."""
         self.observer.mark(kind, tensors)
 
     # ── what it comes to ──

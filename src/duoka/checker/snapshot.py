@@ -50,7 +50,7 @@ _NO_HOLDERS = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.
 def on_virtual_gpus(
     model: nn.Module,
     devices: Mapping[str, torch.device],
-    placed: Mapping[nn.Module, torch.device],
+    device_by_module: Mapping[nn.Module, torch.device],
     offloaded: Sequence[str] = (),
 ) -> Iterator[ModelSnapshot]:
     """Put a model on virtual GPUs inside the scope."""
@@ -58,7 +58,7 @@ def on_virtual_gpus(
     hosts = on_host(model, devices, offloaded)
     try:
         snapshot.move({name: device for name, device in devices.items() if name not in hosts})
-        installed = install_on(model, placed)
+        installed = install_on(model, device_by_module)
         streamers = stream(model, offloaded, devices)
         try:
             yield snapshot
@@ -71,11 +71,11 @@ def on_virtual_gpus(
 
 
 class ModelSnapshot:
-    """What a model holds: its parameters' contents, and every module's attributes."""
+    """Contents of a model's parameters, and attributes of all its modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = dict(tensor_names(model))
-        self._attributes = [(module, _copied(vars(module))) for module in model.modules()]
+        self._attributes = [(module, _copy_attributes(vars(module))) for module in model.modules()]
         # Not what modules hold themselves, which is put back in any case.
         self._containers = ContainerSnapshot()
         for _, attributes in self._attributes:
@@ -92,17 +92,17 @@ class ModelSnapshot:
         ]
 
     def move(self, devices: Mapping[str, torch.device]) -> None:
-        """Put every parameter and buffer on its device."""
+        """Move every parameter and buffer to its device."""
         moved_by_id: dict[int, Tensor] = {}
         for name, device in devices.items():
             tensor = self._tensors[name]
             if id(tensor) not in moved_by_id and tensor.device != device:
-                moved_by_id[id(tensor)] = self._moved(tensor, device)
+                moved_by_id[id(tensor)] = self._move_tensor(tensor, device)
         for table, key, tensor in self._slots:
             if id(tensor) in moved_by_id:
                 table[key] = moved_by_id[id(tensor)]
 
-    def _moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def _move_tensor(self, tensor: Tensor, device: torch.device) -> Tensor:
         with torch.no_grad():
             data = _data_on(tensor, device)
         if not isinstance(tensor, nn.Parameter):
@@ -120,7 +120,7 @@ class ModelSnapshot:
         return tensor
 
     def restore(self) -> None:
-        """Make the model what it was."""
+        """Restore the model."""
         self._containers.restore()
         for module, attributes in self._attributes:
             _restore_attributes(vars(module), attributes)
@@ -137,17 +137,17 @@ class ModelSnapshot:
                     table[key] = parameter
 
     def _swap_back(self) -> None:
-        left = []
+        remaining = []
         for pair in self._swapped:
             try:
                 torch.utils.swap_tensors(*pair)
             except RuntimeError:
-                left.append(pair)
-        self._swapped = left
+                remaining.append(pair)
+        self._swapped = remaining
 
     @property
     def num_replaced(self) -> int:
-        """How many parameters are other objects than before."""
+        """Return the number of parameters that were replaced by other objects."""
         return len(self._swapped)
 
 
@@ -167,24 +167,24 @@ def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _fill(data: Tensor) -> Tensor:
-    """Where numbers are computed they should be some: what was never written may be NaN."""
+    """Fill uninitialized tensors, whose NaN would spread, if numbers are computed."""
     if isinstance(data, VirtualTensor) and data.gpu.meta:
         return data
     return fill(data)
 
 
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Attributes, with the content of their containers as it is now."""
+def _copy_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes with copies of their containers."""
     return {
         name: (value, value.copy() if type(value) in _CONTAINERS else None)
         for name, value in attributes.items()
     }
 
 
-def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in attributes.keys() - before.keys():
+def _restore_attributes(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
+    for name in attributes.keys() - saved.keys():
         del attributes[name]
-    for name, (value, content) in before.items():
+    for name, (value, content) in saved.items():
         attributes[name] = value
         if content is not None:
             _refill(value, content)
@@ -194,28 +194,28 @@ def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> N
 
 
 class ContainerSnapshot:
-    """The containers that can be reached from some values, with what they hold now."""
+    """Containers reachable from some values, with their contents."""
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._seen: set[int] = set()
 
     def add(self, value: Any, depth: int = _MOST_DEPTH) -> None:
-        """Take down what a value holds, and what that holds."""
-        for item in _reached(value, depth - 1, self._seen):
+        """Add the containers reachable from a value."""
+        for item in _reachable(value, depth - 1, self._seen):
             container = _container(item)
             if container is not None and len(container) <= _MOST_ITEMS:
                 self._copies.setdefault(id(container), (container, container.copy()))
 
     def restore(self) -> None:
-        """Let every container that holds a virtual tensor now hold what it held."""
+        """Restore every container that holds a virtual tensor now."""
         for container, copy in self._copies.values():
             if any(_is_virtual(item) for item in _items(container)):
                 _refill(container, copy)
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Let a list, dict or set hold what it held; it stays the same object."""
+    """Restore the contents of a list, dict or set in place."""
     if isinstance(container, list):
         container[:] = content
     else:
@@ -224,7 +224,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _container(value: Any) -> Any:
-    """What can be put back: the value itself, or the attributes of a plain object."""
+    """Return the restorable container: the value, or the attributes of a plain object."""
     if type(value) in _CONTAINERS:
         return value
     if isinstance(value, (*_NO_HOLDERS, dict, list, set)):
@@ -239,46 +239,46 @@ def _items(value: Any) -> list[Any]:
 
 
 def _is_virtual(value: Any) -> bool:
-    """A virtual tensor, or a tuple with one: tuples can't be put back themselves."""
+    """Return True for a virtual tensor, or a tuple with one (tuples cannot be restored)."""
     if isinstance(value, (tuple, frozenset)):
         return any(_is_virtual(item) for item in value)
     return isinstance(value, VirtualTensor)
 
 
-def _reached(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
-    """A value, and what it holds so far down; modules have an order of their own."""
+def _reachable(value: Any, depth: int, visited: set[int]) -> Iterator[Any]:
+    """Yield a value and its contents to a limited depth, except modules."""
     yield value
-    if isinstance(value, _PLAIN) or depth <= 0 or id(value) in seen:
+    if isinstance(value, _PLAIN) or depth <= 0 or id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     container = _container(value)
     items = _items(value if container is None else container)
     if len(items) <= _MOST_ITEMS:
         for item in items:
-            yield from _reached(item, depth - 1, seen)
+            yield from _reachable(item, depth - 1, visited)
 
 
 # ── globals and class attributes ──
 
 
 @contextmanager
-def globals_restored(model: nn.Module) -> Iterator[None]:
-    """Put back what the code of a model keeps outside of its modules when the scope ends.
+def restore_globals(model: nn.Module) -> Iterator[None]:
+    """Restore module-level state of a model's code after the scope.
 
-    A table that is made on first use and kept in a global would be one of a virtual GPU's after a
-    check. So what the model's own files and classes keep is put back, and their caches are emptied.
+    A table that is cached in a global on first use would stay on a virtual GPU. So the globals and
+    class attributes of the model's own files are restored, and their caches cleared.
     """
     namespaces: list[Any] = [*_own_modules(model), *_own_classes(model)]
-    before = [(namespace, dict(vars(namespace))) for namespace in namespaces]
+    saved = [(namespace, dict(vars(namespace))) for namespace in namespaces]
     containers = ContainerSnapshot()
-    for namespace, attributes in before:
+    for namespace, attributes in saved:
         for value in attributes.values():
             containers.add(value, _depth(namespace))
     try:
         yield
     finally:
         containers.restore()
-        for namespace, attributes in before:
+        for namespace, attributes in saved:
             _restore_namespace(namespace, attributes)
         for namespace in namespaces:
             for value in list(vars(namespace).values()):
@@ -287,15 +287,15 @@ def globals_restored(model: nn.Module) -> Iterator[None]:
                     function.cache_clear()
 
 
-def _restore_namespace(namespace: Any, before: dict[str, Any]) -> None:
-    """Put back what holds tensors of virtual GPUs now; the rest is the code's own affair."""
+def _restore_namespace(namespace: Any, saved: dict[str, Any]) -> None:
+    """Restore entries that hold virtual tensors; other changes are the code's own."""
     for name, value in list(vars(namespace).items()):
-        if not any(map(_is_virtual, _reached(value, _depth(namespace), set()))):
+        if not any(map(_is_virtual, _reachable(value, _depth(namespace), set()))):
             continue
-        if name not in before:
+        if name not in saved:
             delattr(namespace, name)
-        elif before[name] is not value:
-            setattr(namespace, name, before[name])
+        elif saved[name] is not value:
+            setattr(namespace, name, saved[name])
 
 
 def _depth(namespace: Any) -> int:
@@ -305,7 +305,7 @@ def _depth(namespace: Any) -> int:
 
 
 def _own_classes(model: nn.Module) -> list[type]:
-    """The classes of a model's modules, but for PyTorch's."""
+    """Return the classes of a model's modules except PyTorch's."""
     classes: dict[type, None] = {}
     for module in model.modules():
         classes.update(dict.fromkeys(type(module).__mro__))
@@ -314,19 +314,19 @@ def _own_classes(model: nn.Module) -> list[type]:
 
 
 def _own_modules(model: nn.Module) -> Iterator[ModuleType]:
-    """The files of these classes, and the files of the same people that they import."""
+    """Return the modules of these classes, and modules of the same package that they import."""
     names = {cls.__module__ for cls in _own_classes(model)}
     modules = {name: sys.modules[name] for name in names if name in sys.modules}
     for module in list(modules.values()):
         for value in list(vars(module).values()):
-            other = _home(value)
-            if other is not None and not is_installed(vars(other).get("__file__")):
-                modules[other.__name__] = other
+            home = _home(value)
+            if home is not None and not is_installed(vars(home).get("__file__")):
+                modules[home.__name__] = home
     yield from modules.values()
 
 
 def _home(value: Any) -> ModuleType | None:
-    """The module that a global is, or was defined in; nothing else is asked, for it may answer."""
+    """Return the module of a global, without calling any of its attributes."""
     if isinstance(value, ModuleType):
         return value
     if isinstance(value, (FunctionType, type)):

@@ -1,7 +1,7 @@
-"""From a running instruction to the source text of its expression, and of what it works on.
+"""Map a running instruction to its source expression.
 
-Since Python 3.11 every instruction knows the lines and columns of its expression (PEP 657). The
-syntax tree of the file then tells which of its parts gave which tensor.
+Since Python 3.11 every instruction knows the lines and columns of its expression (PEP 657); the
+syntax tree of the file then gives its parts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SPOT = "_duoka_spot"
 
 
 def model_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of model code, from `frame` outwards to where the check runs it."""
+    """Return the innermost frame of model code, from `frame` outwards."""
     while frame is not None and not is_model_code(frame.f_code):
         if frame.f_code.co_filename == _RUNNER:
             return None
@@ -38,7 +38,7 @@ def model_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def library_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of PyTorch's modules, where no model code is in between."""
+    """Return the innermost frame of PyTorch's modules without model code in between."""
     while frame is not None and not frame.f_code.co_filename.startswith(_TORCH_MODULES):
         if frame.f_code.co_filename == _RUNNER:
             return None
@@ -47,7 +47,7 @@ def library_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
-    """The local names of a frame, and what they mean now."""
+    """Return the local variables of a frame."""
     live_names = frame.f_locals
     if type(live_names) is not dict or not frame.f_code.co_flags & CO_OPTIMIZED:
         return dict(live_names)
@@ -58,16 +58,16 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
 
 
 def spot_of(frame: FrameType) -> Spot:
-    """Where a frame is."""
+    """Return the code position of a frame."""
     return frame.f_code, frame.f_lasti
 
 
 @cache
 def place_of(spot: Spot) -> Place:
-    """The expression that an instruction belongs to."""
+    """Return the expression of the current instruction."""
     code, offset = spot
     source = source_of(code.co_filename)
-    line, end_line, column, end_column = source.tested(code, offset) or position(code, offset)
+    line, end_line, column, end_column = source.tested(code, offset) or code_position(code, offset)
     start = source.characters(line, column)
     end = source.characters(end_line, end_column)
     return Place(
@@ -81,8 +81,8 @@ def place_of(spot: Spot) -> Place:
     )
 
 
-def position(code: CodeType, offset: int) -> tuple[int, int, int, int]:
-    """First and last line, and columns in bytes, of what an instruction belongs to."""
+def code_position(code: CodeType, offset: int) -> tuple[int, int, int, int]:
+    """Return first line, last line, and byte columns of the current instruction."""
     positions = islice(code.co_positions(), offset // 2, None)
     line, end_line, column, end_column = next(positions, (None, None, None, None))
     line = line or code.co_firstlineno
@@ -90,14 +90,14 @@ def position(code: CodeType, offset: int) -> tuple[int, int, int, int]:
 
 
 def parse_quietly(text: str) -> ast.Module:
-    """The syntax tree of a text; what Python would warn of is its author's affair."""
+    """Parse a text without Python's warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text.removeprefix("\ufeff"))
 
 
 class SourceFile:
-    """A file's lines, and its syntax tree by position."""
+    """Lines and syntax tree of a file, indexed by position."""
 
     def __init__(self, file: str, lines: tuple[str, ...]) -> None:
         self.file = file
@@ -105,7 +105,7 @@ class SourceFile:
 
     @property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """What each node is a part of."""
+        """Parent of each node."""
         return self._tree[0]
 
     @property
@@ -127,29 +127,31 @@ class SourceFile:
                 parents[child] = node
             # A statement that is a mere expression has the expression's span.
             if isinstance(node, (ast.expr, ast.stmt)) and not isinstance(node, ast.Expr):
-                nodes.setdefault(span(node), node)
+                nodes.setdefault(node_position(node), node)
         return parents, nodes
 
     def tested(self, code: CodeType, offset: int) -> tuple[int, int, int, int] | None:
-        """The whole of what is tested, where a jump on it carries the span of its first part."""
+        """Return the whole condition if a jump has the span of its first part."""
         if "JUMP" not in opname[code.co_code[offset]]:
             return None
-        node = self.nodes.get(position(code, offset))
+        node = self.nodes.get(code_position(code, offset))
         while node is not None and isinstance(outer := self.parents.get(node), ast.BoolOp):
             node = outer
-        return span(node) if isinstance(node, ast.BoolOp) else None
+        return node_position(node) if isinstance(node, ast.BoolOp) else None
 
     def function(self, code: CodeType) -> ast.FunctionDef | None:
-        """The definition of a function; its code begins at its first decorator."""
+        """Return the definition of a function; its code starts at the first decorator."""
         for node in self.nodes.values():
             if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                if first == code.co_firstlineno:
+                first_line = min(
+                    [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
+                )
+                if first_line == code.co_firstlineno:
                     return node
         return None
 
     def meanings(self, name: ast.expr, code: CodeType) -> Iterator[ast.expr]:
-        """What a local name is assigned in its function."""
+        """Return the expressions assigned to a local name in its function."""
         function = self.function(code)
         if isinstance(name, ast.Name) and function is not None:
             for node in ast.walk(function):
@@ -159,13 +161,13 @@ class SourceFile:
                     yield node.value
 
     def characters(self, line: int, column: int) -> int:
-        """A column in characters; Python counts the bytes of UTF-8."""
+        """Convert a UTF-8 byte column to characters."""
         if not 0 < line <= len(self.lines):
             return column
         return len(self.lines[line - 1].encode()[:column].decode(errors="replace"))
 
     def text(self, line: int, column: int, end_line: int, end_column: int) -> str:
-        """The text between two positions as one line."""
+        """Return the text between two positions on one line."""
         lines = [*self.lines[line - 1 : end_line]]
         if not lines or (line, column) == (end_line, end_column):
             return lines[0].strip() if lines else ""
@@ -174,8 +176,8 @@ class SourceFile:
         return " ".join(part.strip() for part in lines).strip()
 
     def place(self, node: ast.AST, function: str) -> Place:
-        """Where a node stands."""
-        line, end_line, column, end_column = span(node)
+        """Return the place of a node."""
+        line, end_line, column, end_column = node_position(node)
         start, end = self.characters(line, column), self.characters(end_line, end_column)
         return Place(
             file=self.file,
@@ -190,27 +192,27 @@ class SourceFile:
 
 @cache
 def source_of(file: str) -> SourceFile:
-    """A file's source, as it is now."""
+    """Return the current source of a file."""
     return _unedited(file, tuple(linecache.getlines(file)))
 
 
 @lru_cache(maxsize=16)
 def _unedited(file: str, lines: tuple[str, ...]) -> SourceFile:
-    """A file's source, whose tree is made once as long as nobody edits it."""
+    """Return the cached source of an unmodified file."""
     return SourceFile(file, lines)
 
 
 def is_written_back(spot: Spot) -> bool:
-    """Whether an item is read to be changed and put back, as `x[i] += 1` does."""
+    """Return True if an item is read to be written back, as in `x[i] += 1`."""
     source = source_of(spot[0].co_filename)
-    node = source.nodes.get(position(*spot))
+    node = source.nodes.get(code_position(*spot))
     outer = None if node is None else source.parents.get(node)
     return isinstance(outer, ast.AugAssign) and outer.target is node
 
 
 def is_named(spot: Spot, device: object) -> bool:
-    """Whether the source of a call itself says which device, and doesn't ask a tensor for its."""
-    node = source_of(spot[0].co_filename).nodes.get(position(*spot))
+    """Return True if the call itself names the device, rather than taking it from a tensor."""
+    node = source_of(spot[0].co_filename).nodes.get(code_position(*spot))
     if not isinstance(node, ast.Call):
         return True
     argument = next((word.value for word in node.keywords if word.arg == "device"), None)
@@ -234,12 +236,12 @@ def _asks_for_device(node: ast.AST) -> bool:
     )
 
 
-def returned(code: CodeType, index: int) -> Place:
-    """What a function returns at a position, where it says so in its first `return`."""
+def returned_expression(code: CodeType, index: int) -> Place:
+    """Return the returned expression at a position, from the function's first `return`."""
     source = source_of(code.co_filename)
     function = source.function(code)
-    inside = [] if function is None else list(ast.walk(function))
-    statement = next((node for node in inside if isinstance(node, ast.Return)), None)
+    nodes_inside = [] if function is None else list(ast.walk(function))
+    statement = next((node for node in nodes_inside if isinstance(node, ast.Return)), None)
     if statement is None or statement.value is None:
         return Place(file=code.co_filename, line=code.co_firstlineno, function=code.co_qualname)
     value: ast.expr = statement.value
@@ -249,12 +251,12 @@ def returned(code: CodeType, index: int) -> Place:
 
 
 def forget_sources() -> None:
-    """Read files anew: they may have been edited since."""
+    """Clear the cache of files."""
     linecache.checkcache()
     source_of.cache_clear()
     place_of.cache_clear()
 
 
-def span(node: ast.AST) -> tuple[int, int, int, int]:
-    """Where a node stands, in the form of `position`."""
+def node_position(node: ast.AST) -> tuple[int, int, int, int]:
+    """Return the position of a node in the form of `code_position`."""
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""A model dealt into stages by its own modules, without running it or knowing what it does.
+"""Split a model into stages by its modules, without running it.
 
-It is for models that can't be planned, and for trying several splits. What the planner finds by
-experiment, that a block must stay whole, is here only guessed from the modules' structure.
+For models that cannot be planned, and for trying several splits. Blocks are guessed from the module
+structure, not measured as by the planner.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from duoka.runtime.dispatch.place_tensors import tensor_names
 Split = dict[str, int]
 
 
-def splits(model: nn.Module, num_stages: int) -> list[Split]:
-    """Ways to deal a model into stages: by bytes, and by number of parts.
+def iter_splits(model: nn.Module, num_stages: int) -> list[Split]:
+    """Yield splits of a model into stages: by bytes, and by number of parts.
 
-    The parts are the model's children in the order of registration. A list or dict of modules, and
-    an `nn.Sequential`, counts as its elements. As long as the largest part holds more than its
-    share of the bytes, its own children take its place; but an element of a list, such as a
-    decoder layer, stays whole. Parts that share a tensor are in one stage.
+    Parts are the model's children in registration order; lists, dicts and `nn.Sequential` count as
+    their elements. While the largest part exceeds its share of bytes, its children replace it,
+    except for elements of lists such as decoder layers. Parts that share a tensor stay together.
     """
     parts = _parts(model, num_stages)
     if len(parts) < num_stages:
         return []
     sizes = [part.num_bytes for part in parts]
     by_bytes, by_number = (
-        _dealt(model, parts, _cut(weights, num_stages)) for weights in (sizes, [1] * len(parts))
+        _split_parts(model, parts, _cut(weights, num_stages))
+        for weights in (sizes, [1] * len(parts))
     )
     return [by_bytes] if by_bytes == by_number else [by_bytes, by_number]
 
 
 class _Part:
-    """A module that goes to one stage, or a tensor outside of all such modules."""
+    """A module of one stage, or a tensor outside of all such modules."""
 
     def __init__(self, name: str, module: nn.Module | None, *, is_element: bool = False) -> None:
         self.name = name
@@ -46,7 +46,7 @@ class _Part:
         self.tensors = {id(tensor) for tensor in tensors}
 
     def children(self) -> list[_Part]:
-        """What takes the part's place when it is opened."""
+        """Return the parts that replace this one."""
         assert self.module is not None
         prefix = f"{self.name}." if self.name else ""
         elements = _is_container(self.module)
@@ -86,20 +86,20 @@ def _opened(part: _Part) -> Iterator[_Part]:
 
 
 def _cut(weights: Sequence[int], num_stages: int) -> list[int]:
-    """The stage of each part: contiguous, none empty, each about its share."""
+    """Return the stage of each part: contiguous, not empty, close to its share."""
     total, done, stage = sum(weights), 0, 0
     stages: list[int] = []
     for index, weight in enumerate(weights):
-        left = len(weights) - index
+        remaining = len(weights) - index
         is_due = (done + weight / 2) * num_stages >= total * (stage + 1)
-        if stages and stage + 1 < num_stages and (is_due or left < num_stages - stage):
+        if stages and stage + 1 < num_stages and (is_due or remaining < num_stages - stage):
             stage += 1
         stages.append(stage)
         done += weight
     return stages
 
 
-def _dealt(model: nn.Module, parts: Sequence[_Part], stages: Sequence[int]) -> Split:
+def _split_parts(model: nn.Module, parts: Sequence[_Part], stages: Sequence[int]) -> Split:
     stage_of: dict[int, int] = {}
     split: Split = {}
     for part, stage in zip(parts, stages, strict=True):

@@ -1,6 +1,6 @@
-"""The subject of a check: a model, the devices of its modules, and its inputs or workload.
+"""Subject of a check: a model, the devices of its modules, its inputs or workload.
 
-A checkpoint's own model code is built from where it lies, or it is said where that code stopped.
+Code of a checkpoint is built from its files; if that fails the location is reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DEVICE = re.compile(r"cpu|(?:cuda|vgpu):\d{1,3}")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Subject:
-    """A model on a placement, and what it is to do there."""
+    """A model on a placement with its workload."""
 
     model: nn.Module
     name: str
@@ -79,12 +79,12 @@ class Subject:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices of the entries, in their order."""
+        """Devices of the entries, in order."""
         return tuple(dict.fromkeys(device for _, device in self.entries))
 
 
 def code_of(model: nn.Module) -> str:
-    """Whose code a model is: its class, and the package or the file that the class is from."""
+    """Describe the model's code: its class and package or file."""
     cls = type(model)
     package = cls.__module__.partition(".")[0]
     if package in _PACKAGES:
@@ -96,7 +96,7 @@ def code_of(model: nn.Module) -> str:
 
 
 def read_entries(device_map: Mapping[Any, Any]) -> Entries:
-    """A map as people write it: devices are names, numbers of GPUs or stages, or torch's own."""
+    """Read a device map with names, indices, or torch devices."""
     entries = tuple((str(name), device_name(device)) for name, device in device_map.items())
     wrong = [name for name, device in entries if not _DEVICE.fullmatch(device)]
     if wrong:
@@ -110,7 +110,7 @@ def read_entries(device_map: Mapping[Any, Any]) -> Entries:
 
 
 def device_name(device: object) -> str:
-    """A device by its name: an int is that GPU's or stage's number."""
+    """Return the name of a device; an int is a GPU or stage index."""
     if isinstance(device, int) and not isinstance(device, bool):
         return f"cuda:{device}"
     text = str(device)
@@ -119,28 +119,28 @@ def device_name(device: object) -> str:
     return "cuda:0" if text == "cuda" else text
 
 
-def complete(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
-    """Return a device map with an entry for every tensor, and the entries missing or unknown.
+def complete_map(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
+    """Complete a device map, and return the missing and unknown entries too.
 
-    What has no entry goes to the device of the tensor before it, in the order of registration.
+    A tensor without an entry gets the device of the previous tensor in registration order.
     """
     names = [name for name, _ in tensor_names(model)]
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    known = {*names, *modules}
-    unknown = tuple(entry for entry, _ in entries if entry not in known)
-    devices = {entry: device for entry, device in entries if entry in known}
+    known_names = {*names, *modules}
+    unknown = tuple(entry for entry, _ in entries if entry not in known_names)
+    devices = {entry: device for entry, device in entries if entry in known_names}
     unplaced = [name for name in names if device_of(name, devices) is None]
     saved = model.state_dict()
     missing = tuple(name for name in unplaced if name in saved)
     doubled = tuple(_contradicted(model, devices))
     completed = dict(devices)
-    last = next(iter(devices.values()), "cuda:0")
+    last_device = next(iter(devices.values()), "cuda:0")
     for name in names:
         device = device_of(name, devices)
         if device is None:
-            completed[name] = last
+            completed[name] = last_device
         else:
-            last = device
+            last_device = device
     if not (missing or unknown or doubled):
         return tuple(completed.items()) if unplaced else entries, Faults()
     near = {name: tuple(get_close_matches(name, modules, n=_NEAREST)) for name in unknown}
@@ -155,23 +155,23 @@ def complete(model: nn.Module, entries: Entries) -> tuple[Entries, Faults]:
 
 
 def _contradicted(model: nn.Module, devices: Mapping[str, str]) -> Iterator[str]:
-    """Tied tensors whose names have several devices."""
+    """Return tied tensors with several devices."""
     by_tensor: dict[int, dict[str, str | None]] = {}
     for name, tensor in tensor_names(model):
         by_tensor.setdefault(id(tensor), {})[name] = device_of(name, devices)
-    for named in by_tensor.values():
-        if len({device for device in named.values() if device is not None}) > 1:
-            yield from named
+    for devices_by_name in by_tensor.values():
+        if len({device for device in devices_by_name.values() if device is not None}) > 1:
+            yield from devices_by_name
 
 
 def device_of(name: str, entries: Mapping[str, str]) -> str | None:
-    """The device of a module or tensor: the longest name that contains it decides."""
+    """Return the device of a module or tensor by the longest matching name."""
     entry = longest_prefix(name, entries)
     return None if entry is None else entries[entry]
 
 
 def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
-    """The device of every parameter and buffer, entry by entry of the map."""
+    """Return the device of every parameter and buffer, in the order of the map."""
     devices = dict(entries)
     ranks = {entry: rank for rank, entry in enumerate(devices)}
     ranked = []
@@ -183,34 +183,34 @@ def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
 
 
 def placed_modules(model: nn.Module, entries: Entries) -> dict[nn.Module, str]:
-    """Return the modules that a map names, or the parts of a container that is never called."""
+    """Return the modules of a map, or the children of a container that is never called."""
     devices = dict(entries)
     modules = dict(model.named_modules(remove_duplicate=False))
-    placed: dict[nn.Module, str] = {}
+    device_by_module: dict[nn.Module, str] = {}
     for name, device in devices.items():
         if name in modules:
-            for module in _called(modules[name], name, devices):
-                placed.setdefault(module, device)
-    return placed
+            for module in _is_called(modules[name], name, devices):
+                device_by_module.setdefault(module, device)
+    return device_by_module
 
 
-def _called(module: nn.Module, name: str, devices: Mapping[str, str]) -> Iterator[nn.Module]:
+def _is_called(module: nn.Module, name: str, devices: Mapping[str, str]) -> Iterator[nn.Module]:
     if is_callable(module):
         yield module
         return
     for child_name, child in module.named_children():
         inner = f"{name}.{child_name}" if name else child_name
         if inner not in devices:
-            yield from _called(child, inner, devices)
+            yield from _is_called(child, inner, devices)
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
-    """Every module's first name, by identity."""
+    """Return the first name of every module, by identity."""
     return {id(module): name for name, module in model.named_modules()}
 
 
 def named_tensors(model: nn.Module) -> dict[int, tuple[OriginKind, str, torch.Tensor]]:
-    """Parameters, buffers and tensors kept as plain attributes: kind, name and tensor, by id."""
+    """Return kind, name and tensor of parameters, buffers and tensor attributes, by id."""
     by_id: dict[int, tuple[OriginKind, str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_id.setdefault(id(parameter), ("parameter", name, parameter))
@@ -240,7 +240,7 @@ def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | None:
-    """Where a checkpoint's code stopped; None if what failed wasn't its code."""
+    """Return the failure location in a checkpoint's code; None if other code failed."""
     cause = error.__cause__
     if cause is None:
         return None

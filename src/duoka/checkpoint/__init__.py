@@ -1,10 +1,10 @@
-"""Checkpoint: a published model, without its weights; its files are believed as an attacker's are.
+"""Checkpoint: a published model, without its weights. Files are untrusted input.
 
-- `checkpoint`: the whole of it: configuration, tensors, tokenizer's files, code
-- `config`, `sampling_params`: what ``config.json`` and ``generation_config.json`` say
-- `architecture`, `adapters`, `tokenizer_files`: what they tell against the model, without torch
-- `vocabulary`: what the ChatGLM family's tokenizers are made of
-- `directory`, `hub`: where its files lie: on this machine, or on the Hub
-- `headers`, `index`: the tensors in its files, and which file holds which
-- `quantized`: what makes up which weight, where it was published quantized
+- `checkpoint`: configuration, tensors, tokenizer files and code together
+- `config`, `sampling_params`: settings of ``config.json`` and ``generation_config.json``
+- `architecture`, `adapters`, `tokenizer_files`: refusals and names, decided without torch
+- `vocabulary`: vocabularies of the ChatGLM family
+- `directory`, `hub`: location of the files: this machine, or the Hub
+- `headers`, `index`: the tensors in each file
+- `quantized`: parts of each weight of a quantized checkpoint
 """

@@ -1,7 +1,7 @@
-"""Architecture: why no model of duoka's or transformers' can be built of a config.
+"""Architecture: refusal of configs without a model in duoka or transformers.
 
-What the config alone tells is told here, because nothing here imports torch, which takes seconds.
-Models whose code comes with their checkpoint are none of these.
+Decided by the config alone, without importing torch, which takes seconds. Models whose code comes
+with their checkpoint are not judged here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHATGLM_NAMES = {
 }
 """The published names in a config of the ChatGLM family, and transformers' names for the same."""
 
-# What every published checkpoint of these generations has; another value is another architecture.
+# Values of every published checkpoint of these generations; another value is another architecture.
 _FIXED = {
     "add_bias_linear": False,
     "apply_residual_connection_post_layernorm": False,
@@ -47,19 +47,19 @@ _OF_IMAGES = re.compile(r'(vision|image|visual|pixel|patch)[^"]*":')
 
 
 def refuse_unbuildable(config: Mapping[str, Any]) -> None:
-    """Raise ModelError where the config alone tells that no model can be built of it."""
+    """Raise ModelError if no model can be built of a config."""
     model_type = model_type_of(config)
     known = _listed_types()
     if model_type not in known:
         if known and "transformers" not in sys.modules:
             raise unknown_type(model_type, known, has_code="auto_map" in config)
-        return  # whoever has imported transformers may have registered it
+        return  # the importer of transformers may have registered it
     if model_type == CHATGLM:
         refuse_other_chatglm(config)
 
 
 def refuse_images(config: Mapping[str, Any]) -> None:
-    """Raise ModelError where nothing in a config is about images."""
+    """Raise ModelError if nothing in a config is about images."""
     if not _OF_IMAGES.search(json.dumps(config)):
         raise ModelError(
             f"the model takes no images: its config.json (model_type {config.get('model_type')!r}) "
@@ -69,7 +69,7 @@ def refuse_images(config: Mapping[str, Any]) -> None:
 
 
 def model_type_of(config: Mapping[str, Any]) -> str:
-    """The type of model that a config names."""
+    """Return a config's model type."""
     model_type = config.get("model_type")
     if isinstance(model_type, str) and _MODEL_TYPE.fullmatch(model_type):
         return model_type
@@ -82,7 +82,7 @@ def model_type_of(config: Mapping[str, Any]) -> str:
 
 
 def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> ModelError:
-    """The error that a type of model is which nothing here can build."""
+    """Make the error for an unknown model type, with the nearest known types."""
     nearest = difflib.get_close_matches(model_type, sorted(known), n=3)
     hints = [f"did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []
     if has_code:
@@ -99,14 +99,14 @@ def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> 
 
 @cache
 def _listed_types() -> set[str]:
-    """The types that transformers lists, without importing it; none where that doesn't work."""
+    """List transformers' model types from the source, without an import; empty on failure."""
     text = _transformers_source("models/auto/configuration_auto.py")
     text += _transformers_source("models/auto/auto_mappings.py")
     return {CHATGLM, *_NAMED_TYPE.findall(text)} if text else set()
 
 
 def _transformers_source(file: str) -> str:
-    """A file of transformers, which takes seconds to import; nothing where there is none."""
+    """Read a source file of transformers; empty if there is none."""
     package = find_spec("transformers")
     if package is None or package.origin is None:
         return ""
@@ -115,7 +115,7 @@ def _transformers_source(file: str) -> str:
 
 
 def refuse_other_chatglm(config: Mapping[str, Any]) -> None:
-    """Raise ModelError for what has the family's model type, and isn't one of its models."""
+    """Raise ModelError for a config of the family's model type for another architecture."""
     if "position_encoding_2d" in config or "inner_hidden_size" in config:
         raise ModelError(
             "this is ChatGLM-6B of the first generation, which is another architecture",

@@ -1,10 +1,9 @@
-"""Checkpoint: what a published model says about itself, without its weights.
+"""Checkpoint: config, tensors, tokenizer files and code of a published model.
 
-Read are ``config.json``, ``generation_config.json``, the headers of safetensors files and the
-indices of sharded ones. A 2023-style ``pytorch_model.bin`` is a pickle: it isn't opened here, so
-the names in it are known only when an index lists them. Everything is parsed as if an attacker
-wrote it (`headers`), wherever it lies (`folders`, `hub`). Nothing here knows torch, or what a model
-does with its tensors.
+``config.json``, ``generation_config.json``, headers of safetensors files and indices of sharded
+checkpoints are read, as untrusted input (`headers`), from a directory or the Hub (`directory`,
+`hub`). A 2023-style ``pytorch_model.bin`` is a pickle and isn't opened: its tensors are known only
+if an index lists them.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _IMAGES_CONFIG, _PROCESSOR_CONFIG = "preprocessor_config.json", "processor_confi
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAX_CODE_BYTES = 4 * 2**20
 _MAX_SMALL_BYTES = 256 * 2**20  # the largest published tokenizers have some 40 MB
-# What a tokenizer may consist of, besides the configs: everything small that isn't code.
+# Files that may belong to a tokenizer, besides the configs: everything small that isn't code.
 _TOKENIZER = re.compile(
     rf"[^/]+\.(json|model|txt|jinja|tiktoken|vocab)|{CHAT_TEMPLATES}/[^/]+\.jinja"
 )
@@ -43,7 +42,7 @@ _TOKENIZER = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeFile:
-    """One file of the model code that comes with a checkpoint, as it is hashed and as it runs."""
+    """A file of the checkpoint's own code; the hashed content is the content to run."""
 
     name: str
     sha256: str
@@ -52,31 +51,31 @@ class CodeFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A published model; made by `open`.
+    """A published model, opened by `open`.
 
     Parameters
     ----------
     path : Path
         The directory, or the config alone. For a model from the Hub the directory in
-        huggingface_hub's cache; not all of its files need be there yet.
+        huggingface_hub's cache, perhaps without all of its files yet.
     source : str
-        What `open` finds this very checkpoint by: the path, or "org/name@commit".
+        Argument of `open` for this very checkpoint: the path, or "org/name@commit".
     config : dict
-        What ``config.json`` holds.
+        Content of ``config.json``.
     generation_config : dict or None
-        What ``generation_config.json`` holds.
+        Content of ``generation_config.json``.
     images_config : dict
-        What ``preprocessor_config.json``, or the part for images of ``processor_config.json``,
-        says of how images are processed; empty where nothing does.
+        Content of ``preprocessor_config.json``, or of the part for images of
+        ``processor_config.json``; empty if there is neither.
     tensors : mapping of str to TensorInfo, or None
-        By name. None when nothing says what there is: a config alone, or one ``.bin`` file.
+        By name. None if nothing lists them: a config alone, or one ``.bin`` file.
     files : tuple of Path
         The files with weights, in the order of their names.
     format : {"safetensors", "bin", "none"}
         Of those files; "none" without any.
     fingerprint : str
-        Equal for equal configs, tensors and trusted code, wherever they lie; `differences` tells
-        two apart. The tensors' values don't count.
+        Equal for equal configs, tensors and trusted code, wherever they lie; `differences`
+        compares two. The tensors' values don't count.
     trust_remote_code : bool
         Whether code that comes with the checkpoint may run: that of its model and tokenizer.
     code : tuple of CodeFile
@@ -84,8 +83,8 @@ class Checkpoint:
     untrusted_code : tuple of str
         The names of its files with models, if it may not run.
     stamps : mapping of Path to Stamp
-        Of the files with weights that are on this machine: whoever reads them can see that they
-        are still the same.
+        Stamps of the files with weights on this machine; a reader compares them to detect a
+        change.
     """
 
     path: Path
@@ -111,16 +110,16 @@ class Checkpoint:
         revision: str | None = None,
         trust_remote_code: bool = False,
     ) -> Checkpoint:
-        """Read what a checkpoint says about itself; no weight is read or downloaded.
+        """Open a checkpoint; no weight is read or downloaded.
 
         Parameters
         ----------
         path : path or str
             A directory with ``config.json``; weights and indices are optional. Or a config
-            alone, under any name that ends in ``.json``; nothing beside it is looked at. Or, if
+            alone, under any name that ends in ``.json``; files beside it are ignored. Or, if
             there is no such path, a model on the Hub: "org/name" or "org/name@revision".
         revision : str, optional
-            Which branch, tag or commit of a model on the Hub; by default "main".
+            Branch, tag or commit of a model on the Hub; by default "main".
         trust_remote_code : bool
             Let model code that comes with the checkpoint run when the model is built.
 
@@ -186,14 +185,14 @@ class Checkpoint:
             images_config=images_config,
             trust_remote_code=trust_remote_code,
             code=code,
-            untrusted_code=() if trust_remote_code else _brought_code(names, model_code),
+            untrusted_code=() if trust_remote_code else _untrusted_code(names, model_code),
             stamps=stamps_of(folder, weights),
             folder=folder,
         )
 
     @property
     def name(self) -> str:
-        """How people call it: the directory's name, or "org/name"."""
+        """Name for people: the directory's name, or "org/name"."""
         remote = self.source != str(self.path)
         return self.source.partition("@")[0] if remote else self.path.name
 
@@ -204,11 +203,11 @@ class Checkpoint:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """The files that `fetch` has yet to download, before the checkpoint can be loaded."""
+        """Names of the files still to download by `fetch`."""
         return () if self.folder is None else self.folder.missing(self._needed())
 
     def fetch(self, progress: Progress | None = None) -> Checkpoint:
-        """Download what loading needs, and see to it that it is whole.
+        """Download and verify the files needed for loading.
 
         Parameters
         ----------
@@ -218,14 +217,14 @@ class Checkpoint:
         Returns
         -------
         Checkpoint
-            The same one, with all its files on this machine.
+            The same checkpoint, with all its files on this machine.
 
         Raises
         ------
         CheckpointError
-            If a file can't be had, or isn't what it should be; nothing half is left in its place.
+            If a file can't be downloaded, or is damaged; no partial file is left in its place.
         MachineError
-            If there is no room for them.
+            If the disk lacks room.
         """
         if self.folder is None:
             return self
@@ -252,25 +251,25 @@ class Checkpoint:
 
     @property
     def remote_code(self) -> tuple[tuple[str, str], ...]:
-        """Name and sha256 of each file of the checkpoint's own code that may run."""
+        """Name and sha256 of each file of trusted code."""
         return tuple((file.name, file.sha256) for file in self.code)
 
     @property
     def builds_own_model(self) -> bool:
-        """Whether the model that is built is that of the code which came with the checkpoint."""
+        """True if the checkpoint's own code builds the model."""
         return bool(self.code and _model_code(self.config))
 
     @property
     def tokenizer_class(self) -> str | None:
-        """The class of the checkpoint's own code, as "file.Class", that reads its tokenizer.
+        """Tokenizer class of the checkpoint's own code, as "file.Class".
 
-        None where the tokenizer is known by its files.
+        None if the tokenizer is read from its files.
         """
         return None if self.folder is None else _tokenizer_class(self.folder, self.config)
 
     @property
     def weight_bytes(self) -> int | None:
-        """Bytes of all tensors as stored; None when a tensor's size isn't known."""
+        """Bytes of all tensors as stored; None if a size is unknown."""
         if self.tensors is None:
             return None
         sizes = [tensor.nbytes for tensor in self.tensors.values()]
@@ -278,9 +277,9 @@ class Checkpoint:
 
     @property
     def default_dtype(self) -> str | None:
-        """The type that the weights are published in, by torch's name; None when unknown.
+        """Type of the published weights, by torch's name; None if unknown.
 
-        The config's word counts; without one, the type that most of the stored bytes have.
+        Taken from the config, or else the type of most stored bytes.
         """
         sizes: dict[str, int] = {}
         for tensor in (self.tensors or {}).values():
@@ -290,15 +289,15 @@ class Checkpoint:
 
     @property
     def max_context_tokens(self) -> int | None:
-        """The longest context that the config names; None when it names none."""
+        """Longest context by the config; None if unknown."""
         return configs.max_context_tokens(self.config)
 
 
-# ── where it is ──
+# ── location ──
 
 
 def _local(path: str | os.PathLike[str]) -> Path | None:
-    """The directory or config on this machine; None if there is none."""
+    """Return the directory or config on this machine; None if there is none."""
     root = Path(path).expanduser()
     try:
         mode = root.stat().st_mode
@@ -320,7 +319,7 @@ def _local(path: str | os.PathLike[str]) -> Path | None:
 
 
 def _remote(text: str, revision: str | None) -> Folder:
-    # Here, because whoever reads a local directory doesn't need the network's libraries.
+    # Imported here: a local directory doesn't need the network's libraries.
     from .hub import open_snapshot, parse_name
 
     name, path = parse_name(text, revision), Path(text)
@@ -340,7 +339,7 @@ def _remote(text: str, revision: str | None) -> Folder:
 
 
 def _did_you_mean(path: Path) -> str:
-    """Ask for the directory whose name comes nearest to a path that isn't there."""
+    """Suggest the directory whose name is nearest to an absent path."""
     names = [item.name for item in path.parent.glob("*") if item.is_dir()]
     near = get_close_matches(path.name, names, n=1)
     return f"did you mean {str(path.with_name(near[0]))!r}?" if near else ""
@@ -365,14 +364,14 @@ def _auto_map(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _model_code(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The files of the models that a configuration says came with it."""
-    stated = _auto_map(config).items()
-    files = {f"{str(value).partition('.')[0]}.py" for key, value in stated if "Model" in key}
+    """Return the files of model code named by a config."""
+    auto_map = _auto_map(config).items()
+    files = {f"{str(value).partition('.')[0]}.py" for key, value in auto_map if "Model" in key}
     return tuple(sorted(files))
 
 
 def _tokenizer_class(folder: Folder, config: Mapping[str, Any]) -> str | None:
-    """See `Checkpoint.tokenizer_class`: of two that are named the first is plain Python."""
+    """Find `Checkpoint.tokenizer_class`; of two named classes the first is plain Python."""
     names = folder.names()
     if config.get("model_type") == CHATGLM and "tokenizer.model" in names:
         return None
@@ -385,14 +384,14 @@ def _tokenizer_class(folder: Folder, config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _brought_code(names: frozenset[str], model_code: Iterable[str]) -> tuple[str, ...]:
-    """Of the files that there are those with models: by the configuration, or by their name."""
+def _untrusted_code(names: frozenset[str], model_code: Iterable[str]) -> tuple[str, ...]:
+    """Return the files with model code, by the config or by their name."""
     by_name = {name for name in names if name.startswith("modeling") and name.endswith(".py")}
     return tuple(sorted(by_name | (names & set(model_code))))
 
 
 def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
-    """The code, read once: what is hashed is what will run."""
+    """Read the code once: the hashed content is the content to run."""
     files = []
     for name in sorted(name for name in folder.names() if name.endswith(".py")):
         path = folder.fetch(name)
@@ -407,12 +406,15 @@ def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
 
 # ── fingerprints ──
 
+# A fingerprint is three hashes, "CONFIG-TENSORS-CODE". Each covers only things that change a plan:
+# not the values of weights, not the directory, not code that may not run. A difference between a
+# plan and a checkpoint can so be told by its part.
 _PARTS = ("config.json", "the names, shapes, types or files of its tensors", "its code")
 
 
-def differences(one: str, other: str) -> tuple[str, ...]:
-    """Return the parts in which two fingerprints differ; all parts if one isn't a checkpoint's."""
-    pairs = list(zip(one.split("-"), other.split("-"), strict=False))
+def differences(first_fingerprint: str, second_fingerprint: str) -> tuple[str, ...]:
+    """Name the differing parts of two fingerprints; all parts for an invalid fingerprint."""
+    pairs = list(zip(first_fingerprint.split("-"), second_fingerprint.split("-"), strict=False))
     if len(pairs) != len(_PARTS):
         return _PARTS
     return tuple(part for part, (a, b) in zip(_PARTS, pairs, strict=True) if a != b)
@@ -424,13 +426,13 @@ def _fingerprint(
     weights: Weights,
     images_config: dict[str, Any] | None = None,
 ) -> str:
-    """One hash for each of `_PARTS`."""
+    """Join one hash for each of `_PARTS`."""
     configured = [config, images_config] if images_config else config
     tensors = [
         (name, tensor.dtype, tensor.shape, tensor.file and tensor.file.name)
         for name, tensor in sorted((weights.tensors or {}).items())
     ]
-    # A pickle's contents aren't read; its size is all that is known.
+    # Of a pickle only the size is known.
     sizes = sorted(weights.sizes.items())
     parts = (
         configured,

@@ -1,12 +1,11 @@
-"""Configs: what a ``config.json`` says that planning needs, and what none can say.
+"""Config: the settings of ``config.json`` for planning, and limits against hostile files.
 
-A config decides how many modules are built. Without limits, one line of a hostile config makes
-a computer work for days or run out of memory, before a weight was looked at.
+A config decides how many modules are built. Without limits, one line of a hostile config makes a
+computer work for days or run out of memory before a weight is read.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,20 +46,16 @@ _SIZES = re.compile(
 
 
 def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str) -> None:
-    """Refuse a config that no model has."""
+    """Refuse a config whose numbers no model can have."""
     layers = experts = 0
     for key, value in values(config, source):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise CheckpointError(
-                f"{source}: {_shown(key)} is {value}, which is no number", hint=_HINT
-            )
         if type(value) is not int:
             continue
         limit = _limit(key)
         if abs(value) > limit or (value < 0 and _LAYERS.fullmatch(key)):
-            shown = f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
+            number = f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
             raise CheckpointError(
-                f"{source}: {_shown(key)} is {shown}; duoka builds models with 0 to {limit}",
+                f"{source}: {_quote_key(key)} is {number}; duoka builds models with 0 to {limit}",
                 hint=_HINT,
             )
         if _LAYERS.fullmatch(key):
@@ -80,7 +75,7 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
         )
 
 
-def _shown(key: str) -> str:
+def _quote_key(key: str) -> str:
     return key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
 
 
@@ -91,7 +86,7 @@ def _limit(key: str) -> int:
 
 
 def values(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
-    """Every number and text, with the nearest key above it; a list's elements have the list's."""
+    """Yield every number and text with its key; elements of a list have the list's key."""
     level: list[tuple[str, Any]] = list(config.items())
     for _ in range(_MAX_DEPTH):
         deeper: list[tuple[str, Any]] = []
@@ -109,7 +104,7 @@ def values(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
 
 
 def default_dtype(config: dict[str, Any]) -> str | None:
-    """The type that a config names for its weights, by torch's name; None when it names none."""
+    """Return the weights' type by a config, in torch's name; None if unnamed."""
     for part in _with_text_config(config):
         for key in ("dtype", "torch_dtype"):
             name = str(part.get(key)).removeprefix("torch.")
@@ -119,13 +114,13 @@ def default_dtype(config: dict[str, Any]) -> str | None:
 
 
 def commonest_dtype(sizes: dict[str, int]) -> str | None:
-    """The type of a model's that most bytes have; None where there is none such."""
+    """Return the floating-point type of most bytes; None if there is none."""
     models = {name: size for name, size in sizes.items() if name in _MODEL_DTYPES}
     return max(models, key=models.__getitem__, default=None)
 
 
 def max_context_tokens(config: dict[str, Any]) -> int | None:
-    """The longest context that a config names; None when it names none."""
+    """Return the longest context by a config; None if unnamed."""
     for part in _with_text_config(config):
         for key in _CONTEXT_KEYS:
             value = part.get(key)
@@ -135,15 +130,15 @@ def max_context_tokens(config: dict[str, Any]) -> int | None:
 
 
 def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:
-    """The config, then the language model's part of it where the model has several."""
+    """List the config, and the language model's part of it if present."""
     nested = (config.get(key) for key in _TEXT_CONFIGS)
     return [config, *(part for part in nested if isinstance(part, dict))]
 
 
 def is_for_transformers4(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's code was written for transformers 4, as its configuration says."""
-    stated = config.get("transformers_version")
+    """Return True for a config whose code was written for transformers 4."""
+    written_for = config.get("transformers_version")
     try:
-        return stated is None or Version(str(stated)).major < 5
+        return written_for is None or Version(str(written_for)).major < 5
     except InvalidVersion:
         return True

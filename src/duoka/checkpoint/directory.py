@@ -1,8 +1,7 @@
-"""Directories: where a checkpoint's files lie, and which of them may be read.
+"""Directories: the files of a local checkpoint, each checked before reading.
 
 A local directory may hold anything: links that lead elsewhere, pipes, files that a download hasn't
-filled, pointers that git-lfs left in place of files. Here that is noticed and named before a file
-is believed. Nothing here knows what the files mean.
+filled, pointers left by git-lfs. Nothing here depends on the files' contents.
 """
 
 from __future__ import annotations
@@ -24,31 +23,24 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with the bytes done so far, and the bytes there are."""
 
-# What belongs to a checkpoint: other files in the directory are nobody's business.
+# Files with other endings don't belong to a checkpoint, and are ignored.
 _SUFFIXES = (
-    ".safetensors",
-    ".bin",
-    ".json",
-    ".model",
-    ".txt",
-    ".py",
-    ".jinja",
-    ".tiktoken",
-    ".vocab",
+    *(".safetensors", ".bin", ".json", ".model", ".txt", ".py"),
+    *(".jinja", ".tiktoken", ".vocab"),
 )
 _POINTER = b"version https://git-lfs.github.com/spec/"
 _POINTER_BYTES = 1024  # what git-lfs allows
 CHAT_TEMPLATES = "additional_chat_templates"
 
 Folder: TypeAlias = "LocalFolder | HubSnapshot"
-"""Files of one checkpoint, here or on a server."""
+"""The files of one checkpoint, on this machine or on the Hub."""
 
 
 class LocalFolder:
     """A directory on this machine.
 
-    CheckpointError is raised for a file in it that is a link that leads elsewhere, no regular file,
-    or not filled yet.
+    CheckpointError is raised for a link that leads elsewhere, an irregular file, and a file that
+    isn't complete yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,40 +54,36 @@ class LocalFolder:
 
     @property
     def source(self) -> str:
-        """Its path."""
+        """The path as text."""
         return str(self._path)
 
     def names(self) -> frozenset[str]:
-        """The files that belong to a checkpoint, as far as they are there."""
+        """Return the names of the checkpoint's files."""
         return self._names
 
     def size(self, name: str) -> int:
-        """Bytes of a file; none of them is read, unless it is so short that it is suspicious."""
-        return self._whole(name).num_bytes
+        """Return a file's size in bytes."""
+        return self._check_complete(name).num_bytes
 
     def fetch(self, name: str) -> Path:
-        """The path of a file that is no pointer and has been filled."""
-        self._whole(name)
+        """Return the path of a complete file."""
+        self._check_complete(name)
         return self._path / name
 
     def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
-        """What safetensors files hold."""
-        return {name: self._header(name) for name in names}
-
-    def _header(self, name: str) -> dict[str, TensorInfo]:
-        self._whole(name)
-        return read_header(self._path / name)
+        """Read the headers of safetensors files."""
+        return {name: read_header(self.fetch(name)) for name in names}
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Which of these files are not there."""
+        """Return the names of absent files."""
         return tuple(name for name in names if name not in self._names)
 
     def download(self, names: Sequence[str], progress: Progress | None = None) -> None:
-        """Nothing is downloaded into a local directory; its files are looked at once more."""
+        """Check the files once more; nothing is downloaded into a local directory."""
         for name in names:
-            self._whole(name)
+            self._check_complete(name)
 
-    def _whole(self, name: str) -> Stamp:
+    def _check_complete(self, name: str) -> Stamp:
         path = self._path / name
         with reading(path, hint="put the file itself there"):
             stamp = Stamp.of(path.stat())
@@ -116,7 +104,7 @@ class LocalFolder:
 
 
 def _survey(root: Path) -> frozenset[str]:
-    """The checkpoint's files in a directory."""
+    """Return the names of a checkpoint's files in a directory."""
     names: set[str] = set()
     allowed = _allowed(root)
     with reading(root), os.scandir(root) as scanned:
@@ -135,7 +123,7 @@ def _survey(root: Path) -> frozenset[str]:
 
 
 def _allowed(root: Path) -> tuple[str, ...]:
-    """Where links of a directory may lead: into it, or into the Hub cache's blobs if it lies there.
+    """Return the allowed roots of links: the directory, and in the Hub's cache its blobs.
 
     In the Hub cache, ``models--org--name/snapshots/COMMIT`` holds links into
     ``models--org--name/blobs``, and those may be links into ``blobs``, which models share.
@@ -148,17 +136,12 @@ def _allowed(root: Path) -> tuple[str, ...]:
 
 
 def is_inside(path: Path, root: Path) -> bool:
-    """Whether a path, with all links followed, stays in a directory or its Hub cache."""
+    """Return True if a path, links resolved, stays in a directory or its Hub cache."""
     return str(path.resolve()).startswith(_allowed(root))
 
 
 def _refuse_foreign(path: Path, allowed: tuple[str, ...]) -> None:
-    try:
-        target = str(path.resolve())
-    except (OSError, RuntimeError) as error:  # links in a circle
-        raise CheckpointError(
-            f"{path} is a link that leads nowhere: {error}", hint="put the file itself there"
-        ) from error
+    target = os.path.realpath(path)
     if not target.startswith(allowed):
         raise CheckpointError(
             f"{path} is a link to {target}, which is outside of the checkpoint's directory",
@@ -167,10 +150,10 @@ def _refuse_foreign(path: Path, allowed: tuple[str, ...]) -> None:
 
 
 def _is_regular(path: Path) -> bool:
-    """Whether a file is there; what is neither file nor directory is refused."""
+    """Return True for a regular file; refuse pipes and devices."""
     try:
         mode = path.stat().st_mode
-    except OSError:  # a link to nothing, or gone since: as good as not there
+    except OSError:  # a dangling link, or removed meanwhile
         return False
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise CheckpointError(

@@ -1,7 +1,6 @@
-"""Index: which files of a checkpoint hold its weights, and which tensors are in them.
+"""Index: the files of a checkpoint with its weights, and the tensors in each of them.
 
-Everything is parsed as if an attacker wrote it (`headers`), wherever it lies (`directory`). A
-pickle isn't opened here, so the names in it are known only when an index lists them.
+A pickle isn't opened here, so its tensors are known only if an index lists them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 
 
 class Weights(NamedTuple):
-    """Tensors by name, and the sizes of the files that hold them, by name."""
+    """Tensors by name, and the sizes in bytes of their files by name."""
 
     tensors: Mapping[str, TensorInfo] | None
     sizes: Mapping[str, int]
@@ -39,8 +38,15 @@ class Weights(NamedTuple):
 NO_WEIGHTS = Weights(None, {}, "none")
 
 
+# Four sources are tried in transformers' order. A single file wins at once. An index wins if all
+# its files are there; without any of them it only promises the names of tensors, to plan with, and
+# with a part of them the download is broken, which is an error unless a later source is complete:
+#
+#   model.safetensors.index.json, no shards + pytorch_model.bin   → the pickle
+#   model.safetensors.index.json, no shards                       → names, no weights
+#   model.safetensors.index.json, 3 of 4 shards                   → error with the missing one
 def find_weights(folder: Folder) -> Weights:
-    """Take the first source that is complete; a source with nothing but an index names tensors."""
+    """Find the first complete source of weights; an index without its files gives names alone."""
     promised: Weights | None = None
     broken: CheckpointError | None = None
     names = folder.names()
@@ -97,11 +103,11 @@ def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Wei
     sizes = _sizes(folder, files)
     if kind == "bin":
         _refuse_short(folder, index, sizes)
-        named = {
+        tensors_by_name = {
             key: TensorInfo(name=key, file=folder.path / shard)
             for key, shard in index.files.items()
         }
-        return Weights(named, sizes, kind)
+        return Weights(tensors_by_name, sizes, kind)
     tensors: dict[str, TensorInfo] = {}
     for header in folder.headers(files).values():
         for key, tensor in header.items():
@@ -125,7 +131,7 @@ def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Wei
 
 
 def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> None:
-    """Refuse pickles that can't hold what their index says; safetensors tell it more exactly."""
+    """Refuse pickles smaller than their index says."""
     total = sum(sizes.values())
     if index.total_bytes is not None and total < index.total_bytes:
         raise CheckpointError(
@@ -136,7 +142,7 @@ def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> Non
 
 
 def stamps_of(folder: Folder, weights: Weights) -> dict[Path, Stamp]:
-    """The stamps of those files with weights that are on this machine."""
+    """Return the stamps of the files with weights on this machine."""
     absent = folder.missing(weights.sizes)
     stamps = {}
     for name in weights.sizes.keys() - set(absent):

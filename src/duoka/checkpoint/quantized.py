@@ -1,8 +1,8 @@
-"""Checkpoints that were published quantized: which tensors make up which weight, and whose format.
+"""Quantized checkpoints: formats, and the tensors of each weight.
 
-The names are those that the formats document: of AutoGPTQ and GPTQModel, AutoAWQ,
-compressed-tensors, bitsandbytes, torchao's safetensors, the block-scaled FP8 of DeepSeek and Qwen,
-FBGEMM's FP8, and OpenAI's MXFP4. Nothing here knows torch, or how numbers are unpacked.
+The names are those documented for AutoGPTQ and GPTQModel, AutoAWQ, compressed-tensors,
+bitsandbytes, torchao's safetensors, the block-scaled FP8 of DeepSeek and Qwen, FBGEMM's FP8, and
+OpenAI's MXFP4. Unpacking numbers is not part of this module.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _CACHE = re.compile(r"\.(?:[kqv]|prob_output|(?:key|value)_cache)_(?:scale|zero_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """How checkpoints of one format name what makes up a weight, and who runs them.
+    """A quantization format: the names of a weight's parts, and the package to run with.
 
-    `suffixes` take the place of "weight" at the end of a weight's name, or follow it; a weight
-    can't be without all of one of the `wholes`. `package` is what transformers needs to run it, as
-    pip names it; None if transformers alone does, and `keeps` says whether it keeps the weights as
-    they are stored then. If it `composes`, its weights are made of plain tensors and run where
-    PyTorch does; the others bring kernels for real devices.
+    `suffixes` replace "weight" at the end of a weight's name, or follow it; a weight needs all
+    suffixes of one of the `wholes`. transformers needs `package` (pip's name) to run the format;
+    None if it needs none, and then `keeps` is True if the weights stay quantized in memory. A
+    format that `composes` is made of plain tensors and runs wherever PyTorch does; the others
+    bring kernels for real devices.
     """
 
     name: str
@@ -47,6 +47,14 @@ _FP4 = (*_NF4[:3], "weight.quant_state.bitsandbytes__fp4")
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
 _PACKED = ("qweight", "qzeros", "scales")
 
+# How a weight "layers.0.mlp.up_proj.weight" is stored in some of the formats:
+#
+#   GPTQ            ….up_proj.qweight, .qzeros, .scales, perhaps .g_idx  (suffixes replace "weight")
+#   bitsandbytes    ….up_proj.weight, .weight.absmax, .weight.quant_map, …  (suffixes follow it)
+#   MXFP4           ….up_proj_blocks, ….up_proj_scales                     (suffixes with "_")
+#
+# So a tensor's weight follows from its name alone, and the values of a weight may have its own
+# name.
 METHODS: Mapping[str, Method] = {
     "gptq": Method(
         name="GPTQ", suffixes=(*_PACKED, "g_idx"), wholes=(_PACKED,), package="gptqmodel"
@@ -98,10 +106,10 @@ _WIDE = ("float16", "bfloat16", "float32", "float64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A quantized checkpoint's tensors, sorted by the weights that they make up.
+    """A quantized checkpoint's tensors, grouped by weight.
 
-    `weights` has for each quantized weight, under the name that it would have unquantized, what is
-    stored; `plain` names the tensors that aren't quantized.
+    `weights` maps the unquantized name of each weight to its stored tensors; `plain` names the
+    tensors that aren't quantized.
     """
 
     method: Method
@@ -110,25 +118,26 @@ class Stored:
 
 
 def method_of(config: Mapping[str, Any]) -> Method | None:
-    """How a checkpoint was quantized, by its config; None if it wasn't."""
+    """Return a checkpoint's quantization format by its config; None if unquantized."""
     statement = stated(config)
     if statement is None:
         return None
-    named = statement.get("quant_method")
-    if named is None:
-        # Older ones of bitsandbytes don't say; they have these.
-        named = "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & statement.keys() else None
-    method = METHODS.get(str(named))
+    quant_method = statement.get("quant_method")
+    # Older checkpoints of bitsandbytes have these keys instead.
+    if quant_method is None and {"load_in_4bit", "load_in_8bit"} & statement.keys():
+        quant_method = "bitsandbytes"
+    method = METHODS.get(str(quant_method))
     if method is None:
         raise ModelError(
-            f"the checkpoint is quantized by {str(named)[:60]!r}, a way that duoka doesn't know",
+            f"the checkpoint is quantized by {str(quant_method)[:60]!r}, a way that duoka doesn't "
+            "know",
             hint=f"known are {', '.join(METHODS)}; or use the 16-bit weights",
         )
     return method
 
 
 def stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What a config, or a part of it, says about quantization; None if it says nothing."""
+    """Return the quantization settings of a config or of a part of a config; None without any."""
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
         statement = part.get(_KEY)
         if isinstance(statement, dict):
@@ -137,7 +146,7 @@ def stated(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model, not quantized."""
+    """Return the config without its quantization settings."""
     return {
         key: without_quantization(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -146,7 +155,7 @@ def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
-    """Sort a checkpoint's tensors by the weights that they make up."""
+    """Group a checkpoint's tensors by weight."""
     parts: dict[str, list[TensorInfo]] = {}
     unquantized: list[str] = []
     for name, tensor in tensors.items():
@@ -158,7 +167,7 @@ def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
     plain = []
     for name in unquantized:
         if name in parts:
-            # Numbers under the weight's own name, with their scales beside them.
+            # Quantized values under the weight's own name, with their scales beside them.
             parts[name].insert(0, tensors[name])
         else:
             plain.append(name)
@@ -170,7 +179,7 @@ def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
 
 
 def missing_parts(stored: Stored) -> list[str]:
-    """The names of what weights can't be without, and the checkpoint doesn't have."""
+    """Name the missing tensors of quantized weights."""
     return [
         name
         for weight, tensors in stored.weights.items()
@@ -179,39 +188,39 @@ def missing_parts(stored: Stored) -> list[str]:
 
 
 def is_needless(name: str) -> bool:
-    """Whether a tensor that has no place in the model is of a kind that nothing needs.
+    """Return True for a tensor without a place in the model and without a use.
 
-    GPTQ's packers write a bias of zeros where a layer has none; scales of a cache in 8 bit are for
-    engines that have one.
+    GPTQ's packers write a bias of zeros for layers without one; scales of a KV cache in 8 bit are
+    for other engines.
     """
     return name.endswith(".bias") or _CACHE.search(name) is not None
 
 
 def is_wide(tensor: TensorInfo) -> bool:
-    """Whether a tensor holds numbers that mean what they say; an unknown type is taken to."""
+    """Return True for a tensor of floating-point values, not quantized ones; or of unknown type."""
     return tensor.dtype is None or tensor.dtype in _WIDE
 
 
 def _missing(method: Method, weight: str, tensors: Mapping[str, TensorInfo]) -> list[str]:
     if weight in tensors and is_wide(tensors[weight]):
-        return []  # only what is multiplied with it is quantized
-    wholes = [[_named(weight, suffix) for suffix in whole] for whole in method.wholes]
-    likeliest = max(wholes, key=lambda whole: len(tensors.keys() & whole) / len(whole))
-    scales = tensors.get(_named(weight, "weight.absmax"))
-    if scales is not None and not is_wide(scales):  # quantized themselves
-        likeliest = [*likeliest, *(_named(weight, suffix) for suffix in _NESTED)]
+        return []  # only activations are quantized
+    wholes = [[_part_name(weight, suffix) for suffix in suffixes] for suffixes in method.wholes]
+    likeliest = max(wholes, key=lambda names: len(tensors.keys() & names) / len(names))
+    scales = tensors.get(_part_name(weight, "weight.absmax"))
+    if scales is not None and not is_wide(scales):  # the scales are quantized themselves
+        likeliest = [*likeliest, *(_part_name(weight, suffix) for suffix in _NESTED)]
     return [name for name in likeliest if name not in tensors]
 
 
-def _named(weight: str, suffix: str) -> str:
-    """The name of a part of a weight; the reverse of `_weight_of`."""
+def _part_name(weight: str, suffix: str) -> str:
+    """Return the name of a part of a weight; the inverse of `_weight_of`."""
     if suffix.startswith("_") and not suffix.startswith("_weight"):
         return weight + suffix
     return weight.removesuffix("weight") + suffix
 
 
 def _weight_of(method: Method, name: str) -> str | None:
-    """The weight that a tensor is a part of, by its name alone; None if it may be one itself."""
+    """Return the weight of a tensor's name; None for the name of a possible weight."""
     for suffix in method.suffixes:
         if suffix.startswith("_") and not suffix.startswith("_weight"):
             if name.endswith(suffix):

@@ -1,4 +1,4 @@
-"""Sampling: how the next token is chosen, safe at every temperature."""
+"""Sampling parameters, safe at every temperature."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GREEDY_TEMPERATURE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen and when an answer ends; UsageError for a value out of its range.
+    """Parameters of sampling; UsageError for a value out of its range.
 
-    A temperature of 0, or anything up to 0.0001, takes the most likely token each time. Chosen is
-    among the likeliest tokens that have the probability `top_p` together, and among `top_k`, where
-    0 is no limit. None of `max_new_tokens` is as many as the context has room for. The same seed
-    gives the same answer.
+    A temperature of at most 0.0001 is greedy: the most likely token is taken. Otherwise tokens are
+    sampled among the `top_k` most likely ones (0 for no limit) and the smallest set of most likely
+    ones with total probability `top_p`. `max_new_tokens` None is limited by the context alone. The
+    same seed gives the same answer.
 
     Examples
     --------
@@ -53,14 +53,14 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken each time."""
+        """True if the most likely token is taken each time."""
         return self.temperature <= GREEDY_TEMPERATURE
 
     @classmethod
     def recommended(cls, generation_config: Mapping[str, Any] | None, **chosen: Any) -> Sampling:
-        """What a checkpoint's ``generation_config.json`` recommends, where nothing was chosen.
+        """Take chosen fields, and else the recommendation of ``generation_config.json``.
 
-        Values in it that make no sense are not taken. `chosen` are fields; None is no choice.
+        Recommended values out of range are ignored. A chosen field of None is no choice.
         """
         values = dict(generation_config or {})
         overrides = {name: value for name, value in chosen.items() if value is not None}

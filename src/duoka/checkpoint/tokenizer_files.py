@@ -1,7 +1,6 @@
-"""Tokenizer files: whether a checkpoint has a tokenizer, and which special tokens it adds.
+"""Tokenizer files: presence of a tokenizer, its own code, and special tokens.
 
-That is told here from the published files, because nothing here imports torch, which takes seconds.
-How a text or a prompt is encoded isn't known here.
+Determined from the published files, without importing torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _MOST_JSON_BYTES = 2**26
 
 
 def refuse_unreadable(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint without a tokenizer, and one whose tokenizer's code can't run."""
+    """Refuse a checkpoint without a tokenizer, or with tokenizer code unable to run."""
     checkpoint.fetch_tokenizer()
-    look_at_files(checkpoint.path)
+    check_files(checkpoint.path)
     own_class(checkpoint)
 
 
-# What pip calls the packages that models' code imports; any other name may be a stranger's package.
+# pip's names of the packages that model code imports; another name may be a stranger's package.
 _NAMED_ALIKE = (
     *("bitsandbytes", "causal-conv1d", "einops", "flash-attn", "librosa", "mamba-ssm", "peft"),
     *("scipy", "sentencepiece", "tiktoken", "timm", "torchaudio", "torchvision", "xformers"),
@@ -58,7 +57,7 @@ _PUBLISHED |= {name.replace("-", "_"): name for name in _NAMED_ALIKE}
 
 
 def own_class(checkpoint: Checkpoint) -> str | None:
-    """The class of the checkpoint's own code that reads its tokenizer; an error if it can't."""
+    """Return the tokenizer class of the checkpoint's own code; raise an error if unable to run."""
     name = checkpoint.tokenizer_class
     if name is None or (not checkpoint.code and (checkpoint.path / "tokenizer.json").is_file()):
         return None
@@ -80,7 +79,7 @@ def own_class(checkpoint: Checkpoint) -> str | None:
 
 
 def _packages(content: bytes) -> Iterator[str]:
-    """What a module can't do without; that its text is no Python is told when it is imported."""
+    """Yield the packages imported at a module's top level; nothing for invalid Python."""
     with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
         for node in ast.parse(content).body:
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -90,7 +89,7 @@ def _packages(content: bytes) -> Iterator[str]:
 
 
 def missing_module(name: str, files: Collection[str] = ()) -> str:
-    """Return what to do about code that imports a module which isn't there, beside its files.
+    """Return the hint for an import of an absent module.
 
     Anybody may publish a package under the name of a module that belongs to a model.
     """
@@ -102,23 +101,28 @@ def missing_module(name: str, files: Collection[str] = ()) -> str:
     return f"the code needs {package}, which isn't installed; the model's page says what that is"
 
 
-def look_at_files(directory: Path) -> None:
-    """Refuse a directory without a tokenizer, and files that are far larger than any published."""
+def check_files(directory: Path) -> None:
+    """Refuse a directory without a tokenizer, and files far larger than any published."""
     files = directory.iterdir() if directory.is_dir() else ()
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     if not any(_NAMED.search(name) for name in sizes):
         raise CheckpointError(f"{directory} holds no tokenizer", hint=HINT)
     for name, size in sizes.items():
-        most = next((most for pattern, most in _MOST_BYTES if pattern.search(name)), size)
-        if size > most:
-            got, limit = format_bytes(size), format_bytes(most)
+        limits = [limit for pattern, limit in _MOST_BYTES if pattern.search(name)]
+        if limits and size > limits[0]:
+            got, limit = format_bytes(size), format_bytes(limits[0])
             raise CheckpointError(f"{directory / name} has {got}; at most {limit} are read")
 
 
+# ChatGLM's vocabularies lack the special tokens that its models add behind them, by generation:
+#
+#   ChatGLM2  [MASK] [gMASK] [sMASK] sop eop
+#   ChatGLM3  the same, then <|system|> <|user|> <|assistant|> <|observation|>
+#   GLM-4     as listed in tokenizer_config.json, or else _GLM4_SPECIAL
 def special_tokens(
     directory: Path, config: Mapping[str, Any], model: SentencePieceModel | Mapping[bytes, int]
 ) -> list[str]:
-    """The special tokens that a model of the ChatGLM family adds, in the order of their ids."""
+    """List the special tokens of a ChatGLM model, in the order of their ids."""
     settings = _settings(directory / "tokenizer_config.json")
     if not isinstance(model, SentencePieceModel):
         return _glm4_special(settings, len(model))
@@ -129,7 +133,7 @@ def special_tokens(
 def _sentencepiece_generation(
     directory: Path, config: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> Generation:
-    """Tell ChatGLM2 from ChatGLM3, which adds tokens for roles to the same vocabulary.
+    """Distinguish ChatGLM2 from ChatGLM3, by the same vocabulary with role tokens.
 
     Surest is the tokenizer's code beside it, looked into as text; then the name under which the
     model was published; then the length in its configuration, 32K for ChatGLM2-6B.
@@ -145,8 +149,8 @@ def _sentencepiece_generation(
     return "chatglm2" if long else "chatglm3"
 
 
-def _glm4_special(settings: Mapping[str, Any], first: int) -> list[str]:
-    """Return special tokens in the order of their ids, which follow the ranks without a gap."""
+def _glm4_special(settings: Mapping[str, Any], first_id: int) -> list[str]:
+    """Return special tokens in the order of their ids, without a gap behind the ranks."""
     listed = settings.get("added_tokens_decoder")
     if listed is None:
         return list(_GLM4_SPECIAL)
@@ -154,13 +158,13 @@ def _glm4_special(settings: Mapping[str, Any], first: int) -> list[str]:
         contents = {int(number): str(token["content"]) for number, token in listed.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError("tokenizer_config.json: added_tokens_decoder is damaged") from error
-    if sorted(contents) != list(range(first, first + len(contents))):
+    if sorted(contents) != list(range(first_id, first_id + len(contents))):
         raise CheckpointError(
-            f"tokenizer_config.json: the ids of added tokens don't count on from {first}"
+            f"tokenizer_config.json: the ids of added tokens don't count on from {first_id}"
         )
     return [contents[number] for number in sorted(contents)]
 
 
 def _settings(path: Path) -> Mapping[str, Any]:
-    """What a JSON file of a tokenizer says; nothing where there is none."""
+    """Read a JSON file of a tokenizer; empty if there is none."""
     return read_json(path, most_bytes=_MOST_JSON_BYTES) if path.is_file() else {}

@@ -1,11 +1,11 @@
-"""Vocabularies as the ChatGLM family publishes them: read as data, turned into encodings.
+"""Vocabularies of the ChatGLM family: parsed as data, converted to `tokenizers` encodings.
 
-ChatGLM2 and 3 publish a sentencepiece model, GLM-4 a tiktoken rank file; both become a
-``tokenizers`` byte-pair encoding with the same ids.
+ChatGLM2 and 3 publish a sentencepiece model, GLM-4 a tiktoken rank file; both become a byte-pair
+encoding with the same ids.
 
-Both files are read by rules of their own here, so that a damaged or hostile one ends in a
-`CheckpointError` and nothing else: of sentencepiece's protocol buffer
-(``sentencepiece_model.proto``) pieces and normalizer, of tiktoken lines of base64 and rank.
+sentencepiece's protocol buffer (``sentencepiece_model.proto``: pieces and normalizer) and
+tiktoken's lines of base64 and rank are parsed here: a damaged file ends in CheckpointError.
+The package `sentencepiece` exposes no normalizer, and transformers can't be imported for a plan.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -25,7 +25,7 @@ from tokenizers.models import BPE
 from duoka.base.files import why
 from duoka.errors import CheckpointError
 
-# Published with GLM-4: how text is cut before bytes are merged.
+# Published with GLM-4: splits text before bytes are merged.
 _GLM4_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -36,7 +36,7 @@ _BPE = 2
 
 
 class PieceKind(IntEnum):
-    """What a piece of a sentencepiece model is for."""
+    """Kind of a piece of a sentencepiece model."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -48,9 +48,9 @@ class PieceKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentencePieceModel:
-    """Pieces (text, score, kind) in the order of their ids, and what is done to a text before.
+    """Pieces (text, score, kind) in the order of their ids, and the normalization of texts.
 
-    `charsmap` has compiled normalization rules; empty for none.
+    `charsmap` holds compiled normalization rules; empty for none.
     """
 
     pieces: tuple[tuple[str, float, PieceKind], ...]
@@ -60,27 +60,27 @@ class SentencePieceModel:
 
 
 class _Damage(ValueError):
-    """What is wrong with a vocabulary, in words of our own."""
+    """Damage of a vocabulary, described for the user."""
 
 
 def encoding_of(model: SentencePieceModel | Mapping[bytes, int]) -> Tokenizer:
-    """The encoding of a vocabulary, without the special tokens that its model adds."""
+    """Build the encoding of a vocabulary, without the special tokens of its model."""
     if isinstance(model, SentencePieceModel):
         return _sentencepiece_backend(model)
     return _tiktoken_backend(model)
 
 
 def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
-    """Read a vocabulary of either form; which one is told by its first line."""
+    """Read a vocabulary; its first line decides between the two forms."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{path}: larger than any vocabulary ({_MAX_BYTES} bytes)")
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: the vocabulary cannot be read: {why(error)}") from error
-    first = content.split(b"\n", 1)[0].split(b" ")
+    words = content.split(b"\n", 1)[0].split(b" ")
     try:
-        if len(first) == 2 and first[1].isdigit():
+        if len(words) == 2 and words[1].isdigit():
             return _ranks(content)
         return _sentencepiece(content)
     except (ValueError, IndexError, struct.error, binascii.Error) as error:
@@ -105,23 +105,19 @@ def _ranks(content: bytes) -> dict[bytes, int]:
 
 
 def _sentencepiece(content: bytes) -> SentencePieceModel:
-    pieces: list[tuple[str, float, PieceKind]] = []
-    normalizer: dict[int, int | bytes] = {}
-    trainer: dict[int, int | bytes] = {}
+    # Fields of the model: 1 is a piece (repeated), 2 the trainer's settings, 3 the normalizer's.
+    messages: dict[int, list[dict[int, int | bytes]]] = {1: [], 2: [{}], 3: [{}]}
     for number, value in _fields(content):
-        if number == 1 and isinstance(value, bytes):
-            pieces.append(_piece(dict(_fields(value))))
-        elif number == 2 and isinstance(value, bytes):
-            trainer = dict(_fields(value))
-        elif number == 3 and isinstance(value, bytes):
-            normalizer = dict(_fields(value))
-    if not pieces:
+        if number in messages and isinstance(value, bytes):
+            messages[number].append(dict(_fields(value)))
+    trainer, normalizer = messages[2][-1], messages[3][-1]
+    if not messages[1]:
         raise _Damage("it has no pieces")
     if trainer.get(3, 1) != _BPE:
         raise _Damage("it is no byte-pair encoding")
     charsmap = normalizer.get(2, b"")
     return SentencePieceModel(
-        pieces=tuple(pieces),
+        pieces=tuple(map(_piece, messages[1])),
         charsmap=charsmap if isinstance(charsmap, bytes) else b"",
         add_dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra_whitespaces=bool(normalizer.get(4, 1)),
@@ -135,8 +131,14 @@ def _piece(fields: dict[int, int | bytes]) -> tuple[str, float, PieceKind]:
     return text.decode(), struct.unpack("<f", score)[0], PieceKind(kind)
 
 
+# Protocol buffers: each field is a key, then a value. The key is a varint of field number * 8 +
+# wire type: 0 a varint, 1 eight bytes, 2 a length (varint) and as many bytes, 5 four bytes. A
+# varint has 7 bits in each byte, the lowest first; the top bit marks that another byte follows:
+#
+#   08 96 01     key 8 = field 1, type 0; value 0x16 + (0x01 << 7) = 150
+#   12 02 68 69  key 0x12 = field 2, type 2; length 2; "hi"
 def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a protocol buffer message: numbers, or bytes not yet read."""
+    """Yield the fields of a protocol buffer message: numbers, or undecoded bytes."""
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
@@ -210,7 +212,7 @@ def _sentencepiece_normalizer(model: SentencePieceModel) -> Any:
 def _tiktoken_backend(ranks: Mapping[bytes, int]) -> Tokenizer:
     letters = _byte_letters()
     spelled = {"".join(letters[b] for b in token): rank for token, rank in ranks.items()}
-    # A piece of text that is a token is that token, whether or not merges lead there.
+    # As in tiktoken, a text that is a token becomes that token, even if no merges lead there.
     backend = Tokenizer(BPE(vocab=spelled, merges=_merges(spelled, spelled), ignore_merges=True))
     cut = pre_tokenizers.Split(Regex(_GLM4_PATTERN), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -219,34 +221,29 @@ def _tiktoken_backend(ranks: Mapping[bytes, int]) -> Tokenizer:
     return backend
 
 
-def _merges(wanted: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """List every pair that joins to a wanted piece, the pair of the lowest cost first.
+def _merges(costs: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    """List every pair of pieces whose union is a piece, the pair of the lowest cost first.
 
-    Both sentencepiece and tiktoken join any two neighbours whose union is in the vocabulary, so
-    all ways to cut a piece count.
+    sentencepiece and tiktoken join any two neighbours whose union is in the vocabulary, so every
+    split of a piece counts: "abc" gives ("a", "bc") and ("ab", "c") if all four are pieces.
     """
     merges: list[tuple[str, str]] = []
-    for piece in sorted(wanted, key=lambda piece: (wanted[piece], vocabulary[piece])):
+    for piece in sorted(costs, key=lambda piece: (costs[piece], vocabulary[piece])):
         pairs = [
-            (left, right)
+            (head, tail)
             for cut in range(1, len(piece))
-            if (left := piece[:cut]) in vocabulary and (right := piece[cut:]) in vocabulary
+            if (head := piece[:cut]) in vocabulary and (tail := piece[cut:]) in vocabulary
         ]
-        if len(pairs) > 1:
-            pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += pairs
+        merges += sorted(pairs, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
     return merges
 
 
-def _byte_letters() -> Sequence[str]:
-    """Return the letter that the ``tokenizers`` library writes for each byte.
+def _byte_letters() -> dict[int, str]:
+    """Return the letter of each byte in `tokenizers`.
 
     Printable bytes stand for themselves, the others for the characters from U+0100 on, in order.
     """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    letters: list[str] = []
-    shifted = 0x100
-    for byte in range(256):
-        letters.append(chr(byte if byte in printable else shifted))
-        shifted += byte not in printable
-    return letters
+    letters = {byte: chr(byte) for byte in (*range(0x21, 0x7F), *range(0xA1, 0xAD))}
+    letters |= {byte: chr(byte) for byte in range(0xAE, 0x100)}
+    unprintable = [byte for byte in range(256) if byte not in letters]
+    return letters | {byte: chr(0x100 + place) for place, byte in enumerate(unprintable)}

@@ -1,4 +1,4 @@
-"""``duoka bench``: what only running can tell, of a model, of the GPUs and of quantization."""
+"""``duoka bench``: measure deployments of a model, the GPUs, or the cost of quantization."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from . import planning
 from .deployments import bench_deployments
 from .groups import Only, flag, option, with_groups
 from .options import ModelOptions, PlanOptions, given_options, parse_tokens, refuse_beside
-from .terminal import stderr, stdout, working
+from .terminal import new_table, stderr, stdout, working
 
 if TYPE_CHECKING:
-    from duoka.tools.bench.calibrate import Calibrated
+    from duoka.hardware.calibration import Calibration
     from duoka.tools.bench.quality import Quality
 
 _MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
@@ -41,13 +41,10 @@ _MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """What is measured."""
+    """Options of measurement."""
 
     forecast: bool = flag("--forecast", "Run nothing: tell of each deployment what is forecast.")
     cpu: bool = flag("--cpu", "Run the model on the processor alone, too.")
-    plot: Path | None = option(
-        "FILE", "Draw the deployments into a PNG file, or FILE.svg or FILE.pdf."
-    )
     calibrate: bool = flag(
         "--calibrate",
         "Measure the GPUs' overhead, memory, matrix rates, launches and links, and keep it for the "
@@ -72,13 +69,13 @@ class BenchOptions:
     json: bool = flag("--json", "Print what was measured as JSON.")
 
     def forms(self, usual: Sequence[str]) -> list[Quantization]:
-        """What the weights become."""
+        """Return the forms of quantized weights."""
         return [read_quantization(name, QUANTIZED) for name in self.quantize or usual]
 
 
 @with_groups
 def bench(
-    wanted: BenchOptions,
+    choice: BenchOptions,
     options: Annotated[PlanOptions, Only(("gpus", "context", "new_tokens", "sequences", "dtype"))],
     model: ModelOptions,
 ) -> None:
@@ -88,24 +85,32 @@ def bench(
 
     [bold]duoka bench[/] ./glm-4-9b-chat --gpus 2xRTX3090 --quantize int8 --forecast
 
-    [bold]duoka bench[/] ./chatglm3-6b --gpus "virtual:3x16GiB" --cpu --plot bench.png
+    [bold]duoka bench[/] ./chatglm3-6b --gpus "virtual:3x16GiB" --cpu
 
     [bold]duoka bench[/] --calibrate
 
     [bold]duoka bench[/] --quality book.txt ./glm-4-9b-chat --quantize int8 --quantize int4
     """
-    if wanted.calibrate and wanted.quality is not None:
+    if choice.calibrate and choice.quality is not None:
         raise UsageError("one thing at a time", hint="say --calibrate, or --quality FILE MODEL")
-    if wanted.quality is not None:
-        _bench_quality(wanted, options, model)
+    if choice.quality is not None:
+        _bench_quality(choice, options, model)
     elif model.model is not None:
         refuse_beside(
-            given_options(wanted, "cache"), "deployments", "it is for --quality FILE MODEL"
+            given_options(choice, "cache"), "deployments", "it is for --quality FILE MODEL"
         )
-        bench_deployments(wanted, options, model)
-    elif wanted.calibrate:
-        _refuse_beside_calibrate(wanted, options, model)
-        _calibrate(planning.ALL_GPUS if options.gpus is None else options.gpus, wanted.json)
+        bench_deployments(choice, options, model)
+    elif choice.calibrate:
+        refuse_beside(
+            [
+                *given_options(choice, "quantize", "cache", "forecast", "cpu"),
+                *given_options(options, "context", "new_tokens", "sequences", "dtype"),
+                *given_options(model, "revision"),
+            ],
+            "--calibrate alone, which measures GPUs",
+            "name a MODEL, too",
+        )
+        _calibrate(planning.ALL_GPUS if options.gpus is None else options.gpus, choice.json)
     else:
         raise UsageError(
             "nothing was said to be measured",
@@ -113,11 +118,11 @@ def bench(
         )
 
 
-def _bench_quality(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
-    """Measure what quantization costs, and tell."""
+def _bench_quality(choice: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
+    """Measure the cost of quantization, and print it."""
     refuse_beside(
         [
-            *given_options(wanted, "forecast", "cpu", "plot"),
+            *given_options(choice, "forecast", "cpu"),
             *given_options(options, "new_tokens", "sequences"),
         ],
         "--quality",
@@ -125,43 +130,28 @@ def _bench_quality(wanted: BenchOptions, options: PlanOptions, model: ModelOptio
     )
     if model.model is None:
         raise UsageError("no model was given", hint="name it: --quality FILE MODEL")
-    assert wanted.quality is not None, "it is asked for"
-    gpus = planning.ALL_GPUS if options.gpus is None else options.gpus
-    quality = _measure(wanted.quality, wanted, options, model, gpus)
-    if wanted.json:
+    assert choice.quality is not None, "the caller has checked it"
+    quality = _measure_quality(choice.quality, choice, options, model)
+    if choice.json:
         typer.echo(json.dumps(to_dict(quality), indent=1, ensure_ascii=False))
     else:
         _print_quality(quality)
 
 
-def _refuse_beside_calibrate(
-    wanted: BenchOptions, options: PlanOptions, model: ModelOptions
-) -> None:
-    """Refuse what is for --quality."""
-    refuse_beside(
-        [
-            *given_options(wanted, "quantize", "cache", "forecast", "cpu", "plot"),
-            *given_options(options, "context", "new_tokens", "sequences", "dtype"),
-            *given_options(model, "revision"),
-        ],
-        "--calibrate alone, which measures GPUs",
-        "name a MODEL, too",
-    )
-
-
-def _measure(
-    file: Path, wanted: BenchOptions, options: PlanOptions, model: ModelOptions, gpus: str
+def _measure_quality(
+    file: Path, choice: BenchOptions, options: PlanOptions, model: ModelOptions
 ) -> Quality:
-    usual = ["int8", "int4"] if wanted.cache is None else []
-    forms, cache = wanted.forms(usual), choose("cache", wanted.cache or "dynamic", _MEASURED)
+    forms = choice.forms(["int8", "int4"] if choice.cache is None else [])
+    cache = choose("cache", choice.cache or "dynamic", _MEASURED)
     context = None if options.context is None else parse_tokens(options.context)
     dtype = read_dtype(options.dtype or "auto")
-    try:  # before anything is said or downloaded of a model
+    try:  # before anything of a model is downloaded
         file.open("rb").close()
     except OSError as error:
         raise UsageError(
             f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
         ) from error
+    gpus = planning.ALL_GPUS if options.gpus is None else options.gpus
     planning.read_fleet(gpus)
     checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)
     tokens = max(context or 0, 2)
@@ -171,46 +161,34 @@ def _measure(
         from duoka.tools.bench.quality import Windows, measure_quality
 
         say("measuring")
+        windows = None if context is None else Windows(context_tokens=context)
         return measure_quality(
-            checkpoint,
-            file,
-            fleet,
-            dtype=dtype,
-            cache=cache,
-            forms=forms,
-            windows=None if context is None else Windows(context_tokens=context),
+            checkpoint, file, fleet, dtype=dtype, cache=cache, forms=forms, windows=windows
         )
 
 
 def _print_quality(quality: Quality) -> None:
-    from rich import box
-    from rich.table import Table
-
-    first = quality.scores[0]
-    cached = any(score.cache != first.cache for score in quality.scores)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("weights")
-    if cached:
-        table.add_column("cache")
-    for name in ("bytes", "of it", "perplexity", "more", "in percent"):
-        table.add_column(name, justify="right")
+    unquantized, windows = quality.scores[0], quality.windows
+    has_caches = any(score.cache != unquantized.cache for score in quality.scores)
+    text_columns = ["weights", "cache"] if has_caches else ["weights"]
+    table = new_table(
+        *text_columns,
+        *("bytes", "of it", "perplexity", "more", "in percent"),
+        num_text_columns=len(text_columns),
+        caption=f"{quality.scored_tokens} tokens of {quality.file}, in windows of "
+        f"{windows.context_tokens} every {windows.stride_tokens}",
+    )
     for score in quality.scores:
-        more = score.perplexity - first.perplexity
+        increase = score.perplexity - unquantized.perplexity
         table.add_row(
             score.weights,
-            *([score.cache] if cached else []),
+            *([score.cache] if has_caches else []),
             format_bytes(score.weight_bytes),
-            f"{score.weight_bytes / first.weight_bytes:.0%}",
+            f"{score.weight_bytes / unquantized.weight_bytes:.0%}",
             f"{score.perplexity:.4f}",
-            "" if score is first else f"{more:+.4f}",
-            "" if score is first else f"{more / first.perplexity:+.2%}",
+            "" if score is unquantized else f"{increase:+.4f}",
+            "" if score is unquantized else f"{increase / unquantized.perplexity:+.2%}",
         )
-    windows = quality.windows
-    table.caption = (
-        f"{quality.scored_tokens} tokens of {quality.file}, in windows of {windows.context_tokens} "
-        f"every {windows.stride_tokens}"
-    )
-    table.caption_justify = "left"
     stdout().print(table)
 
 
@@ -221,28 +199,24 @@ def _calibrate(gpus: str, as_json: bool) -> None:
         from duoka.tools.bench.calibrate import calibrate
 
         say("measuring")
-        measured = calibrate(fleet, progress=say)
+        calibrated = calibrate(fleet)
     if as_json:
-        typer.echo(json.dumps(to_dict(measured.calibration), indent=1))
+        typer.echo(json.dumps(to_dict(calibrated.calibration), indent=1))
     else:
-        _print(measured)
-    console = stderr()
-    if measured.path is None:
-        console.print("virtual GPUs: a rehearsal, of which nothing is kept", markup=False)
-    else:
-        console.print(f"kept in {measured.path}; remove it to forget", markup=False, soft_wrap=True)
+        _print_calibration(calibrated.calibration)
+    end = "virtual GPUs: a rehearsal, of which nothing is kept"
+    if calibrated.path is not None:
+        end = f"kept in {calibrated.path}; remove it to forget"
+    stderr().print(end, markup=False, soft_wrap=True)
 
 
-def _print(calibrated: Calibrated) -> None:
-    from rich import box
-    from rich.table import Table
-
-    measured = calibrated.calibration
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("GPU", overflow="fold")
-    for name in ("outside", "GB/s", "TFLOPs", "fp32", "launch", "from host"):
-        table.add_column(name, justify="right")
-    for gpu in measured.gpus:
+def _print_calibration(calibration: Calibration) -> None:
+    table = new_table(
+        *("GPU", "outside", "GB/s", "TFLOPs", "fp32", "launch", "from host"),
+        caption="outside: held outside torch's allocator; GB/s of its memory; TFLOPs in 16 bit;\n"
+        "from the host's pinned memory in GB/s",
+    )
+    for gpu in calibration.gpus:
         from_host = gpu.host_bytes_per_second
         table.add_row(
             gpu.product,
@@ -253,13 +227,8 @@ def _print(calibrated: Calibrated) -> None:
             f"{_number(gpu.launch_seconds, 1e-6)} µs",
             "–" if from_host is None else _number(from_host, 1e9),
         )
-    table.caption = (
-        "outside: held outside torch's allocator; GB/s of its memory; TFLOPs in 16 bit;\n"
-        "from the host's pinned memory in GB/s"
-    )
-    table.caption_justify = "left"
     stdout().print(table)
-    for link in measured.links:
+    for link in calibration.links:
         stdout().print(
             f"{link.source} → {link.target}  {_number(link.bytes_per_second, 1e9)} GB/s, "
             f"{_number(link.latency_seconds, 1e-6)} µs",

@@ -1,4 +1,4 @@
-"""``duoka demo``: everything, on a small new model."""
+"""``duoka demo``: train a small model, plan, prove, load and ask it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def demo(
     [bold]duoka demo[/] --keep demo-model
     """
     _check_new(keep)
-    # Beside its place, so that a directory that was half made is never taken for a checkpoint.
+    # In a scratch directory first: a half-made directory is never taken for a checkpoint.
     with tempfile.TemporaryDirectory(
         prefix=".duoka-demo-", suffix=".partial", dir=None if keep is None else keep.parent
     ) as scratch:
@@ -59,8 +59,8 @@ def _check_new(keep: Path | None) -> None:
 
 
 def _run(directory: Path) -> Demo:
-    # Threads that wait must not spin: on a machine that does other work as well, training would
-    # take ten times as long. torch's threads read this when torch is first imported.
+    # Waiting threads must not spin: beside other work on the machine, training would take ten times
+    # as long. torch's threads read this when torch is first imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     console = stderr()
     with console.status("starting") as status:
@@ -71,7 +71,7 @@ def _run(directory: Path) -> Demo:
             if not text.startswith("training step"):
                 console.print(f"{text} …")
 
-        return run_demo(directory, tell=report)
+        return run_demo(directory, report=report)
 
 
 def _show(done: Demo) -> None:

@@ -1,15 +1,13 @@
-"""``duoka bench MODEL``: deployments planned, run in turn, and compared."""
+"""``duoka bench MODEL``: plan, run and compare deployments."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich import box
 from rich.table import Table
 from rich.text import Text
 
@@ -19,11 +17,10 @@ from duoka.base.units import format_seconds, unit_for
 from duoka.errors import InfeasibleError
 from duoka.hardware.calibration import with_figures, with_links
 from duoka.hardware.fleet import Fleet
-from duoka.report.picture import refuse_without_matplotlib, save_picture
 
 from . import planning
 from .options import ModelOptions, PlanOptions
-from .terminal import check_file, stderr, stdout, working
+from .terminal import new_table, stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.tools.bench.deployments import Bench, Deployment, Rates
@@ -31,12 +28,9 @@ if TYPE_CHECKING:
     from .bench import BenchOptions
 
 
-def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
-    """Plan and run each deployment, and report; after Ctrl-C report the measured ones."""
-    runs = not wanted.forecast
-    if wanted.plot is not None:
-        check_file(wanted.plot, "the picture")
-        refuse_without_matplotlib()
+def bench_deployments(choice: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
+    """Plan and run each deployment, and report; after Ctrl-C report the results so far."""
+    runs = not choice.forecast
     served = replace(options, serve=True)
     checkpoint, request, fleet = planning.read_request(model, served, to_run=runs)
     fleet = duoka.Fleet.parse(fleet) if isinstance(fleet, str) else fleet
@@ -45,29 +39,29 @@ def bench_deployments(wanted: BenchOptions, options: PlanOptions, model: ModelOp
         stderr().print(text, markup=False, soft_wrap=True)
         runs = False
     with working():
-        if wanted.calibrate:
+        if choice.calibrate:
             fleet = _calibrated(fleet, request.gpus)
         from duoka.tools.bench.deployments import plan_deployments
 
-        forms = ["none", *wanted.forms(usual=[])]
-        bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=wanted.cpu)
+        forms = ["none", *choice.forms(usual=[])]
+        bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=choice.cpu)
     if not runs:
-        _report(bench, wanted.plot, as_json=wanted.json)
+        _report(bench, as_json=choice.json)
         return
     cases = list(bench.deployments)
     try:
         _measure(cases, checkpoint)
     finally:
         bench = replace(bench, deployments=tuple(cases))
-        _report(bench, wanted.plot, as_json=wanted.json)
+        _report(bench, as_json=choice.json)
 
 
 def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
-    """Measure the speed of the fleet; the figures of present GPUs are kept."""
+    """Measure the fleet, keep the figures of real GPUs, and return the fleet with these speeds."""
     say_import("torch")
     from duoka.tools.bench.calibrate import calibrate
 
-    calibrated = calibrate(fleet, progress=say)
+    calibrated = calibrate(fleet)
     if calibrated.path is not None:
         return duoka.Fleet.parse(gpus)
     figures = calibrated.calibration
@@ -79,7 +73,7 @@ def _calibrated(fleet: Fleet, gpus: str) -> Fleet:
 
 
 def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
-    """Run each planned deployment, and add its measurements."""
+    """Run each planned deployment, and put the measurement in its place."""
     with working():
         say_import("torch")
         from duoka.tools.bench.deployments import title
@@ -93,10 +87,10 @@ def _measure(cases: list[Deployment], checkpoint: duoka.Checkpoint) -> None:
                 cases[index] = measure(case, trust_remote_code=checkpoint.trust_remote_code)
 
 
-def _report(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
+def _report(bench: Bench, *, as_json: bool) -> None:
     from duoka.tools.bench.deployments import command, recommend, title
 
-    best, why = recommend(bench)
+    best, reasons = recommend(bench)
     words = "" if best is None else ": ".join(filter(None, (title(best), command(best))))
 
     if as_json:
@@ -104,51 +98,42 @@ def _report(bench: Bench, plot: Path | None, *, as_json: bool) -> None:
     else:
         console = stdout()
         console.print(_table(bench))
-        console.print(*map(Text, why), sep="\n", soft_wrap=True)
+        console.print(*map(Text, reasons), sep="\n", soft_wrap=True)
         if words:
             console.print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
     if best is None:
         hint = "what stands beside each says why"
         raise InfeasibleError(f"{bench.model} can't be run in any of these ways", hint=hint)
-    if plot is not None:
-        from duoka.tools.bench.deployment_plot import draw_bench
-
-        save_picture(draw_bench(bench), plot)
-        stderr().print(f"drawn: {plot}", markup=False, soft_wrap=True)
 
 
 def _table(bench: Bench) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("deployment")
-    for head in ("one", "all", "prompts", "first", "idle"):
-        table.add_column(head, justify="right", no_wrap=True)
     sizes = [gpu["forecast_bytes"] for case in bench.deployments for gpu in case.memory()]
     unit, divisor = unit_for(max(sizes, default=0))
+    work = bench.workload
+    table = new_table(
+        *("deployment", "one", "all", "prompts", "first", "idle"),
+        caption=f"{bench.model}: {work.batch} requests of up to {work.prompt_tokens} + "
+        f"{work.new_tokens} tokens. tokens/s of one answer alone, of all at once, and of all "
+        "prompts; time to the first token of one; idle: of the GPUs' time with all requests; "
+        "memory reserved. Forecasts are in parentheses.",
+    )
     table.add_column(unit)
     for case in bench.deployments:
         pairs = zip(_cells(case.measured), _cells(case.forecast), strict=True)
         cells = ["\n".join([now, f"({then})" * bool(then)]).strip() or "–" for now, then in pairs]
         memory = Text("\n".join(filter(None, [case.trouble, *_memory(case, divisor)])))
         table.add_row(f"{case.name}\n{case.weights}", *cells, memory)
-    work = bench.workload
-    table.caption = Text(
-        f"{bench.model}: {work.batch} requests of up to {work.prompt_tokens} + {work.new_tokens} "
-        "tokens. tokens/s of one answer alone, of all at once, and of all prompts; time to the "
-        "first token of one; idle: of the GPUs' time with all requests; memory reserved. Forecasts "
-        "are in parentheses."
-    )
-    table.caption_justify = "left"
     return table
 
 
 def _cells(rates: Rates | None) -> list[str]:
-    from duoka.tools.bench.deployments import Rates, speed_text
+    from duoka.tools.bench.deployments import Rates, format_speed
 
     rates = rates or Rates()
     speeds = rates.one_tokens_per_second, rates.many_tokens_per_second
-    cells = [speed and speed_text(speed) for speed in (*speeds, rates.prefill_tokens_per_second)]
-    first, idle = rates.first_token_seconds, rates.idle_share
-    cells += [first and format_seconds(first), None if idle is None else f"{idle:.0%}"]
+    cells = [speed and format_speed(speed) for speed in (*speeds, rates.prefill_tokens_per_second)]
+    seconds, idle = rates.first_token_seconds, rates.idle_share
+    cells += [seconds and format_seconds(seconds), None if idle is None else f"{idle:.0%}"]
     return [cell or "" for cell in cells]
 
 

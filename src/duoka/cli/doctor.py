@@ -1,4 +1,4 @@
-"""``duoka doctor``: what is wrong with a machine, and what to do."""
+"""``duoka doctor``: findings about the machine and a model, with advice."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def doctor(
     check_file(bundle, "the report")
     if options.gpus is not None:
         planning.read_fleet(options.gpus)
-    named = None
+    facts = None
     if model.model is not None:
-        named = tool.ModelFacts(model.model, partial(_plan, model.model, options))
+        facts = tool.ModelFacts(model.model, partial(_plan, model.model, options))
     with working("looking at this machine"):
-        diagnosis = tool.diagnose(options.gpus, named)
+        diagnosis = tool.diagnose(options.gpus, facts)
     if bundle is not None:
         write_file(bundle, tool.bundle(diagnosis, redact))
     if json:
@@ -80,7 +80,7 @@ def doctor(
 
 
 def _plan(model: str, options: PlanOptions) -> duoka.Plan:
-    """The plan that `duoka plan` makes of it; what is being done is shown already."""
+    """Plan a model as `duoka plan` does, without a progress display of its own."""
     checkpoint = duoka.Checkpoint.open(model)
     workload = planning.shorten_default(
         planning.read_workload(options), checkpoint.max_context_tokens, options
@@ -105,7 +105,7 @@ def _print(diagnosis: Diagnosis) -> None:
 
 
 def _text(name: str, finding: Finding) -> Text:
-    """What was found; of what needs no look, on one line."""
+    """Render a finding: a line, and its meaning and advice if any."""
     text = Text.assemble((f"{name}: ", "dim"), finding.text)
     if finding.meaning:
         text.append(f"\n{finding.meaning}", "dim")

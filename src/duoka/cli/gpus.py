@@ -1,4 +1,4 @@
-"""``duoka gpus``: what is there."""
+"""``duoka gpus``: this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
 from duoka.base.units import format_bytes
@@ -16,7 +15,7 @@ from duoka.hardware.detect import PresentGpu, survey
 from duoka.hardware.links import Way
 
 from .groups import with_groups
-from .terminal import stdout
+from .terminal import new_table, stdout
 
 _MOST_PAIRS = 6
 
@@ -31,7 +30,7 @@ def gpus(
     """
     present, ways = survey()
     if json:
-        links = [{"first": one, "second": two, **asdict(way)} for one, two, way in ways]
+        links = [{"first": source, "second": target, **asdict(way)} for source, target, way in ways]
         data = {"gpus": [gpu.to_dict() for gpu in present], "links": links}
         typer.echo(json_format.dumps(data, indent=1))
         return
@@ -42,12 +41,7 @@ def gpus(
 
 
 def _table(present: Sequence[PresentGpu]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("--gpus", overflow="fold")
-    table.add_column("torch", no_wrap=True)
-    table.add_column("GPU", overflow="fold")
-    for name in ("memory", "free", "to plan for"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = new_table("--gpus", "torch", "GPU", "memory", "free", "to plan for", num_text_columns=3)
     for gpu in present:
         budget = None if gpu.trouble else gpu.budget_bytes
         sizes = (gpu.part.total_bytes, gpu.part.free_bytes, budget)
@@ -57,7 +51,7 @@ def _table(present: Sequence[PresentGpu]) -> Table:
 
 
 def _remarks(present: Sequence[PresentGpu]) -> Iterator[str]:
-    """Who uses a GPU, and why one can't be used."""
+    """Describe other processes on each GPU, and unusable GPUs."""
     for gpu in present:
         for process in gpu.processes:
             size = "" if process.used_bytes is None else f" has {format_bytes(process.used_bytes)}"
@@ -67,11 +61,11 @@ def _remarks(present: Sequence[PresentGpu]) -> Iterator[str]:
 
 
 def _links(ways: Sequence[tuple[str, str, Way]]) -> Iterator[str]:
-    """Pairs that are connected alike, together; the most common kind last."""
-    alike: dict[Way, list[str]] = {}
-    for first, second, way in ways:
-        alike.setdefault(way, []).append(f"{first}–{second}")
-    for way, pairs in sorted(alike.items(), key=lambda item: len(item[1])):
-        named = ", ".join(pairs) if len(pairs) <= _MOST_PAIRS else f"{len(pairs)} pairs"
+    """Describe the links between GPUs, grouped by kind, the most common kind last."""
+    pairs_by_way: dict[Way, list[str]] = {}
+    for source, target, way in ways:
+        pairs_by_way.setdefault(way, []).append(f"{source}–{target}")
+    for way, pairs in sorted(pairs_by_way.items(), key=lambda item: len(item[1])):
+        names = ", ".join(pairs) if len(pairs) <= _MOST_PAIRS else f"{len(pairs)} pairs"
         by = "by NVLink" if way.kind == "NVLink" else "over PCIe, through the host"
-        yield f"{named}: about {way.bytes_per_second / 1e9:.0f} GB/s {by}"
+        yield f"{names}: about {way.bytes_per_second / 1e9:.0f} GB/s {by}"

@@ -15,7 +15,7 @@ import duoka
 from duoka.base.serialization import to_dict
 from duoka.errors import InfeasibleError, PlacementError, UsageError
 from duoka.forecast.workload import Training
-from duoka.hardware.detect import tell_numbers
+from duoka.hardware.detect import describe_numbers
 from duoka.planner.plan_profile import map_of
 from duoka.planner.replicas import Replicas
 from duoka.report.export import TOOLS, Pins, plan_for_tool, refuse_names, refuse_unknown
@@ -123,7 +123,7 @@ class PlanOutput(NamesOption):
         from duoka.report.terminal import render_explanation, render_plan
 
         stdout().print(render_plan(plan))
-        numbers = tell_numbers(plan.fleet.only(plan.devices).devices)
+        numbers = describe_numbers(plan.fleet.only(plan.devices).devices)
         if numbers:
             stdout().print(numbers, markup=False)
         if explanation is not None:

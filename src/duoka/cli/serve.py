@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +26,7 @@ from .terminal import stderr, stdout, working
 
 if TYPE_CHECKING:
     from duoka.serve.address import Address
-    from duoka.serve.messages import Begin
+    from duoka.serve.messages import EngineSettings
     from duoka.serve.pool import EnginePool
     from duoka.serve.service import Service
 
@@ -129,13 +130,12 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     port = _PORT if server.port is None else server.port
     address = Address(host=server.host or "127.0.0.1", port=port, key=server.key())
     _refuse_open(address, server)
-    queue = _MAX_QUEUE if server.max_queue is None else server.max_queue
-    if server.cluster is None:
-        pool, name = _on_this_machine(server, options, model, queue)
-    else:
+    if server.cluster is not None:
         choose("cluster", server.cluster, _CLUSTERS)
         _refuse_missing("ray", "ray")
-        pool, name = _on_ray(server, options, model, queue)
+        _serve_on_ray(server, options, model, address)
+        return
+    pool, name = _on_this_machine(server, options, model)
     service = Service(
         pool, name, has_key=address.key is not None, fetches_images=server.allow_image_urls
     )
@@ -143,7 +143,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
 
 
 def _on_this_machine(
-    server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
+    server: ServeOptions, options: PlanOptions, model: ModelOptions
 ) -> tuple[EnginePool, str]:
     """Engines on this machine, and what clients call the model."""
     from duoka.serve.pool import EnginePool
@@ -151,17 +151,18 @@ def _on_this_machine(
     plans = _plans(options, model)
     for plan in plans:
         stderr().print(f"loading {plan.model} on {', '.join(plan.devices)}", markup=False)
-    pool = EnginePool([_begin(plan, server, options, model) for plan in plans], queue)
+    settings = [_engine_settings(plan, server, options, model) for plan in plans]
+    pool = EnginePool(settings, _max_queue(server))
     return pool, server.name or Path(plans[0].source).name
 
 
-def _begin(
+def _engine_settings(
     plan: duoka.Plan, server: ServeOptions, options: PlanOptions, model: ModelOptions
-) -> Begin:
+) -> EngineSettings:
     """How an engine is opened."""
-    from duoka.serve.messages import Begin
+    from duoka.serve.messages import EngineSettings
 
-    return Begin(
+    return EngineSettings(
         plan=plan,
         max_new_tokens=options.most_new_tokens,
         trust_remote_code=model.trust_remote_code,
@@ -169,12 +170,17 @@ def _begin(
     )
 
 
-def _on_ray(
-    server: ServeOptions, options: PlanOptions, model: ModelOptions, queue: int
-) -> tuple[EnginePool, str]:
-    """Replicas on the nodes of a Ray cluster, and what clients call the model."""
-    from duoka.serve.on_ray.nodes import connect, deal, find_kinds, read_bounds
-    from duoka.serve.on_ray.pool import RayPool, ReplicaSettings
+def _max_queue(server: ServeOptions) -> int:
+    return _MAX_QUEUE if server.max_queue is None else server.max_queue
+
+
+def _serve_on_ray(
+    server: ServeOptions, options: PlanOptions, model: ModelOptions, address: Address
+) -> None:
+    """Serve with replicas on the nodes of a Ray cluster."""
+    from duoka.serve.on_ray.nodes import choose_bounds, connect, plan_nodes, read_bounds
+    from duoka.serve.on_ray.replica import ReplicaSettings
+    from duoka.serve.on_ray.server import serve_on_ray
 
     refuse_beside(given_options(options, "plan_file"), "--on ray", "each kind of nodes has a plan")
     bounds = read_bounds(options.replicas)
@@ -189,22 +195,26 @@ def _on_ray(
                 return plan_copies(checkpoint, request, fleet, 1, suggest=False).plans[0]
             return plan_request(checkpoint, request, fleet, suggest=False)
 
-    kinds, left_out = find_kinds(options.gpus, checkpoint.source, plan_for)
-    parts = [
-        ReplicaSettings(
-            kind=kind, begin=_begin(kind.plan, server, options, model), low=low, high=high
-        )
-        for kind, (low, high) in zip(kinds, deal(bounds, [k.room for k in kinds]), strict=True)
-        if high
-    ]
+    cluster, left_out = plan_nodes(options.gpus, checkpoint.source, plan_for)
+    low, high = choose_bounds(bounds, cluster.room)
+    settings = ReplicaSettings(
+        engines={
+            node_id: _engine_settings(plan, server, options, model)
+            for node_id, plan in cluster.plans.items()
+        },
+        model=server.name or Path(checkpoint.source).name,
+        max_queue=_max_queue(server),
+        key=address.key,
+        is_local=address.is_local and address.key is None,
+        fetches_images=server.allow_image_urls,
+    )
     lines = [f"left out: {text}" for text in left_out]
-    for part in parts:
-        number = str(part.low) if part.low == part.high else f"{part.low} to {part.high}"
-        gpus = format_count(part.kind.gpus, "GPU")
-        lines.append(f"replicas: {number}, each on {gpus} of {', '.join(part.kind.nodes)}")
+    number = str(low) if low == high else f"{low} to {high}"
+    gpus = format_count(cluster.gpus_per_replica, "GPU")
+    lines.append(f"replicas: {number}, each on {gpus} of {', '.join(cluster.names)}")
     stderr().print("\n".join(lines), markup=False, soft_wrap=True)
-    name = server.name or Path(checkpoint.source).name
-    return RayPool(parts, name, queue), name
+    show = partial(_show_address, model=settings.model, has_key=address.key is not None)
+    serve_on_ray(cluster, (low, high), settings, address, on_ready=show)
 
 
 def _refuse_missing(extra: str, *modules: str) -> None:
@@ -289,7 +299,7 @@ def _tell(service: Service, url: str) -> None:
     """Say on one screen what is served, and how to ask."""
     engines = service.pool.engines
     for engine in engines:
-        ready, plan = engine.ready, engine.begin.plan
+        ready, plan = engine.capacity, engine.settings.plan
         assert ready is not None, "it is ready"
         most = min(ready.sequences, ready.pages * ready.page_tokens // ready.context_tokens)
         stderr().print(
@@ -297,11 +307,15 @@ def _tell(service: Service, url: str) -> None:
             f"{most} of them where each has all of its {ready.context_tokens:,} tokens",
             markup=False,
         )
+    _show_address(url, service.model, has_key=service.has_key)
+
+
+def _show_address(url: str, model: str, *, has_key: bool) -> None:
     request: dict[str, Any] = {
-        "model": service.model,
+        "model": model,
         "messages": [{"role": "user", "content": "你好"}],
     }
-    key = ' -H "Authorization: Bearer $KEY"' if service.has_key else ""
+    key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
     data = json.dumps(request, ensure_ascii=False)
     stdout().print(f"{url}  (a page to chat with; /v1 for OpenAI's clients)", markup=False)
     text = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{data}'"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
@@ -23,6 +24,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from duoka.base.files import write_whole
@@ -60,6 +62,21 @@ def stdout() -> Console:
 def stderr() -> Console:
     """Return the console for everything else."""
     return _Console(stderr=True, highlight=False)
+
+
+def new_table(*columns: str, num_text_columns: int = 1, caption: str = "") -> Table:
+    """Make a table of figures: columns of text on the left, then columns of numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, name in enumerate(columns):
+        is_text = place < num_text_columns
+        table.add_column(
+            name,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold" if is_text else "ellipsis",
+        )
+    table.caption, table.caption_justify = Text(caption) if caption else None, "left"
+    return table
 
 
 @contextmanager

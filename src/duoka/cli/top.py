@@ -1,4 +1,4 @@
-"""``duoka top``: every GPU now."""
+"""``duoka top``: live view of every GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from duoka.errors import UsageError
 
 from . import signals
 from .groups import with_groups
-from .options import refuse_beside
 from .terminal import check_file, stdout
 
 if TYPE_CHECKING:
@@ -30,13 +29,7 @@ def top(
     json: Annotated[bool, typer.Option("--json", help="With --once, as JSON.")] = False,
     csv: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Append a row for each GPU; duoka plot draws them."),
-    ] = None,
-    prometheus: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[HOST]:PORT", help="Answer Prometheus; without HOST only this machine's."
-        ),
+        typer.Option(metavar="FILE", help="Append a row for each GPU."),
     ] = None,
     interval: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long from one look to the next.")
@@ -49,17 +42,13 @@ def top(
     [bold]duoka top[/] --once --json
 
     [bold]duoka top[/] --csv run.csv --interval 5
-
-    [bold]duoka top[/] --prometheus :9400
     """
     if json and not once:
         raise UsageError("--json shows one moment", hint="say --once as well")
-    if once and prometheus is not None:
-        refuse_beside(["--prometheus"], "--once", "leave either out")
     if not 0.1 <= interval <= 86400:
         raise UsageError(f"--interval {interval:g} can't be", hint="write 0.1 to 86400 seconds")
     check_file(csv, "the recording")
-    from duoka.tools.top.record import Exporter, csv_file
+    from duoka.tools.top.record import csv_file
     from duoka.tools.top.show import View
     from duoka.tools.top.snapshot import Monitor
 
@@ -69,8 +58,6 @@ def top(
         takers: list[Callable[[GpuSnapshot], None]] = []
         if csv is not None:
             takers.append(opened.enter_context(csv_file(csv)))
-        if prometheus is not None:
-            takers.append(opened.enter_context(closing(Exporter(prometheus))).take)
         ends = once or not (console.is_terminal or takers)
         if console.is_terminal and not ends:
             screen = opened.enter_context(Live(console=console, auto_refresh=False, screen=True))
@@ -85,7 +72,7 @@ def top(
 def _watch(
     monitor: Monitor, takers: Sequence[Callable[[GpuSnapshot], None]], interval: float | None
 ) -> GpuSnapshot:
-    """Look once, or again and again until Ctrl-C, which is how one leaves; the last snapshot."""
+    """Take a snapshot, or repeatedly until Ctrl-C; return the last snapshot."""
     snapshot = monitor.look()
     try:
         while True:

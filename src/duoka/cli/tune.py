@@ -158,7 +158,8 @@ def tune(model: ModelOptions, options: TuneOptions) -> None:
     if options.save is None and not options.dry_run:
         raise UsageError("nothing says where to keep the run", hint="--save DIR")
     say_import("torch")
-    from duoka.tuner.worker import LOST, LostError
+    from duoka.tuner.worker import LostError
+    from duoka.workers.worker import LOST
 
     try:
         _tell(_resume(options) if options.resume else _start(options, model))

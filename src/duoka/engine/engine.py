@@ -28,6 +28,7 @@ from duoka.planner.out_of_memory import OutOfMemory
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime.lost_gpu import find_lost_gpu
+from duoka.runtime.out_of_memory import describe
 from duoka.runtime.prompt_reader import refuse_beyond
 
 from .detokenizer import Detokenizer
@@ -430,11 +431,8 @@ class Engine:
 
     def _out_of_memory(self, error: Exception, num_tokens: int) -> OutOfMemory:
         """What the one who asked is told of it."""
-        # Behind the first sentences there is advice on PyTorch's allocator.
-        text = ". ".join(str(error).split(". ")[:3])
-        lines = [f"out of memory, for {format_count(num_tokens, 'token')}: {text}"]
-        lines += getattr(error, "__notes__", ())
-        return OutOfMemory("\n".join(lines), self._plan, getattr(error, "available_bytes", {}))
+        text = f"out of memory, for {format_count(num_tokens, 'token')}: {describe(error)}"
+        return OutOfMemory(text, self._plan, getattr(error, "available_bytes", {}))
 
     def _fail(self, error: Exception) -> None:
         """Nothing can be computed any more."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
-from duoka.forecast.serving import Capacity
+from duoka.forecast.serving import Capacity, WarmUp
 from duoka.forecast.workload import PAGED_CACHES, Workload
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
@@ -27,7 +27,7 @@ from duoka.runtime.paged_steps import reads_pages
 from duoka.runtime.publisher import BusyShares, Publisher
 
 from .cached_model import CachedModel
-from .paged_model import PagedModel, WarmUp
+from .paged_model import PagedModel
 from .request import SamplingParams
 from .sampler import SamplingRow, sample
 from .step import Chunk, EngineStep, Outcome

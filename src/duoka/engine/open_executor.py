@@ -7,7 +7,7 @@ import os
 from duoka.api.load import OpenedModel, Progress, load_proved, prove_here, read_adapter_for
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import DuokaError, ModelError, UsageError
-from duoka.forecast.serving import PAGE_TOKENS, Capacity
+from duoka.forecast.serving import PAGE_TOKENS, Capacity, WarmUp
 from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
@@ -17,7 +17,7 @@ from duoka.stages.route import Routes
 
 from .executor import Executor, InlineExecutor
 from .generation_rules import GenerationRules
-from .paged_model import WarmUp, find_routes
+from .paged_model import find_routes
 from .staged_executor import StagedExecutor
 
 

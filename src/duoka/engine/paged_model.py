@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
-from duoka.forecast.serving import Capacity, StepSize
+from duoka.forecast.serving import Capacity, StepSize, WarmUp
 from duoka.planner.placement import Placement
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.paged_steps import PagedStep, PagedStepper
@@ -21,8 +21,6 @@ from .request import SamplingParams
 from .sampler import SamplingRow
 from .step import Chunk
 
-WarmUp = Literal["first", "largest", "every"]
-"""The steps that are computed before anybody asks: the one that makes pages, and which others."""
 _GREEDY_ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 # The steps of which routes are found: tokens, and rows of logits. Each of the two is larger once,
 # and none of them is padded.
@@ -72,12 +70,7 @@ class PagedModel:
             If the model's code does more than causal attention, once in each layer.
         """
         try:
-            if warm_up == "every":
-                self._stepper.warm_up()
-            elif warm_up == "largest":
-                self._stepper.run_largest()
-            else:
-                self._stepper.start()
+            self._stepper.warm_up(warm_up)
         except Exception as error:  # whatever code raises that reads the mask, which is none
             self.close()
             if isinstance(error, (ModelError, torch.OutOfMemoryError)) or find_lost_gpu(error):

@@ -1,12 +1,9 @@
-"""A process that has the stages of a device: ``python -m duoka.engine``."""
+"""The worker process of a device, with its stages: ``python -m duoka.engine``."""
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass
@@ -17,7 +14,6 @@ from typing import NamedTuple
 import torch
 
 from duoka.base.garbage import freeze_objects
-from duoka.base.portable import portable
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import GpuLostError
 from duoka.forecast.serving import Capacity
@@ -36,23 +32,22 @@ from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.micro_batch import StageMicroBatch
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import Notes, SharedMemory, SharedMemoryChannel
-from duoka.stages.workers import end_with_parent
+from duoka.workers.portable import make_portable
+from duoka.workers.worker import run_with_channel
 
 from .executor import outcomes_of
 from .paged_model import PagedModel
 from .step import EngineStep, Outcome
 
 _BEAT_SECONDS = 0.25
-LOST, DEFECT = 75, 70
-"""The exit codes of a process that ends because another one did, and of one with a defect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a process is to have: the stages of a plan that are on a device.
+    """The settings of a worker process: its device, whose stages it runs, and its channels.
 
-    `memory` and `sockets` are how tensors reach the others, and `rank` is the number that it has
-    among them (`stages.shared_memory`); `adapter`, in native form, is added to the weights.
+    `memory` and `sockets` carry tensors between the processes, which are numbered by `rank`
+    (`stages.shared_memory`); `adapter`, in native form, is added to the weights.
     """
 
     plan: Plan
@@ -67,7 +62,7 @@ class WorkerSettings:
 
 
 class StageReport(NamedTuple):
-    """What a process tells of a step: that it has failed, or what came of it in the last stage."""
+    """The failure of a step in a process, or its outcomes in the last stage."""
 
     number: int
     outcome: list[Outcome] | Exception
@@ -75,35 +70,37 @@ class StageReport(NamedTuple):
 
 
 class _StageWorker:
-    """The stages of one process."""
+    """The stages of a process."""
 
-    def __init__(self, part: WorkerSettings) -> None:
-        plan, names = part.plan, part.routes.devices
-        devices.materialise(Fleet(devices=(plan.fleet.device(part.device),)))
-        self._device = torch.device(part.device)
+    def __init__(self, settings: WorkerSettings) -> None:
+        plan, names = settings.plan, settings.routes.devices
+        devices.materialise(Fleet(devices=(plan.fleet.device(settings.device),)))
+        self._device = torch.device(settings.device)
         devices.make_current(self._device)
-        checkpoint = Checkpoint.open(plan.source, trust_remote_code=part.trust_remote_code)
+        checkpoint = Checkpoint.open(plan.source, trust_remote_code=settings.trust_remote_code)
         plan.refuse_other(checkpoint.fingerprint, plan.source)  # it may be started again much later
         model = build_model(checkpoint, plan.workload)
         load_weights(model, checkpoint, plan.placement, only=self._device)
-        if part.adapter is not None:
-            merge_adapter(model, part.adapter)
-        shares = BusyShares(lambda: {part.device: self._busy_seconds})
-        self.publisher = Publisher(plan, model, [part.device], busy_shares=shares)
+        if settings.adapter is not None:
+            merge_adapter(model, settings.adapter)
+        shares = BusyShares(lambda: {settings.device: self._busy_seconds})
+        self.publisher = Publisher(plan, model, [settings.device], busy_shares=shares)
         self._interceptor = BlockInterceptor(model, plan.placement)
-        self._paged = PagedModel(model, part.capacity)
-        self._routes = part.routes
+        self._paged = PagedModel(model, settings.capacity)
+        self._routes = settings.routes
         ranks = [plan.devices.index(name) for name in names]
-        self._channel = SharedMemoryChannel(part.memory, part.sockets, ranks, self._device)
-        self._stages = [stage for stage, name in enumerate(names) if name == part.device]
-        self._memory, self._rank = part.memory, part.rank
+        self._channel = SharedMemoryChannel(settings.memory, settings.sockets, ranks, self._device)
+        self._stages = [stage for stage, name in enumerate(names) if name == settings.device]
+        self._memory, self._rank = settings.memory, settings.rank
         self._busy_seconds = 0.0
-        # Visits of steps to this process's later stages.
+        # A plan may come back to this device (a head tied to the embedding): with the stages 0 and
+        # 2 here step n is kept as (n, 2) after stage 0. A new step of the driver goes first, so
+        # that no other device waits for this one; else the oldest kept stage is computed.
         self._later: deque[tuple[EngineStep, PagedStep, int]] = deque()
 
     def serve(self, driver: Connection) -> None:
-        """Compute steps until there are no more."""
-        first, *later_stages = self._stages
+        """Compute steps until the driver sends None."""
+        first_stage, *later_stages = self._stages
         while True:
             while self._later and not driver.poll():
                 self._visit(driver, *self._later.popleft())
@@ -113,7 +110,7 @@ class _StageWorker:
                 return
             paged = self._paged.step(step.chunks, step.size)
             self._later.extend((step, paged, stage) for stage in later_stages)
-            self._visit(driver, step, paged, first)
+            self._visit(driver, step, paged, first_stage)
 
     def _note_peaks(self) -> None:
         peaks = devices.peak_bytes(self._device)
@@ -123,23 +120,25 @@ class _StageWorker:
 
     @torch.no_grad()
     def _visit(self, driver: Connection, step: EngineStep, paged: PagedStep, stage: int) -> None:
-        """Compute what a stage has to do for a step, and tell of it."""
+        """Compute a stage of a step, and report its outcome."""
         route = self._routes.at(paged.num_tokens, len(paged.last_rows))
-        part = StageMicroBatch(route, stage, step.number, self._channel, self._device, learns=False)
+        micro_batch = StageMicroBatch(
+            route, stage, step.number, self._channel, self._device, learns=False
+        )
         begin, waited = time.perf_counter(), self._channel.waited_seconds
         is_last = stage == len(self._routes.devices) - 1
         failure = None
         try:
-            logits = part.forward(self._interceptor, self._paged.call(paged, self._device))
+            logits = micro_batch.forward(self._interceptor, self._paged.call(paged, self._device))
             if logits is not None:
                 if step.size is not None:
                     draw_in_every_way(logits)
                 driver.send(StageReport(step.number, outcomes_of(step, logits), is_last))
-        except (EOFError, OSError):  # another process is gone
+        except (EOFError, OSError):  # another process is lost
             raise
         except Exception as error:
             lost = find_lost_gpu(error, str(self._device))
-            failure = lost or portable(explain(error, self.publisher))
+            failure = lost or make_portable(explain(error, self.publisher))
             failure.__traceback__ = None  # which holds what was on the device
         seconds = time.perf_counter() - begin - (self._channel.waited_seconds - waited)
         self._busy_seconds += seconds
@@ -153,43 +152,30 @@ class _StageWorker:
                 raise failure
             if isinstance(failure, torch.OutOfMemoryError):
                 devices.give_back()
-            part.abandon()
+            micro_batch.abandon()
 
 
 def main() -> None:
-    """The entry of a process: the socket of its driver is its last argument."""
-    end_with_parent()
-    driver: Connection = Connection(int(sys.argv[-1]))
-    code = 0
-    try:
-        _serve(driver)
-    except (EOFError, OSError):  # the driver or another process is gone
-        code = LOST
-    except GpuLostError as error:  # which the driver has been told
-        code = error.exit_code
-    except Exception:
-        traceback.print_exc()
-        code = DEFECT
-    sys.stderr.flush()
-    os._exit(code)  # whatever threads there may be
+    """Run the worker process."""
+    run_with_channel(_serve)
 
 
 def _serve(driver: Connection) -> None:
-    part: WorkerSettings = driver.recv()
-    threading.Thread(target=_beat, args=(part.memory, part.rank), daemon=True).start()
+    settings: WorkerSettings = driver.recv()
+    threading.Thread(target=_beat, args=(settings.memory, settings.rank), daemon=True).start()
     try:
-        worker = _StageWorker(part)
-    except Exception as error:
-        driver.send(find_lost_gpu(error, part.device) or portable(error))
+        worker = _StageWorker(settings)
+    except Exception as error:  # whatever the model's code raises: the driver raises it
+        driver.send((None, find_lost_gpu(error, settings.device) or make_portable(error)))
         return
+    driver.send((None, None))
     freeze_objects()
-    driver.send(None)
     with closing(worker.publisher.start()):
         worker.serve(driver)
 
 
 def _beat(memory: SharedMemory, rank: int) -> None:
-    """Show that this process is alive."""
+    """Change the number of this process's signs of life regularly."""
     for number in count(1):
         memory.beat(rank, number)
         time.sleep(_BEAT_SECONDS)

@@ -1,8 +1,8 @@
-"""The executor of several processes: one for each device of a plan, which has its stages.
+"""The executor of a plan on several devices: a worker process for the stages of each device.
 
-The driver, this process, has neither weights nor a GPU: it sends every process each step, and is
-told what came of it. Steps go through the stages one behind the other. A process that ends, or that
-is stopped, takes the others with it, and the executor is lost: who has it may make another one.
+The driver, this process, has neither weights nor a GPU: it sends each step to every worker, and
+receives the outcome from the last stage. Steps follow one another through the stages. The loss of a
+worker, or its silence, ends the other workers and the executor.
 """
 
 from __future__ import annotations
@@ -15,38 +15,36 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
-from multiprocessing import Pipe
 from multiprocessing.connection import wait
 
 from duoka.base.files import why
 from duoka.errors import GpuLostError, MachineError
-from duoka.forecast.serving import FIRST, Capacity, StepSize
+from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
 from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import SharedMemory, connect
-from duoka.stages.workers import Workers, describe_end
+from duoka.workers import supervision
+from duoka.workers.channel import open_result
+from duoka.workers.group import WorkerGroup
+from duoka.workers.supervision import LOOK_SECONDS, SilenceCounter
 
 from .executor import Result
-from .paged_model import WarmUp
-from .stage_worker import LOST, StageReport, WorkerSettings
+from .stage_worker import StageReport, WorkerSettings
 from .step import EngineStep
 
 _MODULE = "duoka.engine"
 # A step that takes so many times as long as reading all prompts at once does by the forecast hangs;
 # and one that takes so many seconds where that is less, or nothing is forecast.
-_TIMES, _LEAST_SECONDS, _UNKNOWN_SECONDS = 100.0, 60.0, 900.0
+_TIMES, _MIN_SECONDS, _UNKNOWN_SECONDS = 100.0, 60.0, 900.0
 _GRACE_SECONDS = 2.0
-# A process that shows no sign of life for so long is stopped, or hangs; counted are looks, not
-# seconds, since this process may have been stopped as well.
-_LOOK_SECONDS, _SILENT_SECONDS = 0.5, 60.0
 # Before its first sign of life a process imports torch, which can take long on a slow disk.
 _IMPORT_SECONDS = 300.0
 
 
 class WorkerError(MachineError):
-    """A process of the engine has ended, or a step in it doesn't."""
+    """The loss of a worker of the engine, or a step without an end."""
 
 
 class StagedExecutor:
@@ -86,20 +84,20 @@ class StagedExecutor:
         self.num_steps = len(plan.devices)
         self._plan = plan
         self._routes = routes
-        self._steps_first: WarmUp = warm_up
+        self._warm_up_steps: WarmUp = warm_up
         self._trust_remote_code = trust_remote_code
         self._adapter = adapter
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
-        self._most_seconds = _limit(plan)
+        self._step_limit = _step_limit_seconds(plan)
         self._failures: dict[int, Exception] = {}
         self._results: deque[Result] = deque()
         # Steps on their way, and when one was last heard of.
         self._num_open, self._heard_at = 0, 0.0
-        # Signs of life as they were when all had changed, and how many looks ago that was.
+        # Signs of life as they were when all had changed, and for how long one hasn't.
         self._beats: list[int] = []
-        self._num_looks, self._next_look = 0, 0.0
-        self._opened = ExitStack()
+        self._silence, self._next_look = SilenceCounter(), 0.0
+        self._resources = ExitStack()
         try:
             self._load(self._start_workers(len(plan.devices)))
             self._warm_up()
@@ -116,28 +114,22 @@ class StagedExecutor:
         """See `Executor`: the processes have warmed up."""
 
     def _start_workers(self, number: int) -> list[list[int]]:
-        """Start the processes, with all that joins them; the numbers of their sockets."""
-        capacity, opened = self.capacity, self._opened
+        """Start the workers with their shared memory; return the sockets between them, by rank."""
+        capacity, resources = self.capacity, self._resources
         most_tokens = capacity.tokens(max(capacity.step_tokens, capacity.sequences))
         largest = self._routes.at(most_tokens, capacity.logits(capacity.sequences))
         with ExitStack() as for_workers:
             self._memory = SharedMemory(largest, self.num_steps, number)
-            opened.callback(self._memory.close)
+            resources.callback(self._memory.close)
             sockets = connect(number)
-            for end in chain(*sockets):
-                if end >= 0:
-                    for_workers.callback(os.close, end)
-            pipes = [Pipe() for _ in range(number)]
-            for driver_end, worker_end in pipes:
-                opened.enter_context(driver_end)
-                for_workers.enter_context(worker_end)
-            descriptors = [
-                [worker_end.fileno(), self._memory.descriptor, *(end for end in ends if end >= 0)]
-                for (_, worker_end), ends in zip(pipes, sockets, strict=True)
-            ]
-            self._workers = Workers(_MODULE, (), number, descriptors=descriptors)
-            self._drivers = [driver_end for driver_end, _ in pipes]
-            opened.callback(self._end_workers)
+            descriptors = [[end for end in ends if end >= 0] for ends in sockets]
+            for end in chain(*descriptors):
+                for_workers.callback(os.close, end)
+            for ends in descriptors:
+                ends.append(self._memory.descriptor)
+            self._workers = WorkerGroup(_MODULE, number, descriptors=descriptors, has_channels=True)
+            self._drivers = self._workers.channels
+            resources.callback(self._end_workers)
         return sockets
 
     def submit(self, step: EngineStep) -> None:
@@ -161,12 +153,12 @@ class StagedExecutor:
         try:
             return self._wait()
         except BaseException:
-            self._opened.close()
+            self._resources.close()
             raise
 
     def _wait(self) -> Result | None:
         while not self._results:
-            ready = wait([*self._drivers, self._woken], _LOOK_SECONDS)
+            ready = wait([*self._drivers, self._woken], LOOK_SECONDS)
             for rank, driver in enumerate(self._drivers):
                 if driver in ready:
                     self._take(rank)
@@ -179,26 +171,25 @@ class StagedExecutor:
         return self._results.popleft()
 
     def _look(self) -> None:
-        """Raise where a process shows no sign of life any more, or a step takes too long."""
+        """Raise WorkerError where a worker is silent, or a step takes too long."""
         now = time.monotonic()
         if now < self._next_look:
             return
-        self._next_look = now + _LOOK_SECONDS
+        self._next_look = now + LOOK_SECONDS
         beats = self._memory.beats()
-        same = [rank for rank, beat in enumerate(self._beats) if beat == beats[rank]]
-        self._num_looks += 1
-        seconds = self._num_looks * _LOOK_SECONDS
-        if not same:
-            self._beats, self._num_looks = beats, 0
-        elif seconds >= (_SILENT_SECONDS if all(beats) else _IMPORT_SECONDS):
+        silent = [rank for rank, beat in enumerate(self._beats) if beat == beats[rank]]
+        seconds = self._silence.count(is_alive=not silent)
+        if not silent:
+            self._beats = beats
+        elif seconds >= (supervision.SILENT_SECONDS if all(beats) else _IMPORT_SECONDS):
             raise WorkerError(
-                f"the process of {self._plan.devices[same[0]]} shows no sign of life for "
+                f"the process of {self._plan.devices[silent[0]]} shows no sign of life for "
                 f"{seconds:.0f} seconds",
                 hint="has somebody stopped it (SIGSTOP), or does the machine swap?",
             )
-        if self._num_open and now - self._heard_at > self._most_seconds:
+        if self._num_open and now - self._heard_at > self._step_limit:
             raise WorkerError(
-                f"nothing has come of a step for {self._most_seconds:.0f} seconds",
+                f"nothing has come of a step for {self._step_limit:.0f} seconds",
                 hint="see what else uses the GPUs, and whether they are well: `nvidia-smi`",
             )
 
@@ -232,18 +223,17 @@ class StagedExecutor:
         for driver in self._drivers:
             with suppress(OSError):
                 driver.send(None)
-            driver.close()  # they end by themselves, or they are ended
         self._workers.end(_GRACE_SECONDS)
 
     def close(self) -> None:
         """See `Executor`."""
-        self._opened.close()
+        self._resources.close()
         os.close(self._waker)
         os.close(self._woken)
 
     def _load(self, sockets: Sequence[Sequence[int]]) -> None:
         for rank, (driver, name) in enumerate(zip(self._drivers, self._plan.devices, strict=True)):
-            part = WorkerSettings(
+            settings = WorkerSettings(
                 plan=self._plan,
                 device=name,
                 trust_remote_code=self._trust_remote_code,
@@ -255,49 +245,36 @@ class StagedExecutor:
                 sockets=tuple(sockets[rank]),
             )
             with self._watched(rank):
-                driver.send_bytes(pickle.dumps(part))
+                driver.send_bytes(pickle.dumps(settings))
         for rank, driver in enumerate(self._drivers):
             with self._watched(rank):
-                while not driver.poll(_LOOK_SECONDS):
+                while not driver.poll(LOOK_SECONDS):
                     self._look()
-                error: Exception | None = driver.recv()
-            if error is not None:
-                raise error
+                message = driver.recv()
+            open_result(message)
 
     def _warm_up(self) -> None:
-        """Make the pages, and see that there is memory for other sizes of a step.
+        """Make the pages, and make sure of the memory for other sizes of a step."""
+        self._try_out(FIRST)
+        for size in self.capacity.warm_up_steps(self._warm_up_steps, self._reserved_bytes):
+            self._try_out(size)
 
-        On virtual GPUs and on CUDA all sizes are gone through until none takes more memory: none
-        ever will then (`forecast.serving`).
-        """
-        self._try_out([FIRST])
-        if self._steps_first == "first":
-            return
-        reserved, now = -1, self._reserved_bytes()
-        if self._steps_first == "largest" or not now:
-            self._try_out(self.capacity.largest_steps())
-            return
-        while reserved < now:
-            self._try_out(self.capacity.steps())
-            reserved, now = now, self._reserved_bytes()
-
-    def _try_out(self, sizes: Sequence[StepSize]) -> None:
-        for number, size in enumerate(sizes):
-            self.submit(EngineStep(number, [], size))
-            while (result := self._wait()) is None:
-                pass  # somebody asks already
-            if isinstance(result.outcomes, Exception):
-                raise MachineError(
-                    f"a step of {size.tokens} tokens fails: {str(result.outcomes)[:300]}",
-                    hint="something else uses the memory that the plan counted on; or plan for "
-                    "fewer requests (--sequences), or for smaller steps (--prefill-chunk)",
-                ) from result.outcomes
+    def _try_out(self, size: StepSize) -> None:
+        self.submit(EngineStep(0, [], size))
+        while (result := self._wait()) is None:
+            pass  # somebody asks already
+        if isinstance(result.outcomes, Exception):
+            raise MachineError(
+                f"a step of {size.tokens} tokens fails: {str(result.outcomes)[:300]}",
+                hint="something else uses the memory that the plan counted on; or plan for "
+                "fewer requests (--sequences), or for smaller steps (--prefill-chunk)",
+            ) from result.outcomes
 
     def _reserved_bytes(self) -> int:
         return sum(notes.reserved_bytes for notes in self._memory.notes())
 
     def _take(self, rank: int) -> None:
-        """Take what a process tells."""
+        """Take the report of a worker."""
         with self._watched(rank):
             report: StageReport = self._drivers[rank].recv()
         self._heard_at = time.monotonic()
@@ -307,35 +284,31 @@ class StagedExecutor:
             self._failures.setdefault(report.number, report.outcome)
         if not report.is_last:
             return
-        # A failure before was told before what came of it.
-        for other, driver in enumerate(self._drivers):
-            while other != rank and driver.poll():
-                self._take(other)
+        # An earlier stage that fails reports before the last stage does, but on a channel of its
+        # own: the other channels are read before the step counts as computed.
+        for peer, driver in enumerate(self._drivers):
+            while peer != rank and driver.poll():
+                self._take(peer)
         outcome = self._failures.pop(report.number, report.outcome)
         self._results.append(Result(report.number, outcome))
 
     @contextmanager
     def _watched(self, rank: int) -> Iterator[None]:
-        """Tell which process has ended, where one has."""
+        """Raise WorkerError with the device of the lost worker where its channel breaks."""
         try:
             yield
         except (EOFError, OSError) as error:
-            for driver in self._drivers:  # the others end, too
-                driver.close()
-            codes = self._workers.codes(_GRACE_SECONDS)
-            # Those that ended because of another one say so.
-            first = next((at for at, code in codes.items() if code not in (0, LOST)), rank)
-            end = describe_end(codes.get(first))
+            culprit, ending = self._workers.find_loss(rank)
             raise WorkerError(
-                f"the process of {self._plan.devices[first]} has ended: {end}",
+                f"the process of {self._plan.devices[culprit]} has ended: {ending}",
                 hint="what it wrote to the standard error stream may say why; the kernel ends "
                 "processes where the host's memory runs out: `dmesg`",
             ) from error
 
 
-def _limit(plan: Plan) -> float:
-    """After how many seconds a step hangs."""
+def _step_limit_seconds(plan: Plan) -> float:
+    """Return the seconds after which a step counts as hanging."""
     seconds = plan.forecast.seconds
     if seconds is None or seconds.first_token_seconds is None:
         return _UNKNOWN_SECONDS
-    return max(_LEAST_SECONDS, _TIMES * seconds.first_token_seconds)
+    return max(_MIN_SECONDS, _TIMES * seconds.first_token_seconds)

@@ -1,9 +1,23 @@
-"""Allocation programs: what a stage does in one step, compiled before it is run.
+"""Allocation programs: a pass over a stage, compiled to byte code of allocations and frees.
 
-A prompt in chunks and an answer are thousands of steps, but of few kinds: which request ends when
-is the same in all steps of a regime in which as many caches are there; only sizes differ. So the
-events of all blocks are resolved once to slots, as one program for each kind of step, and a step is
-one run of a program on a device's memory, which is compiled C, with the sizes of that step.
+A prompt in chunks and an answer are thousands of steps, but of few kinds: which tensor is freed
+when is the same in all steps of a regime with as many caches; only sizes differ. So a pass is
+compiled once for each such kind, to instructions over virtual registers, and a step runs that code
+on a device's memory, in compiled C, with the sizes of that step.
+
+A register holds one block of memory, and is written once. An instruction is a register, the index
+of a size (or FREE), and whether the block counts as cache. A layer whose KV cache is in register
+0 becomes::
+
+    event of its trace            instruction           registers in use
+    (a pass begins)                                      0
+    keep    the new cache         1 <- sizes[0] cache    0 1
+    malloc  the scores            2 <- sizes[1]          0 1 2
+    drop    the old cache         free 0 cache           1 2
+    release the scores            free 2                 1
+
+What is in use at the end is the live-out set: caches or gradients, which are the first registers of
+the next pass, and what a forward pass has saved for its backward pass.
 
 It knows nothing of the allocator, and of time.
 """
@@ -18,42 +32,42 @@ from dataclasses import dataclass
 import numpy as np
 
 from .alloc_events import DROP, KEEP, MALLOC, MULTIPLY, RELEASE, AllocEvents
-from .device_memory import BACK, sizes_of
+from .device_memory import FREE, sizes_of
 from .profile import Key, Rule, evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageProgram:
-    """What a stage does in one step, whatever the sizes.
+    """The byte code of a pass over a stage, without its sizes.
 
-    Its sizes are those of `examples`, a block of each kind, one after the other, then those of what
-    comes from other devices (`moved`). Afterwards each block has `num_kept` caches or gradients,
-    and `left` is there besides; `out` are the slots of both. `takes_workspace` says that a matrix
-    product was the first one, and took cuBLAS's workspace.
+    Its sizes are those of `examples`, a block of each kind, one after the other, then those of
+    `copied`, tensors from other devices. Afterwards each block has `num_kept` caches or gradients,
+    and `saved` is there besides; `live_out` are the registers of both. `takes_workspace` if the
+    first matrix product took cuBLAS's workspace.
     """
 
-    moves: bytes
+    code: bytes
     examples: tuple[int, ...]
-    moved: tuple[Rule, ...]
+    copied: tuple[Rule, ...]
     num_kept: tuple[int, ...]
-    left: tuple[Key, ...]
-    out: tuple[int, ...]
+    saved: tuple[Key, ...]
+    live_out: tuple[int, ...]
     takes_workspace: bool
 
     def sizes(self, events: AllocEvents, step: int) -> bytes:
-        """The sizes of the program in one of the steps."""
+        """Return the sizes of the program in a step."""
         values = events.steps[step].values
-        moved = sizes_of([evaluate(rule, values) for rule in self.moved])
-        return b"".join([*(events.packed_sizes(block, step) for block in self.examples), moved])
+        copied = sizes_of([evaluate(rule, values) for rule in self.copied])
+        return b"".join([*(events.packed_sizes(block, step) for block in self.examples), copied])
 
 
 class StageCompiler:
-    """Compiles the program of a stage, for one step.
+    """Compiles a pass over a stage.
 
     It is given how many caches or gradients each of the stage's blocks has, in order, and the keys
-    of what else there is; with `device_of`, the device of each of the model's blocks, copies that
+    of what else is `alive`. With `device_of`, the device of each of the model's blocks, copies that
     come by way of a third device count. With `workspace_bytes` the first matrix product takes so
-    much for good. `alive` is the slot of what there is besides caches.
+    much for good. `alive` maps what there is besides caches to registers.
     """
 
     def __init__(
@@ -70,24 +84,24 @@ class StageCompiler:
         self._workspace_bytes, self._takes_workspace = workspace_bytes, False
         self.blocks, self._num_kept = num_kept.keys(), num_kept
         self._num_inputs = sum(num_kept.values())
-        slots = itertools.count()
+        registers = itertools.count()
         self._caches = {
-            block: list(itertools.islice(slots, number)) for block, number in num_kept.items()
+            block: list(itertools.islice(registers, number)) for block, number in num_kept.items()
         }
-        self.alive = {key: next(slots) for key in alive}
-        self._num_slots = next(slots)
-        self._moves = array("q")  # slot, index of a size or BACK, whether it is a cache
-        # Copies of copies: they live as long as what they were made from.
-        self._detoured: dict[Key, dict[tuple[str, ...], int]] = {}
-        self._moved: list[Rule] = []
+        self.alive = {key: next(registers) for key in alive}
+        self._num_registers = next(registers)
+        self._code = array("q")
+        # Copies by way of third devices: they live as long as their source.
+        self._detour_copies: dict[Key, dict[tuple[str, ...], int]] = {}
+        self._copied: list[Rule] = []
         kinds = events.profile.blocks
         self._examples = {kinds[block].kind: block for block in self.blocks}
-        numbers = (len(events.tape(block, step).sizes) for block in self._examples.values())
+        numbers = (len(events.trace(block, step).sizes) for block in self._examples.values())
         *firsts, self._num_sizes = itertools.accumulate(numbers, initial=0)
         self._first_sizes = dict(zip(self._examples, firsts, strict=True))
 
     def run(self, order: range) -> None:
-        """Go through blocks, one after the other; those of other stages end things too."""
+        """Compile blocks in this order; blocks of other stages contribute their frees."""
         alive: dict[Key, int] | None = None
         while order:
             block, order = order[0], order[1:]
@@ -96,127 +110,135 @@ class StageCompiler:
                 for ref in self.events.foreign_frees(block, self.step):
                     self.release(self.events.key_of(block, ref, self.step))
                 continue
-            before = len(self._moves), self._num_slots, len(self._moved), len(self.alive)
-            self._move_in(block)
+            alive_before = len(self._code), self._num_registers, len(self._copied), len(self.alive)
+            self._copy_inputs(block)
             self._run_block(block)
-            is_steady = before[2:] == (len(self._moved), len(self.alive)) and not self._detoured
+            is_steady = (
+                alive_before[2:] == (len(self._copied), len(self.alive)) and not self._detour_copies
+            )
             if is_steady and alive is not None:
-                order = order[self._repeat(block, order, alive, *before[:2]) :]
+                order = order[self._repeat(block, order, alive, *alive_before[:2]) :]
             alive = dict(self.alive) if is_steady else None
 
     def _repeat(
-        self, block: int, order: range, before: dict[Key, int], move: int, slot: int
+        self, block: int, order: range, alive_before: dict[Key, int], start: int, register: int
     ) -> int:
-        """Repeat the moves of a block for the blocks like it that follow; how many these are.
+        """Repeat the code of a block for the equal blocks behind it, and return their number.
 
-        If a block leaves alive the tensors that were alive `before` it, each of one block later,
-        the next block of its kind finds what this one found: by induction, its moves are those from
-        `move` on. Only slots are others, as many further as this block has taken from `slot` on.
-        A tensor may also stay as it is if it is from further back than blocks of this kind refer.
+        The code of `block` begins at `start`, and writes registers from `register` on. If the set
+        of live tensors repeats with a period of one block, the next block of this kind finds what
+        this one found: by induction its code is the same, with registers further on. Of 40 layers::
+
+            before layer 2     alive {(1, 5): r9}     code  r10 r11 r12, free r9
+            before layer 3     alive {(2, 5): r12}          r13 r14 r15, free r12
+            layers 3 ... 38    by 3 registers more each, and caches by as many as a layer has
+
+        A tensor may also stay alive as it is (a mask), if it is from further back than blocks of
+        this kind refer to by distance.
         """
-        profile, tape = self.events.profile, self.events.tape(block, self.step)
-        num_kept, taken = self._num_kept[block], self._num_slots - slot
-        refs = [*filter(None, tape.events), *(read.ref for read in tape.reads)]
+        profile, trace = self.events.profile, self.events.trace(block, self.step)
+        num_kept, written = self._num_kept[block], self._num_registers - register
+        refs = [*filter(None, trace.events), *(read.ref for read in trace.reads)]
         reach = block - max((ref.back for ref in refs), default=0)
         if not (order and order[0] == block + 1 and self.blocks >= {*range(reach, block)}):
             return 0
-        makers = dict(profile.regimes[self.events.steps[self.step].regime].carried)
-        alike = (profile.blocks[block].kind, num_kept, False)
-        kinds = ((profile.blocks[at].kind, self._num_kept.get(at), at in makers) for at in order)
-        number = next((count for count, one in enumerate(kinds) if one != alike), len(order))
+        carried = dict(profile.regimes[self.events.steps[self.step].regime].carried)
+        own_kind = (profile.blocks[block].kind, num_kept, False)
+        kinds = ((profile.blocks[at].kind, self._num_kept.get(at), at in carried) for at in order)
+        number = next((count for count, kind in enumerate(kinds) if kind != own_kind), len(order))
         alive: dict[Key, int] = {}
-        for (key, old), (later, new) in zip(before.items(), self.alive.items(), strict=True):
-            if (later, new) == ((key[0] + 1, key[1]), old + taken):
-                alive[later[0] + number, later[1]] = new + number * taken
+        for (key, old), (later, new) in zip(alive_before.items(), self.alive.items(), strict=True):
+            if (later, new) == ((key[0] + 1, key[1]), old + written):
+                alive[later[0] + number, later[1]] = new + number * written
             elif (later, new) == (key, old) and key[0] <= reach:
                 alive[key] = old
             else:
                 return 0
-        self.alive, self._num_slots = alive, self._num_slots + number * taken
-        moves = np.array(self._moves[move:]).reshape(-1, 3)
-        further = np.where(moves[:, :1] < self._num_inputs, num_kept, taken) * [1, 0, 0]
+        self.alive, self._num_registers = alive, self._num_registers + number * written
+        code = np.array(self._code[start:]).reshape(-1, 3)
+        further = np.where(code[:, :1] < self._num_inputs, num_kept, written) * [1, 0, 0]
         times = np.arange(1, number + 1)[:, None, None]
-        self._moves.frombytes((times * further + moves).view(np.uint8).data)
+        self._code.frombytes((times * further + code).view(np.uint8).data)
         caches = np.array(self._caches[block], np.int64)
-        shift = np.where(caches < self._num_inputs, num_kept, taken)
+        shift = np.where(caches < self._num_inputs, num_kept, written)
         for count, index in enumerate(order[:number], 1):
             self._caches[index] = (caches + count * shift).tolist()
         return number
 
     def release(self, key: Key) -> None:
-        """Free something, and its copies, if it is there."""
+        """Free an allocation and its copies, if present."""
         slot = self.alive.pop(key, None)
         if slot is not None:
-            self._moves.extend((slot, BACK, False))
-        if self._detoured:
-            for copy in self._detoured.pop(key, {}).values():
-                self._moves.extend((copy, BACK, False))
+            self._code.extend((slot, FREE, False))
+        if self._detour_copies:
+            for copy in self._detour_copies.pop(key, {}).values():
+                self._code.extend((copy, FREE, False))
 
     def release_all(self) -> None:
-        """Free whatever there is but caches."""
-        for key in [*self.alive, *self._detoured]:
+        """Free everything but caches."""
+        for key in [*self.alive, *self._detour_copies]:
             self.release(key)
 
     def program(self) -> StageProgram:
-        """What was compiled."""
+        """Return the compiled program."""
         caches = self._caches.values()
         return StageProgram(
-            moves=self._moves.tobytes(),
+            code=self._code.tobytes(),
             examples=tuple(self._examples.values()),
-            moved=tuple(self._moved),
+            copied=tuple(self._copied),
             num_kept=tuple(map(len, caches)),
-            left=tuple(self.alive),
+            saved=tuple(self.alive),
             takes_workspace=self._takes_workspace,
-            out=(*itertools.chain(*caches), *self.alive.values()),
+            live_out=(*itertools.chain(*caches), *self.alive.values()),
         )
 
     def _run_block(self, block: int) -> None:
         first_size = self._first_sizes[self.events.profile.blocks[block].kind]
         caches: list[int | None] = [*self._caches[block]]
         new_caches: list[int] = []
-        for code, number, other in self.events.events(block, self.step):
+        for code, number, operand in self.events.events(block, self.step):
             if code == MALLOC:
-                self.alive[block, number] = self._take(first_size + other)
+                self.alive[block, number] = self._allocate(first_size + operand)
             elif code == RELEASE:
-                self.release((block - number, other))
+                self.release((block - number, operand))
             elif code == KEEP:
-                new_caches.append(self._take(first_size + other, is_cached=True))
+                new_caches.append(self._allocate(first_size + operand, is_cached=True))
             elif code == DROP:
                 slot = caches[number]
                 assert slot is not None, "a cache entry is dropped twice"
                 caches[number] = None
-                self._moves.extend((slot, BACK, True))
+                self._code.extend((slot, FREE, True))
             elif code == MULTIPLY:
                 if self._workspace_bytes and not self._takes_workspace:
-                    self._take_moved((float(self._workspace_bytes),))
+                    self._allocate_copy((float(self._workspace_bytes),))
                     self._takes_workspace = True
             else:
-                self.release((number, other))
+                self.release((number, operand))
         self._caches[block] = [slot for slot in caches if slot is not None] + new_caches
 
-    def _take(self, size: int, *, is_cached: bool = False) -> int:
-        """Allocate by the index of a size; the slot."""
-        slot = self._num_slots
-        self._num_slots += 1
-        self._moves.extend((slot, size, is_cached))
-        return slot
+    def _allocate(self, size: int, *, is_cached: bool = False) -> int:
+        """Allocate by the index of a size, and return the register."""
+        register = self._num_registers
+        self._num_registers += 1
+        self._code.extend((register, size, is_cached))
+        return register
 
-    def _move_in(self, block: int) -> None:
+    def _copy_inputs(self, block: int) -> None:
         for key, size, detour in self._read_from_elsewhere(block):
             if detour:
-                copies = self._detoured.setdefault(key, {})
+                copies = self._detour_copies.setdefault(key, {})
                 if detour not in copies:
-                    copies[detour] = self._take_moved(size)
+                    copies[detour] = self._allocate_copy(size)
             elif key not in self.alive:
-                self.alive[key] = self._take_moved(size)
+                self.alive[key] = self._allocate_copy(size)
 
-    def _take_moved(self, size: Rule) -> int:
-        self._moved.append(size)
-        return self._take(self._num_sizes + len(self._moved) - 1)
+    def _allocate_copy(self, size: Rule) -> int:
+        self._copied.append(size)
+        return self._allocate(self._num_sizes + len(self._copied) - 1)
 
     def _read_from_elsewhere(self, block: int) -> list[tuple[Key, Rule, tuple[str, ...]]]:
-        """What a block reads that isn't made on its device, and the devices that it comes over."""
-        reads = self.events.tape(block, self.step).reads
+        """Return the reads of a block from other devices: key, size, and devices on the way."""
+        reads = self.events.trace(block, self.step).reads
         keys = [self.events.key_of(block, read.ref, self.step) for read in reads]
         return [
             (key, read.size, detour)
@@ -225,13 +247,16 @@ class StageCompiler:
         ]
 
     def _detour(self, block: int, maker: int) -> tuple[str, ...]:
-        """The devices over which something comes to a block from its maker."""
-        inside = self.events.profile.blocks[block].inside
-        if not inside or self.device_of is None:
+        """Return the devices on the way of a tensor from its maker to a block."""
+        starts = self.events.profile.blocks[block].inside
+        if not starts or self.device_of is None:
             return ()
         at = self.device_of
-        # What was made before a module began was given to it, and has gone to where it begins.
-        path = [at[max(maker, 0)], *(at[first] for first in inside if first > maker)]
+        # A tensor from before a container was given to it, and has gone to where it begins.
+        path = [
+            at[max(maker, 0)],
+            *(at[start] for start in starts if start > maker),
+        ]
         hops = [device for device, _ in itertools.groupby(path)]
         while hops and hops[-1] == at[block]:
             hops.pop()

@@ -1,4 +1,4 @@
-"""A model of CUDA's caching allocator: which bytes are allocated, which stay reserved.
+"""A model of CUDA's caching allocator: allocated and reserved bytes.
 
 The rules are those that PyTorch documents for its native CUDA allocator ("Memory management" in
 the CUDA semantics notes) in its default configuration: sizes are rounded up to 512 bytes;
@@ -36,7 +36,7 @@ _OTHERWISE = (
 
 
 def refuse_options() -> None:
-    """Refuse options of PyTorch's allocator with which it takes other memory than is forecast."""
+    """Refuse options of PyTorch's allocator under which forecasts would be wrong."""
     for variable in _VARIABLES:
         for option in os.environ.get(variable, "").replace(" ", "").split(","):
             if option.startswith(_OTHERWISE):
@@ -48,7 +48,7 @@ def refuse_options() -> None:
 
 
 class OutOfCapacity(MemoryError):
-    """The allocator can't reserve what a request needs.
+    """Raised where the allocator can't reserve memory for a request.
 
     Not a `DuokaError`: the virtual GPU turns it into `torch.OutOfMemoryError`, the forecast into
     "does not fit".
@@ -69,12 +69,12 @@ class OutOfCapacity(MemoryError):
 
 
 def rounded_bytes(num_bytes: int) -> int:
-    """Bytes that a request occupies: at least 512, in multiples of 512."""
+    """Return the bytes occupied by a request: at least 512, in multiples of 512."""
     return max(ROUND_BYTES, -(-num_bytes // ROUND_BYTES) * ROUND_BYTES)
 
 
 def segment_bytes(rounded: int) -> int:
-    """Bytes that are reserved from the device when no free block serves a (rounded) request."""
+    """Return the bytes to reserve from the device for a (rounded) request without a free block."""
     if rounded <= SMALL_REQUEST_BYTES:
         return SMALL_SEGMENT_BYTES
     if rounded < LARGE_REQUEST_BYTES:
@@ -95,7 +95,7 @@ ADDRESS = END_OF_ADDRESSES - 1
 
 
 class SegmentPool:
-    """The segments of one size class, and their free blocks.
+    """The segments of a size class, and their free blocks.
 
     `free` has the free ones, each as large as can be, in order. Nothing else decides what comes
     next: two allocators with equal free blocks go on alike.
@@ -117,7 +117,7 @@ class SegmentPool:
         insort(self.free, size << ADDRESS_BITS | address)
 
     def take(self, size: int) -> Block | None:
-        """The smallest free block of so many bytes or more, split; None where there is none."""
+        """Take the smallest free block of at least so many bytes, split, or return None."""
         free = self.free
         index = bisect_left(free, size << ADDRESS_BITS)
         if index == len(free):
@@ -143,15 +143,15 @@ class SegmentPool:
         if size:
             del free[bisect_left(free, size << ADDRESS_BITS | end)]
             end += size
-        before = ends.pop(address, None)
-        if before is not None:
-            del free[bisect_left(free, (address - before) << ADDRESS_BITS | before)]
-            address = before
+        start_before = ends.pop(address, None)
+        if start_before is not None:
+            del free[bisect_left(free, (address - start_before) << ADDRESS_BITS | start_before)]
+            address = start_before
         starts[address], ends[end] = end - address, address
         insort(free, (end - address) << ADDRESS_BITS | address)
 
     def drop_free_segments(self) -> int:
-        """Give every wholly free segment back to the device; how many bytes that were."""
+        """Give wholly free segments back to the device, and return the number of their bytes."""
         wholly = [
             (address, size)
             for address, size in self._segments.items()
@@ -164,7 +164,7 @@ class SegmentPool:
 
 
 class Allocation:
-    """What a request was given."""
+    """The block given to a request."""
 
     __slots__ = ("block", "is_free")
 
@@ -174,17 +174,17 @@ class Allocation:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """The address of its first byte."""
         return self.block & ADDRESS
 
     @property
     def size(self) -> int:
-        """Bytes that it occupies, which can be more than were asked for."""
+        """Occupied bytes, at least the rounded request."""
         return self.block >> ADDRESS_BITS
 
 
 class CachingAllocator:
-    """One device's allocator; without a capacity nothing is refused below `END_OF_ADDRESSES`.
+    """The allocator of a device; without a capacity nothing is refused below `END_OF_ADDRESSES`.
 
     `allocated_bytes` are in use by tensors; `reserved_bytes`, taken from the device, include what
     is cached. The maxima are peaks since the start or the last `reset_peak`. It `is_pressed` once
@@ -222,14 +222,14 @@ class CachingAllocator:
         return allocation
 
     def free(self, allocation: Allocation) -> None:
-        """Give back what `malloc` gave."""
+        """Free an allocation of `malloc`."""
         assert not allocation.is_free, "freed twice"
         allocation.is_free = True
         self.allocated_bytes -= allocation.size
         self.give(allocation.block)
 
     def take(self, size: int) -> Block:
-        """A block for a rounded request, which counts as reserved and not as allocated."""
+        """Return a block for a rounded request, counted as reserved and not as allocated."""
         pool = self.small if size <= SMALL_REQUEST_BYTES else self.large
         block = pool.take(size)
         if block is None:
@@ -239,13 +239,13 @@ class CachingAllocator:
         return block
 
     def give(self, block: Block) -> None:
-        """Take back what `take` gave."""
+        """Take back a block of `take`."""
         # A block of the large pool is always larger than one of the small pool.
         is_small = block >> ADDRESS_BITS <= SMALL_REQUEST_BYTES
         (self.small if is_small else self.large).give(block)
 
     def has_room_for(self, segment: int) -> bool:
-        """Whether so many more bytes can be reserved."""
+        """Return True if so many more bytes can be reserved."""
         if self._next_address + segment > END_OF_ADDRESSES:
             return False
         return self.capacity_bytes is None or self.reserved_bytes + segment <= self.capacity_bytes
@@ -256,7 +256,7 @@ class CachingAllocator:
             self.reserved_bytes -= pool.drop_free_segments()
 
     def reset_peak(self) -> None:
-        """Start both peaks again from what is in use now."""
+        """Start both peaks again from the bytes in use."""
         self.max_allocated_bytes = self.allocated_bytes
         self.max_reserved_bytes = self.reserved_bytes
 
@@ -266,8 +266,8 @@ class CachingAllocator:
             self.is_pressed = True
             self.empty_cache()
             if not self.has_room_for(segment):
-                most = END_OF_ADDRESSES if self.capacity_bytes is None else self.capacity_bytes
-                raise OutOfCapacity(size, most, self.allocated_bytes, self.reserved_bytes)
+                limit = END_OF_ADDRESSES if self.capacity_bytes is None else self.capacity_bytes
+                raise OutOfCapacity(size, limit, self.allocated_bytes, self.reserved_bytes)
         pool.add_segment(self._next_address, segment)
         # Segments don't merge, so they don't touch.
         self._next_address += segment + ROUND_BYTES

@@ -1,4 +1,4 @@
-"""Memory: one device's, as the allocator gives it out, with what is in use there and its peaks.
+"""The memory of a device: its allocator, the bytes in use, and their peaks.
 
 Two do the same: `PlainMemory`, and one that is compiled (`_memory.c`), for planning takes as long
 as this does. The latter is there where a C compiler was when duoka was installed; for the types of
@@ -21,28 +21,28 @@ except ImportError:  # no C compiler was there
 Held = tuple[int, int, int]
 """What a request was given: its address, its bytes, and those that were asked for, rounded."""
 
-BACK = -1
+FREE = -1
 
 
 def new_memory(capacity_bytes: int | None) -> PlainMemory:
-    """The memory of a device; without a capacity nothing is refused."""
+    """Return the memory of a device; without a capacity nothing is refused."""
     if CompiledMemory is None:
         return PlainMemory(capacity_bytes)
     return CompiledMemory(capacity_bytes)
 
 
 def sizes_of(sizes: Sequence[int]) -> bytes:
-    """The bytes of each request of a program, for `run`."""
+    """Pack the sizes of a program's requests for `run`."""
     return array("q", sizes).tobytes()
 
 
 class PlainMemory:
-    """One device's memory; all numbers are bytes.
+    """The memory of a device; all numbers are bytes.
 
-    Of what is `allocated`, in blocks that are in use, tensors `requested` so much, rounded, without
-    what blocks have left unsplit; `cached` blocks are caches or gradients; and what is `aside`
-    whoever holds it tells apart, and sets. At the `peak` of what was allocated `cached_at_peak` and
-    `aside_at_peak` were that; `requested_peak` is the most that was requested.
+    `allocated` are the blocks in use. Of these, `requested` is without the unsplit rest of larger
+    blocks; `cached` are caches or gradients; `aside` is counted by the caller, for the optimizer.
+    `cached_at_peak` and `aside_at_peak` are those at the `peak` of allocated bytes;
+    `requested_peak` is the peak of requested bytes.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -52,17 +52,17 @@ class PlainMemory:
 
     @property
     def allocated(self) -> int:
-        """In blocks that are in use."""
+        """Bytes of blocks in use."""
         return self._allocator.allocated_bytes
 
     @property
     def max_reserved(self) -> int:
-        """The most that was taken from the device."""
+        """The peak of bytes reserved from the device."""
         return self._allocator.max_reserved_bytes
 
     @property
     def is_pressed(self) -> bool:
-        """Whether the capacity was ever reached, and cached segments were given back."""
+        """True once cached segments were given back for lack of capacity."""
         return self._allocator.is_pressed
 
     def hold(self, num_bytes: int, cached: bool = False) -> Held:
@@ -82,7 +82,7 @@ class PlainMemory:
         return block & ADDRESS, size, requested
 
     def release(self, block: Held, cached: bool = False) -> None:
-        """Free what `hold` or `run` gave, and say again whether it is cached."""
+        """Free a block of `hold` or `run`, again with its `cached`."""
         address, size, requested = block
         self._allocator.give(size << ADDRESS_BITS | address)
         self._allocator.allocated_bytes -= size
@@ -96,21 +96,21 @@ class PlainMemory:
         inputs: list[Held],
         out: tuple[int, ...],
     ) -> list[Held]:
-        """Allocate and free as a program says; what is in the slots `out` then."""
+        """Run the code of a program, and return the blocks in the registers `out`."""
         requests = array("q", sizes)
         slots: dict[int, Held] = {
             slot: block for slot, block in enumerate(inputs) if block is not None
         }
         moves = iter(array("q", program))
         for slot, index, is_cached in zip(moves, moves, moves, strict=True):
-            if index != BACK:
+            if index != FREE:
                 slots[slot] = self.hold(requests[index], bool(is_cached))
             elif slot in slots:
                 self.release(slots.pop(slot), bool(is_cached))
         return [slots[slot] for slot in out]
 
     def free_blocks(self) -> tuple[Hashable, Hashable]:
-        """Of the small pool and of the large one: equal where these are.
+        """Return the free blocks of the small and the large pool, to be compared.
 
         Nothing else decides which block a request is given, so from equal free blocks (and equal
         blocks in use) equal requests lead to equal ones again.

@@ -20,14 +20,14 @@ _MOST_SPLITS = 128
 
 @dataclass(frozen=True, slots=True)
 class FlashShape:
-    """What of a model's attention decides how its keys are split."""
+    """The shape of a model's attention, which decides on the splits of its keys."""
 
     heads: int
     key_heads: int
     head_dim: int
 
     def part_rows(self, batch: int, query: int, keys: int) -> int:
-        """Rows of all parts together; 0 where nothing is split.
+        """Return the rows of all parts together; 0 without splits.
 
         Examples
         --------
@@ -45,14 +45,14 @@ class FlashShape:
 
 
 class PartBytes(int):
-    """The bytes of parts, with what they follow from: so many for a row of a shape."""
+    """The bytes of parts, with their shape and the bytes of a row."""
 
     shape: FlashShape
     row_bytes: int
 
     @classmethod
     def of(cls, shape: FlashShape, row_bytes: int, batch: int, query: int, keys: int) -> PartBytes:
-        """What is charged, which is one byte where nothing is split: every step does the same."""
+        """Return the bytes to charge; a single byte without splits, so that all steps are alike."""
         bytes_ = cls(max(row_bytes * shape.part_rows(batch, query, keys), 1))
         bytes_.shape, bytes_.row_bytes = shape, row_bytes
         return bytes_
@@ -60,7 +60,7 @@ class PartBytes(int):
 
 @cache
 def _splits(blocks: int, key_blocks: int) -> int:
-    """The fewest splits that keep the multiprocessors nearly as busy as any number does."""
+    """Return the fewest splits with nearly the best use of the multiprocessors."""
     if blocks >= _BUSY * _AT_A_TIME:
         return 1
     shares = {}

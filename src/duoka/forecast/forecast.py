@@ -11,7 +11,7 @@ from .stage_bytes import StageBytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Bytes of each device that is used, and seconds where speeds are known.
+    """Bytes of each device in use, and seconds where speeds are known.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Latency: how long the stages of a placement take for one request, and what that adds up to.
+"""Latency: seconds of the stages of a placement for a request, and their sum.
 
 A roofline: each block takes the longer of its arithmetic and its memory traffic, and every kernel
 that it starts costs the host a launch. On CUDA that goes on beside the rest, and the longest counts
@@ -19,10 +19,10 @@ with its passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,6 @@ from .profile import TRAINING_PHASES, Profile, Rule
 from .replay import Replay, sample
 
 Floats: TypeAlias = NDArray[np.float64]
-Item = TypeVar("Item")
 
 LAUNCH_SECONDS = 5e-6
 """What starting a kernel costs where it wasn't measured: about what an operator of PyTorch takes on
@@ -46,7 +45,7 @@ the way to the GPU."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
-    """What one stage takes for one request, in the order in which stages run.
+    """Seconds of a stage for a request, in execution order.
 
     `prefill_seconds` is the whole prompt, `decode_seconds` all steps after it; with `transfer_` it
     is the way of what comes in from the stage before. In training `prefill_seconds` is forward and
@@ -61,7 +60,7 @@ class StageSeconds:
     decode_transfer_seconds: float
 
     def __post_init__(self) -> None:
-        _refuse_impossible(self)
+        refuse_impossible(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,72 +85,62 @@ class Seconds:
     tokens_per_second: float
 
     def __post_init__(self) -> None:
-        _refuse_impossible(self)
+        refuse_impossible(self)
 
 
-def _refuse_impossible(times: StageSeconds | Seconds) -> None:
-    """Raise FormatError for what no time is: a plan's file can say anything."""
-    for field in fields(times):
-        value = getattr(times, field.name)
+def refuse_impossible(speeds: Any) -> None:
+    """Raise FormatError for an impossible time or rate, as in a damaged plan file."""
+    for field in fields(speeds):
+        value = getattr(speeds, field.name)
         if isinstance(value, float) and not 0 <= value < inf:
             raise FormatError(f"{field.name} is {value}, which is no time")
 
 
 def rate(device: Device, dtype: str) -> float | None:
-    """Operations per second in a type; None when unknown.
+    """Return operations per second in a type; None when unknown.
 
     A GPU without bfloat16 computes it in 32 bit, as far as that rate is known.
     """
     in_float32 = dtype == "float32" or (dtype == "bfloat16" and device.has_bfloat16 is False)
-    known = device.float32_flops_per_second if in_float32 else None
-    return device.flops_per_second if known is None else known
+    float32_rate = device.float32_flops_per_second if in_float32 else None
+    return device.flops_per_second if float32_rate is None else float32_rate
 
 
 def transfer(link: Link, num_bytes: Floats, num_transfers: Floats) -> Floats:
-    """Seconds of so many tensors of so many bytes together over a link."""
+    """Return the seconds of so many tensors of so many bytes together over a link."""
     return np.asarray(num_transfers * link.latency_seconds + num_bytes / link.bytes_per_second)
 
 
 def crossing(
     fleet: Fleet, source: str, target: str, num_bytes: Floats, num_transfers: Floats
 ) -> Floats:
-    """Seconds from one device of a fleet to another.
+    """Return the seconds of a transfer between two devices of a fleet.
 
     A pair without a link is taken to be as slow as the slowest link of the fleet; without any link,
     nothing is known, and transfers take no time.
     """
-    known = fleet.link(source, target)
-    links = fleet.links if known is None else (known,)
-    ways = [transfer(link, num_bytes, num_transfers) for link in links]
-    return max(ways, key=np.sum, default=np.zeros_like(num_bytes, np.float64))
+    link = fleet.link(source, target)
+    links = fleet.links if link is None else (link,)
+    seconds = [transfer(link, num_bytes, num_transfers) for link in links]
+    return max(seconds, key=np.sum, default=np.zeros_like(num_bytes, np.float64))
 
 
-def _join_of(device: Device) -> Callable[[Floats, Floats, Floats], Floats]:
-    """What seconds of arithmetic, traffic and launches come to on a device."""
+def _overlap(device: Device, arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
+    """Return the seconds of arithmetic, memory traffic and launches together on a device."""
     if not device.name.startswith("cuda"):
-        return _one_after_another
-    return _at_once if "launch_seconds" in device.measured else _launches_on_top
-
-
-def _one_after_another(arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
-    return np.asarray(arithmetic + traffic + launches)
-
-
-def _at_once(arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
-    return np.maximum(np.maximum(arithmetic, traffic), launches)
-
-
-def _launches_on_top(arithmetic: Floats, traffic: Floats, launches: Floats) -> Floats:
-    return np.asarray(np.maximum(arithmetic, traffic) + launches)
+        return np.asarray(arithmetic + traffic + launches)
+    kernels = np.maximum(arithmetic, traffic)
+    if "launch_seconds" in device.measured:
+        return np.maximum(kernels, launches)
+    return np.asarray(kernels + launches)
 
 
 class LatencyModel:
-    """What the places of a chain of blocks take for one request.
+    """Seconds of a request at the places of a chain of blocks.
 
-    A place has the blocks that are cut apart together: first one that a stage may begin with, then
-    what is tied to it. `boundary_bytes` and `boundary_transfers`, [2, places + 1], are what goes to
-    a stage that begins at each place, in prefill and in decoding; in training with the gradients
-    that come back from it.
+    A place is a block where a stage may begin, with the blocks attached to it. `boundary_bytes` and
+    `boundary_transfers`, [2, places + 1], are sent to a stage that begins at each place, in prefill
+    and in decoding; in training with the gradients that come back from it.
     """
 
     def __init__(self, replay: Replay, places: Sequence[Sequence[int]]) -> None:
@@ -163,17 +152,17 @@ class LatencyModel:
         is_pipeline = training is not None and training.schedule != "sequential"
         self._num_passes = training.micro_batches if training is not None and is_pipeline else 1
         lengths = range(workload.prompt_tokens, workload.context_tokens - 1)
-        chosen = [(step, weight, 0.0) for step, weight in replay.prompt_steps()]
-        chosen += [(replay.step_over(1, past), 0.0, weight) for past, weight in sample(lengths)]
+        weighted = [(step, weight, 0.0) for step, weight in replay.prompt_steps()]
+        weighted += [(replay.step_over(1, past), 0.0, weight) for past, weight in sample(lengths)]
         self._num_decodes = len(lengths)
-        self._steps: list[ForecastStep] = [step for step, _, _ in chosen]
-        self._weights = np.array([weights for _, *weights in chosen]).T  # [2, steps]
+        self._steps: list[ForecastStep] = [step for step, _, _ in weighted]
+        self._weights = np.array([weights for _, *weights in weighted]).T  # [2, steps]
         self._values = np.array([step.values for step in self._steps], np.float64)
         self._known: dict[tuple[object, ...], Floats] = {}
         self._work = {kind: self._work_of(kind) for kind in self._kinds()}
         kinds = [block.kind for block in self._profile.blocks]
         # The first block of a stage, and the last one of the stage before.
-        cuts = [(kinds[first], kinds[max(first - 1, 0)]) for first, *_ in places]
+        cuts = [(kinds[first_block], kinds[max(first_block - 1, 0)]) for first_block, *_ in places]
         boundaries = {cut: self._boundary(*cut) for cut in set(cuts)}
         # [places + 1, (bytes, number), (prefill, decode)]
         ends = np.array([*(boundaries[cut] @ self._weights.T for cut in cuts), np.zeros((2, 2))])
@@ -182,7 +171,8 @@ class LatencyModel:
 
     def seconds_on(self, device: Device) -> Floats | None:
         """[2, places]: seconds of each place, in prefill and in decoding; None when unknown."""
-        key = (*device.speeds, device.host_bytes_per_second, _join_of(device))
+        is_measured = device.name.startswith("cuda"), "launch_seconds" in device.measured
+        key = (*device.speeds, device.host_bytes_per_second, is_measured)
         if key not in self._known:
             by_kind = self._kinds_on(device)
             if by_kind is None:
@@ -198,21 +188,21 @@ class LatencyModel:
     def _kinds_on(self, device: Device) -> dict[int, Floats] | None:
         """[steps]: seconds of a block of each kind in each step; None when unknown."""
         flops = rate(device, self._workload.dtype)
-        moved = device.memory_bytes_per_second
+        bandwidth = device.memory_bytes_per_second
         copies = self._copies(device)
-        if flops is None or moved is None or copies is None:
+        if flops is None or bandwidth is None or copies is None:
             return None
         launch = LAUNCH_SECONDS if device.launch_seconds is None else device.launch_seconds
-        join = _join_of(device)
         return {
             kind: np.maximum(
-                join(flop / flops, size / moved, count * launch), copies.get(kind, 0.0)
+                _overlap(device, flop / flops, size / bandwidth, count * launch),
+                copies.get(kind, 0.0),
             )
             for kind, (flop, size, count) in self._work.items()
         }
 
     def _copies(self, device: Device) -> dict[int, float] | None:
-        """Seconds in which the weights of blocks that stream come, by kind; None when unknown."""
+        """Return the seconds to copy streamed weights, by kind; None when unknown."""
         sizes = {kind: self._profile.kinds[kind].streamed_bytes for kind in self._kinds()}
         if not any(sizes.values()):
             return {}
@@ -220,14 +210,14 @@ class LatencyModel:
         return None if rate is None else {kind: size / rate for kind, size in sizes.items()}
 
     def _updates_on(self, device: Device) -> Floats:
-        """[places]: seconds of the optimizer's update; it is bound by memory, whose rate is known.
+        """[places]: seconds of the optimizer's update, bound by memory.
 
         It reads weights, gradients and states, and writes all but the gradients.
         """
-        training, moved = self._workload.training, device.memory_bytes_per_second
+        training, bandwidth = self._workload.training, device.memory_bytes_per_second
         if training is None:
             return np.zeros(len(self._places))
-        assert moved is not None, "`seconds_on` knows this device"
+        assert bandwidth is not None, "`seconds_on` knows this device"
         kinds, blocks = self._profile.kinds, self._profile.blocks
         num_bytes = [
             sum(
@@ -237,21 +227,21 @@ class LatencyModel:
             for kind in kinds
         ]
         by_place = [sum(num_bytes[blocks[block].kind] for block in place) for place in self._places]
-        return np.array(by_place) / moved
+        return np.array(by_place) / bandwidth
 
     def seconds_of(self, stages: Sequence[tuple[str, int, int]], fleet: Fleet) -> Seconds | None:
-        """What a placement takes; None where a device's speeds are unknown."""
+        """Return the seconds of a placement; None where a device's speeds are unknown."""
         stage_seconds = []
-        before: str | None = None
+        previous_device: str | None = None
         for name, start, stop in stages:
             times = self.seconds_on(fleet.device(name))
             if times is None:
                 return None
             prefill, decode = times[:, start:stop].sum(axis=1)
             ways = np.zeros(2)
-            if before is not None:
+            if previous_device is not None:
                 sizes, numbers = self.boundary_bytes[:, start], self.boundary_transfers[:, start]
-                ways = crossing(fleet, before, name, sizes, numbers)
+                ways = crossing(fleet, previous_device, name, sizes, numbers)
             stage_seconds.append(
                 StageSeconds(
                     device=name,
@@ -261,7 +251,7 @@ class LatencyModel:
                     decode_transfer_seconds=float(ways[1]),
                 )
             )
-            before = name
+            previous_device = name
         return self._sum_up(tuple(stage_seconds))
 
     def _sum_up(self, stages: tuple[StageSeconds, ...]) -> Seconds:
@@ -295,27 +285,27 @@ class LatencyModel:
 
     def _work_of(self, kind: int) -> Floats:
         """[3, steps]: arithmetic, bytes moved, and launches."""
-        tapes = self._profile.kinds[kind].tapes
+        traces = self._profile.kinds[kind].traces
         work = np.zeros((3, len(self._steps)))
         for regime in {step.regime for step in self._steps}:
-            tape = tapes[regime]
+            trace = traces[regime]
             steps = [index for index, step in enumerate(self._steps) if step.regime == regime]
-            rules = [tape.flops, tape.moved_bytes, tape.launches]
+            rules = [trace.flops, trace.moved_bytes, trace.launches]
             work[:, steps] = _evaluate_at(rules, self._values[steps])
         return work
 
-    def _boundary(self, kind: int, before: int) -> Floats:
-        """[(bytes, number), steps]: what goes over a cut.
+    def _boundary(self, kind: int, sender: int) -> Floats:
+        """[(bytes, number), steps]: tensors sent over a cut.
 
-        `kind` is that of the first block behind it; one of kind `before` is the last one before it,
+        `kind` is that of the first block behind the cut, `sender` that of the last block before it,
         to which gradients come back.
         """
         sent = np.zeros((2, len(self._steps)))
         for regime in {step.regime for step in self._steps}:
             steps = [index for index, step in enumerate(self._steps) if step.regime == regime]
             comes_back = self._steps[steps[0]].phase in TRAINING_PHASES[1:]
-            tape = self._profile.kinds[before if comes_back else kind].tapes[regime]
-            reads = [read for read in tape.reads if not comes_back or read.ref.back < 0]
+            trace = self._profile.kinds[sender if comes_back else kind].traces[regime]
+            reads = [read for read in trace.reads if not comes_back or read.ref.back < 0]
             sizes = _evaluate_at([read.size for read in reads], self._values[steps])
             sent[:, steps] = sizes.sum(axis=0), np.count_nonzero(sizes > 0, axis=0)
         return sent

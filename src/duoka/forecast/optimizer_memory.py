@@ -1,4 +1,4 @@
-"""What optimizers hold: states for each trained parameter, and temporaries in an update.
+"""Memory of optimizers: states of each trained parameter, and temporaries of an update.
 
 They are torch's AdamW, SGD and Adafactor, and bitsandbytes' AdamW in 8 bit, as they work on a GPU.
 Matrices are updated first, with weight decay; vectors after them, without. It knows nothing of
@@ -22,24 +22,24 @@ _TABLE_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTensor:
-    """A parameter that gets a gradient, of its own type."""
+    """A parameter with a gradient of its own type."""
 
     shape: tuple[int, ...]
     item_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        """What it takes, and its gradient as well."""
+        """Bytes of the parameter, and of its gradient."""
         return math.prod(self.shape) * self.item_bytes
 
     @property
     def decays(self) -> bool:
-        """Whether it is a matrix; norms and biases are none."""
+        """True for a matrix; False for norms and biases, updated without weight decay."""
         return len(self.shape) > 1
 
 
 def state_bytes(optimizer: Optimizer, tensor: TrainedTensor) -> tuple[int, ...]:
-    """The sizes of a parameter's states, in the order in which they are made."""
+    """Return the sizes of a parameter's states, in the order of their allocation."""
     num_elements = math.prod(tensor.shape)
     if optimizer == "sgd":
         return ()
@@ -57,7 +57,7 @@ def state_bytes(optimizer: Optimizer, tensor: TrainedTensor) -> tuple[int, ...]:
 
 
 def shared_bytes(optimizer: Optimizer, tensors: Iterable[TrainedTensor]) -> tuple[int, ...]:
-    """The sizes of what states of several parameters share: what 8-bit numbers stand for."""
+    """Return the sizes of tables shared by states: the values of 8-bit numbers."""
     is_needed = optimizer == "adamw8bit" and any(
         math.prod(tensor.shape) >= _LEAST_8BIT_ELEMENTS for tensor in tensors
     )
@@ -65,6 +65,6 @@ def shared_bytes(optimizer: Optimizer, tensors: Iterable[TrainedTensor]) -> tupl
 
 
 def update_groups(tensors: Iterable[TrainedTensor]) -> list[list[TrainedTensor]]:
-    """Those that are updated together, in order."""
-    known = list(tensors)
-    return [[tensor for tensor in known if tensor.decays == decays] for decays in (True, False)]
+    """Return the groups of parameters updated together, in order."""
+    trained = list(tensors)
+    return [[tensor for tensor in trained if tensor.decays == decays] for decays in (True, False)]

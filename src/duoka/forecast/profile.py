@@ -1,11 +1,11 @@
-"""Profile: the blocks of one model in execution order, with what each of them costs.
+"""Profile: the blocks of a model in execution order, with their costs.
 
-A profile holds rules, not one measurement. For every kind of block it keeps a *tape*: the
-allocations and frees that one step makes there, in order, each size a polynomial in the batch,
-the query tokens and the key tokens of the step. Replaying the tapes through the allocator's model
-answers any batch, prompt, chunk and number of new tokens without running the model again.
+A profile holds rules, not one measurement. For every kind of block it keeps an *allocation trace*:
+the allocations and frees of a step, in order, each size a polynomial in the batch, the query tokens
+and the key tokens of the step. Replaying the traces through the allocator's model answers any
+batch, prompt, chunk and number of new tokens without running the model again.
 
-Tapes hold for a *regime*: a phase of generation and a range of sizes in which the model's code
+Traces hold for a *regime*: a phase of generation and a range of sizes in which the model's code
 does the same things. It knows nothing of devices or of torch.
 """
 
@@ -60,23 +60,28 @@ Rules: TypeAlias = npt.NDArray[np.float64]
 
 
 def monomials(batch: int, query: int, keys: int) -> tuple[int, ...]:
-    """The values of `MONOMIALS` at one step's sizes."""
-    alone = (1, query, keys, query * keys, query * query)
+    """Return the values of `MONOMIALS` at a step's sizes."""
+    plain = (1, query, keys, query * keys, query * query)
     padded = (_aligned(keys), query * _aligned(keys))
     return tuple(
         value
-        for group in (alone, padded)
+        for group in (plain, padded)
         for value in (*group, *(batch * value for value in group))
     )
 
 
 def training_monomials(batch: int, tokens: int) -> tuple[int, ...]:
-    """The values of `TRAINING_MONOMIALS` at a micro-batch's sizes."""
+    """Return the values of `TRAINING_MONOMIALS` at a micro-batch's sizes."""
     padded = _aligned(tokens)
     rows = tuple(_aligned(tokens, multiple) for multiple in _ATTENTION_ROWS)
-    alone = (1, tokens, tokens * tokens, padded, tokens * padded, *rows)
+    plain = (1, tokens, tokens * tokens, padded, tokens * padded, *rows)
     chunk = loss_chunk_tokens(batch * tokens)
-    return (*alone, *(batch * value for value in alone), chunk, -(-batch * tokens // chunk))
+    return (
+        *plain,
+        *(batch * value for value in plain),
+        chunk,
+        -(-batch * tokens // chunk),
+    )
 
 
 def _aligned(tokens: int, multiple: int = ALIGNED_TOKENS) -> int:
@@ -84,7 +89,7 @@ def _aligned(tokens: int, multiple: int = ALIGNED_TOKENS) -> int:
 
 
 def buffer_bytes(streamed_bytes: Sequence[int]) -> tuple[int, ...]:
-    """The buffers on a device for weights that come for a call: while one computes, one comes."""
+    """Return the buffers for streamed weights: one computes while the next is filled."""
     return tuple(
         max(streamed_bytes[number::NUM_BUFFERS])
         for number in range(min(NUM_BUFFERS, len(streamed_bytes)))
@@ -92,12 +97,12 @@ def buffer_bytes(streamed_bytes: Sequence[int]) -> tuple[int, ...]:
 
 
 def evaluate(rule: Rule, values: Sequence[int]) -> int:
-    """A rule's value at `monomials(…)`, rounded to the nearest integer."""
+    """Return a rule's value at `monomials(…)`, rounded to the nearest integer."""
     return round(sum(c * v for c, v in zip(rule, values, strict=False) if c))
 
 
 def rules_of(rules: Sequence[Rule]) -> Rules:
-    """The same rules as one matrix, for `evaluate_all`."""
+    """Return rules as a matrix, for `evaluate_all`."""
     longest = max(map(len, rules), default=0)
     padded = [[*rule, *[0.0] * (longest - len(rule))] for rule in rules]
     return np.array(padded, np.float64).reshape(len(rules), longest)
@@ -108,26 +113,26 @@ def evaluate_all(rules: Rules, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
 
     The values are those of one step, or of several steps: [monomials, steps].
     """
-    known = np.asarray(values)[: rules.shape[1]]
-    exact = np.rint(rules[:, : len(known)] @ known)
+    present = np.asarray(values)[: rules.shape[1]]
+    exact = np.rint(rules[:, : len(present)] @ present)
     return np.asarray(np.minimum(exact, END_OF_ADDRESSES), np.int64)
 
 
 Key = tuple[int, int]
-"""A block and the number of an allocation in its tape, or -1 - that in an earlier step's; block -1
+"""A block and the number of an allocation in its trace, or -1 - that in an earlier step's; block -1
 stands for the model's inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """One allocation, seen from a block.
+    """An allocation, seen from a block.
 
     The origin is "own", made by this block in this step; "earlier", by the one `back` blocks
     before; "kept", by this block in an earlier step (a KV cache); "carried", by any block in this
     step and used far from it (masks, position embeddings; `index` is into `Regime.carried`); or
     "input", given by the caller or, with `back`, kept by an earlier step of another block (features
-    of images). `index` is the number of the allocation in the maker's tape, of the slot of a cache,
-    or of the model's input.
+    of images). `index` is the number of the allocation in the trace of the block that made it, of
+    the slot of a cache, or of the model's input.
     """
 
     origin: Literal["own", "earlier", "kept", "carried", "input"]
@@ -137,21 +142,21 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read:
-    """A tensor that a block takes as an argument: moved when it lies on another device."""
+    """A tensor argument of a block, copied from another device if necessary."""
 
     ref: Ref
     size: Rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tape:
-    """What one step does in one kind of block.
+class AllocationTrace:
+    """The events of a step in a kind of block.
 
     `sizes` are the bytes of each allocation, in order, before rounding. Of the `events`, None is
     the next allocation and a Ref is a free. `retained` allocations outlive the step (the KV cache).
-    `reads` come in as arguments; those of them that are `passing` are not given to the block
-    itself but to a module that begins with it, for what comes later: no backward pass of this
-    block needs them. After `matmul_at` of the events comes the first matrix product of cuBLAS's,
+    `reads` come in as arguments; those of them that are `live_through` are not given to the block
+    itself but to a module that begins with it, for a later block: no backward pass of this block
+    needs them. After `matmul_at` of the events comes the first matrix product of cuBLAS's,
     which takes the workspace. `moved_bytes` are those that operations read and write, and
     `launches` counts operations that start a kernel.
     """
@@ -160,7 +165,7 @@ class Tape:
     events: tuple[Ref | None, ...]
     retained: tuple[int, ...] = ()
     reads: tuple[Read, ...] = ()
-    passing: tuple[int, ...] = ()
+    live_through: tuple[int, ...] = ()
     matmul_at: int | None = None
     flops: Rule = ()
     moved_bytes: Rule = ()
@@ -169,16 +174,16 @@ class Tape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Regime:
-    """Where one set of tapes holds; all ranges are half-open.
+    """The phase and the ranges of a set of traces; all ranges are half-open.
 
-    `many` is more than one sequence, with padding. The ranges are those of the tokens that come
+    `is_batched` is several sequences, with padding. The ranges are those of the tokens that come
     in, that came before, and of both. `aligned` says whether the keys that are attended to are a
     multiple of `ALIGNED_TOKENS`, where that makes a difference. `carried` are the allocations that
-    are used far from where they are made: block, number in its tape.
+    are used far from where they are made: block, number in its trace.
     """
 
     phase: Phase
-    many: bool
+    is_batched: bool
     query: tuple[int, int]
     past: tuple[int, int]
     keys: tuple[int, int]
@@ -186,10 +191,10 @@ class Regime:
     carried: tuple[tuple[int, int], ...] = ()
 
     def holds(self, phase: Phase, *, batch: int, query: int, keys: int) -> bool:
-        """Whether the tapes of this regime describe such a step."""
+        """Return True if the traces of this regime describe such a step."""
         return (
             self.phase == phase
-            and self.many == (batch > 1)
+            and self.is_batched == (batch > 1)
             and self.query[0] <= query < self.query[1]
             and self.past[0] <= keys - query < self.past[1]
             and self.keys[0] <= keys < self.keys[1]
@@ -199,24 +204,24 @@ class Regime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKind:
-    """What blocks of one kind cost.
+    """The costs of a kind of block.
 
     `weight_bytes` has each parameter and buffer, in the model's order; tied ones only where they
-    are met first. There is one tape for each of the profile's regimes. `streamed_bytes` is what
+    are met first. There is one trace for each of the profile's regimes. `streamed_bytes` is what
     the weights take on a device for the time of a call, where they stay on the host otherwise
     (`Profile.offloading`); `weight_bytes` is empty then. In training, `trained` has each
     parameter that gets a gradient.
     """
 
     weight_bytes: tuple[int, ...]
-    tapes: tuple[Tape, ...]
+    traces: tuple[AllocationTrace, ...]
     streamed_bytes: int = 0
     trained: tuple[TrainedTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileBlock:
-    """Modules that stay whole on one device.
+    """Modules to keep whole on a device.
 
     The names of its `modules` are disjoint, and hold all its parameters and buffers; without any,
     the block is what the caller does with a step's outputs. `kind` is an index into
@@ -236,7 +241,7 @@ class ProfileBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """All that planning needs to know about a model.
+    """Everything about a model for planning.
 
     Blocks are in execution order. The fingerprint is the checkpoint's or model's, `model` the
     class's name, for people, and `dtype` the type of the weights. `max_context_tokens` is what the
@@ -269,10 +274,10 @@ class Profile:
         if not self.blocks:
             raise ModelError("the model has no parameters to place")
         assert self.tensor_names is None or len(self.tensor_names) == len(self.blocks)
-        assert all(len(kind.tapes) == len(self.regimes) for kind in self.kinds)
+        assert all(len(kind.traces) == len(self.regimes) for kind in self.kinds)
 
     def root_of(self, block: int) -> int:
-        """The block that one is tied to in the end, or itself."""
+        """Return the block at the end of a chain of ties, or the block itself."""
         while (partner := self.blocks[block].tied_to) is not None:
             block = partner
         return block
@@ -285,7 +290,7 @@ class Profile:
     def values(
         self, monomials: tuple[int, ...], batch: int, query: int, keys: int
     ) -> tuple[int, ...]:
-        """What rules are evaluated at: the monomials of a step, and the parts of its attention."""
+        """Return the arguments of rules: the monomials of a step, and parts of flash attention."""
         if not self.flash_shapes:
             return monomials
         absent = (0,) * (len(MONOMIALS) - len(monomials))
@@ -294,7 +299,7 @@ class Profile:
 
     @property
     def outline(self) -> Outline:
-        """The names of all tensors, to judge a device map by; ModelError where it has none."""
+        """The names of all tensors, to check device maps; ModelError without any."""
         if self.tensor_names is None:
             raise ModelError(f"the profile of {self.model} holds no names of tensors")
         return Outline(
@@ -318,22 +323,22 @@ class Profile:
         )
 
     def streamed_bytes(self, blocks: Sequence[int]) -> list[int]:
-        """What those of some blocks take whose weights come for a call."""
+        """Return the bytes of streamed weights of some blocks."""
         kinds = (self.kinds[self.blocks[block].kind] for block in blocks)
         return [kind.streamed_bytes for kind in kinds if kind.streamed_bytes]
 
     def offloading(self, blocks: Collection[int]) -> Profile:
-        """The same model, with the weights of some blocks on the host.
+        """Return the profile with the weights of some blocks on the host.
 
         They are blocks that stream, of one module each.
         """
-        chosen = frozenset(blocks)
+        offloaded_blocks = frozenset(blocks)
         kinds = dict.fromkeys(self.kinds)
         number = {kind: index for index, kind in enumerate(kinds)}
         changed = []
         for index, block in enumerate(self.blocks):
             kind = self.kinds[block.kind]
-            if index in chosen:
+            if index in offloaded_blocks:
                 assert block.streams, "its weights are used outside of its calls"
                 assert len(block.modules) == 1, "its weights don't come together"
                 streamed = sum(map(rounded_bytes, kind.weight_bytes))
@@ -342,7 +347,7 @@ class Profile:
         return replace(self, blocks=tuple(changed), kinds=tuple(number))
 
     def key_of(self, block: int, ref: Ref, regime: int) -> Key:
-        """Whose allocation a reference in a block's tape means."""
+        """Return the key of the allocation behind a reference in a block's trace."""
         if ref.origin == "own":
             return block, ref.index
         if ref.origin == "earlier":
@@ -355,19 +360,19 @@ class Profile:
 
     @property
     def encodes_images(self) -> bool:
-        """Whether images are encoded in steps of their own."""
+        """True if images are encoded in steps of their own."""
         return any(regime.phase == "encode" for regime in self.regimes)
 
     @property
     def is_of_steps(self) -> bool:
-        """Whether it holds certain steps, and no rules for others."""
+        """True for a profile of certain steps, without rules for others."""
         return all(regime.query[1] - regime.query[0] == 1 for regime in self.regimes)
 
     def answers(self, batch: int) -> bool:
-        """Whether there are rules for so many sequences: one, or several."""
+        """Return True if there are rules for so many sequences, a single or several."""
         if self.conditions.is_paged:
             return True
-        return any(regime.many == (batch > 1) for regime in self.regimes)
+        return any(regime.is_batched == (batch > 1) for regime in self.regimes)
 
     def refuse_other(self, conditions: Conditions) -> None:
         """Raise UsageError for a workload under other conditions than the profile was made for."""
@@ -383,7 +388,7 @@ class Profile:
             )
 
     def regime_of(self, phase: Phase, *, batch: int, query: int, keys: int) -> int:
-        """Index of the regime that holds for a step.
+        """Return the index of the regime of a step.
 
         UsageError is raised for a step that is larger than any that the profile knows.
         """

@@ -22,13 +22,13 @@ from duoka.hardware.gpu_generation import GpuGeneration
 from .profile import Profile
 from .workload import Workload
 
-_VERSION = 22
+_VERSION = 23
 _MOST_BYTES = 2**30
 _PACKAGES = ("torch", "transformers", "duoka")
 
 
 def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
-    """The cached profile of a checkpoint; None when there is none that can be read."""
+    """Return the cached profile of a checkpoint, or None."""
     versions = _versions()
     for alone in (False, True):
         key = _key(fingerprint, workload, versions, alone=alone)
@@ -43,7 +43,7 @@ def find_profile(fingerprint: str, workload: Workload) -> Profile | None:
 
 
 def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -> None:
-    """Keep a profile: for all workloads under the same conditions, or for this one alone.
+    """Keep a profile: for all workloads under the same conditions, or for this workload alone.
 
     That it can't be kept is no reason to fail.
     """
@@ -56,7 +56,7 @@ def keep_profile(profile: Profile, workload: Workload, *, alone: bool = False) -
 
 
 def _key(fingerprint: str, workload: Workload, versions: Mapping[str, str], *, alone: bool) -> str:
-    """What a profile depends on, as the name of a file."""
+    """Return the file name of a profile, a hash of its dependencies."""
     parts = {
         "format": _VERSION,
         "fingerprint": fingerprint,
@@ -74,7 +74,7 @@ def _path(key: str) -> Path:
 
 
 def _versions() -> dict[str, str]:
-    """The installed versions of what a profile depends on; empty where one isn't installed."""
+    """Return the installed versions of the packages behind a profile; empty if not installed."""
     versions = dict.fromkeys(_PACKAGES, "")
     for package in _PACKAGES:
         with suppress(PackageNotFoundError):

@@ -1,22 +1,22 @@
-"""Replay of serving: the steps over a paged cache, of every size, until none needs more memory.
+"""Replay of serving: steps of every size over a paged cache, until reserved memory is stable.
 
 It knows nothing of time but how much a step of requests computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from .alloc_events import ForecastStep
 from .allocator import OutOfCapacity
 from .profile import Phase, Profile
-from .replay import InferenceRun, Replay, StageRun
+from .replay import Replay, StageRun
 from .serving import FIRST, Capacity, StepSize, serving_monomials
 from .workload import Workload
 
 
 class ServingReplay(Replay):
-    """A profile of steps over a paged cache at one workload, whose stages can be replayed.
+    """A profile at a workload with a paged cache, to replay its stages.
 
     With `brief` it has the first step and the largest one alone.
     """
@@ -26,7 +26,7 @@ class ServingReplay(Replay):
         super().__init__(profile, workload, brief=brief)
 
     def step_over(self, query: int, past: int) -> ForecastStep:
-        """What a step computes: a chunk of a prompt, or a token of each sequence."""
+        """Return a step over a chunk of a prompt, or over a token of each sequence."""
         answering = query == 1 and past >= self.workload.prompt_tokens
         sequences = self.workload.batch if answering else 1
         size = StepSize(tokens=query * sequences, rows=query, logits=sequences)
@@ -35,14 +35,14 @@ class ServingReplay(Replay):
         return self._serve(size, keys, pairs=pairs)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
-        """The steps in which the prompts of all sequences are read, one after another."""
+        """Return the steps over the prompts of all sequences, in turn."""
         steps = super().prompt_steps()
         return [(step, weight * self.workload.batch) for step, weight in steps]
 
     def _schedule(self) -> list[ForecastStep]:
         sizes = self.capacity.steps()
-        first = self._serve(FIRST, is_first=True)
-        return [first, *map(self._serve, sizes[:1] if self.brief else sizes)]
+        first_step = self._serve(FIRST, is_first=True)
+        return [first_step, *map(self._serve, sizes[:1] if self.brief else sizes)]
 
     def _serve(
         self,
@@ -65,23 +65,17 @@ class ServingReplay(Replay):
         regime = self.profile.regime_of(phase, batch=1, query=tokens, keys=tokens)
         return ForecastStep(phase=phase, query=tokens, keys=tokens, regime=regime, values=values)
 
-    def _stage_run(
-        self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
-    ) -> StageRun:
-        return _ServingRun(self, blocks, capacity, device_of)
+    def passes(self, stage: StageRun) -> Iterator[None]:
+        """Run the first step, and steps of every size until no segment is added.
 
-
-class _ServingRun(InferenceRun):
-    """The first step, and those of every size in rounds."""
-
-    def run_steps(self) -> tuple[int, int]:
-        """Replay them; see `serving` for why more steps need no more memory then."""
-        self._run_step(0)
-        reserved = -1
-        while reserved < self.memory.max_reserved:
-            reserved = self.memory.max_reserved
-            for step in range(1, len(self.replay.steps)):
-                self._run_step(step)
-        if self.memory.is_pressed:  # segments were given back: they could be missing later
-            raise OutOfCapacity(0, reserved, self.memory.allocated, reserved)
-        return self.memory.cached_at_peak, 0
+        `serving` says why more steps need no more memory then.
+        """
+        stage.run_pass(0)
+        memory, reserved = stage.memory, -1
+        while reserved < memory.max_reserved:
+            reserved = memory.max_reserved
+            for step in range(1, len(self.steps)):
+                stage.run_pass(step)
+            yield
+        if memory.is_pressed:  # segments were given back: they could be missing later
+            raise OutOfCapacity(0, reserved, memory.allocated, reserved)

@@ -1,4 +1,4 @@
-"""Replay of training: its steps, run through the allocator's model stage by stage.
+"""Replay of training: run its steps through the allocator's model, stage by stage.
 
 One step is some micro-batches, each a forward pass over a stage's blocks and a backward pass over
 them in reverse, then the optimizer, which makes its states in its first step. Gradients are set to
@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .alloc_events import ForecastStep
-from .alloc_program import StageCompiler, StageProgram
+from .alloc_program import StageCompiler
 from .allocator import rounded_bytes
-from .device_memory import Held
+from .device_memory import Held, PlainMemory
 from .optimizer_memory import MOST_TEMPORARIES, shared_bytes, state_bytes, update_groups
 from .profile import TRAINING_PHASES, Key, Profile, training_monomials
 from .replay import Replay, StageRun
@@ -33,7 +33,7 @@ _MOST_ROUNDS = 64
 
 
 class TrainingReplay(Replay):
-    """A profile for training at one workload, whose stages can be replayed.
+    """A profile at a workload of training, to replay its stages.
 
     `place` is how many stages there are from this one to the end, itself included: with the
     schedule "1f1b" that many micro-batches are in flight.
@@ -49,26 +49,102 @@ class TrainingReplay(Replay):
 
     @property
     def in_flight(self) -> int:
-        """Micro-batches that have run forward and not backward, at most."""
+        """The most micro-batches with a forward and no backward pass."""
         return in_flight(self.training, self.place)
 
     def prompt_steps(self) -> list[tuple[ForecastStep, float]]:
-        """The passes of a step of training, each with how often it runs."""
+        """Return the passes of a training step, each with its number of runs."""
         number = self.training.micro_batches
         return list(zip(self.steps, (float(number), 1.0, number - 1.0), strict=True))
 
-    def first_number(self, block: int, step: int) -> int:
-        """The number of the first allocation in a block's tape."""
-        return 0 if step == FORWARD else len(self.tape(block, FORWARD).sizes)
+    def passes(self, stage: StageRun) -> Iterator[None]:
+        """Run steps until the free blocks at the end of a step repeat.
 
-    def _stage_run(
-        self, blocks: Sequence[int], capacity: int | None, device_of: Sequence[str] | None
-    ) -> StageRun:
-        return _TrainingRun(self, blocks, capacity)
+        Where the free blocks are decides on all that follows: further steps would repeat.
+        """
+        ends: set[Any] = set()
+        while len(ends) < _MOST_STEPS:
+            self._run_micro_batches(stage)
+            self._update(stage, is_first=not ends)
+            yield
+            end = _allocator_state(stage.memory)
+            if end in ends:
+                break
+            ends.add(end)
+
+    def _run_micro_batches(self, stage: StageRun) -> None:
+        limit, flying = self.in_flight, list[list[Held]]()
+        step = BACKWARD
+        last_seen: dict[Any, int] = {}
+        remaining = min(self.training.micro_batches, limit + _MOST_ROUNDS)
+        while remaining:
+            if len(flying) == limit:
+                stage.run_pass(step, flying.pop(0))
+                step = ACCUMULATE
+                # From the same state of the allocator the same follows: so many micro-batches
+                # later it has come round, and whole rounds more needn't be run.
+                state = _allocator_state(stage.memory, flying)
+                period = last_seen.setdefault(state, remaining) - remaining
+                if period:
+                    remaining %= period
+                    last_seen.clear()
+                    if not remaining:
+                        break
+            flying.append(stage.run_pass(FORWARD))
+            remaining -= 1
+        while flying:
+            stage.run_pass(step, flying.pop(0))
+            step = ACCUMULATE
+
+    def compile_pass(self, compiler: StageCompiler) -> None:
+        """Compile a pass over a stage's blocks, with the frees of other stages' blocks."""
+        blocks = range(len(self.profile.blocks))
+        if self.is_backward(compiler.step):
+            compiler.run(blocks[::-1])
+            compiler.release_all()
+            return
+        # When the outputs come back to the caller, the last block, that is gone already.
+        for part in (blocks[:-1], blocks[-1:]):
+            compiler.run(part)
+            self._release_unsaved(compiler)
+
+    def _release_unsaved(self, compiler: StageCompiler) -> None:
+        """Free tensors without use in a backward pass on this stage, after the forward pass."""
+        inputs = {
+            self.key_of(block, read.ref, FORWARD)
+            for block in compiler.blocks
+            for number, read in enumerate(self.trace(block, FORWARD).reads)
+            if number not in self.trace(block, FORWARD).live_through
+        }
+        for key in list(compiler.alive):
+            # What only other stages save is freed on its own device, and so is a copy that was only
+            # on its way.
+            holder = self.ended_by.get(key)
+            ends_here = holder is None if key[0] in compiler.blocks else key in inputs
+            if not ends_here and holder not in compiler.blocks:
+                compiler.release(key)
+
+    def _update(self, stage: StageRun, *, is_first: bool) -> None:
+        """Run the optimizer, and set gradients to None."""
+        optimizer = self.training.optimizer
+        trained = [tensor for kind in stage.kinds for tensor in kind.trained]
+        if is_first:
+            for size in shared_bytes(optimizer, trained):
+                _hold_aside(stage.memory, size)
+        for group in update_groups(trained):
+            if is_first:
+                for size in [size for tensor in group for size in state_bytes(optimizer, tensor)]:
+                    _hold_aside(stage.memory, size)
+            if MOST_TEMPORARIES[optimizer]:
+                sizes = [tensor.num_bytes for tensor in group]
+                _hold_for_update(stage.memory, sizes, MOST_TEMPORARIES[optimizer])
+        for gradient in stage.kept:
+            stage.memory.release(gradient, cached=True)
+        stage.kept, stage.num_kept = [], (0,) * len(stage.blocks)
 
     def _ends(self) -> Iterator[tuple[Key, int]]:
         for block in range(len(self.profile.blocks)):
-            for ref in self.tape(block, BACKWARD).events:
+            for ref in self.trace(block, BACKWARD).events:
                 if ref is not None and ref.origin in ("own", "earlier", "carried"):
                     yield self.key_of(block, ref, BACKWARD), block
 
@@ -87,163 +163,51 @@ class TrainingReplay(Replay):
         ]
 
 
-def replay_of(profile: Profile, workload: Workload, *, place: int = 1) -> Replay:
-    """What replays a stage at a workload; in training, one at a place from the end."""
-    if workload.is_paged:
-        return ServingReplay(profile, workload)
-    if workload.training is None:
-        return Replay(profile, workload)
-    return TrainingReplay(profile, workload, place=place)
+def replay_of(
+    profile: Profile, workload: Workload, *, place: int = 1, brief: bool = False
+) -> Replay:
+    """Return the replay of a profile at a workload; in training at a place from the end."""
+    if workload.training is not None:
+        return TrainingReplay(profile, workload, place=place)
+    kind = ServingReplay if workload.is_paged else Replay
+    return kind(profile, workload, brief=brief)
 
 
 def in_flight(training: Training, place: int) -> int:
-    """Micro-batches in flight at a stage that has `place` stages from itself to the end."""
+    """Return the micro-batches in flight at a stage, at a place from the end."""
     most = {"sequential": 1, "gpipe": training.micro_batches, "1f1b": place}
     return min(most[training.schedule], training.micro_batches)
 
 
-class _TrainingRun(StageRun):
-    """Steps of training; what `Memory` tells apart as aside are the optimizer's states."""
+def _allocator_state(memory: PlainMemory, flying: Sequence[Sequence[Held]] = ()) -> Any:
+    """Return the free blocks and saved activations, on which later requests depend."""
+    return memory.free_blocks(), *map(tuple, flying)
 
-    def __init__(self, replay: TrainingReplay, blocks: Sequence[int], capacity: int | None) -> None:
-        super().__init__(replay, blocks, capacity)
-        self.replay = replay
-        # Block by block, and how many of each.
-        self.gradients: list[Held] = []
-        self.num_gradients = (0,) * len(self.blocks)
-        self.trained = [tensor for kind in self.kinds for tensor in kind.trained]
-        self._programs: dict[tuple[bool, int, tuple[int, ...]], StageProgram] = {}
-        # Of the threads of forward and backward passes those that have no workspace yet.
-        self._to_begin = {FORWARD, BACKWARD}
 
-    def run_steps(self) -> tuple[int, int]:
-        # What a step does follows from where the free blocks are: once they are where they were at
-        # the end of an earlier step, all further steps repeat what has been seen.
-        ends: set[Any] = set()
-        while len(ends) < _MOST_STEPS:
-            self._run_micro_batches()
-            self._update(is_first=not ends)
-            end = self._allocator_state(())
-            if end in ends:
-                break
-            ends.add(end)
-        return 0, self.memory.cached_at_peak
+def _hold_for_update(memory: PlainMemory, sizes: Sequence[int], most: float) -> None:
+    """Hold the temporaries of an update, so many at a time."""
+    temporaries: list[Held] = []
+    for size in sizes:
+        temporaries.append(_hold_aside(memory, size))
+        if len(temporaries) == most:
+            _release_aside(memory, temporaries.pop(0))
+    for temporary in temporaries:
+        _release_aside(memory, temporary)
 
-    def _run_micro_batches(self) -> None:
-        limit, flying = self.replay.in_flight, list[list[Held]]()
-        step = BACKWARD
-        seen: dict[Any, int] = {}
-        left = min(self.replay.training.micro_batches, limit + _MOST_ROUNDS)
-        while left:
-            if len(flying) == limit:
-                self._pass(step, flying.pop(0))
-                step = ACCUMULATE
-                # From the same state of the allocator the same follows: so many micro-batches
-                # later it has come round, and whole rounds more needn't be run.
-                period = seen.setdefault(self._allocator_state(flying), left) - left
-                if period:
-                    left %= period
-                    seen.clear()
-                    if not left:
-                        break
-            flying.append(self._pass(FORWARD, []))
-            left -= 1
-        while flying:
-            self._pass(step, flying.pop(0))
-            step = ACCUMULATE
 
-    def _allocator_state(self, flying: Sequence[Sequence[Held]]) -> Any:
-        """What is free, and where what the micro-batches in flight have made is."""
-        return self.memory.free_blocks(), *map(tuple, flying)
-
-    def _pass(self, step: int, saved: Sequence[Held]) -> list[Held]:
-        """Run a pass over all blocks, with what the forward one has saved; what this one leaves."""
-        is_first = step in self._to_begin
-        self._to_begin.discard(step)
-        key = (is_first, step, self.num_gradients)
-        if key not in self._programs:
-            self._programs[key] = self._compile(step, is_first * self.replay.workspace_bytes)
-        program = self._programs[key]
-        number = sum(program.num_kept)
-        sizes = program.sizes(self.replay, step)
-        out = self.memory.run(program.moves, sizes, [*self.gradients, *saved], program.out)
-        self.gradients, self.num_gradients = out[:number], program.num_kept
-        return out[number:]
-
-    def _compile(self, step: int, workspace_bytes: int) -> StageProgram:
-        replay, blocks = self.replay, range(len(self.profile.blocks))
-        num_kept = dict(zip(self.blocks, self.num_gradients, strict=True))
-        if step != FORWARD:
-            # The same whatever gradients there were then.
-            forward = next(known for key, known in self._programs.items() if key[1] == FORWARD)
-            compiler = StageCompiler(
-                replay, step, num_kept, alive=forward.left, workspace_bytes=workspace_bytes
-            )
-            compiler.run(blocks[::-1])
-            compiler.release_all()
-            return compiler.program()
-        compiler = StageCompiler(replay, step, num_kept, workspace_bytes=workspace_bytes)
-        # When the outputs come back to the caller, the last block, that is gone already.
-        for part in (blocks[:-1], blocks[-1:]):
-            compiler.run(part)
-            self._release_passing(compiler)
-        return compiler.program()
-
-    def _release_passing(self, compiler: StageCompiler) -> None:
-        """Free what no backward pass here needs, when the forward pass is over."""
-        replay = self.replay
-        inputs = {
-            replay.key_of(block, read.ref, FORWARD)
-            for block in self.blocks
-            for number, read in enumerate(replay.tape(block, FORWARD).reads)
-            if number not in replay.tape(block, FORWARD).passing
-        }
-        for key in list(compiler.alive):
-            # What only others hold for their backward pass is gone from its own device, and so is a
-            # copy that was only on its way.
-            holder = replay.ended_by.get(key)
-            ends_here = holder is None if key[0] in compiler.blocks else key in inputs
-            if not ends_here and holder not in compiler.blocks:
-                compiler.release(key)
-
-    def _update(self, *, is_first: bool) -> None:
-        """What the optimizer does, and gradients set to None."""
-        optimizer = self.replay.training.optimizer
-        if is_first:
-            for size in shared_bytes(optimizer, self.trained):
-                self._hold_aside(size)
-        for group in update_groups(self.trained):
-            if is_first:
-                for size in [size for tensor in group for size in state_bytes(optimizer, tensor)]:
-                    self._hold_aside(size)
-            if MOST_TEMPORARIES[optimizer]:
-                self._compute([tensor.num_bytes for tensor in group], MOST_TEMPORARIES[optimizer])
-        for gradient in self.gradients:
-            self.memory.release(gradient, cached=True)
-        self.gradients, self.num_gradients = [], (0,) * len(self.blocks)
-
-    def _compute(self, sizes: Sequence[int], most: float) -> None:
-        """What is there for the time of an update, so many at a time."""
-        temporaries: list[Held] = []
-        for size in sizes:
-            temporaries.append(self._hold_aside(size))
-            if len(temporaries) == most:
-                self._release_aside(temporaries.pop(0))
-        for temporary in temporaries:
-            self._release_aside(temporary)
-
-    def _hold_aside(self, size: int) -> Held:
-        memory = self.memory
-        memory.aside += rounded_bytes(size)
+def _hold_aside(memory: PlainMemory, size: int) -> Held:
+    """Allocate memory of the optimizer, counted as aside."""
+    memory.aside += rounded_bytes(size)
+    block = memory.hold(size)
+    _, num_bytes, requested = block
+    if num_bytes > requested:
+        # The block isn't split, and all of it counts, at the peak as well: it is taken anew.
+        memory.release(block)
+        memory.aside += num_bytes - requested
         block = memory.hold(size)
-        _, num_bytes, requested = block
-        if num_bytes > requested:
-            # The block isn't split, and all of it counts, at the peak as well: it is taken anew.
-            memory.release(block)
-            memory.aside += num_bytes - requested
-            block = memory.hold(size)
-        return block
+    return block
 
-    def _release_aside(self, block: Held) -> None:
-        self.memory.aside -= block[1]
-        self.memory.release(block)
+
+def _release_aside(memory: PlainMemory, block: Held) -> None:
+    memory.aside -= block[1]
+    memory.release(block)

@@ -1,4 +1,4 @@
-"""Serving: the steps that there are over a paged cache, as a finite set of sizes.
+"""Serving: the steps over a paged cache, as a finite set of sizes.
 
 Requests come and go in any order, but a step is padded to one of these sizes, and takes memory as
 these do. What layers need for the time of their attention is as large in every step: as the most
@@ -15,8 +15,9 @@ It knows nothing of tensors, and of who asks for what.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .workload import Workload
 
@@ -45,20 +46,22 @@ class StepSize:
     logits: int
 
 
+WarmUp = Literal["first", "largest", "every"]
+"""The steps to run before any request comes: the one that makes the pages, and which others."""
 FIRST = StepSize(tokens=1, rows=1, logits=2)
 """The step in which pages are made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What memory is there for.
+    """The capacity of an engine with a paged cache.
 
     Parameters
     ----------
     sequences : int
-        Answers on their way at the same time.
+        Running requests.
     context_tokens : int
-        Tokens of one of them: prompt and answer.
+        Tokens of a request: prompt and generated.
     pages, page_tokens : int
         Of the cache, and tokens of a page.
     step_tokens : int
@@ -79,7 +82,7 @@ class Capacity:
 
     @classmethod
     def of(cls, workload: Workload) -> Capacity:
-        """That of a workload with a paged cache; as few pages as can be, where it says none."""
+        """Return the capacity of a workload, by default with the fewest pages possible."""
         chunk = workload.prefill_chunk_tokens
         assert chunk != "auto", "resolve the chunk first"
         return cls(
@@ -93,46 +96,46 @@ class Capacity:
 
     @property
     def context_pages(self) -> int:
-        """Pages that are gathered of one sequence, at most; padding included."""
+        """The most pages to gather of a sequence, padding included."""
         return padded(-(-self.context_tokens // self.page_tokens))
 
     @property
     def gathered_pages(self) -> int:
-        """Pages that are gathered at once, at most."""
+        """The most pages to gather at once."""
         several = min(self.sequences * self.context_pages, _GATHERED_TOKENS // self.page_tokens)
         return max(self.context_pages, several)
 
     @property
     def gathered_tokens(self) -> int:
-        """Tokens of these."""
+        """Tokens of the gathered pages."""
         return self.gathered_pages * self.page_tokens
 
     @property
     def page_numbers(self) -> int:
-        """Numbers of pages that a step has, at most, for layers that look back equally far.
+        """The longest block table of a step, for layers of equal windows.
 
-        Of those that are computed together one in five may be nobody's, and the longest is at most
+        Up to a fifth of the sequences computed together may be padding, and the longest is at most
         1.25 times as long as the shortest; `context_pages` has that already.
         """
         return (-(-5 * self.sequences // 4) + 1) * self.context_pages
 
     def padded_pages(self, number: int) -> int:
-        """The pages that are gathered for so many of one sequence."""
+        """Return the pages to gather for so many of a sequence, with padding."""
         return min(padded(number), self.context_pages)
 
     def tokens(self, number: int) -> int:
-        """The tokens of a step that has so many, with padding."""
+        """Return the tokens of a step of so many tokens, with padding."""
         return min(padded(number), max(self.step_tokens, number))
 
     def logits(self, number: int) -> int:
-        """The rows of logits of a step that needs so many, with padding.
+        """Return the rows of logits of a step with so many, with padding.
 
         They are never one alone, which would be sorted by another kernel.
         """
         return max(2, min(power(number), self.sequences))
 
     def steps(self) -> list[StepSize]:
-        """The sizes that there are, the largest first.
+        """Return all sizes of steps, the largest first.
 
         What is before the last layer doesn't depend on how many logits there are, nor these on the
         pieces: each of both comes with every number of tokens, not with each of the other.
@@ -149,18 +152,35 @@ class Capacity:
         return sizes
 
     def largest_steps(self) -> list[StepSize]:
-        """Those of as many tokens as there can be."""
+        """Return the sizes with the most tokens."""
         sizes = self.steps()
         return [size for size in sizes if size.tokens == sizes[0].tokens]
 
+    def warm_up_steps(
+        self, warm_up: WarmUp, reserved_bytes: Callable[[], int]
+    ) -> Iterator[StepSize]:
+        """Yield the sizes of the steps to run after the first one, before any request comes.
+
+        All sizes are repeated until none of them makes the allocators reserve more memory
+        (`reserved_bytes`): no later step will then. Where nobody counts memory (0), the steps of
+        most tokens will do.
+        """
+        reserved, now = -1, reserved_bytes()
+        if warm_up == "largest" or (warm_up == "every" and not now):
+            yield from self.largest_steps()
+        elif warm_up == "every":
+            while reserved < now:
+                yield from self.steps()
+                reserved, now = now, reserved_bytes()
+
 
 def least_pages(workload: Workload) -> int:
-    """Pages of one request."""
+    """Return the pages of a request of the whole context."""
     return -(-workload.context_tokens // PAGE_TOKENS)
 
 
 def padded(number: int) -> int:
-    """The next number of those that follow one another by at most a quarter, powers of 2 included.
+    """Round up to a step size; sizes grow by at most a quarter, and include powers of 2.
 
     Examples
     --------
@@ -172,7 +192,7 @@ def padded(number: int) -> int:
 
 
 def power(number: int) -> int:
-    """The next power of 2.
+    """Round up to a power of 2.
 
     Examples
     --------
@@ -195,6 +215,6 @@ SERVING_MONOMIALS = ("1", "t", "r", "l", "n", "p", "g", "rn")
 def serving_monomials(
     size: StepSize, *, gathered: int, numbers: int = 0, pages: int = 0, pairs: int | None = None
 ) -> tuple[int, ...]:
-    """The values of `SERVING_MONOMIALS` at one step."""
+    """Return the values of `SERVING_MONOMIALS` at a step."""
     pairs = size.rows * gathered if pairs is None else pairs
     return (1, size.tokens, size.rows, size.logits, gathered, numbers, pages, pairs)

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import inf, sqrt
+from math import sqrt
 
-from duoka.errors import FormatError
 from duoka.hardware.fleet import Fleet
 
-from .latency import LatencyModel, Seconds
+from .latency import LatencyModel, Seconds, refuse_impossible
 from .profile import Profile
 from .replay_serving import ServingReplay
 from .serving import Capacity
@@ -44,25 +43,23 @@ class ServingSpeed:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether groups are at least as fast."""
+        """True if groups are at least as fast."""
         return self.tokens_per_second >= self.serial_tokens_per_second
 
     @property
     def best_tokens_per_second(self) -> float:
-        """The speed in groups, or in one where that is faster."""
+        """The speed in groups or in a single group, whichever is faster."""
         return max(self.tokens_per_second, self.serial_tokens_per_second)
 
     def __post_init__(self) -> None:
-        for speed in (self.tokens_per_second, self.serial_tokens_per_second):
-            if not 0 <= speed < inf:
-                raise FormatError(f"{speed} tokens a second is no speed")
+        refuse_impossible(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
-    """What a step takes in all stages: a part that is always the same, and more for its tokens.
+    """The seconds of a step in all stages: a fixed part, and more for its tokens.
 
-    `token_seconds` is for each token, `pair_seconds` for each token and each that it looks back on.
+    `token_seconds` is for each token, `pair_seconds` for each pair of a token and an earlier one.
     """
 
     fixed_seconds: float
@@ -70,12 +67,10 @@ class StepSeconds:
     pair_seconds: float
 
     def __post_init__(self) -> None:
-        for seconds in (self.fixed_seconds, self.token_seconds, self.pair_seconds):
-            if not 0 <= seconds < inf:
-                raise FormatError(f"{seconds} seconds is no time of a step")
+        refuse_impossible(self)
 
     def piece(self, tokens: int, past: int, num_answering: int, num_stages: int) -> int:
-        """How many tokens of a prompt of so many a step reads, from `past` on.
+        """Return the size of a prefill chunk of a prompt of so many tokens, from `past` on.
 
         In m pieces of equal seconds s stages read the prompt in (m + s - 1) / s of the seconds of a
         step with one: a + p / m, where p is for all its tokens and a for all else in the step. That
@@ -94,11 +89,11 @@ def step_seconds(
     stages: Sequence[tuple[str, int, int]],
     fleet: Fleet,
 ) -> StepSeconds | None:
-    """What steps that read a prompt take in the stages of a placement; None as for speeds."""
+    """Return the seconds of prefill steps of a placement; None where speeds are unknown."""
     size = max(2, Capacity.of(workload).step_tokens)
 
     def seconds_at(prompt_tokens: int) -> float | None:
-        """Those of a prompt, in pieces as long as a step can be."""
+        """Return the seconds of a prompt, in chunks of the largest step."""
         at = replace(
             workload,
             batch=1,
@@ -111,13 +106,13 @@ def step_seconds(
         seconds = model.seconds_of(stages, fleet)
         return None if seconds is None else seconds.first_token_seconds
 
-    one, whole, two = map(seconds_at, (1, size, 2 * size))
-    if one is None or whole is None or two is None:
+    token, chunk, chunks = map(seconds_at, (1, size, 2 * size))
+    if token is None or chunk is None or chunks is None:
         return None
     return StepSeconds(
-        fixed_seconds=one,
-        token_seconds=max(0.0, whole - one) / (size - 1),
-        pair_seconds=max(0.0, two - 2 * whole) / size**2,
+        fixed_seconds=token,
+        token_seconds=max(0.0, chunk - token) / (size - 1),
+        pair_seconds=max(0.0, chunks - 2 * chunk) / size**2,
     )
 
 
@@ -128,7 +123,7 @@ def serving_speeds(
     stages: Sequence[tuple[str, int, int]],
     fleet: Fleet,
 ) -> Iterator[ServingSpeed]:
-    """Speeds of the stages of a placement; none where the speed of a device is unknown.
+    """Yield the speeds of a placement; none where the speed of a device is unknown.
 
     `places` are the blocks that are cut apart, each with what goes with it.
     """
@@ -147,11 +142,11 @@ def serving_speeds(
             return
         # One token each; groups follow one another as closely as the slowest stage lets them.
         slowest = max(s.decode_seconds + s.decode_transfer_seconds for s in grouped.stages)
-        around = max(grouped.token_seconds or 0.0, groups * slowest)
-        if serial.token_seconds and around:
+        period = max(grouped.token_seconds or 0.0, groups * slowest)
+        if serial.token_seconds and period:
             yield ServingSpeed(
                 requests=requests,
-                tokens_per_second=requests / around,
+                tokens_per_second=requests / period,
                 serial_tokens_per_second=requests / serial.token_seconds,
             )
 

@@ -1,4 +1,4 @@
-"""The bytes of a stage at the peak, as one record from the replay to the report.
+"""The bytes of a stage at the peak, from the replay to the report.
 
 It knows nothing of how they are forecast.
 """
@@ -22,7 +22,7 @@ KIND_FIELDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """What one device holds at its peak, in bytes.
+    """The bytes of a device at its peak.
 
     `weight_bytes`, `kv_cache_bytes`, `activation_bytes`, `gradient_bytes` and `optimizer_bytes`
     add up to `allocated_bytes`, at the moment of its peak; the last two are those of training.
@@ -47,12 +47,12 @@ class StageBytes:
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """What adds up to what is allocated."""
+        """Bytes by kind whose sum is allocated."""
         return tuple(size for kind, size in self.kinds.items() if kind != "overhead")
 
     @property
     def kinds(self) -> dict[str, int]:
-        """Bytes by kind; together they are what is reserved."""
+        """Bytes by kind whose sum is reserved."""
         return {kind: getattr(self, name) for kind, name in KIND_FIELDS.items()}
 
     @property
@@ -62,14 +62,14 @@ class StageBytes:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of the budget that the allocator does not reserve at its peak."""
+        """Bytes of the budget not reserved at the peak."""
         return self.budget_bytes - self.reserved_bytes
 
     @property
     def headroom_bytes(self) -> int:
-        """Bytes of the budget that tensors do not ask for at the peak; at least `free_bytes`."""
+        """Bytes of the budget not requested at the peak; at least `free_bytes`."""
         return self.budget_bytes - self.requested_bytes
 
     def placed(self, device: Device) -> StageBytes:
-        """The same on a device."""
+        """Return the bytes with the name and the budget of a device."""
         return replace(self, device=device.name, budget_bytes=device.budget_bytes)

@@ -1,4 +1,4 @@
-"""Stages: the chain of blocks that is cut into them, which of them are alike, and lower bounds.
+"""Stages: the chain of blocks to cut, equal stages, and lower bounds of their bytes.
 
 A lower bound is what a stage needs at the least, for all stages at once and without a replay; the
 search goes by it until it has to know better. It knows nothing of devices.
@@ -16,15 +16,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from .alloc_program import StageProgram
 from .allocator import LARGE_REQUEST_BYTES, SEGMENT_ROUND_BYTES, rounded_bytes, segment_bytes
-from .profile import Profile, Ref, Tape, buffer_bytes, evaluate, evaluate_all, rules_of
+from .profile import AllocationTrace, Profile, Ref, buffer_bytes, evaluate, evaluate_all, rules_of
 from .replay import Replay
+
+_NEVER = -(1 << 62)
+"""Fewer bytes than any sum of peaks."""
 
 
 class Chain:
-    """Every block but those tied to an earlier one, which go wherever their partner goes.
+    """The blocks between which stages may be cut: all but blocks tied to an earlier one.
 
-    A stage is a half-open run of `blocks`, which are in execution order; `attached` to each of them
-    are the blocks that go with it.
+    A stage is a half-open range of `blocks`, which are in execution order; `attached` to each of
+    them are the blocks that go with it.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -40,11 +43,11 @@ class Chain:
         self.programs: dict[tuple[object, ...], StageProgram] = {}
 
     def __len__(self) -> int:
-        """How many blocks can be cut apart."""
+        """Count the blocks of the chain."""
         return len(self.blocks)
 
     def stage(self, start: int, stop: int) -> tuple[int, ...]:
-        """The blocks of a stage, tied ones included, in execution order."""
+        """Return the blocks of a stage, with attached blocks, in execution order."""
         blocks = self.blocks[start:stop]
         return tuple(
             sorted([*blocks, *(tied for index in blocks for tied in self.attached[index])])
@@ -53,24 +56,25 @@ class Chain:
     @cached_property
     def alike(self) -> NDArray[np.int64]:
         """[start, stop]: equal numbers only where the signatures are equal."""
-        kinds, last, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
-        alike = np.zeros((num + 1, num + 1), np.int64)
+        kinds, end, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
+        table = np.zeros((num + 1, num + 1), np.int64)
         codes: dict[tuple[Any, ...], int] = {}
-        keys = [(kinds[at].kind, *self.attached[at], at == 0, at == last) for at in self.blocks]
+        keys = [(kinds[at].kind, *self.attached[at], at == 0, at == end) for at in self.blocks]
         gaps = np.diff(self.blocks, prepend=-1).tolist()
-        first = [codes.setdefault((0, *key), len(codes)) for key in keys]
+        first_codes = [codes.setdefault((0, *key), len(codes)) for key in keys]
         later = [codes.setdefault(key, len(codes)) for key in zip(gaps, keys, strict=True)]
-        # A stage is what it is without its last block, and that block, with the gap before it.
-        starts, numbers = np.arange(num), np.array(first)
+        # A stage's number follows from that of the stage without its last block, and from that
+        # block with the gap before it.
+        starts, numbers = np.arange(num), np.array(first_codes)
         for length in range(1, num + 1):
             _, numbers = np.unique(numbers, return_inverse=True)
-            alike[starts, starts + length] = numbers + alike.max() + 1
+            table[starts, starts + length] = numbers + table.max() + 1
             starts, numbers = starts[:-1], numbers[:-1] * len(codes) + later[length:]
-        return alike
+        return table
 
     @cached_property
     def weight_bytes(self) -> NDArray[np.int64]:
-        """[start, stop]: what the weights of stages take, tied blocks included."""
+        """[start, stop]: bytes of the weights of stages, tied blocks included."""
         profile = self.profile
         of_kind = [sum(map(rounded_bytes, kind.weight_bytes)) for kind in profile.kinds]
         return np.triu(
@@ -83,7 +87,7 @@ class Chain:
         )
 
     def likes(self, block: int, ref: Ref) -> list[int]:
-        """Blocks of a block's kind, one for each kind of block that what they refer to is from."""
+        """Return blocks of a block's kind with makers of `ref` of all kinds."""
         if ref.origin != "earlier":
             return [block]
         kinds, key = self.profile.blocks, (self.profile.blocks[block].kind, ref.back)
@@ -101,14 +105,32 @@ class Chain:
 
 
 def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
-    """[start, stop]: never more than the exact bytes of stages.
+    """[start, stop]: lower bounds of the exact bytes of stages.
 
-    A stage needs at least what is requested while some block of it is at its peak in some step.
-    Then the caches of the blocks before it have grown in this step and those behind it haven't.
-    Prefix sums of caches make that a sum for each
-    (stage, block), and a running maximum over the blocks of a stage the bound for all stages that
-    begin at one place. Left out is some of what goes by way of tied blocks, and what a block leaves
-    to later ones while those between don't touch it.
+    While block b of a stage is at its peak in some step, the KV caches of the stage's blocks before
+    it have grown in this step, and those behind it haven't. The stage holds all of them::
+
+        block            0     1     2     3
+        kv_before       10    10    10    10       bytes of its cache before this step
+        kv_after        12    12    12    12       and after it
+        peak_alone      30    40    35    50       of what it holds, its cache included
+
+        stage [1, 4)  block 1 at its peak    40 + 10 + 10 = 60
+                      block 2                12 + 35 + 10 = 57
+                      block 3                12 + 12 + 50 = 74   the bound of this step
+
+    With prefix sums ``grown[b] = kv_after[0] + ... + kv_after[b - 1]`` and ``ungrown``, the same of
+    `kv_before`, block b's line is::
+
+        (grown[b] - grown[start]) + peak[b] + (ungrown[stop] - ungrown[b + 1])
+
+    Start and stop are apart from b. So a running maximum of ``grown[b] + peak[b] - ungrown[b + 1]``
+    over b, from each start on, gives the bounds of all stages that begin there.
+
+    The peak is `peak_with_producers` for a start that is at least `producer_distance` blocks back:
+    then tensors that the block frees, but doesn't read, are on its stage. Left out is some of what
+    goes by way of tied blocks, and what a block leaves to later ones while those between don't
+    touch it.
     """
     num = len(chain)
     kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
@@ -118,25 +140,33 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     # [steps, places, numbers]
     costs = _undominated(np.array([*of_kind.values()]))[:, [rows[kind] for kind in kinds]]
     bounds = np.zeros((num + 1, num + 1), np.int64)
-    ahead = np.triu(np.ones((num, num), np.bool_))
     starts, places = np.arange(num)[:, None], np.arange(num)
     for of_step in costs:
-        before, after, peaks, fuller, back = of_step.T
-        grown = np.concatenate([[0], np.cumsum(after)])
-        to_grow = np.concatenate([[0], np.cumsum(before)])
-        busiest = np.where(starts <= places - back, fuller, peaks)
-        at_peak = np.where(ahead, grown[:-1] - to_grow[1:] + busiest, -(1 << 62))
-        most = np.maximum.accumulate(at_peak, axis=1)
-        bytes_now = most + to_grow[None, 1:] - grown[:-1, None]
-        np.maximum(bounds[:-1, 1:], np.where(ahead, bytes_now, 0), out=bounds[:-1, 1:])
+        kv_before, kv_after, peak_alone, peak_with_producers, producer_distance = of_step.T
+        grown = np.concatenate([[0], np.cumsum(kv_after)])
+        ungrown = np.concatenate([[0], np.cumsum(kv_before)])
+        has_producers = starts <= places - producer_distance
+        peaks = np.where(has_producers, peak_with_producers, peak_alone)
+        largest = running_peaks(grown[:-1] + peaks - ungrown[1:])
+        np.maximum(bounds[:-1, 1:], largest + ungrown[1:] - grown[:-1, None], out=bounds[:-1, 1:])
     return bounds + chain.weight_bytes + _buffers(chain)
 
 
-def _undominated(costs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[steps, kinds, numbers], from [kinds, steps, numbers]: the steps that may decide on a bound.
+def running_peaks(at_peak: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[start, last]: the largest number of the blocks from start to last; far below 0 elsewhere.
 
-    A bound grows with each number but the last (how many blocks back the fuller peak begins), with
-    which it falls. So a step counts for nothing beside one that has no less of any kind of block.
+    at_peak [blocks] or, where numbers depend on the start, [start, blocks]
+    """
+    num = at_peak.shape[-1]
+    is_stage = np.triu(np.ones((num, num), np.bool_))
+    return np.asarray(np.maximum.accumulate(np.where(is_stage, at_peak, _NEVER), axis=1))
+
+
+def _undominated(costs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[steps, kinds, numbers], from [kinds, steps, numbers]: drop steps without effect on bounds.
+
+    A bound grows with each number but the last, `producer_distance`, with which it falls. So a step
+    counts for nothing beside one that has no less of any kind of block.
     """
     signed = costs.swapaxes(0, 1) * [1, 1, 1, 1, -1]
     kept_steps: list[int] = []
@@ -147,7 +177,7 @@ def _undominated(costs: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 class Growth:
-    """Lower bounds of the bytes that stages reserve if they leave room.
+    """Lower bounds of the reserved bytes of stages with room left.
 
     PyTorch's allocator returns cached memory only if a new segment exceeds the budget. A stage that
     leaves room never reserves more than the budget less the room. So as long as no segment is
@@ -158,34 +188,40 @@ class Growth:
     sum over the steps is a lower bound for all stages with this block. It adds to the weights: they
     are never freed, and what is free behind them is smaller than the least segment that counts.
 
-    Example: the steps of a block allocate 30, 40, 35 and 50 MiB, each freed at its end. The first,
-    second and fourth tensor need new segments, 120 MiB; the third one fits that of the second.
+    Example: a block of one tensor, which each step allocates and frees::
+
+        step                    0     1     2     3
+        tensor (MiB)           30    40    35    50
+        largest segment so far  -    30    40    40
+        new segment (MiB)      30    40     -    50      120 MiB reserved in all
+
+    In step 2 the segment of step 1 is free and large enough.
     """
 
     def __init__(self, chain: Chain, replay: Replay) -> None:
         kinds, regimes = chain.profile.kinds, np.array([step.regime for step in replay.steps])
         self._kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
         self._held_bytes = chain.weight_bytes + _buffers(chain)
-        most, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
+        largest, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
         sizes = dict[tuple[int, int], NDArray[np.int64]]()
         for kind, regime in itertools.product(range(len(kinds)), {*regimes.tolist()}):
-            tape, at = kinds[kind].tapes[regime], regimes == regime
-            rules = rules_of([*tape.sizes, *(read.size for read in tape.reads)])
+            trace, at = kinds[kind].traces[regime], regimes == regime
+            rules = rules_of([*trace.sizes, *(read.size for read in trace.reads)])
             values = [step.values for step in replay.steps if step.regime == regime]
             sizes[kind, regime] = evaluate_all(rules, np.array(values).T)
-            most[at] = np.maximum(most[at], sizes[kind, regime].max(axis=0, initial=0))
-        least = segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
-        segments = -(-most // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
-        self._largest_segments = np.maximum.accumulate([least, *segments])
+            largest[at] = np.maximum(largest[at], sizes[kind, regime].max(axis=0, initial=0))
+        least_segment = segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
+        segments = -(-largest // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
+        self._largest_segments = np.maximum.accumulate([least_segment, *segments])
         for (kind, regime), of_step in sizes.items():
-            at, alive = regimes == regime, _alive(kinds[kind].tapes[regime])
+            at, alive = regimes == regime, _alive(kinds[kind].traces[regime])
             large = np.where(of_step > self._largest_segments[:-1][at], of_step, 0)[: len(alive)]
-            some = large.any(axis=1)
-            grown[kind, 1:][at] = (alive[:, some] @ large[some]).max(axis=0, initial=0)
+            is_large = large.any(axis=1)
+            grown[kind, 1:][at] = (alive[:, is_large] @ large[is_large]).max(axis=0, initial=0)
         self._grown_bytes = np.cumsum(grown, axis=1)
 
     def bounds(self, room_bytes: int) -> NDArray[np.int64]:
-        """[start, stop]: never more than what stages reserve that leave so much room."""
+        """[start, stop]: lower bounds of the reserved bytes of stages with so much room left."""
         num_steps = int(np.searchsorted(self._largest_segments[1:], room_bytes, "right"))
         grown = np.tile(self._grown_bytes[self._kinds, num_steps], (len(self._kinds), 1))
         bounds = self._held_bytes.copy()
@@ -193,10 +229,10 @@ class Growth:
         return bounds
 
 
-def _alive(tape: Tape) -> NDArray[np.float64]:
-    """[when one is made, tensors]: 1 where a tensor of a block's own is alive."""
-    alive, num_made = np.tri(len(tape.sizes)), 0
-    for event in tape.events:
+def _alive(trace: AllocationTrace) -> NDArray[np.float64]:
+    """[allocations, tensors]: 1 where a block's own tensor is alive at an allocation."""
+    alive, num_made = np.tri(len(trace.sizes)), 0
+    for event in trace.events:
         if event is None:
             num_made += 1
         elif event.origin == "own":
@@ -205,13 +241,13 @@ def _alive(tape: Tape) -> NDArray[np.float64]:
 
 
 def between(values: ArrayLike) -> NDArray[Any]:
-    """[start, stop]: sums of values, one for each place; below the diagonal their negatives."""
+    """[start, stop]: sums of values over places; below the diagonal their negatives."""
     total = np.cumsum(np.concatenate([[0], np.asarray(values)]))
     return np.asarray(total[None, :] - total[:, None])
 
 
 def _buffers(chain: Chain) -> NDArray[np.int64]:
-    """[start, stop]: bytes of the buffers for weights that come for a call."""
+    """[start, stop]: bytes of the buffers for streamed weights."""
     num, profile = len(chain), chain.profile
     buffers = np.zeros((num + 1, num + 1), np.int64)
     if profile.offloaded:
@@ -226,36 +262,36 @@ def _buffers(chain: Chain) -> NDArray[np.int64]:
 def _cache_and_peaks(
     chain: Chain, replay: Replay, block: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
-    """For each step the cache bytes of a block before and after it, and its peak with them.
-
-    Then its peak where the blocks before it are on its stage as well, of which it frees something
-    that it doesn't read, and how many blocks back that goes.
-    """
+    """Yield the five numbers of a block for each step, as `lower_bounds` explains them."""
     cache: list[int] = []
     for step in range(len(replay.steps)):
-        tape = replay.tape(block, step)
+        trace = replay.trace(block, step)
         sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
         read = _read_bytes(chain, replay, block, step)
-        left = {
+        freed_only = {
             ref: _made_bytes(chain, replay, block, step, ref)
-            for ref in tape.events
+            for ref in trace.events
             if ref is not None and ref.origin == "earlier" and ref not in read
         }
-        back = max((_back(chain, block, ref) for ref in left), default=0)
-        peak = _peak(tape, sizes, cache, read)
-        fuller = _peak(tape, sizes, cache, read | left) if left else peak
-        before = sum(cache)
-        dropped = {ref.index for ref in tape.events if ref is not None and ref.origin == "kept"}
-        cache = [size for slot, size in enumerate(cache) if slot not in dropped]
-        cache += [sizes[number] for number in sorted(tape.retained)]
-        yield before, sum(cache), peak, fuller, back
+        producer_distance = max((_distance(chain, block, ref) for ref in freed_only), default=0)
+        peak_alone = _peak(trace, sizes, cache, read)
+        peak_with_producers = (
+            _peak(trace, sizes, cache, read | freed_only) if freed_only else peak_alone
+        )
+        kv_before = sum(cache)
+        freed = {ref.index for ref in trace.events if ref is not None and ref.origin == "kept"}
+        cache = [size for slot, size in enumerate(cache) if slot not in freed]
+        cache += [sizes[number] for number in sorted(trace.retained)]
+        yield kv_before, sum(cache), peak_alone, peak_with_producers, producer_distance
 
 
-def _peak(tape: Tape, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref, int]) -> int:
-    """The most that a block has at a time, with its caches and what it reads of others."""
+def _peak(
+    trace: AllocationTrace, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref, int]
+) -> int:
+    """Return the peak of a block, with its caches and its inputs."""
     live = peak = sum(cache) + sum(read.values())
     count = 0
-    for event in tape.events:
+    for event in trace.events:
         if event is None:
             live += sizes[count]
             peak = max(peak, live)
@@ -269,33 +305,33 @@ def _peak(tape: Tape, sizes: Sequence[int], cache: Sequence[int], read: dict[Ref
     return peak
 
 
-def _back(chain: Chain, block: int, ref: Ref) -> int:
-    """How many places before a block's place in the chain something was made."""
+def _distance(chain: Chain, block: int, ref: Ref) -> int:
+    """Return how many places before a block's place in the chain a tensor was allocated."""
     maker = block - ref.back
     return sum(maker <= index < block for index in chain.blocks) if ref.back else 0
 
 
 def _read_bytes(chain: Chain, replay: Replay, block: int, step: int) -> dict[Ref, int]:
-    """Bytes at least of what other blocks made and this one, or one of its kind, reads.
+    """Return the least bytes of a block's inputs, over all blocks of its kind.
 
-    Where a stage begins it is moved in, as large as what is read; elsewhere it is still there, as
-    large as it was made.
+    Where a stage begins, it is copied to the device, as large as what is read; elsewhere it is
+    still there, as large as it was made.
     """
     sizes: dict[Ref, int] = {}
-    for read in replay.tape(block, step).reads:
+    for read in replay.trace(block, step).reads:
         if read.ref.origin in ("earlier", "carried"):
-            moved = rounded_bytes(evaluate(read.size, replay.steps[step].values))
-            size = min(moved, _made_bytes(chain, replay, block, step, read.ref))
+            copied_bytes = rounded_bytes(evaluate(read.size, replay.steps[step].values))
+            size = min(copied_bytes, _made_bytes(chain, replay, block, step, read.ref))
             sizes[read.ref] = min(size, sizes.get(read.ref, size))
     return sizes
 
 
 def _made_bytes(chain: Chain, replay: Replay, block: int, step: int, ref: Ref) -> int:
-    """Bytes of what a block refers to, as small as it is for any block of its kind."""
+    """Return the least bytes of an input of a block, over all blocks of its kind."""
     sizes = []
     for index in chain.likes(block, ref):
         maker, number = replay.key_of(index, ref, step)
         # What is kept counts as a cache of its maker, on whose stage this one may be.
-        is_kept = number in replay.tape(maker, step).retained
+        is_kept = number in replay.trace(maker, step).retained
         sizes.append(0 if is_kept else rounded_bytes(replay.sizes(maker, step)[number]))
     return min(sizes)

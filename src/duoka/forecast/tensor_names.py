@@ -1,4 +1,4 @@
-"""Tensor names: those of a model's parameters and buffers, block by block, and of its layers.
+"""Tensor names of a model's parameters and buffers, block by block.
 
 Every tensor is known by its *native* name, the model's own (`model.layers.3.mlp.up_proj.weight`),
 and by the *published* names under which its checkpoint holds it, where those are others
@@ -17,7 +17,7 @@ _NUMBERED = re.compile(r"(.*?\.|)(\d+)(?:\..*)?", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedTensor:
-    """One name of a parameter or buffer.
+    """A name of a parameter or buffer.
 
     `name` is native. `num_bytes` is the tensor's, and 0 under every name but its first, which is
     `tied_to` there. `published` are the checkpoint's names of what it is made of, where they
@@ -35,7 +35,7 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutlineBlock:
-    """What stays whole: its modules, its tensors, and the earlier block that it is tied to."""
+    """A block: its modules, its tensors, and the earlier block of shared tensors."""
 
     modules: tuple[str, ...]
     tensors: tuple[NamedTensor, ...]
@@ -44,7 +44,7 @@ class OutlineBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """All tensors of one model by name, in its blocks, in execution order.
+    """All tensors of a model by name, in its blocks, in execution order.
 
     `model` is the class's name, for people; the `fingerprint` is empty when it is unknown.
     `empty_modules` are the names of modules that hold no tensor, such as dropout and activations.
@@ -57,7 +57,7 @@ class Outline:
 
     @property
     def joined_layers(self) -> str | None:
-        """The list of the model's layers, if they lie in one block: its code joins what they make.
+        """The list of the model's layers, if these are a single block: code joins their outputs.
 
         Such code often fails on several devices; a model of that code goes on one.
         """
@@ -71,7 +71,7 @@ class Outline:
 
     @classmethod
     def of_names(cls, names: Iterable[str], empty_modules: Sequence[str] = ()) -> Outline:
-        """The outline of tensors of which only the names are known.
+        """Build the outline of tensors known by their names only.
 
         Every module that holds some is taken for a block; what must stay whole beyond that, and
         which tensors are tied, nobody can tell from names.
@@ -82,20 +82,20 @@ class Outline:
             owners.setdefault(owner, []).append(NamedTensor(name=name, num_bytes=1))
         blocks = []
         for owner, tensors in owners.items():
-            inner = not owner or any(other.startswith(owner + ".") for other in owners)
+            inner = not owner or any(name.startswith(owner + ".") for name in owners)
             modules = [tensor.name for tensor in tensors] if inner else [owner]
             blocks.append(OutlineBlock(modules=tuple(modules), tensors=tuple(tensors)))
         return cls(blocks=tuple(blocks), empty_modules=tuple(empty_modules))
 
 
 def layer_of(module: str) -> tuple[str, int] | None:
-    """The list that a module is in, and its number there; None where it is in no list."""
+    """Return the list of a module and its number there; None for a module outside of lists."""
     match = _NUMBERED.fullmatch(module)
     return None if match is None else (match[1].rstrip("."), int(match[2]))
 
 
 def main_list(modules: Sequence[str]) -> str | None:
-    """The list of layers that the others serve: of those with most layers after the first the last.
+    """Return the model's own list of layers: of the lists in `modules` the last.
 
     A vision tower has its list too, and runs before the text's layers; what runs last is the
     model's own.

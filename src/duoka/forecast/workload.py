@@ -1,4 +1,4 @@
-"""What a model will be asked to do."""
+"""Workloads: batch, context and cache of inference, or a batch to train on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _LOSS_CHUNK_TOKENS = 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """How a model is trained.
+    """The training of a model.
 
     Parameters
     ----------
@@ -124,7 +124,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What of a workload decides which code runs, and not only at which sizes.
+    """The part of a workload that decides on code paths, beyond sizes.
 
     A profile holds for one of these, and for any batch, context, chunk, optimizer and number of
     micro-batches; with images for one chunk.
@@ -142,11 +142,11 @@ class Conditions:
 
     @property
     def is_paged(self) -> bool:
-        """Whether steps go over a paged cache."""
+        """True for a paged cache."""
         return self.cache in PAGED_CACHES
 
     def passes(self, batch: int) -> tuple[int, ...]:
-        """How many images of a batch are encoded at a time, in order."""
+        """Return the number of images of each encoding pass of a batch, in order."""
         return image_passes(self.images * batch, self.vision_batch)
 
 
@@ -325,22 +325,22 @@ class Workload:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of one sequence at the end: prompt and generated."""
+        """Tokens of a sequence at the end: prompt and generated."""
         return self.prompt_tokens + self.new_tokens
 
     @property
     def is_paged(self) -> bool:
-        """Whether it is requests that come and go, over a paged cache."""
+        """True for requests over a paged cache, with continuous batching."""
         return self.cache in PAGED_CACHES
 
     @property
     def has_int8_cache(self) -> bool:
-        """Whether keys and values are kept in 8 bit."""
+        """True for keys and values in 8 bit."""
         return self.cache in ("int8", "paged-int8")
 
     @property
     def conditions(self) -> Conditions:
-        """What a profile must have been made for, to answer this workload."""
+        """The conditions of a profile for this workload."""
         training = self.training
         if training is not None:
             # Whatever is dropped, there is a mask; nothing depends on how much it is.
@@ -366,11 +366,11 @@ class Workload:
         )
 
     def resolved(self, *, dtype: str) -> Workload:
-        """The same workload with "auto" replaced by the checkpoint's dtype."""
+        """Return the workload with "auto" replaced by the checkpoint's dtype."""
         return replace(self, dtype=choose("dtype", dtype, DTYPES)) if self.dtype == "auto" else self
 
     def passes(self) -> tuple[int, ...]:
-        """How many of the batch's images are encoded at a time, in order.
+        """Return the number of images of each encoding pass, in order.
 
         Examples
         --------
@@ -380,7 +380,7 @@ class Workload:
         return self.conditions.passes(self.batch)
 
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Prefill steps as (query tokens, past tokens), in order.
+        """Return prefill steps as (query tokens, past tokens), in order.
 
         Examples
         --------
@@ -397,29 +397,29 @@ class Workload:
 
 
 def image_passes(images: int, vision_batch: int | None) -> tuple[int, ...]:
-    """How many of some images are encoded at a time, in order; all at once without a limit."""
+    """Return the number of images of each encoding pass; a single pass without a limit."""
     size = vision_batch or max(images, 1)
     return tuple(min(size, images - done) for done in range(0, images, size))
 
 
 def _number(value: int | str | None) -> int | None:
-    """What is asked for; None for all at once, as it is while nothing is decided."""
+    """Return a number, or None for all at once, also while nothing is decided."""
     return value if isinstance(value, int) else None
 
 
 def read_dtype(word: str) -> Dtype:
-    """The type of weights that a word means: torch's name of it, or a short one."""
+    """Return the dtype of a word: torch's name, or a short name."""
     return choose("dtype", _DTYPE_WORDS.get(str(word).lower(), word), DTYPES)
 
 
 def read_quantization(word: str, known: Sequence[Quantization] = QUANTIZATIONS) -> Quantization:
-    """What weights become, by duoka's word for it or bitsandbytes'."""
+    """Return the quantization of a word, duoka's or bitsandbytes'."""
     bare = str(word).strip().lower().replace("-", "").removeprefix("load_in_")
     return choose("quantize", _QUANTIZATION_WORDS.get(bare, word), known)
 
 
 def refuse_short(workload: Workload, least_tokens: int) -> None:
-    """Refuse a prompt that can't hold its images."""
+    """Refuse a prompt too short for its images."""
     if workload.images and workload.prompt_tokens < least_tokens:
         height, width = workload.image_size
         raise UsageError(
@@ -431,7 +431,7 @@ def refuse_short(workload: Workload, least_tokens: int) -> None:
 
 
 def with_quantization(workload: Workload) -> tuple[Workload, ...]:
-    """The workload with its quantization resolved: what to try, in this order."""
+    """Return the workloads to try for its quantization, in order."""
     if workload.quantize != "auto":
         return (workload,)
     forms = AUTO_QUANTIZATIONS if workload.training is None else TRAINED_QUANTIZATIONS
@@ -439,12 +439,12 @@ def with_quantization(workload: Workload) -> tuple[Workload, ...]:
 
 
 def _make_whole(data: Workload | Training, name: str, least: int) -> None:
-    """Hold a field to be a whole number, and keep it as Python's own."""
+    """Check a field for a whole number, and keep Python's own int."""
     object.__setattr__(data, name, whole_number(name, getattr(data, name), least))
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """Hold a value to be a whole number; UsageError where it isn't, or below the least."""
+    """Return a value as int; raise UsageError for no whole number, or below the least."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
             f"{name} is {value!r}; it must be a whole number",
@@ -460,7 +460,7 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 
 def loss_chunk_tokens(num_tokens: int) -> int:
-    """Of how many tokens at once training computes logits and loss: of as many in each chunk.
+    """Return the tokens of each chunk in which training computes logits and loss.
 
     Examples
     --------

@@ -1,9 +1,8 @@
-"""Calibration: what was measured on GPUs, kept on disk by kind of GPU, driver and torch.
+"""Calibration: measured speeds and overhead of GPUs, kept on disk by product, driver and torch.
 
-One file holds all that was measured under one version of the driver and of torch; other versions
-have other files. What can't be read, or was changed by anything but duoka, counts as not measured.
-It measures nothing itself, and knows nothing of torch. The devices and links of a fleet are as fast
-as they were measured, where they were.
+One file holds everything measured under one version of the driver and of torch. A file that can't
+be read, or was changed by another program, counts as not measured. The measuring itself is in
+`tools.bench.calibrate`; here the figures are applied to the devices and links of a fleet.
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from duoka.base.files import cache_directory, read_text, write_whole
+from duoka.base.requirements import installed_version
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.base.units import MIB
 from duoka.errors import FormatError
 
-from .device import RESERVE_BYTES, Device, Link
+from .device import Device, Link
 
 _VERSION = 5
 _MOST_BYTES = 2**22
@@ -30,13 +29,13 @@ _MARGIN_SHARE = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFigures:
-    """What was measured on GPUs of one kind, as NVML calls it; None where it couldn't be.
+    """Figures of one product, by NVML's name.
 
-    `memory_bytes` is all that it has: two kinds may share a name. `overhead_bytes` is what a
-    process holds there outside torch's allocator, after it has generated. The memory's speed is
-    that of the product of a matrix with a single row, as decoding mostly does; FLOPs are of square
-    matrices in 16 and 32 bit, `launch_seconds` a small model's decode step by the launches that its
-    profile counts. The last is from the host's pinned memory.
+    `memory_bytes` is the whole memory: two products may share a name. `overhead_bytes` is the
+    memory of a process outside torch's allocator, after generation. The memory's speed is that of a
+    product of a matrix with a single row, as in decoding; FLOPs are of square matrices in 16 and
+    32 bit; `launch_seconds` is a small model's decode step divided by its kernel launches. Host
+    bytes are read from pinned memory; None where there is none.
     """
 
     product: str
@@ -50,9 +49,9 @@ class GpuFigures:
 
     @property
     def reserve_bytes(self) -> int:
-        """What is kept out of a budget: the overhead, and an eighth of it more, at least 64 MiB.
+        """Reserve: the overhead plus a margin, an eighth of it and at least 64 MiB.
 
-        Kernels that weren't met while it was measured are loaded when they are.
+        The margin is for kernels that are loaded later than the measurement.
         """
         margin = max(self.overhead_bytes // _MARGIN_SHARE, _LEAST_MARGIN_BYTES)
         return -(-(self.overhead_bytes + margin) // MIB) * MIB
@@ -60,7 +59,7 @@ class GpuFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFigures:
-    """What was measured from one GPU to another, known by their UUIDs."""
+    """Figures of the link from one GPU to another, by UUID."""
 
     source: str
     target: str
@@ -70,7 +69,7 @@ class LinkFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """All that was measured under one version of the driver and of torch."""
+    """All figures under one version of the driver and of torch."""
 
     driver: str
     torch: str
@@ -78,17 +77,19 @@ class Calibration:
     links: tuple[LinkFigures, ...] = ()
 
     def of_product(self, product: str, memory_bytes: int | None) -> GpuFigures | None:
-        """What was measured on GPUs of this name; the memory decides between two kinds of it."""
-        alike = [figures for figures in self.gpus if figures.product == product]
-        if memory_bytes is None or not alike:
-            return alike[0] if len(alike) == 1 else None
-        nearest = min(alike, key=lambda kind: abs(kind.memory_bytes - memory_bytes))
-        # Drivers keep a little of it for themselves, one more than the other.
-        close = abs(nearest.memory_bytes - memory_bytes) * 16 < memory_bytes
-        return nearest if close else None
+        """Find the figures of a product; the memory decides between two of the same name."""
+        namesakes = [figures for figures in self.gpus if figures.product == product]
+        if memory_bytes is None or not namesakes:
+            return namesakes[0] if len(namesakes) == 1 else None
+        nearest = min(namesakes, key=lambda kind: abs(kind.memory_bytes - memory_bytes))
+        # Drivers keep a little of the memory for themselves, more or less.
+        is_near = abs(nearest.memory_bytes - memory_bytes) * 16 < memory_bytes
+        return nearest if is_near else None
 
+    # Figures are keyed by product and memory, links by both UUIDs: a later calibration of some GPUs
+    # replaces theirs and keeps the rest.
     def joined(self, newer: Calibration) -> Calibration:
-        """The same with what was measured later in the place of what it was measured again for."""
+        """Return the calibration with newer figures added or in the place of older ones."""
         again = {(figures.product, figures.memory_bytes) for figures in newer.gpus}
         linked = {(figures.source, figures.target) for figures in newer.links}
         gpus = (
@@ -101,21 +102,18 @@ class Calibration:
 
 
 def torch_version() -> str:
-    """The version of torch, without importing it; empty where it isn't installed."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return ""
+    """Return torch's version without an import; empty if not installed."""
+    return installed_version("torch") or ""
 
 
 def path_for(driver: str) -> Path:
-    """Where what is measured under this driver and the installed torch is kept."""
+    """Return the file for this driver and the installed torch."""
     key = hashlib.sha256(json.dumps([_VERSION, driver, torch_version()]).encode()).hexdigest()
     return cache_directory() / "calibration" / f"{key[:32]}.json"
 
 
-def find(driver: str) -> Calibration:
-    """What was measured under this driver and the installed torch; empty where nothing was."""
+def read_calibration(driver: str) -> Calibration:
+    """Read the calibration for this driver and the installed torch; empty without any."""
     nothing = Calibration(driver=driver, torch=torch_version())
     try:
         content = read_text(path_for(driver), most_bytes=_MOST_BYTES)
@@ -125,21 +123,16 @@ def find(driver: str) -> Calibration:
     return result if (result.driver, result.torch) == (driver, nothing.torch) else nothing
 
 
-def keep(measured: Calibration) -> Path:
-    """Keep what was measured, beside what was measured before; whole or not at all."""
+def keep_calibration(measured: Calibration) -> Path:
+    """Add figures to the file; it is replaced whole or not at all."""
     path = path_for(measured.driver)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(to_dict(find(measured.driver).joined(measured))))
+    write_whole(path, json.dumps(to_dict(read_calibration(measured.driver).joined(measured))))
     return path
 
 
-def reserve_bytes(figures: GpuFigures | None) -> int:
-    """What is kept out of a budget."""
-    return RESERVE_BYTES if figures is None else figures.reserve_bytes
-
-
 def with_figures(device: Device, figures: GpuFigures | None) -> Device:
-    """The device as fast as it was measured; what it keeps out of its budget isn't changed."""
+    """Return the device with measured speeds; the budget's reserve is unchanged."""
     if figures is None:
         return device
     names = ["memory_bytes_per_second", "flops_per_second", "float32_flops_per_second"]
@@ -159,17 +152,17 @@ def with_figures(device: Device, figures: GpuFigures | None) -> Device:
 def with_links(
     links: Iterable[Link], uuids: Mapping[str, str], measured: Calibration
 ) -> tuple[Link, ...]:
-    """The links, those that were measured as fast as that was; with the UUIDs of the devices."""
-    known = {(link.source, link.target): link for link in links}
+    """Return the links with measured speeds; `uuids` maps device names to UUIDs."""
+    by_pair = {(link.source, link.target): link for link in links}
     names = {uuid: name for name, uuid in uuids.items()}
     for figures in measured.links:
         source, target = names.get(figures.source), names.get(figures.target)
         if source is not None and target is not None:
-            known[source, target] = Link(
+            by_pair[source, target] = Link(
                 source=source,
                 target=target,
                 bytes_per_second=figures.bytes_per_second,
                 latency_seconds=figures.latency_seconds,
                 measured=True,
             )
-    return tuple(known.values())
+    return tuple(by_pair.values())

@@ -1,7 +1,4 @@
-"""The catalogue: what is publicly known of common GPUs, from `gpus.toml`.
-
-It knows products, not this machine: nothing here looks at hardware.
-"""
+"""Catalogue: published figures of common GPUs, from `gpus.toml`; independent of this machine."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 from duoka.base.serialization import from_dict
 from duoka.base.units import GIB
 from duoka.errors import UsageError
 
 _MOST_SHOWN = 6
-_CUTOFF = 0.5  # below this, difflib's nearest has nothing to do with what was written
+_CUTOFF = 0.5  # below this, difflib's nearest name is unrelated
 _NOISE = re.compile(r"[\s_-]+")
 _MEMORY = re.compile(r"\b(\d{1,4})\s*gi?b?\b", re.ASCII | re.IGNORECASE)
 _MAKERS = re.compile(r"^(?:nvidia|geforce|tesla)+")
@@ -39,7 +36,7 @@ class Pcie:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nvlink:
-    """A card's NVLinks: GB/s of all together, in one direction, and what they lead to."""
+    """A card's NVLinks: their topology, and total GB/s in one direction."""
 
     form: Literal["switch", "mesh", "bridge"]
     gb_per_second: float
@@ -48,7 +45,7 @@ class Nvlink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One product. Its fields are those of `gpus.toml`, which explains them."""
+    """A product; `gpus.toml` explains the fields."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -65,35 +62,25 @@ class Card:
 
     @property
     def usable_bytes(self) -> int:
-        """What CUDA offers on an empty card."""
+        """Memory offered by CUDA on an empty card."""
         return int(self.usable_gib * GIB)
 
     @property
-    def memory_bytes_per_second(self) -> float:
-        """Of its memory."""
-        return self.bandwidth_gb_per_second * 1e9
-
-    @property
-    def flops_per_second(self) -> float:
-        """Dense, in 16 bit."""
+    def speeds(self) -> dict[str, Any]:
+        """Fields of `Device`: dense FLOPs in 16 and 32 bit, and the memory's bytes per second."""
         rates = self.tflops
-        return 1e12 * rates.get("bf16", rates.get("fp16", rates["fp32"]))
-
-    @property
-    def float32_flops_per_second(self) -> float:
-        """Dense, in 32 bit."""
-        return 1e12 * self.tflops["fp32"]
-
-    @property
-    def has_bfloat16(self) -> bool:
-        """Whether it computes in bfloat16 by itself."""
-        return "bf16" in self.tflops
+        return {
+            "memory_bytes_per_second": self.bandwidth_gb_per_second * 1e9,
+            "flops_per_second": 1e12 * rates.get("bf16", rates.get("fp16", rates["fp32"])),
+            "float32_flops_per_second": 1e12 * rates["fp32"],
+            "has_bfloat16": "bf16" in rates,
+        }
 
 
 @cache
 def cards() -> tuple[Card, ...]:
-    """All cards, in the file's order."""
-    # What most cards leave out; `from_dict` wants every field.
+    """Return all cards, in the file's order."""
+    # Most cards leave these out; `from_dict` needs every field.
     absent = dict.fromkeys(("usable_seen", "pcie", "nvlink", "compute_capability"))
     text = files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8")
     return tuple(
@@ -101,38 +88,43 @@ def cards() -> tuple[Card, ...]:
     )
 
 
-def knows(text: str) -> bool:
-    """Whether a text is the name of a card."""
-    return _named(text) is not None
+def is_card(text: str) -> bool:
+    """Return True for the name of a card."""
+    return _find_exact(text) is not None
 
 
-def find(text: str) -> Card:
-    """Find a card by a name that a person wrote."""
-    wanted = text.strip()
-    card = _named(wanted)
+def find_card(text: str) -> Card:
+    """Find a card by name; for an unknown one raise UsageError with the nearest names."""
+    name = text.strip()
+    card = _find_exact(name)
     if card is not None:
         return card
-    key = _key(wanted)
-    words = _words(wanted)
-    begun = [
+    key = _key(name)
+    words = _words(name)
+    matches = [
         card
         for card in cards()
-        if any(_words(name)[: len(words)] == words for name in (card.name, *card.aliases))
+        if any(_words(alias)[: len(words)] == words for alias in (card.name, *card.aliases))
     ]
-    if words and begun:
+    if words and matches:
         raise UsageError(
-            f"{wanted[:60]!r} can be several GPUs: {_listed([card.name for card in begun])}",
+            f"{name[:60]!r} can be several GPUs: {_listed([card.name for card in matches])}",
             hint="write one of these names",
         )
     near = difflib.get_close_matches(key[:60], _by_name(), n=_MOST_SHOWN, cutoff=_CUTOFF)
     names = list(dict.fromkeys(_by_name()[match].name for match in near))[:3]
     nearest = f"; the nearest are {', '.join(names)}" if names else ""
-    hint = f'memory has a unit: "{wanted}GiB"' if wanted.isdecimal() else DECLARING
-    raise UsageError(f"no GPU {wanted[:60]!r} is in the catalogue{nearest}", hint=hint)
+    hint = f'memory has a unit: "{name}GiB"' if name.isdecimal() else DECLARING
+    raise UsageError(f"no GPU {name[:60]!r} is in the catalogue{nearest}", hint=hint)
 
 
-def _named(text: str) -> Card | None:
-    """The card of a name, which may tell its memory: "A100 80G", "24GB RTX 3090"."""
+# Names are compared by a key, and then word by word:
+#
+#   "NVIDIA GeForce RTX 4090", "rtx-4090"   key "rtx4090"
+#   "A100 80G"                              key of "A100" + "80GB", as "A100" is several cards
+#   "RTX 6000"                              words "rtx 6000" begin two cards: refused with both
+def _find_exact(text: str) -> Card | None:
+    """Find a card by name, perhaps with its memory: "A100 80G", "24GB RTX 3090"."""
     cards_by_name = _by_name()
     card = cards_by_name.get(_key(text))
     match = _MEMORY.search(text) if card is None else None
@@ -145,7 +137,7 @@ def _named(text: str) -> Card | None:
 
 
 def of_product(product: str, total_bytes: int | None) -> Card | None:
-    """Find a card by what NVML calls it; its memory decides between two of one name."""
+    """Find a card by NVML's name; the memory decides between two cards of the same name."""
     key = _key(product)
     matches = [card for card in cards() if any(_key(name) == key for name in card.products)]
     if total_bytes is None or len(matches) < 2:
@@ -154,18 +146,18 @@ def of_product(product: str, total_bytes: int | None) -> Card | None:
 
 
 def _listed(names: list[str]) -> str:
-    more = len(names) - _MOST_SHOWN
-    return ", ".join(names[:_MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    num_hidden = len(names) - _MOST_SHOWN
+    return ", ".join(names[:_MOST_SHOWN]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
 
 
 def _key(name: str) -> str:
-    """A name without what people write in many ways."""
+    """Normalise a name: lower case, without spaces, hyphens and makers."""
     bare = _NOISE.sub("", name.strip().lower())
     return _MAKERS.sub("", bare) or bare
 
 
 def _words(name: str) -> list[str]:
-    """The words of a name; letters that follow a number begin one: "4060Ti" is "4060 Ti"."""
+    """Split a name into words; letters behind a number begin a word: "4060Ti" is "4060 Ti"."""
     words = re.findall(r"[a-z]*\d+(?:gb)?|[a-z]+", name.lower())
     return [word for word in words if word not in ("nvidia", "geforce", "tesla")]
 

@@ -1,10 +1,10 @@
-"""CUDA: which GPUs this process may use, in CUDA's own order.
+"""CUDA driver: the GPUs visible to this process, in CUDA's own order.
 
-The driver is asked itself (``libcuda``, through ctypes), because only it knows what
-CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER made of the machine: what is third here is torch's
-``cuda:2``. Where CUDA hasn't started in this process it isn't started: a child that was forked
-afterwards couldn't use it, and CUDA_VISIBLE_DEVICES could no longer be set. A short process of its
-own asks instead. No GPU gets a context, and no memory is taken.
+The driver is queried directly (``libcuda``, through ctypes), because it alone knows the effect of
+CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER: its third GPU is torch's ``cuda:2``. If CUDA isn't
+initialised in this process, a short child process queries instead: after initialisation a forked
+child couldn't use CUDA, and CUDA_VISIBLE_DEVICES could no longer be set. No GPU gets a context, and
+no memory is taken.
 """
 
 from __future__ import annotations
@@ -28,17 +28,15 @@ _CHILD = """
 import sys
 sys.path.append(sys.argv[1])
 from duoka.hardware import cuda_driver
-cuda_driver.tell()
+cuda_driver.report()
 """
 _RESTART = "restart the machine, or install the driver again"
 # Numbers and meanings of cuda.h's CUresult.
 _FAULTS = {
-    2: ("no memory is left for it", "look with nvidia-smi at what runs"),
     34: (
         "its library is the stub that CUDA's toolkit brings for linking",
         "take its directory out of LD_LIBRARY_PATH, and install the NVIDIA driver",
     ),
-    46: ("a GPU is busy or unavailable", "look with nvidia-smi at what runs, and at MIG"),
     101: ("a device is not valid", f"does {VARIABLE} name a GPU twice? If not, {_RESTART}"),
     802: (
         "the system is not ready yet",
@@ -54,30 +52,30 @@ _FAULTS = {
 
 
 def visible_uuids(library: Any = None) -> tuple[str, ...]:
-    """The identities of the GPUs that this process may use: the third is ``cuda:2``."""
+    """Return the UUIDs of the GPUs visible to this process: the third is ``cuda:2``."""
     if library is not None:
-        return _ask(library)
+        return _query(library)
     library = _load()
     count = ctypes.c_int()
     if library.cuDeviceGetCount(ctypes.byref(count)) == _NOT_INITIALIZED:
-        return _ask_elsewhere(library)
-    return _ask(library)
+        return _query_in_child(library)
+    return _query(library)
 
 
-def tell() -> None:
-    """Write what another process wants to know to stdout; it started this one to ask."""
-    library = _load()  # who started this has it: where this fails, that process asks
+def report() -> None:
+    """Write the visible GPUs to stdout; the entry of the child process."""
+    library = _load()  # where this fails, the parent queries itself
     try:
-        answer: dict[str, object] = {"uuids": _ask(library)}
+        answer: dict[str, object] = {"uuids": _query(library)}
     except FleetError as error:
         answer = {"error": str(error), "hint": error.hint}
     sys.stdout.write(json.dumps(answer))
 
 
-def _ask_elsewhere(library: Any) -> tuple[str, ...]:
-    # A program that brings its own Python would start itself again.
+def _query_in_child(library: Any) -> tuple[str, ...]:
+    # A frozen program would start itself again.
     if not sys.executable or getattr(sys, "frozen", False):
-        return _ask(library)
+        return _query(library)
     path = str(Path(__file__).resolve().parents[2])
     try:
         done = subprocess.run(
@@ -94,13 +92,13 @@ def _ask_elsewhere(library: Any) -> tuple[str, ...]:
             hint=f"look with nvidia-smi whether the GPUs are well; {_RESTART}",
         ) from None
     except (OSError, subprocess.SubprocessError, ValueError):
-        return _ask(library)  # no process can be started here, or not with this Python
+        return _query(library)  # no child process can be started, or not with this Python
     if "error" in answer:
         raise FleetError(answer["error"], hint=answer["hint"])
     return tuple(answer["uuids"])
 
 
-def _ask(library: Any) -> tuple[str, ...]:
+def _query(library: Any) -> tuple[str, ...]:
     result = library.cuInit(0)
     if result == _NO_DEVICE:
         return ()
@@ -111,16 +109,13 @@ def _ask(library: Any) -> tuple[str, ...]:
 
 
 def restriction() -> str | None:
-    """What CUDA_VISIBLE_DEVICES says, made fit to be shown; None when it isn't set."""
+    """Return CUDA_VISIBLE_DEVICES without control characters; None if unset."""
     value = os.environ.get(VARIABLE)
     return None if value is None else "".join(sign for sign in value if sign.isprintable())[:200]
 
 
 def renumbered() -> list[int]:
-    """Return the numbers that CUDA_VISIBLE_DEVICES lists, the n-th for ``cuda:n``.
-
-    The list is empty where every GPU keeps its number.
-    """
+    """Return the numbers in CUDA_VISIBLE_DEVICES, the n-th for ``cuda:n``; empty if unchanged."""
     texts = [text.strip() for text in os.environ.get(VARIABLE, "").split(",")]
     if not all(text.isascii() and text.isdecimal() and len(text) < 5 for text in texts):
         return []
@@ -128,8 +123,8 @@ def renumbered() -> list[int]:
     return [] if numbers == [*range(len(numbers))] else numbers
 
 
-def tell_renumbered() -> str:
-    """Describe what CUDA_VISIBLE_DEVICES makes of its numbers; empty where that is nothing."""
+def describe_renumbered() -> str:
+    """Describe the numbers by CUDA_VISIBLE_DEVICES; empty if every GPU keeps its number."""
     pairs = [f"{number} is cuda:{place}" for place, number in enumerate(renumbered())]
     return f"{VARIABLE}={restriction()}: {', '.join(pairs)} in this process" if pairs else ""
 
@@ -149,9 +144,9 @@ def _uuid(library: Any, ordinal: int) -> str:
     device = ctypes.c_int()
     _check(library.cuDeviceGet(ctypes.byref(device), ordinal), f"it doesn't give cuda:{ordinal}")
     # The second version tells apart the parts of a GPU in MIG mode; drivers before 470 lack it.
-    ask = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
+    get_uuid = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
     octets = (ctypes.c_ubyte * 16)()
-    _check(ask(ctypes.byref(octets), device), f"it doesn't identify cuda:{ordinal}")
+    _check(get_uuid(ctypes.byref(octets), device), f"it doesn't identify cuda:{ordinal}")
     digits = bytes(octets).hex()
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 

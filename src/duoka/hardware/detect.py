@@ -1,7 +1,7 @@
-"""Detection: the GPUs of this machine that this process may use.
+"""Detection: the GPUs of this machine, and the usable subset of this process.
 
-NVML says what there is, in `nvidia-smi`'s order; CUDA says which of it this process sees, and
-under which number. A GPU is the same in both by its UUID, never by its number.
+NVML lists the GPUs in `nvidia-smi`'s order; CUDA lists the ones visible to this process, with its
+own numbers. The two lists are joined by UUID, never by number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from duoka.errors import FleetError
 
 from . import calibration, catalogue, cuda_driver, gpu_generation, nvml
 from .calibration import GpuFigures
-from .device import MAX_DEVICES, STEP_BYTES, Device, Found
+from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Found
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
@@ -28,7 +28,7 @@ _BARE_NUMBER = (
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why something can't be used: in a word, in a sentence, and what to do."""
+    """Reason against using a GPU: a word, a sentence, and the advice."""
 
     state: str
     reason: str
@@ -45,8 +45,6 @@ _UNTOLD = Trouble(
     reason="the driver doesn't tell its memory",
     advice='say how much of it may be used, as a budget: "24GiB"',
 )
-# The server of MPS holds the GPU, and lets its clients compute.
-_MPS = "nvidia-cuda-mps-server"
 _BFLOAT16_SINCE = (8, 0)
 _FELL_OFF = (
     "it may have fallen off the bus: `dmesg | grep -i xid` tells; often only a restart helps"
@@ -55,10 +53,9 @@ _FELL_OFF = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresentGpu:
-    """A GPU of this machine, or an instance of one in MIG mode, be it usable or not.
+    """A GPU of this machine, or an instance of a GPU in MIG mode; with `trouble` if unusable.
 
-    `torch_name` is what torch calls it in this process; None where torch doesn't see it. `trouble`
-    says why it can't be used.
+    `torch_name` is torch's name in this process; None if torch doesn't see the GPU.
     """
 
     gpu: nvml.NvmlGpu
@@ -69,38 +66,38 @@ class PresentGpu:
 
     @property
     def name(self) -> str:
-        """What ``--gpus`` takes for it."""
+        """Name for ``--gpus``: the index, or an instance's UUID."""
         return str(self.gpu.index) if self.instance is None else self.instance.uuid
 
     @property
     def label(self) -> str:
-        """What an error calls it."""
+        """Name in errors."""
         index = self.gpu.index
         return f"GPU {index}" if self.instance is None else f"an instance of GPU {index}"
 
     @property
     def part(self) -> nvml.NvmlGpu | nvml.Instance:
-        """What of the GPU it is."""
+        """The whole GPU, or the instance."""
         return self.instance or self.gpu
 
     @property
     def processes(self) -> tuple[nvml.Process, ...]:
-        """Who uses it; of an instance that isn't known."""
+        """Other processes on the GPU; unknown for an instance."""
         return self.gpu.processes if self.instance is None else ()
 
     @property
     def budget_bytes(self) -> int | None:
-        """What torch's allocator may take, in whole steps; it can be negative."""
+        """Budget of torch's allocator, a multiple of `STEP_BYTES`; can be negative."""
         free = self.part.free_bytes
         return None if free is None else (free - self.kept_bytes) // STEP_BYTES * STEP_BYTES
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept for CUDA."""
-        return calibration.reserve_bytes(self.figures)
+        """Reserve for CUDA."""
+        return RESERVE_BYTES if self.figures is None else self.figures.reserve_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
+        """Convert to JSON's types."""
         return {
             "name": self.name,
             "torch_name": self.torch_name,
@@ -115,34 +112,33 @@ class PresentGpu:
 
 
 def is_detected(text: str) -> bool:
-    """Whether a text names a GPU of this machine: by its index or its UUID."""
+    """Return True for the index or the UUID of a GPU, or the beginning of a UUID."""
     return bool(_INDEX.fullmatch(text) or _UUID.fullmatch(text))
 
 
 def detect(which: str | None = None) -> Found:
-    """The GPUs of this machine."""
+    """Find the usable GPUs of this machine, or the given GPUs, and their links."""
     view = _View()
-    chosen = view.usable() if which is None else view.choose(which)
-    names = [gpu.torch_name or "" for gpu in chosen]
-    uuids = {name: gpu.part.uuid for name, gpu in zip(names, chosen, strict=True)}
+    gpus = view.usable() if which is None else view.choose(which)
+    names = [gpu.torch_name or "" for gpu in gpus]
+    uuids = {name: gpu.part.uuid for name, gpu in zip(names, gpus, strict=True)}
+    links = links_of(ways_between(zip(names, gpus, strict=True), _way))
     return Found(
-        devices=tuple(map(_device, chosen)),
-        links=calibration.with_links(
-            links_of(ways_between(zip(names, chosen, strict=True), _way)), uuids, view.known
-        ),
+        devices=tuple(map(_device, gpus)),
+        links=calibration.with_links(links, uuids, view.calibration),
     )
 
 
 def survey() -> tuple[list[PresentGpu], list[tuple[str, str, Way]]]:
-    """All GPUs of this machine, those that can't be used as well, and the ways between them."""
+    """List all GPUs of this machine, usable or not, and the ways between them."""
     gpus = _View().gpus
     return gpus, [*ways_between(((gpu.name, gpu) for gpu in gpus), _way)]
 
 
 def tells_memory() -> bool:
-    """Whether there is a driver that says how much memory some GPU has free.
+    """Return True if a driver reports the free memory of a GPU.
 
-    None does on machines whose GPU shares the processor's memory.
+    It doesn't on machines whose GPU shares the processor's memory.
     """
     try:
         gpus = nvml.read().gpus
@@ -151,19 +147,19 @@ def tells_memory() -> bool:
     return any(gpu.free_bytes is not None for gpu in gpus)
 
 
-def tell_numbers(devices: Sequence[Device]) -> str:
-    """Which GPUs of `nvidia-smi` devices are, where CUDA_VISIBLE_DEVICES gave others' numbers."""
+def describe_numbers(devices: Sequence[Device]) -> str:
+    """Describe `nvidia-smi`'s numbers of devices, if CUDA_VISIBLE_DEVICES renumbers them."""
     if cuda_driver.restriction() is None or not any(device.uuid for device in devices):
         return ""
     try:
         numbers = {gpu.uuid: gpu.index for gpu in nvml.read().gpus}
     except FleetError:  # a plan of another machine's
         return ""
-    return _tell_numbers([(d.name, numbers[d.uuid]) for d in devices if d.uuid in numbers])
+    return _describe_numbers([(d.name, numbers[d.uuid]) for d in devices if d.uuid in numbers])
 
 
-def _tell_numbers(pairs: Sequence[tuple[str, int]]) -> str:
-    """What torch calls the GPUs of `nvidia-smi`, where it is another number."""
+def _describe_numbers(pairs: Sequence[tuple[str, int]]) -> str:
+    """Describe pairs of torch's name and `nvidia-smi`'s number; empty if all are equal."""
     if all(name == f"cuda:{number}" for name, number in pairs):
         return ""
     texts = [f"{name} is nvidia-smi's GPU {number}" for name, number in pairs]
@@ -184,28 +180,36 @@ def _visible(machine: nvml.Machine) -> tuple[str, ...]:
         ) from None
 
 
+# The same GPUs have three numbers, for example with CUDA_VISIBLE_DEVICES=3,1 on a machine of four:
+#
+#   nvidia-smi (NVML)   0        1        2        3          → --gpus
+#   UUID                GPU-a    GPU-b    GPU-c    GPU-d      ← the common key
+#   CUDA, torch         hidden   cuda:1   hidden   cuda:0     → Device.name
+#
+# NVML tells memory, processes and links; CUDA tells which GPUs are visible, and their order. A GPU
+# in MIG mode is replaced by its instances, each with a UUID of its own.
 class _View:
-    """The machine, as one process sees it."""
+    """The machine's GPUs, as visible to this process."""
 
     def __init__(self) -> None:
         machine = nvml.read()
-        self.known = calibration.find(machine.driver_version)
+        self.calibration = calibration.read_calibration(machine.driver_version)
         names = {uuid: f"cuda:{number}" for number, uuid in enumerate(_visible(machine))}
         gpus = [
             PresentGpu(
                 gpu=gpu,
                 instance=instance,
-                figures=self.known.of_product(part.name, part.total_bytes),
+                figures=self.calibration.of_product(part.name, part.total_bytes),
                 torch_name=names.get(_bare(part.uuid)),
             )
             for gpu in machine.gpus
             for instance in (None, *gpu.instances)
             for part in (instance or gpu,)
         ]
-        seen = [(gpu.torch_name, gpu.gpu.index) for gpu in gpus if gpu.torch_name is not None]
-        numbers = "" if cuda_driver.restriction() is None else _tell_numbers(seen)
+        visible = [(gpu.torch_name, gpu.gpu.index) for gpu in gpus if gpu.torch_name is not None]
+        numbers = "" if cuda_driver.restriction() is None else _describe_numbers(visible)
         if numbers:
-            numbers += f"; those are --gpus {','.join(str(index) for _, index in seen)}"
+            numbers += f"; those are --gpus {','.join(str(index) for _, index in visible)}"
         lost = [
             PresentGpu(
                 gpu=nvml.NvmlGpu(index=gpu.index, name="", uuid=""),
@@ -213,35 +217,30 @@ class _View:
             )
             for gpu in machine.lost
         ]
-        known = [replace(gpu, trouble=_trouble(gpu, numbers)) for gpu in gpus]
-        self.gpus = sorted([*known, *lost], key=lambda gpu: gpu.gpu.index)
+        answering = [replace(gpu, trouble=_trouble(gpu, numbers)) for gpu in gpus]
+        self.gpus = sorted([*answering, *lost], key=lambda gpu: gpu.gpu.index)
 
     def usable(self) -> list[PresentGpu]:
-        """All that can be used, in `nvidia-smi`'s order."""
+        """Return all usable GPUs, in `nvidia-smi`'s order."""
         usable = [gpu for gpu in self.gpus if gpu.trouble is None]
         if not usable:
             raise self._error("no GPU can be used")
         return usable[:MAX_DEVICES]
 
     def choose(self, which: str) -> list[PresentGpu]:
-        """Those that a person named, in that order."""
-        chosen: dict[str, str] = {}
-        gpus = []
+        """Return the GPUs of a comma-separated list, in its order."""
+        gpus: list[PresentGpu] = []
         for text in which.split(",", MAX_DEVICES + 1):
-            gpu = self._find(text.strip())
-            if gpu.name in chosen:
-                raise self._error(
-                    f"{gpu.label} is named twice: by {chosen[gpu.name]!r} and {text.strip()!r}"
-                )
-            chosen[gpu.name] = text.strip()
+            gpu = self._find_gpu(text.strip())
+            if gpu in gpus:
+                raise self._error(f"{gpu.label} is named twice")
             if gpu.trouble is not None:
-                raise self._error(
-                    f"{gpu.label} can't be used: {gpu.trouble.reason}", gpu.trouble.advice
-                )
+                message = f"{gpu.label} can't be used: {gpu.trouble.reason}"
+                raise self._error(message, gpu.trouble.advice)
             gpus.append(gpu)
         return gpus
 
-    def _find(self, text: str) -> PresentGpu:
+    def _find_gpu(self, text: str) -> PresentGpu:
         if _INDEX.fullmatch(text):
             for gpu in self.gpus:
                 if gpu.name == str(int(text)):
@@ -249,10 +248,10 @@ class _View:
             raise self._error(f"there is no GPU {int(text)}", _BARE_NUMBER)
         if not _UUID.fullmatch(text):
             raise self._error(f"{text[:60]!r} is neither the index nor the UUID of a GPU")
-        wanted = text.lower()
-        matches = [gpu for gpu in self.gpus if gpu.part.uuid.lower().startswith(wanted)]
-        if len(matches) > 1:  # the whole of one may be the beginning of another
-            matches = [gpu for gpu in matches if gpu.part.uuid.lower() == wanted] or matches
+        prefix = text.lower()
+        matches = [gpu for gpu in self.gpus if gpu.part.uuid.lower().startswith(prefix)]
+        if len(matches) > 1:  # a whole UUID may be the beginning of another
+            matches = [gpu for gpu in matches if gpu.part.uuid.lower() == prefix] or matches
         if not matches:
             raise self._error(f"no GPU has the UUID {text!r}")
         if len(matches) > 1:
@@ -261,12 +260,12 @@ class _View:
 
     def _error(self, message: str, advice: str | None = None) -> FleetError:
         lines = [advice] if advice else []
-        there = map(_line, self.gpus) if self.gpus else ["  no GPU"]
-        return FleetError(message, hint="\n".join([*lines, "this machine has", *there]))
+        gpu_lines = map(_line, self.gpus) if self.gpus else ["  no GPU"]
+        return FleetError(message, hint="\n".join([*lines, "this machine has", *gpu_lines]))
 
 
 def _line(gpu: PresentGpu) -> str:
-    """A GPU in a list of what there is."""
+    """Describe a GPU in a line of a list."""
     about = [f"  {gpu.gpu.index}", *filter(None, (gpu.part.name, gpu.part.uuid))]
     if gpu.part.free_bytes is not None and gpu.part.total_bytes is not None:
         free, total = format_bytes(gpu.part.free_bytes), format_bytes(gpu.part.total_bytes)
@@ -277,7 +276,7 @@ def _line(gpu: PresentGpu) -> str:
 
 
 def _trouble(gpu: PresentGpu, numbers: str) -> Trouble | None:
-    """Why it can't be used; None when it can. `numbers` tells what torch calls the others."""
+    """Find the reason against using a GPU; `numbers` describes CUDA's numbers of the others."""
     if gpu.instance is None and gpu.gpu.is_mig:
         return _DIVIDED
     if gpu.torch_name is None:
@@ -291,7 +290,13 @@ def _trouble(gpu: PresentGpu, numbers: str) -> Trouble | None:
             f"{format_bytes(gpu.kept_bytes)} are kept for CUDA",
             advice="name another one, or end what uses it",
         )
-    return _closed(gpu.gpu)
+    if gpu.gpu.is_prohibited:
+        return Trouble(
+            state="closed",
+            reason="its compute mode is Prohibited: no process may compute on it",
+            advice=f"an administrator can open it to all: nvidia-smi -i {gpu.gpu.index} -c DEFAULT",
+        )
+    return None
 
 
 def _hidden(gpu: PresentGpu, numbers: str) -> Trouble:
@@ -307,35 +312,22 @@ def _hidden(gpu: PresentGpu, numbers: str) -> Trouble:
     return Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
 
 
-def _closed(gpu: nvml.NvmlGpu) -> Trouble | None:
-    """Why its compute mode keeps this process out; None where it doesn't."""
-    advice = f"an administrator can open it to all: nvidia-smi -i {gpu.index} -c DEFAULT"
-    if gpu.compute_mode == "prohibited":
-        reason = "its compute mode is Prohibited: no process may compute on it"
-        return Trouble(state="closed", reason=reason, advice=advice)
-    computing = [process for process in gpu.processes if process.computes]
-    shared = any(process.name == _MPS for process in computing)
-    if gpu.compute_mode != "exclusive" or shared or not computing:
-        return None
-    reason = f"its compute mode is Exclusive_Process, and {_process(computing[0])} has it"
-    return Trouble(state="taken", reason=reason, advice=f"end what has it; {advice}")
-
-
 def _process(process: nvml.Process) -> str:
     size = "" if process.used_bytes is None else f", {format_bytes(process.used_bytes)}"
     return f"{process.name or 'a process'} (pid {process.pid}{size})"
 
 
 def _bare(uuid: str) -> str:
-    """A UUID as CUDA writes it: without what NVML puts before it."""
+    """Strip NVML's prefix of a UUID, absent in CUDA."""
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
 def _device(gpu: PresentGpu) -> Device:
     part, budget = gpu.part, gpu.budget_bytes
-    assert budget is not None, "it was found to be usable"
-    assert gpu.torch_name is not None, "torch sees what can be used"
+    assert budget is not None, "usable GPUs have a budget"
+    assert gpu.torch_name is not None, "torch sees usable GPUs"
     card = catalogue.of_product(part.name, part.total_bytes)
+    capability = gpu.gpu.compute_capability
     device = Device(
         name=gpu.torch_name,
         budget_bytes=budget,
@@ -344,51 +336,46 @@ def _device(gpu: PresentGpu) -> Device:
         pci_address=gpu.gpu.pci_address,
         memory_bytes=part.total_bytes,
         reserve_bytes=(part.free_bytes or 0) - budget,
-        memory_bytes_per_second=None if card is None else card.memory_bytes_per_second,
-        flops_per_second=None if card is None else card.flops_per_second,
-        has_bfloat16=_has_bfloat16(gpu.gpu, card),
+        **({} if card is None else card.speeds),
+    )
+    device = replace(
+        device,
+        has_bfloat16=device.has_bfloat16 if capability is None else capability >= _BFLOAT16_SINCE,
         workspace_bytes=gpu_generation.workspace_bytes(
-            gpu.gpu.compute_capability or (None if card is None else card.compute_capability)
+            capability or (None if card is None else card.compute_capability)
         ),
         host_bytes_per_second=from_host(*_connector(gpu.gpu)),
-        float32_flops_per_second=None if card is None else card.float32_flops_per_second,
     )
     return calibration.with_figures(device, gpu.figures)
 
 
-def _has_bfloat16(gpu: nvml.NvmlGpu, card: catalogue.Card | None) -> bool | None:
-    if gpu.compute_capability is not None:
-        return gpu.compute_capability >= _BFLOAT16_SINCE
-    return None if card is None else card.has_bfloat16
-
-
-def _way(one: PresentGpu, other: PresentGpu) -> Way | None:
-    if one.instance or other.instance:
-        return None  # instances can't reach each other directly; nothing is published
-    speed = _nvlink_speed(one.gpu, other.gpu)
+def _way(source: PresentGpu, target: PresentGpu) -> Way | None:
+    if source.instance or target.instance:
+        return None  # instances have no direct way, and no published speed
+    speed = _nvlink_speed(source.gpu, target.gpu)
     if speed is not None:
         return by_nvlink(speed)
-    return through_host(_connector(one.gpu), _connector(other.gpu))
+    return through_host(_connector(source.gpu), _connector(target.gpu))
 
 
-def _nvlink_speed(one: nvml.NvmlGpu, other: nvml.NvmlGpu) -> float | None:
-    """Bytes per second in one direction: straight, or both over switches."""
-    for source, target in ((one, other), (other, one)):
+# NVML lists the other ends of a GPU's NVLinks. Two GPUs are joined directly if an end of one has
+# the PCI address of the other; then only that end's links count. Otherwise both must have links to
+# switches (NVSwitch), and the slower sum of the two limits a copy.
+def _nvlink_speed(*pair: nvml.NvmlGpu) -> float | None:
+    """Return bytes per second in one direction, of a direct link or through switches."""
+    for source, target in (pair, reversed(pair)):
         for peer in source.peers:
             if peer.kind == "gpu" and peer.pci_address and peer.pci_address == target.pci_address:
                 return peer.bytes_per_second
-    ends = [
-        [peer.bytes_per_second for peer in gpu.peers if peer.kind == "switch"]
-        for gpu in (one, other)
-    ]
+    ends = [[peer.bytes_per_second for peer in gpu.peers if peer.kind == "switch"] for gpu in pair]
     if not all(ends):
         return None
-    known = [[speed for speed in end if speed is not None] for end in ends]
-    return min(map(sum, known)) or None
+    speeds = [[speed for speed in end if speed is not None] for end in ends]
+    return min(map(sum, speeds)) or None
 
 
 def _connector(gpu: nvml.NvmlGpu) -> tuple[int | None, int | None]:
-    """PCIe generation and lanes. An idle card lowers its generation, but not its lanes."""
+    """Return PCIe generation and lanes; an idle card lowers its generation, but not its lanes."""
     return (
         gpu.max_pcie_generation or gpu.pcie_generation,
         gpu.pcie_lanes or gpu.max_pcie_lanes,

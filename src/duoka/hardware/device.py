@@ -1,4 +1,4 @@
-"""Device and link: one place where modules can be, and the way from one to another."""
+"""Device and link: a place for modules, and the speed from one device to another."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from .gpu_generation import workspace_bytes
 
 MAX_DEVICES = 64
 RESERVE_BYTES = 768 * 2**20
-"""Kept out of the budget of a real GPU: CUDA's context, and what kernels and libraries load on
-first use, all of which lie outside torch's allocator."""
+"""Reserve of a real GPU outside torch's allocator: CUDA's context, and kernels and libraries loaded
+on first use."""
 STEP_BYTES = 64 * 2**20
-"""The budget of a GPU of this machine is a multiple of it: what is free differs by a few MiB from
-one card to its twin, and cards of equal budgets can be exchanged when a placement is looked for."""
+"""Step of the budgets of this machine's GPUs: free memory differs by a few MiB from a card to its
+twin, and the search can exchange cards of equal budgets."""
 
-_MAX_TEXT = 120
 _NAME = re.compile(r"[a-z]+(:(0|[1-9][0-9]{0,3}))?", re.ASCII)
 _SPEEDS = (
     "memory_bytes_per_second",
@@ -31,42 +30,42 @@ _SPEEDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One device.
+    """A device of torch: a GPU, a virtual GPU or the processor.
 
     Parameters
     ----------
     name : str
-        torch's name of it, in this process.
+        torch's name in this process.
     budget_bytes : int
-        What the allocator may reserve there.
+        Limit of the bytes reserved by the allocator.
     product, uuid, pci_address : str
-        What NVML calls it, its identity, and where it sits; empty when unknown.
+        NVML's name, identity and address; empty if unknown.
     memory_bytes : int, optional
-        All that it has, used or not. None when only a budget was declared.
+        The whole memory, used or not. None if only a budget was declared.
     reserve_bytes : int
-        What was kept out of the budget (`RESERVE_BYTES`, and less than `STEP_BYTES` more for a
-        GPU that is here): with the budget it is what was free, or, for a GPU that isn't here,
-        what an empty one offers.
+        Bytes outside the budget (`RESERVE_BYTES`, plus less than `STEP_BYTES` for a GPU of this
+        machine). Budget and reserve add up to the free memory, or, for a declared GPU, to the
+        memory offered by an empty one.
     memory_bytes_per_second, flops_per_second : float, optional
-        How fast it reads its memory and computes in 16 bit. None when unknown.
+        Rates of its memory and of dense matrix products in 16 bit. None if unknown.
     has_bfloat16 : bool, optional
-        Whether it computes in bfloat16 by itself: NVIDIA's do from Ampere on. None when unknown.
+        True if it computes in bfloat16, as NVIDIA's from Ampere on. None if unknown.
     float32_flops_per_second : float, optional
-        How fast it computes in 32 bit.
+        Rate of dense matrix products in 32 bit.
     launch_seconds : float, optional
-        What it costs to start a kernel; None where it wasn't measured.
+        Time to launch a kernel; None if not measured.
     host_bytes_per_second : float, optional
-        How fast it copies from the host's pinned memory. None when unknown.
+        Rate of copies from the host's pinned memory. None if unknown.
     workspace_bytes : int
-        What a cuBLAS workspace takes of the budget there; by default that of GPUs before Hopper.
+        Size of a cuBLAS workspace in the budget; by default that of GPUs before Hopper.
     measured : tuple of str
-        The fields that `duoka bench --calibrate` measured; the others are the catalogue's, the
-        driver's or declared.
+        Fields measured by `duoka bench --calibrate`; the others are from the catalogue, from the
+        driver, or declared.
 
     Raises
     ------
     FleetError
-        If the name isn't one of torch's form, a text can't be shown, or a number isn't positive.
+        If the name isn't in torch's form, or a number isn't positive.
     """
 
     name: str
@@ -91,14 +90,9 @@ class Device:
                 f"{self.name!r} is not the name of a device",
                 hint="torch's names are cuda:0, cpu, vgpu:1",
             )
-        for name in ("product", "uuid", "pci_address"):
-            # They are shown, and a plan's file can say anything.
-            text = getattr(self, name)
-            if not text.isprintable() or len(text) > _MAX_TEXT:
-                raise FleetError(f"the {name} of {self.name} can't be shown: {text[:40]!a}")
-        for part, least in (("budget", 1), ("reserve", 0), ("workspace", 0)):
+        for part, minimum in (("budget", 1), ("reserve", 0), ("workspace", 0)):
             size = getattr(self, f"{part}_bytes")
-            if size < least:
+            if size < minimum:
                 raise FleetError(f"the {part} of {self.name} is {size} bytes")
         offered = self.budget_bytes + self.reserve_bytes
         if self.memory_bytes is not None and self.memory_bytes < offered:
@@ -110,13 +104,10 @@ class Device:
             speed = getattr(self, name)
             if speed is not None and not speed > 0:
                 raise FleetError(f"{name} of {self.name} is {speed}; it must be positive")
-        unknown = [name for name in self.measured if name not in (*_SPEEDS, "reserve_bytes")]
-        if unknown:
-            raise FleetError(f"{unknown[0][:40]!a} of {self.name} is nothing that is measured")
 
     @property
     def speeds(self) -> tuple[float | None, ...]:
-        """How fast it computes; equal for devices that are equally fast."""
+        """All rates, equal for equally fast devices."""
         return (
             self.memory_bytes_per_second,
             self.flops_per_second,
@@ -128,7 +119,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How fast bytes go from one device to another; the way back is a link of its own.
+    """Speed of copies from one device to another; the way back is a separate link.
 
     Parameters
     ----------
@@ -136,13 +127,13 @@ class Link:
         Names of two devices.
     bytes_per_second, latency_seconds : float
     measured : bool
-        Whether they were measured on such GPUs, or follow from what the driver or the catalogue
-        says of their connectors.
+        True for measured figures; otherwise they follow from the connectors in the driver's or
+        the catalogue's data.
 
     Raises
     ------
     FleetError
-        If the two are one, the speed isn't positive or the latency is negative.
+        If source and target are equal, the speed isn't positive or the latency is negative.
     """
 
     source: str

@@ -1,9 +1,9 @@
-"""What the memory of a workload depends on that differs from one generation of GPUs to the next.
+"""GPU generation: the memory needs that differ between generations of GPUs.
 
-PyTorch takes cuBLAS's workspace from its own allocator at the first matrix product of a thread on a
-GPU, and keeps it: once where a model runs forward, and once more in training, whose backward pass
-has a thread of its own for each GPU. Flash attention, and fused attention in bfloat16, need Ampere;
-older GPUs (T4, V100, RTX 2080 Ti) make the scores of all tokens with all others instead.
+PyTorch allocates cuBLAS's workspace from its own allocator at a thread's first matrix product on a
+GPU, and keeps it: once for the forward pass, and once more in training, whose backward pass has a
+thread per GPU. Flash attention, and fused attention in bfloat16, need Ampere; older GPUs (T4, V100,
+RTX 2080 Ti) compute the attention weights of all pairs of tokens instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from duoka.errors import UsageError
 
 WORKSPACE_CONFIG = "CUBLAS_WORKSPACE_CONFIG"
-"""The variable that says other sizes: pairs of KiB and how often, ":4096:2:16:8"."""
+"""Variable with other sizes: pairs of KiB and count, as ":4096:2:16:8"."""
 
 _BYTES = (2 * 4096 + 8 * 16) * 1024
 _FROM_HOPPER_BYTES = 32 * 2**20
@@ -23,7 +23,7 @@ _HOPPER = (9, 0)
 
 
 def workspace_bytes(compute_capability: tuple[int, int] | None = None) -> int:
-    """What one takes; where the GPU isn't known, on one before Hopper."""
+    """Return the bytes of a cuBLAS workspace; of an unknown GPU the size before Hopper."""
     pairs = re.findall(r":([0-9]+):([0-9]+)", os.environ.get(WORKSPACE_CONFIG, ""))
     if pairs:
         return sum(int(size) * int(number) for size, number in pairs) * 1024
@@ -32,7 +32,7 @@ def workspace_bytes(compute_capability: tuple[int, int] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GpuGeneration:
-    """How all GPUs of a fleet are taken to be; by default those from Ampere to Ada."""
+    """Common generation assumed for all GPUs of a fleet; by default Ampere to Ada."""
 
     workspace_bytes: int = field(default_factory=workspace_bytes)
     before_ampere: bool = False

@@ -1,4 +1,4 @@
-"""The host: how much memory its processor may use, for weights that stay there."""
+"""Host memory available for weights in it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _CONTROL_GROUPS = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
 )
-_NO_LIMIT = 2**60  # what the first version writes for none is the largest whole page
+_NO_LIMIT = 2**60  # version 1 writes the largest whole page for "no limit"
 
 
 def refuse_more(num_bytes: int) -> None:
-    """Refuse weights for the host's memory that it hasn't room for."""
+    """Refuse more weights than fit into the host's memory now."""
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise FleetError(
@@ -30,7 +30,7 @@ def refuse_more(num_bytes: int) -> None:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that can be had without swapping, within the limit of a container; None if unknown."""
+    """Return the bytes available without swapping, within a container's limit; None if unknown."""
     limits: list[int] = []
     with suppress(OSError):
         match = _AVAILABLE.search((root / "proc/meminfo").read_text(encoding="utf-8"))
@@ -44,11 +44,12 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
+# Control groups limit a container: version 2 has memory.max ("max" for no limit) and
+# memory.current, version 1 memory/memory.limit_in_bytes (a huge number for no limit) and
+# memory.usage_in_bytes. Files in the page cache count as used, and are dropped when memory is
+# needed.
 def container_memory(root: Path = Path("/")) -> tuple[int, int] | None:
-    """A container's limit of memory and what it has used; None without one that counts.
-
-    It stands in other files in the first version of control groups than in the second.
-    """
+    """Return a container's memory limit and usage (control groups 1 or 2); None if unlimited."""
     group = root / "sys/fs/cgroup"
     for names in _CONTROL_GROUPS:
         with suppress(OSError, ValueError):

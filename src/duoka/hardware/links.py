@@ -1,8 +1,7 @@
-"""How fast bytes go between two GPUs: by NVLink, or over PCIe through the host.
+"""Links between two GPUs: NVLink, or PCIe through the host.
 
-What a connector can carry is stated by its standard; what a copy gets is less, by the shares
-below, which come from published runs of `p2pBandwidthLatencyTest` (of NVIDIA's cuda-samples) and
-were not measured here.
+A connector's rate is stated by its standard; a copy achieves less, by the shares below, which come
+from published runs of `p2pBandwidthLatencyTest` (NVIDIA's cuda-samples), not measured here.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _NVLINK_LATENCY_SECONDS = 2e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A way from one GPU to another, in either direction."""
+    """Speed and latency between two GPUs, in either direction."""
 
     kind: Literal["NVLink", "PCIe"]
     bytes_per_second: float
@@ -51,7 +50,7 @@ class Way:
 
 
 def by_nvlink(bytes_per_second: float) -> Way:
-    """The way over NVLinks that carry this much together, in one direction."""
+    """Return the way over NVLinks with this sum of rates in one direction."""
     return Way(
         kind="NVLink",
         bytes_per_second=_NVLINK_SHARE * bytes_per_second,
@@ -60,40 +59,40 @@ def by_nvlink(bytes_per_second: float) -> Way:
 
 
 def through_host(*ends: tuple[int | None, int | None]) -> Way | None:
-    """The way over PCIe, as fast as the slower end."""
-    speeds = [
-        _LANE_BYTES_PER_SECOND.get(generation or 0, 0.0) * (lanes or 0)
-        for generation, lanes in ends
-    ]
-    if min(speeds) <= 0:
+    """Return the way over PCIe, as fast as the slower end; None if unknown."""
+    speed = min(_pcie_speed(*end) for end in ends)
+    if not speed:
         return None
     return Way(
         kind="PCIe",
-        bytes_per_second=_HOST_SHARE * min(speeds),
+        bytes_per_second=_HOST_SHARE * speed,
         latency_seconds=_HOST_LATENCY_SECONDS,
     )
 
 
 def from_host(generation: int | None, lanes: int | None) -> float | None:
-    """Bytes per second out of the host's pinned memory; None when the connector is unknown."""
-    speed = _LANE_BYTES_PER_SECOND.get(generation or 0, 0.0) * (lanes or 0)
-    return _PINNED_SHARE * speed or None
+    """Return bytes per second from the host's pinned memory; None for an unknown connector."""
+    return _PINNED_SHARE * _pcie_speed(generation, lanes) or None
+
+
+def _pcie_speed(generation: int | None, lanes: int | None) -> float:
+    return _LANE_BYTES_PER_SECOND.get(generation or 0, 0.0) * (lanes or 0)
 
 
 def ways_between(
-    named: Iterable[tuple[str, End]], way: Callable[[End, End], Way | None]
+    ends: Iterable[tuple[str, End]], find_way: Callable[[End, End], Way | None]
 ) -> Iterator[tuple[str, str, Way]]:
-    """The pairs of names whose ends have a known way between them, and that."""
-    for (first, one), (second, other) in combinations(named, 2):
-        between = way(one, other)
-        if between is not None:
-            yield first, second, between
+    """Yield the pairs of names with a known way between their ends, and the way."""
+    for (source, source_end), (target, target_end) in combinations(ends, 2):
+        way = find_way(source_end, target_end)
+        if way is not None:
+            yield source, target, way
 
 
 def links_of(ways: Iterable[tuple[str, str, Way]]) -> Iterator[Link]:
-    """A link for each direction of a way."""
-    for first, second, way in ways:
-        for source, target in ((first, second), (second, first)):
+    """Yield a link for each direction of a way."""
+    for name, peer, way in ways:
+        for source, target in ((name, peer), (peer, name)):
             yield Link(
                 source=source,
                 target=target,

@@ -1,17 +1,17 @@
-"""NVML: what the driver says of this machine's GPUs, as frozen snapshots.
+"""NVML: the driver's data about this machine's GPUs, as frozen snapshots.
 
-The only module that calls NVML (`pynvml`, of the package nvidia-ml-py). What a card or driver
-doesn't tell is None; a card that doesn't answer at all is told as lost and hides no other one. It
-knows nothing of CUDA: which of these GPUs a process may use, and under which number, isn't here.
+The only module that calls NVML (`pynvml`, of the package nvidia-ml-py). A value that the card or
+the driver doesn't report is None; a card that doesn't answer is reported as lost and hides no other
+card. CUDA's numbers of these GPUs are found in `cuda_driver`.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
@@ -19,22 +19,17 @@ import pynvml
 
 from duoka.errors import FleetError
 
-# A name can be anything that a process calls itself: it is shown, so it is kept short.
+# A process can have any name, which is shown; so it is cut.
 _MAX_NAME = 60
 _PEER_KINDS: dict[int | None, Literal["gpu", "switch"]] = {
     pynvml.NVML_NVLINK_DEVICE_TYPE_GPU: "gpu",
     pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH: "switch",
-    # Where a driver doesn't say, the address tells whether it is one.
+    # If a driver doesn't report the kind, the address decides.
     pynvml.NVML_NVLINK_DEVICE_TYPE_UNKNOWN: "gpu",
     None: "gpu",
 }
-# Active, and asleep: that one wakes when something is to be sent. The other states carry nothing.
+# Active, and asleep until something is sent. Links in other states carry nothing.
 _LINKS_UP = (1, 2)
-_COMPUTE_MODES: dict[int | None, Literal["shared", "exclusive", "prohibited"]] = {
-    pynvml.NVML_COMPUTEMODE_DEFAULT: "shared",
-    pynvml.NVML_COMPUTEMODE_EXCLUSIVE_PROCESS: "exclusive",
-    pynvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited",
-}
 _NO_GPU = (
     'without a GPU, declare some (--gpus "2xRTX4090" or "24GiB,12GiB") to plan for, or try virtual '
     'ones (--gpus "virtual:2x24GiB")'
@@ -54,37 +49,23 @@ _FAULTS: dict[int, tuple[str, str]] = {
         "the NVIDIA driver that runs is of another version than its library",
         "the driver was updated and the old one still runs: restart the machine",
     ),
-    pynvml.NVML_ERROR_NO_PERMISSION: (
-        "this user may not ask the NVIDIA driver",
-        "look at who may open /dev/nvidiactl and /dev/nvidia0",
-    ),
 }
-# Bits of NVML's clock event reasons that mean that something is wrong. Those for idleness, power
-# limits (as it should be under load), applications' clocks and displays are left out.
+# Bits of NVML's clock event reasons for faults; not those for idleness, power limits under load,
+# applications' clocks and displays.
 _SLOWDOWNS = {
     0x08: "the board's protection",
     0x20: "its temperature (the driver's limit)",
     0x40: "its temperature (the hardware's limit)",
     0x80: "the power supply",
 }
-_READ = 0  # NVML_P2P_CAPS_INDEX_READ, which some versions of the bindings have as a tuple
-_REACH = {
-    0: "",
-    1: "the chipset doesn't support it",
-    2: "the GPU doesn't support it",
-    3: "the I/O hub's topology doesn't support it",
-    4: "it is switched off in the driver",
-    5: "it is not supported",
-}
 _LOST = {pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """A process of somebody else that has memory of a GPU.
+    """Another process with memory of a GPU; inside a container `pid` may be the host's number.
 
-    `pid` is as the driver counts: inside a container that may be the host's number. `computes`:
-    whether it uses CUDA; otherwise it draws.
+    `computes` is True for a process that uses CUDA, False for one that draws.
     """
 
     pid: int
@@ -95,7 +76,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """What CUDA takes for a GPU: a whole one, or a part of one in MIG mode."""
+    """A CUDA device: a whole GPU, or a part of a GPU in MIG mode."""
 
     uuid: str
     name: str
@@ -105,10 +86,10 @@ class Instance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """What a GPU's active NVLinks lead to: another GPU, or a switch.
+    """The other end of a GPU's active NVLinks: another GPU, or a switch.
 
-    `pci_address` is the other end's, empty when it isn't told; `bytes_per_second` is of all the
-    links to it together, in one direction.
+    `pci_address` is empty if unknown; `bytes_per_second` is the sum over all links to this end, in
+    one direction.
     """
 
     kind: Literal["gpu", "switch"]
@@ -118,22 +99,32 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NvmlGpu(Instance):
-    """One GPU. None stands for what the card or the driver doesn't tell.
+    """A GPU. None stands for values that the card or the driver doesn't report.
 
-    `index` is the number that `nvidia-smi` shows. What isn't free is used or reserved by the
-    driver; `processes` are those of others that NVML knows of. `compute_mode` is how many processes
-    may compute on it at a time: any number, one or none. If it `is_mig`, only its `instances` can
-    compute. An idle card lowers `pcie_generation`; the `max_` values are the card's here.
-    `slowdowns` is what holds its clocks back now. `uncorrected_errors` are those of its memory
-    since the driver was loaded; `awaits_reset`: parts of it are to be replaced at the next reset,
-    `is_worn`: there is nothing left to replace them by. `reach` says by index why it can't reach
-    another GPU's memory directly; where it can, the text is empty.
+    Parameters
+    ----------
+    index : int
+        The number in `nvidia-smi`.
+    processes : tuple of Process
+        Other processes, as far as NVML knows them.
+    is_prohibited : bool
+        The compute mode forbids all computing.
+    is_mig : bool
+        Only the `instances` can compute.
+    pcie_generation, max_pcie_generation : int, optional
+        The current one, lowered by an idle card, and the card's.
+    slowdowns : tuple of str
+        Faults that lower the clocks now.
+    uncorrected_errors : int, optional
+        Of the memory, since the driver was loaded.
+    awaits_reset, is_worn : bool
+        Parts of the memory are replaced at the next reset; no spare parts remain.
     """
 
     index: int
     pci_address: str = ""
     processes: tuple[Process, ...] = ()
-    compute_mode: Literal["shared", "exclusive", "prohibited"] | None = None
+    is_prohibited: bool = False
     is_mig: bool = False
     instances: tuple[Instance, ...] = ()
     peers: tuple[Peer, ...] = ()
@@ -146,12 +137,11 @@ class NvmlGpu(Instance):
     uncorrected_errors: int | None = None
     awaits_reset: bool = False
     is_worn: bool = False
-    reach: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A GPU that is counted and doesn't answer, as one that fell off the bus."""
+    """A counted GPU without an answer, as after falling off the bus."""
 
     index: int
     reason: str
@@ -161,7 +151,7 @@ class Lost:
 class Machine:
     """All GPUs of a machine (or container), in `nvidia-smi`'s order.
 
-    `cuda_version` is the newest that the driver knows.
+    `cuda_version` is the newest supported by the driver.
     """
 
     gpus: tuple[NvmlGpu, ...]
@@ -174,25 +164,25 @@ _Answer = TypeVar("_Answer")
 
 
 class NoDriverError(FleetError):
-    """NVIDIA's driver isn't installed, which is no mistake where there is no GPU."""
+    """NVIDIA's driver isn't installed, as on machines without a GPU."""
 
 
 def read() -> Machine:
-    """Ask the driver for all GPUs."""
+    """Query the driver for all GPUs."""
     with _session():
-        answers = _ask_all(_count(), _gpu)
-        cuda = _ask(pynvml.nvmlSystemGetCudaDriverVersion)
+        answers = _query_all(_count(), _gpu)
+        cuda = _query(pynvml.nvmlSystemGetCudaDriverVersion)
         return Machine(
             gpus=tuple(gpu for gpu in answers if isinstance(gpu, NvmlGpu)),
             lost=tuple(gpu for gpu in answers if isinstance(gpu, Lost)),
-            driver_version=_text(_ask(pynvml.nvmlSystemGetDriverVersion)),
+            driver_version=_text(_query(pynvml.nvmlSystemGetDriverVersion)),
             cuda_version=None if cuda is None else (cuda // 1000, cuda % 1000 // 10),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activity(Instance):
-    """What a GPU, or an instance of one in MIG mode, is doing; None for what isn't told."""
+    """Activity of a GPU, or of an instance in MIG mode; unknown values are None."""
 
     index: int
     processes: tuple[Process, ...] = ()
@@ -203,7 +193,7 @@ class Activity(Instance):
 
 
 class NvmlSession:
-    """A session with the driver that stays open, and asks for no more than what changes."""
+    """An open session with the driver, to query repeatedly for changing values alone."""
 
     def __init__(self) -> None:
         with ExitStack() as opened:
@@ -216,17 +206,17 @@ class NvmlSession:
         self._session.close()
 
     def look(self) -> list[Activity | Lost]:
-        """What every GPU is doing now."""
-        return _ask_all(self._count, self._activities)
+        """Return the activity of every GPU."""
+        return _query_all(self._count, self._activities)
 
     def _activities(self, index: int, handle: Any) -> Iterator[Activity]:
-        """A GPU's, or those of its instances, which differ in their memory."""
-        rates = _ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
+        """Yield the activity of a GPU or, differing in memory, of each of its instances."""
+        rates = _query(pynvml.nvmlDeviceGetUtilizationRates, handle)
         activity: dict[str, Any] = {
             "index": index,
             "processes": _processes(handle),
             "utilization": None if rates is None else rates.gpu / 100,
-            "temperature_celsius": _ask(
+            "temperature_celsius": _query(
                 pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU
             ),
             "power_watts": _watts(pynvml.nvmlDeviceGetPowerUsage, handle),
@@ -237,12 +227,12 @@ class NvmlSession:
 
 
 def own_bytes(uuid: str) -> int | None:
-    """What this process holds on a GPU; None where the driver doesn't tell, as in containers."""
+    """Return this process' bytes on a GPU; None if the driver doesn't report them (containers)."""
     with _session():
-        handle = _ask(pynvml.nvmlDeviceGetHandleByUUID, uuid)
+        handle = _query(pynvml.nvmlDeviceGetHandleByUUID, uuid)
         if handle is None:
             return None
-        running = _ask(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, handle) or ()
+        running = _query(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, handle) or ()
         mine = (process for process in running if process.pid == os.getpid())
         return next((process.usedGpuMemory for process in mine), None)
 
@@ -267,8 +257,8 @@ def _count() -> int:
         raise _fault(error) from None
 
 
-def _ask_all(count: int, look: Callable[[int, Any], Iterable[_Answer]]) -> list[_Answer | Lost]:
-    """What each GPU answers; one that doesn't hides no other."""
+def _query_all(count: int, look: Callable[[int, Any], Iterable[_Answer]]) -> list[_Answer | Lost]:
+    """Query each GPU; a GPU without an answer becomes `Lost`."""
     answers: list[_Answer | Lost] = []
     for index in range(count):
         try:
@@ -290,8 +280,11 @@ def _fault(error: Any) -> FleetError:
     return kind(message, hint=hint)
 
 
-def _ask(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What NVML answers; None where it has no answer. A lost GPU is raised."""
+# NVML fails for single values on many machines: consumer cards lack ECC, containers lack the names
+# of processes, old drivers lack functions. Such a value is None. Two errors mean that the GPU
+# itself is gone; they end the query of this GPU alone.
+def _query(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call NVML; return None for an error, but raise for a lost GPU."""
     try:
         return function(*arguments, **options)
     except pynvml.NVMLError as error:
@@ -303,61 +296,49 @@ def _ask(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def _watts(function: Callable[..., Any], handle: Any) -> float | None:
-    milliwatts = _ask(function, handle)
+    milliwatts = _query(function, handle)
     return None if milliwatts is None else milliwatts / 1e3
 
 
 def _gpu(index: int, handle: Any) -> Iterator[NvmlGpu]:
     is_mig = _is_mig(handle)
-    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+    capability = _query(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
     yield NvmlGpu(
         **asdict(_instance(handle)),
         **_health(handle),
         index=index,
-        pci_address=_pci_address(_ask(pynvml.nvmlDeviceGetPciInfo, handle)),
+        pci_address=_pci_address(_query(pynvml.nvmlDeviceGetPciInfo, handle)),
         processes=_processes(handle),
-        compute_mode=_COMPUTE_MODES.get(_ask(pynvml.nvmlDeviceGetComputeMode, handle)),
+        is_prohibited=_query(pynvml.nvmlDeviceGetComputeMode, handle)
+        == pynvml.NVML_COMPUTEMODE_PROHIBITED,
         is_mig=is_mig,
         instances=tuple(_instances(handle)) if is_mig else (),
         peers=_peers(handle),
-        pcie_generation=_ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-        pcie_lanes=_ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
-        max_pcie_generation=_ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-        max_pcie_lanes=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+        pcie_generation=_query(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+        pcie_lanes=_query(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+        max_pcie_generation=_query(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+        max_pcie_lanes=_query(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
         compute_capability=None if capability is None else (capability[0], capability[1]),
-        reach=_reach(index, handle),
     )
 
 
 def _health(handle: Any) -> dict[str, Any]:
-    reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
-    remapped = _ask(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
-    retired = _ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+    reasons = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+    remapped = _query(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    retired = _query(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
     kind, span = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     return {
         "slowdowns": tuple(text for bit, text in _SLOWDOWNS.items() if reasons & bit),
-        "uncorrected_errors": _ask(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, span),
+        "uncorrected_errors": _query(pynvml.nvmlDeviceGetTotalEccErrors, handle, kind, span),
         "awaits_reset": bool(remapped[2] or retired),
         "is_worn": bool(remapped[3]),
     }
 
 
-def _reach(index: int, handle: Any) -> dict[int, str]:
-    """Which others' memory it reaches directly, or why not."""
-    reach = {}
-    for at in range(_count()):
-        with suppress(pynvml.NVMLError):  # a lost one is told of at its turn
-            peer = pynvml.nvmlDeviceGetHandleByIndex(at)
-            status = pynvml.nvmlDeviceGetP2PStatus(handle, peer, _READ) if at != index else None
-            if status in _REACH:
-                reach[at] = _REACH[status]
-    return reach
-
-
 def _memory(handle: Any) -> tuple[int | None, int | None]:
-    """Total and free, which mean the same in both versions of the call."""
-    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, handle, version=pynvml.nvmlMemory_v2)
-    memory = memory or _ask(pynvml.nvmlDeviceGetMemoryInfo, handle)
+    """Return total and free bytes, equal in both versions of the call."""
+    memory = _query(pynvml.nvmlDeviceGetMemoryInfo, handle, version=pynvml.nvmlMemory_v2)
+    memory = memory or _query(pynvml.nvmlDeviceGetMemoryInfo, handle)
     if memory is None or not memory.total:
         return None, None
     return int(memory.total), int(memory.free)
@@ -366,15 +347,15 @@ def _memory(handle: Any) -> tuple[int | None, int | None]:
 def _processes(handle: Any) -> tuple[Process, ...]:
     processes = {}
     for computes, function in (
-        # By their versions: where a driver lacks the newest one, the names without it raise
-        # something that is no NVMLError. A process can do both, and stands in both lists.
+        # With version: on a driver without the newest one the plain names raise no NVMLError.
+        # A process that draws and computes is in both lists.
         (False, pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3),
         (True, pynvml.nvmlDeviceGetComputeRunningProcesses_v3),
     ):
-        for process in _ask(function, handle) or ():
+        for process in _query(function, handle) or ():
             processes[process.pid] = Process(
                 pid=process.pid,
-                name=PurePath(_text(_ask(pynvml.nvmlSystemGetProcessName, process.pid))).name,
+                name=PurePath(_text(_query(pynvml.nvmlSystemGetProcessName, process.pid))).name,
                 used_bytes=process.usedGpuMemory,
                 computes=computes,
             )
@@ -383,37 +364,37 @@ def _processes(handle: Any) -> tuple[Process, ...]:
 
 
 def _instances(handle: Any) -> Iterator[Instance]:
-    for index in range(_ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
-        part = _ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
-        # There may be fewer than could be.
-        if part is not None and _ask(pynvml.nvmlDeviceGetUUID, part) is not None:
+    for index in range(_query(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+        part = _query(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index)
+        # Fewer than the maximum may exist.
+        if part is not None and _query(pynvml.nvmlDeviceGetUUID, part) is not None:
             yield _instance(part)
 
 
 def _instance(part: Any) -> Instance:
     total, free = _memory(part)
-    name = _text(_ask(pynvml.nvmlDeviceGetName, part))
-    # Without an identity it can't be used: this one is asked without `_ask`.
+    name = _text(_query(pynvml.nvmlDeviceGetName, part))
+    # Without an identity it is unusable, so an error is raised: not by `_query`.
     uuid = _text(pynvml.nvmlDeviceGetUUID(part))
     return Instance(uuid=uuid, name=name, total_bytes=total, free_bytes=free)
 
 
 def _is_mig(handle: Any) -> bool:
-    mig = _ask(pynvml.nvmlDeviceGetMigMode, handle)
+    mig = _query(pynvml.nvmlDeviceGetMigMode, handle)
     return mig is not None and mig[0] == pynvml.NVML_DEVICE_MIG_ENABLE
 
 
 def _peers(handle: Any) -> tuple[Peer, ...]:
-    """The other ends of the active links, each once."""
+    """Return the other ends of the active links, each once."""
     speed = _link_speed(handle)
     peers: Counter[tuple[Literal["gpu", "switch"], str]] = Counter()
     for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        if _ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINKS_UP:
+        if _query(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINKS_UP:
             continue
-        kind = _PEER_KINDS.get(_ask(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
+        kind = _PEER_KINDS.get(_query(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
         if kind is None:
             continue
-        address = _pci_address(_ask(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
+        address = _pci_address(_query(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
         peers[kind, address] += 1
     return tuple(
         Peer(kind=kind, pci_address=address, bytes_per_second=speed and number * speed)
@@ -422,9 +403,9 @@ def _peers(handle: Any) -> tuple[Peer, ...]:
 
 
 def _link_speed(handle: Any) -> float | None:
-    """Bytes per second of one NVLink in one direction, where the driver tells it."""
+    """Return bytes per second of an NVLink in one direction; None if unknown."""
     field = pynvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON
-    values = _ask(pynvml.nvmlDeviceGetFieldValues, handle, [field])
+    values = _query(pynvml.nvmlDeviceGetFieldValues, handle, [field])
     if not values or values[0].nvmlReturn != pynvml.NVML_SUCCESS:
         return None
     return values[0].value.uiVal * 1e6 or None
@@ -435,7 +416,7 @@ def _pci_address(info: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """What NVML tells as text: short, and without what a terminal would obey."""
+    """Decode and cut a text of NVML, without control characters."""
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     return "".join(sign for sign in value or "" if sign.isprintable())[-_MAX_NAME:]

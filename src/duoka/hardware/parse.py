@@ -1,19 +1,19 @@
-"""Fleets as people write them: what `--gpus` takes, and what ``max_memory`` of transformers says.
+"""Parser of fleets: the forms of `--gpus`, and transformers' ``max_memory``.
 
-Four kinds of entry, joined by commas or "+": a GPU of this machine ("2", "GPU-8932f937"), a
+Entries of four kinds are joined by commas or "+": a GPU of this machine ("2", "GPU-8932f937"), a
 budget ("24GiB"), a card of the catalogue ("RTX4090", "4090") and a card with its figures
-("MyCard:24GiB,936GB/s"). Which kind an entry is can be seen from the entry alone. The number of
-equal ones stands before or behind: "2xRTX4090", "4090*2".
+("MyCard:24GiB,936GB/s"). The kind follows from the entry alone. A count stands in front or behind:
+"2xRTX4090", "4090*2".
 
-Memory is told as its makers tell it: 24G, 24GB and 24GiB are 24 x 1024³ bytes. Speeds, and the
-sizes of ``max_memory``, count a GB in thousands.
+Memory is written as by its makers: 24G, 24GB and 24GiB are 24 x 1024³ bytes. In speeds, and in
+sizes of ``max_memory``, a GB is 1000³ bytes.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 from duoka.base.units import MIB, exact_bytes, format_bytes, parse_bytes, parse_memory
@@ -28,7 +28,13 @@ FORMS = (
     'the forms are: GPUs of this machine ("2,3", "all"), cards ("2xRTX4090+1xRTX3090"), a budget '
     'for each GPU ("24GiB,12GiB" or "2x24GiB,12GiB"), virtual GPUs ("virtual:2x24GiB")'
 )
-_MOST_SIGNS = 4000
+# fleet  = ["virtual:"] ("all" | entry (("," | "+") entry)*)
+# entry  = [count "x"] device | device "x" count
+# device = index | UUID | size | card | name ":" figure ("," figure)*
+# figure = size | size "/s" | number "TFLOPs"
+#
+# A card's figures end at "+", because commas separate them. A bare number is an index, unless it is
+# the name of a card ("3090"); a size has a unit.
 _MOST_BYTES = 2**50
 _SHOWN = 60
 _ALL = "all"
@@ -36,31 +42,23 @@ _BEFORE = re.compile(r"(?P<count>\d+)\s*[xX×*]\s*(?P<name>.+)", re.ASCII | re.D
 _BEHIND = re.compile(r"(?P<name>[^\d:]*\d[^:]*?)\s*[xX×*]\s*(?P<count>\d+)", re.ASCII)
 _SIZE = re.compile(r"[\d.]+\s*(?:[kmgtp]i?b?|b)?", re.ASCII | re.IGNORECASE)
 _BYTES = re.compile(r"\d+\s*b", re.ASCII | re.IGNORECASE)
-_LEAST_BYTES = MIB  # what is said in bytes and is less, as "910B", is rather a card's name
+_LEAST_BYTES = MIB  # a smaller size in bytes, as "910B", is rather a card's name
 _SPEED = re.compile(r"([\d.]+\s*[kmgt]?i?b)\s*(?:/\s*s|ps)", re.ASCII | re.IGNORECASE)
 _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASCII | re.IGNORECASE)
 _RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
-_CARD_NAME = re.compile(r"[\w .()/-]{1,40}")
 _RESERVED = frozenset({"virtual", "cuda", "vgpu", "cpu", "gpu"})
+_CARD_NAME = re.compile(r"[\w .()/-]{1,40}")
 _MAX_MEMORY_GPU = re.compile(r"(?:(?:cuda:)?|(?P<virtual>vgpu:))(?P<number>[0-9]{1,4})", re.ASCII)
 _ZERO_SIZE = re.compile(r"0+(\.0+)?\s*[A-Za-z]*", re.ASCII)
 _MAX_MEMORY_FORM = '{0: "10GiB", 1: "20GiB", "cpu": "30GiB"} is one'
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Entry:
-    """A device without a name yet, and its card, where it is one of the catalogue."""
-
-    device: Device
-    card: catalogue.Card | None = None
+# A device without its final name, and its card if it is one of the catalogue.
+_Entry = tuple[Device, catalogue.Card | None]
 
 
 def read(text: str) -> Found:
-    """Read a fleet; `Fleet.parse` says what can be written."""
-    if len(text) > _MOST_SIGNS:
-        raise UsageError(
-            f"the GPUs are named in {len(text)} signs; at most {_MOST_SIGNS} are read", hint=FORMS
-        )
+    """Parse a fleet; `Fleet.parse` describes the forms."""
     body, is_virtual = _body(text)
     if not body.strip():
         raise FleetError(f"{_short(text)} names no device", hint=FORMS)
@@ -82,9 +80,9 @@ def read(text: str) -> Found:
 
 
 def devices_in(text: str) -> tuple[str, list[str]] | None:
-    """What a text of declared devices begins with, and an entry for each of them.
+    """Split a text of declared devices into its prefix and an entry for each device.
 
-    None for GPUs of this machine, and for what can't be read.
+    Return None for GPUs of this machine, and for an invalid text.
     """
     body, is_virtual = _body(text)
     names: list[str] = []
@@ -93,41 +91,41 @@ def devices_in(text: str) -> tuple[str, list[str]] | None:
         if not entry or _is_here(entry) or entry.lower() == _ALL:
             return None
         name, count = _counted(entry)
-        # "3090" alone can be taken for a GPU of this machine.
-        name = catalogue.find(name).name if is_detected(name) else name
+        # "3090" alone could be the index of a GPU of this machine.
+        name = catalogue.find_card(name).name if is_detected(name) else name
         names += [name] * count
     return ("virtual:" if is_virtual else "", names)
 
 
 def _body(text: str) -> tuple[str, bool]:
-    """What names the devices, and whether they are virtual."""
+    """Split off the prefix "virtual:"; return the entries' text, and True for virtual GPUs."""
     head, colon, rest = text.partition(":")
     is_virtual = bool(colon) and head.strip().lower() == "virtual"
     return (rest if is_virtual else text), is_virtual
 
 
 def _is_here(entry: str) -> bool:
-    """Whether an entry is a GPU of this machine: "2" is, and "3090" is a card."""
-    return is_detected(entry) and not catalogue.knows(entry)
+    """Return True for a GPU of this machine: "2", but not "3090", a card."""
+    return is_detected(entry) and not catalogue.is_card(entry)
 
 
 def _counted(entry: str) -> tuple[str, int]:
-    """What an entry names, and how often: "2xRTX4090", "4090*2"."""
+    """Split an entry into name and count: "2xRTX4090", "4090*2"."""
     matches = [m for pattern in (_BEFORE, _BEHIND) if (m := pattern.fullmatch(entry))]
-    if not matches or catalogue.knows(entry):  # "GTX 1060" is no multiple of "GT"
+    if not matches or catalogue.is_card(entry):  # "GTX 1060" is no multiple of "GT"
         return entry, 1
-    # "4090*2" is both; nobody has 4090 of them.
+    # "4090*2" matches both patterns; the smaller count is meant.
     match = min(matches, key=lambda match: (len(match["count"]), match["count"]))
     return match["name"], _count(match["count"], entry)
 
 
 def _entries(body: str) -> Iterator[str]:
-    """Split at "+" and commas; what follows a colon up to the next "+" is one card's."""
+    """Split at "+" and commas; commas between a colon and the next "+" belong to a card."""
     for term in body.split("+"):
         head, colon, figures = term.partition(":")
-        *before, last = head.split(",")
-        yield from before
-        yield f"{last}:{figures}" if colon else last
+        *entries, card = head.split(",")
+        yield from entries
+        yield f"{card}:{figures}" if colon else card
 
 
 def _declared(entries: list[str], kind: str, text: str) -> Found:
@@ -140,10 +138,10 @@ def _declared(entries: list[str], kind: str, text: str) -> Found:
             )
         declared += [_entry(name, text)] * count
     names = [f"{kind}:{index}" for index in range(len(declared))]
-    cards = [item.card for item in declared]
+    cards = [card for _, card in declared]
     return Found(
         devices=tuple(
-            replace(item.device, name=name) for name, item in zip(names, declared, strict=True)
+            replace(device, name=name) for name, (device, _) in zip(names, declared, strict=True)
         ),
         links=tuple(links_of(ways_between(zip(names, cards, strict=True), _way))),
     )
@@ -159,25 +157,22 @@ def _count(digits: str, entry: str) -> int:
 
 def _entry(entry: str, text: str) -> _Entry:
     if ":" in entry:
-        return _Entry(device=_own_card(entry))
+        return _own_card(entry), None
     # "3090 Ti" is a name, too: "Ti" could be tebibytes.
-    if _SIZE.fullmatch(entry) and not catalogue.knows(entry):
+    if _SIZE.fullmatch(entry) and not catalogue.is_card(entry):
         budget = _size(entry, text)
         if budget >= _LEAST_BYTES or not _BYTES.fullmatch(entry):
-            return _Entry(device=Device(name="cuda", budget_bytes=budget))
-    card = catalogue.find(entry)
+            return Device(name="cuda", budget_bytes=budget), None
+    card = catalogue.find_card(entry)
     device = replace(
         _card(card.name, card.usable_bytes),
-        memory_bytes_per_second=card.memory_bytes_per_second,
-        flops_per_second=card.flops_per_second,
-        has_bfloat16=card.has_bfloat16,
+        **card.speeds,
         workspace_bytes=gpu_generation.workspace_bytes(card.compute_capability),
         host_bytes_per_second=None
         if card.pcie is None
         else from_host(card.pcie.generation, card.pcie.lanes),
-        float32_flops_per_second=card.float32_flops_per_second,
     )
-    return _Entry(device=device, card=card)
+    return device, card
 
 
 def _own_card(entry: str) -> Device:
@@ -257,22 +252,22 @@ def _size(size: str, text: str, parse: Callable[[str], int] = parse_memory) -> i
     return num_bytes
 
 
-def _way(one: catalogue.Card | None, other: catalogue.Card | None) -> Way | None:
-    """The way between two cards of the catalogue, in one machine.
+def _way(source: catalogue.Card | None, target: catalogue.Card | None) -> Way | None:
+    """Return the way between two cards of the catalogue in one machine.
 
-    Cards of one kind whose NVLinks are a part of them are taken to be joined: all of it over a
-    switch, one link of a mesh. A bridge is an extra part, and taken not to be there.
+    Equal cards with built-in NVLinks are assumed to be joined: by all links over a switch, by one
+    link in a mesh. A bridge is an extra part, and assumed to be absent.
     """
-    if one is None or other is None:
+    if source is None or target is None:
         return None
-    link = one.nvlink
-    if link is not None and one is other and link.form != "bridge":
+    link = source.nvlink
+    if link is not None and source is target and link.form != "bridge":
         share = 1 if link.form == "switch" else link.num_links
         return by_nvlink(link.gb_per_second * 1e9 / share)
-    if one.pcie is None or other.pcie is None:
+    if source.pcie is None or target.pcie is None:
         return None
     return through_host(
-        (one.pcie.generation, one.pcie.lanes), (other.pcie.generation, other.pcie.lanes)
+        (source.pcie.generation, source.pcie.lanes), (target.pcie.generation, target.pcie.lanes)
     )
 
 
@@ -287,14 +282,14 @@ def with_more(text: str, devices: Sequence[Device], entry: str, count: int = 1) 
 
 
 def with_replaced(text: str, devices: Sequence[Device], index: int, entry: str) -> str:
-    """Write a fleet with something else in the place of one device."""
+    """Write a fleet with an entry in the place of a device."""
     prefix, entries = _entries_of(text, devices)
     entries[index] = entry
     return prefix + _joined(entries)
 
 
 def _entries_of(text: str, devices: Sequence[Device]) -> tuple[str, list[str]]:
-    """What the text begins with, and an entry for each device."""
+    """Split a fleet's text into its prefix and an entry for each device."""
     declared = devices_in(text)
     if declared is not None:
         return declared
@@ -305,12 +300,12 @@ def _entries_of(text: str, devices: Sequence[Device]) -> tuple[str, list[str]]:
 def _joined(entries: Sequence[str]) -> str:
     groups = [(entry, len(list(group))) for entry, group in groupby(entries)]
     texts = [entry if count == 1 else f"{count}x{entry}" for entry, count in groups]
-    # Commas that follow a card with figures would belong to it.
+    # Commas behind a card with figures would belong to the card.
     return ("+" if any(":" in entry for entry in entries) else ",").join(texts)
 
 
 def read_max_memory(max_memory: object) -> tuple[Device, ...]:
-    """Read a mapping; a device with nothing is left out."""
+    """Parse ``max_memory``; devices with 0 are left out."""
     if not isinstance(max_memory, Mapping):
         raise UsageError(
             f"max_memory is a mapping from devices to sizes, not {type(max_memory).__name__}",

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 
 from duoka.base.units import format_bytes
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay_training import replay_of
@@ -98,7 +98,7 @@ class _MappedModel:
 
     def plan(self, workload: Workload, stages: Sequence[StageBytes], notes: Sequence[str]) -> Plan:
         """Make the plan; its value is the least free memory of a device."""
-        problem, profile, costs = self.problem, self.profile, costs_of(self.profile, workload)
+        problem, profile, costs = self.problem, self.profile, Costs(self.profile, workload)
         runs = self._runs(costs)
         plan = Plan(
             source="",

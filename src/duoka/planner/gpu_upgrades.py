@@ -122,7 +122,7 @@ def _plan_on(gpus: str, problem: PlanProblem, plan_for: PlanFor) -> Plan | None:
 def _cards() -> Iterator[catalogue.Card]:
     """Yield a card from Ampere on for each size, the smallest first."""
     by_size: dict[int, catalogue.Card] = {}
-    cards = (card for card in catalogue.cards() if card.has_bfloat16)
+    cards = (card for card in catalogue.cards() if card.speeds["has_bfloat16"])
     for card in sorted(cards, key=lambda card: card.usable_bytes):
         by_size.setdefault(round(card.memory_gib), card)
     yield from (card for _, card in sorted(by_size.items()))
@@ -130,7 +130,7 @@ def _cards() -> Iterator[catalogue.Card]:
 
 def _entry(device: Device) -> str:
     """Write a device as an entry of a fleet: its card, or its budget if that is smaller."""
-    if device.product and catalogue.knows(device.product):
+    if device.product and catalogue.is_card(device.product):
         (card,) = Fleet.parse(device.product).devices
         if card.budget_bytes == device.budget_bytes:
             return device.product

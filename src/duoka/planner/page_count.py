@@ -126,7 +126,7 @@ def _page_tensors(
     return [
         (replay.sizes(block, 0)[number], round(rule[place]))
         for block in blocks
-        for tape in [replay.tape(block, 0)]
-        for number in tape.retained
-        if len(rule := tape.sizes[number]) > place and round(rule[place])
+        for trace in [replay.trace(block, 0)]
+        for number in trace.retained
+        if len(rule := trace.sizes[number]) > place and round(rule[place])
     ]

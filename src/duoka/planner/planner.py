@@ -12,7 +12,7 @@ from typing import Literal
 
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.profile import Profile
 from duoka.forecast.stage_bytes import StageBytes
@@ -125,8 +125,7 @@ def _fits_bounds(profile: Profile, problem: PlanProblem) -> bool:
 def _chunked_costs(profile: Profile, problem: PlanProblem) -> list[Costs]:
     """Return the costs of each prefill chunk, the largest chunk first."""
     return [
-        costs_of(profile, workload, problem.replay_cache)
-        for workload in with_chunks(problem.workload)
+        Costs(profile, workload, problem.replay_cache) for workload in with_chunks(problem.workload)
     ]
 
 

@@ -24,7 +24,7 @@ from typing import Literal
 from duoka.base.progress import say
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError, UsageError
-from duoka.forecast.costs import costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.hardware.fleet import Fleet
 
@@ -166,7 +166,7 @@ class _Dealer:
 
     def _objective_on(self, fleet: Fleet) -> Objective:
         workload = next(with_chunks(self._problem.workload))
-        costs = costs_of(self._profile, workload, self._problem.replay_cache)
+        costs = Costs(self._profile, workload, self._problem.replay_cache)
         return resolve_objective(self._problem.objective, costs, fleet)
 
     def deal(self) -> dict[int, _Deal]:

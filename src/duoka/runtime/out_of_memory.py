@@ -37,6 +37,12 @@ def explain(error: Exception, publisher: Publisher | None) -> Exception:
     return error
 
 
+def describe(error: Exception) -> str:
+    """Return the text of an error without PyTorch's advice on its allocator, and its notes."""
+    sentences = str(error).split(". ")[:3]
+    return "\n".join([". ".join(sentences), *getattr(error, "__notes__", ())])
+
+
 def _explain(error: Exception, publisher: Publisher) -> None:
     match = _DEVICE.search(str(error))
     looks = publisher.look()

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from duoka.errors import ModelError
-from duoka.forecast.serving import FIRST, PIECE_ROWS, Capacity, StepSize, padded, power
+from duoka.forecast.serving import FIRST, PIECE_ROWS, Capacity, StepSize, WarmUp, padded, power
 from duoka.models.kv_cache import new_cache
 
 from . import paged_attention
@@ -287,26 +287,11 @@ class PagedStepper:
         self.refuse_other_windows(step)
         draw_in_every_way(logits)
 
-    def run_largest(self) -> None:
-        """Run the first step, and those of as many tokens as there can be."""
+    def warm_up(self, warm_up: WarmUp = "every") -> None:
+        """Run the first step and those of other sizes: what can fail fails now."""
         self.start()
-        for size in self.cache.capacity.largest_steps():
+        for size in self.cache.capacity.warm_up_steps(warm_up, self._reserved_bytes):
             self.try_out(size)
-
-    def warm_up(self) -> None:
-        """Run steps of every size, the largest first, until none needs more memory.
-
-        What can fail fails now: see `forecast.serving`. Where nobody counts memory those of as many
-        tokens as there can be will do.
-        """
-        self.start()
-        capacity = self.cache.capacity
-        reserved, now = -1, self._reserved_bytes()
-        sizes = capacity.steps() if now else capacity.largest_steps()
-        while reserved < now:
-            for size in sizes:
-                self.try_out(size)
-            reserved, now = now, self._reserved_bytes()
 
     def _reserved_bytes(self) -> int:
         """The most that the allocators of the model's devices have reserved together."""

@@ -54,3 +54,8 @@ class Address:
                 hint="name another --port, or --port 0 for any that is free",
             ) from error
         return bound
+
+
+def format_url(host: str, port: int) -> str:
+    """Return the URL of a server; the address of IPv6 is in brackets."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -18,7 +18,7 @@ from .answers import ChatAnswer, CompletionAnswer, Usage, collected, finish_reas
 from .anthropic import add_messages
 from .errors import HttpError, invalid
 from .limits import ClientLimits, Gate, JsonRoute
-from .messages import Delta, Ended, Prompt, Spell
+from .messages import Delta, Ended, Prompt
 from .requests import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -108,7 +108,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def described() -> dict[str, Any]:
-        ready = next((e.ready for e in service.pool.engines if e.ready), None)
+        ready = next((e.capacity for e in service.pool.engines if e.capacity), None)
         most = None if ready is None else ready.context_tokens
         return {
             "id": service.model,
@@ -204,7 +204,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a chat's prompt."""
         service.check_model(request.model)
-        ready = service.pool.choose().ready
+        ready = service.pool.choose().capacity
         most = None if ready is None else ready.context_tokens
         tokens = list(await service.count(request.question))
         return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
@@ -213,8 +213,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
         """The text of tokens."""
         service.check_model(request.model)
-        spelled = await service.pool.choose().count(Spell(number=-1, tokens=request.tokens))
-        return {"prompt": spelled.text}
+        prompt = Prompt(tokens=request.tokens, field="tokens")
+        return {"prompt": await service.detokenize(prompt)}
 
 
 def _add_page(app: FastAPI) -> None:
@@ -232,9 +232,7 @@ async def _text_of(service: Service, prompt: Prompt) -> str:
     """The text of a prompt."""
     if prompt.text is not None:
         return prompt.text
-    spell = Spell(number=-1, tokens=prompt.tokens or (), field=prompt.field)
-    spelled = await service.pool.choose().count(spell)
-    return spelled.text
+    return await service.detokenize(prompt)
 
 
 def has_usage(request: Sampled) -> bool:

@@ -1,203 +1,164 @@
-"""An engine in a process of its own, as the server has it: started, asked, and started again."""
+"""The server's side of an engine in a process of its own: start, requests, supervision."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import pickle
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
 
-from duoka.stages.workers import describe_end
+from duoka.forecast.serving import Capacity
+from duoka.workers import supervision
+from duoka.workers.channel import pack_message, read_message
+from duoka.workers.process import WorkerProcess, describe_exit
+from duoka.workers.supervision import RestartPolicy, SilenceCounter
 
 from .errors import HttpError
 from .messages import (
-    LENGTH_BYTES,
-    Ask,
-    Begin,
     Broken,
-    Cancel,
-    Count,
     Counted,
     Ended,
+    EngineRequest,
+    EngineSettings,
     Event,
     Failed,
-    Look,
-    Ready,
-    Spell,
     Status,
-    length,
-    packed,
 )
 
 _LOG = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "failed"]
-_LOOK_SECONDS = 0.5
-# Whoever answers does nothing else, needs what other threads have for a second at most, and is
-# waited for much longer: a machine that swaps is slow, and not dead.
-_SILENT_SECONDS = 60.0
-_MOST_DEATHS = 3
-_DEATHS_SECONDS = 600.0
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 1.0, 30.0
 _GRACE_SECONDS = 5.0
-_MOST_COUNTS = 64
+_MAX_COUNTS = 64
 _RETRY_SECONDS = 5
 
 
 class EngineClient:
-    """One engine; `run` keeps its process there, until it ends too often or can't begin.
+    """An engine, whose process `run` keeps alive until the restart policy gives up.
 
     Parameters
     ----------
-    begin : Begin
+    settings : EngineSettings
     replica : int
-        Which one it is, of those that the server has.
+        The number of the engine among those of the server.
     """
 
     _program = (sys.executable, "-m", "duoka.serve")
 
-    def __init__(self, begin: Begin, replica: int = 0) -> None:
-        self.begin = begin
+    def __init__(self, settings: EngineSettings, replica: int = 0) -> None:
+        self.settings = settings
         self.replica = replica
         self.state: State = "starting"
         self.reason: str | None = None
         self.exit_code = 1
-        self.ready: Ready | None = None
+        self.capacity: Capacity | None = None
         self.status: Status | None = None
         self.num_deaths = 0
-        self.busy_shares: dict[str, float] = {}
-        self._told_at = 0.0
-        # Whether a status was asked for that hasn't come, and why it was ended, where it was.
-        self._is_looked_at = False
-        self._hang: Broken | None = None
         self.changed = asyncio.Event()
-        # What is asked and not ended, with how much it may take.
-        self._open: dict[int, asyncio.Queue[Event]] = {}
-        self._tokens: dict[int, int] = {}
+        self._awaits_status = False
+        self._hang: Broken | None = None
+        # The events of each running request, and the tokens that it may take.
+        self._open: dict[int, tuple[asyncio.Queue[Event], int]] = {}
         self._numbers = count()
         self._num_counts = 0
         self._writer: asyncio.StreamWriter | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._deaths: deque[float] = deque(maxlen=_MOST_DEATHS)
+        self._process: WorkerProcess | None = None
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """The number of running and queued requests."""
         return len(self._open)
 
     @property
     def open_tokens(self) -> int:
-        """How many tokens those may take."""
-        return sum(self._tokens.values())
+        """The tokens of these requests, prompts and generations, estimated."""
+        return sum(tokens for _, tokens in self._open.values())
 
     async def run(self) -> None:
-        """Keep a process there."""
-        wait = _FIRST_WAIT_SECONDS
+        """Start the process, and again after each loss."""
+        policy = RestartPolicy()
         try:
             while True:
-                begun = time.monotonic()
+                start = time.monotonic()
                 broken = await self._live()
                 await self._lose(broken)
                 if broken is not None and self.state == "starting":
                     return self._set("failed", broken.text)
-                self._deaths.append(time.monotonic())
                 self.num_deaths += 1
                 _LOG.error("engine %d has ended: %s", self.replica, self.reason)
-                is_full = len(self._deaths) == _MOST_DEATHS
-                if is_full and self._deaths[-1] - self._deaths[0] < _DEATHS_SECONDS:
-                    text = f"it has ended {_MOST_DEATHS} times within ten minutes"
+                delay = policy.delay_after_loss(time.monotonic() - start)
+                if delay is None:
+                    text = f"it has ended {supervision.MAX_LOSSES} times within ten minutes"
                     return self._set("failed", f"{text}; the last time: {self.reason}")
-                if time.monotonic() - begun > _DEATHS_SECONDS:
-                    wait = _FIRST_WAIT_SECONDS
                 self._set("restarting", self.reason)
-                await asyncio.sleep(wait)
-                wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+                await asyncio.sleep(delay)
         finally:
             if self._process is not None:
                 await self._lose(Broken("the server was stopped"))
 
-    async def ask(self, ask: Ask, tokens: int) -> AsyncGenerator[Event, None]:
-        """What comes of a request that may take so many tokens.
+    async def submit(self, request: EngineRequest, tokens: int = 0) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request, which may take so many tokens.
 
         Raises
         ------
         HttpError
             If it can't be answered.
         """
+        if self.state != "ready":
+            raise not_ready(self.reason)
         number = next(self._numbers)
-        queue = self._submit(number, replace(ask, number=number), tokens)
-        left = ask.n
+        queue = asyncio.Queue[Event]()
+        self._open[number] = queue, tokens
+        self._send(replace(request, number=number))
+        remaining = request.n
         try:
-            while left:
+            while remaining:
                 event = await queue.get()
                 if isinstance(event, Failed):
                     raise _error_of(event)
-                left -= isinstance(event, Ended)
+                remaining -= isinstance(event, Ended | Counted)
                 yield event
         finally:
-            del self._open[number], self._tokens[number]
-            if left:
-                self._send(Cancel(number))
+            del self._open[number]
+            if remaining:
+                self._send(EngineRequest(task="cancel", number=number))
 
-    async def count(self, message: Count | Spell) -> Counted:
-        """The tokens of a prompt, or the text of some."""
-        if self._num_counts >= _MOST_COUNTS:
-            text = f"{_MOST_COUNTS} texts are counted or spelled already"
+    async def count(self, request: EngineRequest) -> Counted:
+        """Return the tokens of a prompt, or the text of its tokens."""
+        if self._num_counts >= _MAX_COUNTS:
+            text = f"{_MAX_COUNTS} texts are counted or spelled already"
             raise HttpError(429, text, code="queue_full", retry_after=1)
         self._num_counts += 1
         try:
-            return await self._count(message)
+            async with aclosing(self.submit(request)) as events:
+                counted = await anext(events)
         finally:
             self._num_counts -= 1
+        assert isinstance(counted, Counted), "nothing else comes of it"
+        return counted
 
-    async def _count(self, message: Count | Spell) -> Counted:
-        number = next(self._numbers)
-        queue = self._submit(number, replace(message, number=number), 0)
-        try:
-            event = await queue.get()
-        finally:
-            del self._open[number], self._tokens[number]
-        if isinstance(event, Counted):
-            return event
-        assert isinstance(event, Failed), "nothing else comes of it"
-        raise _error_of(event)
-
-    def _submit(self, number: int, message: object, tokens: int) -> asyncio.Queue[Event]:
-        if self.state != "ready":
-            raise not_ready(self.reason)
-        queue = self._open[number] = asyncio.Queue()
-        self._tokens[number] = tokens
-        self._send(message)
-        return queue
-
-    def _send(self, message: object) -> None:
+    def _send(self, message: EngineRequest | EngineSettings) -> None:
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(packed([message]))
+            self._writer.write(pack_message(message))
 
     async def _live(self) -> Broken | None:
-        """From the start of a process to its end; why it says that it ends, where it does."""
+        """Run a process from its start to its end; return the reason, if the process gives one."""
         try:
-            ours, self._process = self._start()
+            reader = await self._start()
         except OSError as error:  # no memory, or no descriptors, for one more
             return Broken(f"its process can't be started: {error}")
-        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
-        self._send(self.begin)
-        self._is_looked_at, self._hang = False, None
+        self._send(self.settings)
+        self._awaits_status, self._hang = False, None
+        assert self._process is not None
         watch = asyncio.create_task(self._watch(self._process))
         try:
             while True:
-                head = await reader.readexactly(LENGTH_BYTES)
-                for message in pickle.loads(await reader.readexactly(length(head))):
+                for message in await read_message(reader):
                     if isinstance(message, Broken):
                         self.exit_code = message.code
                         return message
@@ -207,103 +168,75 @@ class EngineClient:
         finally:
             watch.cancel()
 
-    def _start(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        """A process, and the socket to it."""
+    async def _start(self) -> asyncio.StreamReader:
+        """Start a process, and open the stream of its messages."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                process = subprocess.Popen(
-                    [*self._program, str(theirs.fileno())],
-                    stdin=subprocess.PIPE,  # it ends where this one is gone
-                    pass_fds=[theirs.fileno()],
-                    process_group=0,  # a Ctrl-C of the terminal's is the server's alone
+                self._process = WorkerProcess(
+                    [*self._program, str(theirs.fileno())], descriptors=[theirs.fileno()]
                 )
             except OSError:
                 ours.close()
                 raise
-        return ours, process
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**20)
+        return reader
 
-    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        """Ask a process how it is, and end it where it hangs; one that still loads never does.
-
-        Counted are looks, not seconds: this process may have been stopped as well.
-        """
-        left = looks = round(_SILENT_SECONDS / _LOOK_SECONDS)
-        while left:
-            await asyncio.sleep(_LOOK_SECONDS)
-            left = left - 1 if self._is_looked_at else looks
-            if self.state == "ready" and not self._is_looked_at:
-                self._is_looked_at = True
-                self._send(Look())
-        self._hang = Broken(f"it hung: it said nothing for {_SILENT_SECONDS:g} seconds")
-        _kill(process)
+    async def _watch(self, process: WorkerProcess) -> None:
+        """Query the status regularly, and kill a silent process, unless it still loads."""
+        silence = SilenceCounter(supervision.LOOK_SECONDS)
+        while silence.seconds < supervision.SILENT_SECONDS:
+            await asyncio.sleep(supervision.LOOK_SECONDS)
+            silence.count(is_alive=not self._awaits_status)
+            if self.state == "ready" and not self._awaits_status:
+                self._awaits_status = True
+                self._send(EngineRequest(task="status"))
+        seconds = supervision.SILENT_SECONDS
+        self._hang = Broken(f"it hung: it said nothing for {seconds:g} seconds")
+        process.kill()
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Ready):
-            self.ready = message
+        if isinstance(message, Capacity):
+            self.capacity = message
             self._set("ready", None)
         elif isinstance(message, Status):
-            self._is_looked_at = False
-            self._compare(message)
-        elif (queue := self._open.get(message.number)) is not None:
-            queue.put_nowait(message)
-
-    def _compare(self, status: Status) -> None:
-        """How busy each device was since it was told last."""
-        now, before = time.monotonic(), self.status
-        if before is not None and now > self._told_at:
-            passed, earlier = now - self._told_at, before.busy_seconds
-            self.busy_shares = {
-                device: min(1.0, (seconds - earlier.get(device, 0.0)) / passed)
-                for device, seconds in status.busy_seconds.items()
-            }
-        self.status, self._told_at = status, now
+            self._awaits_status, self.status = False, message
+        elif message.number in self._open:
+            self._open[message.number][0].put_nowait(message)
 
     async def _lose(self, broken: Broken | None) -> None:
-        """The process is gone, and what was asked of it."""
+        """End the process, and fail its running requests."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-        self.status, self.busy_shares = None, {}
+        self.status = None
         if self.state == "ready":  # nothing new comes here while its process is being ended
             self.state = "restarting"
         ending = asyncio.create_task(asyncio.to_thread(self._end))
-        self.reason = describe_end(await ending) if broken is None else broken.text
-        for number, queue in self._open.items():
+        self.reason = describe_exit(await ending) if broken is None else broken.text
+        for number, (queue, _) in self._open.items():
             text = f"the engine has ended, and this answer with it: {self.reason}"
             queue.put_nowait(Failed(number=number, status=503, text=text, code="engine_died"))
         await ending
 
     def _end(self) -> int | None:
-        """Let nothing of the process be left; its exit code."""
+        """End the process, whose socket is closed; return its exit code."""
         process, self._process = self._process, None
-        if process is None:
-            return None
-        with suppress(subprocess.TimeoutExpired):  # its socket is closed: it ends by itself
-            process.wait(_GRACE_SECONDS if process.poll() is None else 0)
-        _kill(process)
-        with process:  # which closes what it was written to
-            return process.wait()
+        return None if process is None else process.end(_GRACE_SECONDS)
 
     def _set(self, state: State, reason: str | None) -> None:
         self.state, self.reason = state, reason
         self.changed.set()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and what it has started."""
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def not_ready(reason: str | None) -> HttpError:
-    """The error where no engine answers."""
+    """Return the error of a request while no engine is ready."""
     text = "the engine is being started" + (f": {reason}" if reason else "")
     return HttpError(503, text, code="engine_not_ready", retry_after=_RETRY_SECONDS)
 
 
 def _error_of(event: Failed) -> HttpError:
-    after = _RETRY_SECONDS if event.status == 503 else None
+    retry_after = _RETRY_SECONDS if event.status == 503 else None
     return HttpError(
-        event.status, event.text, code=event.code, param=event.param, retry_after=after
+        event.status, event.text, code=event.code, param=event.param, retry_after=retry_after
     )

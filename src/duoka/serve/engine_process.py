@@ -1,22 +1,19 @@
 """The process of an engine: ``python -m duoka.serve SOCKET``.
 
-It reads what the server asks, makes prompts of it, and sends back what comes. Prompts are made and
-grammars compiled in threads of their own, so that a long one keeps nobody waiting.
+It reads the server's requests, makes prompts of them, and sends back the events of each. Prompts
+are made and grammars compiled in threads of their own, so that a long one delays no other.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import NoReturn
 
 from duoka.base.quiet import quiet_libraries
 
@@ -26,64 +23,57 @@ with quiet_libraries():
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
     from duoka.runtime.prompt_reader import PromptReader, refuse_beyond
+    from duoka.runtime.publisher import BusyShares
 from duoka.base.garbage import freeze_objects
 from duoka.engine.grammar import Grammar
 from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.token_bytes import TokenBytes
 from duoka.runtime.lost_gpu import find_lost_gpu
-from duoka.stages.workers import end_with_parent
+from duoka.workers.worker import DEFECT, exit_now, run_with_channel
 
 from .messages import (
-    Ask,
-    Begin,
     Begun,
     Broken,
-    Cancel,
-    Count,
     Counted,
     Delta,
     Ended,
+    EngineRequest,
+    EngineSettings,
     Failed,
     Kind,
-    Look,
     Prompt,
-    Ready,
-    Spell,
     Status,
     Token,
-    packed,
-    read,
 )
 from .questions import PartReader, Question, QuestionReader
 
 _PROMPT_THREADS = 4
 _SEND_SECONDS = 0.5
-_DEFECT = 70
 
 
 class EngineProcess:
-    """Answers what the server asks with an engine.
+    """Answers the server's requests with an engine.
 
     Parameters
     ----------
-    begin : Begin
-    tell : callable
-        Sends a message to the server; from any thread.
+    settings : EngineSettings
+    outbox : Outbox
+        Sends messages to the server.
     """
 
-    def __init__(self, begin: Begin, tell: Callable[[object], None]) -> None:
-        self._tell = tell
-        checkpoint = Checkpoint.open(begin.plan.source, trust_remote_code=begin.trust_remote_code)
+    def __init__(self, settings: EngineSettings, outbox: Outbox) -> None:
+        self._outbox = outbox
+        plan, remote = settings.plan, settings.trust_remote_code
+        checkpoint = Checkpoint.open(plan.source, trust_remote_code=remote)
         self._generation_config = checkpoint.generation_config
         self._engine = Engine(
-            begin.plan,
-            processes=begin.processes,
-            max_new_tokens=begin.max_new_tokens,
-            trust_remote_code=begin.trust_remote_code,
-            adapter=begin.adapter,
-            on_failure=self._end,
+            plan,
+            max_new_tokens=settings.max_new_tokens,
+            trust_remote_code=remote,
+            adapter=settings.adapter,
+            on_failure=outbox.send_last,
         )
-        self._reader = PromptReader.open(checkpoint, begin.plan.workload)
+        self._reader = PromptReader.open(checkpoint, plan.workload)
         self._questions = QuestionReader(self._reader)
         self._token_bytes = TokenBytes(self._reader.tokenizer)
         vocabulary = self._reader.tokenizer.get_vocab()
@@ -93,57 +83,48 @@ class EngineProcess:
         # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.
         self._picture_thread = ThreadPoolExecutor(1, "duoka-pictures")
         self._lock = threading.Lock()
-        # The answers of each request that has not ended; none of one that was cancelled early.
+        # The generations of each running request; none of one that was cancelled early.
         self._streams: dict[int, list[Stream]] = {}
-        self._shared_tokens = 0
+        self._busy_shares = BusyShares(self._engine.busy_seconds)
 
-    def serve(self, messages: Callable[[], list[Any]]) -> None:
-        """Do what is asked until nobody asks any more."""
+    def serve(self, server: Connection) -> None:
+        """Answer requests until the end of the server raises EOFError."""
         freeze_objects()
-        capacity = self._engine.capacity
-        self._tell(
-            Ready(
-                context_tokens=capacity.context_tokens,
-                sequences=capacity.sequences,
-                pages=capacity.pages,
-                page_tokens=capacity.page_tokens,
-            )
-        )
+        self._outbox.put(self._engine.capacity)
         while True:
-            for message in messages():
-                if isinstance(message, Cancel):
-                    self._cancel(message.number)
-                    continue
-                if isinstance(message, Look):
-                    self._tell_status()
-                    continue
-                if isinstance(message, Ask):
-                    self._streams[message.number] = []
-                has_pictures = not isinstance(message, Spell) and _has_pictures(message.prompt)
-                threads = self._picture_thread if has_pictures else self._threads
-                threads.submit(self._do, message)
-
-    def _do(self, message: Ask | Count | Spell) -> None:
-        field = message.field if isinstance(message, Spell) else message.prompt.field
-        try:
-            if isinstance(message, Ask):
-                if message.number in self._streams:  # not cancelled while it waited
-                    self._ask(message)
-            elif isinstance(message, Count):
-                tokens = self._question(message.prompt).tokens
-                self._tell(Counted(number=message.number, tokens=list(tokens)))
+            request: EngineRequest = server.recv()
+            if request.task == "cancel":
+                self._cancel(request.number)
+            elif request.task == "status":
+                self._outbox.put(self._status())
             else:
-                refuse_beyond(message.tokens, self._num_tokens)
-                text = self._reader.tokenizer.decode(list(message.tokens))
-                self._tell(Counted(number=message.number, text=str(text)))
-        except Exception as error:  # of a template's or tokenizer's code, say: one request's alone
-            self._cancel(message.number)
-            self._tell(failed(message.number, error, field))
+                if request.task == "generate":
+                    self._streams[request.number] = []
+                has_pictures = _has_pictures(request.prompt)
+                threads = self._picture_thread if has_pictures else self._threads
+                threads.submit(self._answer, request)
 
-    def _ask(self, ask: Ask) -> None:
-        values = dict(ask.params)
+    def _answer(self, request: EngineRequest) -> None:
+        number, prompt = request.number, request.prompt
+        try:
+            if request.task == "tokenize":
+                tokens = list(self._question(prompt).tokens)
+                self._outbox.put(Counted(number=number, tokens=tokens))
+            elif request.task == "detokenize":
+                tokens = list(prompt.tokens or ())
+                refuse_beyond(tokens, self._num_tokens)
+                text = str(self._reader.tokenizer.decode(tokens))
+                self._outbox.put(Counted(number=number, text=text))
+            elif number in self._streams:  # not cancelled while it waited
+                self._generate(request)
+        except Exception as error:  # of a template's or tokenizer's code, say: one request's alone
+            self._cancel(number)
+            self._outbox.put(failed(number, error, prompt.field))
+
+    def _generate(self, request: EngineRequest) -> None:
+        values = dict(request.params)
         form = values.pop("response_format", None)
-        field = "text.format" if ask.prompt.field == "input" else "response_format"
+        field = "text.format" if request.prompt.field == "input" else "response_format"
         try:
             grammar = None if form is None else Grammar.from_response_format(form)
             field = "logit_bias"
@@ -151,36 +132,36 @@ class EngineProcess:
         except UsageError as error:
             error.param = field
             raise
-        question = self._question(ask.prompt, grammar)
-        tokens = question.tokens
+        question = self._question(request.prompt, grammar)
         values["grammar"] = question.grammar
         params = SamplingParams.recommended(self._generation_config, **values)
         limit = self._engine.capacity.context_tokens
-        new = params.max_new_tokens or 1
+        tokens, new = question.tokens, params.max_new_tokens or 1
         if len(tokens) + new > limit:
-            self._tell(_too_long(ask, len(tokens), new, limit))
-            return
-        answers = _Answers(ask, self)
-        for choice, chosen in enumerate(params.split(ask.n)):
-            reader = question.reader()
-            answer = _Answer(choice, chosen, answers, reader)
+            raise _LongPromptError(
+                f"the prompt has {len(tokens)} tokens, and {new} new ones are asked for; there "
+                f"is memory for {limit} together"
+            )
+        running = _RunningRequest(request, self)
+        for choice, choice_params in enumerate(params.split(request.n)):
+            listener = _GenerationListener(choice, choice_params, running, question.reader())
             stream = self._engine.submit(
-                tokens, chosen, kept_ids=question.kept_ids, on_event=answer.take
+                tokens, choice_params, kept_ids=question.kept_ids, on_event=listener.take
             )
             with self._lock:
-                streams = self._streams.get(ask.number)
+                streams = self._streams.get(request.number)
                 if streams is not None:
                     streams.append(stream)
             if streams is None:  # cancelled, or failed, meanwhile
                 stream.cancel()
-        answers.begin(len(tokens))
+        running.begin(len(tokens))
 
     def _question(self, prompt: Prompt, grammar: Grammar | None = None) -> Question:
-        """Read a prompt; what can't fit is refused before it is counted, which takes minutes."""
+        """Read a prompt; an endless text is refused before its tokenization, of minutes."""
         limit = self._engine.capacity.context_tokens
         number = sum(len(text) for text in _texts(prompt))
         if number > limit * self._longest_token:
-            raise _EndlessPrompt(
+            raise _LongPromptError(
                 f"the prompt has {number} characters, and {limit} tokens, for which there is "
                 f"memory, have at most {self._longest_token} each"
             )
@@ -192,19 +173,17 @@ class EngineProcess:
         for stream in streams:
             stream.cancel()
 
-    def ended(self, number: int, completion: Completion | None) -> None:
-        """All answers of a request have ended."""
+    def end_request(self, number: int) -> None:
+        """Forget a request whose generations have all ended."""
         with self._lock:
             self._streams.pop(number, None)
-            if completion is not None:
-                self._shared_tokens += completion.shared_tokens
 
-    def tell(self, message: object) -> None:
+    def send(self, message: object) -> None:
         """Send a message to the server."""
-        self._tell(message)
+        self._outbox.put(message)
 
     def token(self, choice: TokenChoice) -> Token:
-        """A token as it is told, with its text."""
+        """Return a token with its text for the server."""
         best = tuple((*self._spelled(token), logprob) for token, logprob in choice.top_logprobs)
         return Token(*self._spelled(choice.token), choice.logprob or 0.0, best)
 
@@ -212,32 +191,22 @@ class EngineProcess:
         data = self._token_bytes.of(token)
         return data.decode(errors="replace"), data
 
-    def _end(self, error: BaseException) -> None:
-        """End this process with its engine; its open requests are told by the server."""
-        broken = _broken(error)
-        self._tell(broken)
-        time.sleep(_SEND_SECONDS)
-        os._exit(broken.code)
-
-    def _tell_status(self) -> None:
+    def _status(self) -> Status:
         load = self._engine.load()
-        reserved = {peak.device: peak.reserved_bytes for peak in self._engine.peaks()}
-        self._tell(
-            Status(
-                running=load.running,
-                waiting=load.waiting,
-                pages=self._engine.capacity.pages,
-                free_pages=load.free_pages,
-                preemptions=load.num_preempted,
-                shared_tokens=self._shared_tokens,
-                reserved_bytes=reserved,
-                busy_seconds=self._engine.busy_seconds(),
-            )
+        return Status(
+            running=load.running,
+            waiting=load.waiting,
+            pages=self._engine.capacity.pages,
+            free_pages=load.free_pages,
+            preemptions=load.num_preempted,
+            reserved_bytes={peak.device: peak.reserved_bytes for peak in self._engine.peaks()},
+            busy_seconds=self._engine.busy_seconds(),
+            busy_shares=self._busy_shares(),
         )
 
 
-class _EndlessPrompt(UsageError):
-    """A prompt that is too long, whatever its tokens are."""
+class _LongPromptError(UsageError):
+    """A prompt beyond the context."""
 
 
 def _has_pictures(prompt: Prompt) -> bool:
@@ -247,7 +216,7 @@ def _has_pictures(prompt: Prompt) -> bool:
 
 
 def _texts(prompt: Prompt) -> Iterator[str]:
-    """The texts that a prompt is made of."""
+    """Yield the texts of a prompt."""
     if prompt.text is not None:
         yield prompt.text
     for message in prompt.messages or ():
@@ -258,115 +227,101 @@ def _texts(prompt: Prompt) -> Iterator[str]:
                 yield text
 
 
-def _too_long(ask: Ask, num_tokens: int, new_tokens: int, limit: int) -> Failed:
-    return Failed(
-        number=ask.number,
-        status=400,
-        code="context_length_exceeded",
-        param=ask.prompt.field,
-        text=f"the prompt has {num_tokens} tokens, and {new_tokens} new ones are asked for; there "
-        f"is memory for {limit} together",
-    )
+class _RunningRequest:
+    """The events of a request, sent once the engine has accepted all of its generations.
 
-
-class _Answers:
-    """What comes of a request, told when the engine has taken all of it.
-
-    So what the engine refuses is an error, and no answer that breaks off.
+    So a refusal of the engine is an HTTP error, and no stream that breaks off.
     """
 
-    def __init__(self, ask: Ask, process: EngineProcess) -> None:
-        self.number, self.process = ask.number, process
-        self._left = ask.n
+    def __init__(self, request: EngineRequest, process: EngineProcess) -> None:
+        self.number, self.process = request.number, process
+        self._remaining = request.n
         self._lock = threading.Lock()
         self._early: list[object] | None = []
 
     def begin(self, prompt_tokens: int) -> None:
-        """Tell that it is on its way, and what has come already."""
+        """Send the number of prompt tokens, and the events so far."""
         with self._lock:
-            self.process.tell(Begun(number=self.number, prompt_tokens=prompt_tokens))
+            self.process.send(Begun(number=self.number, prompt_tokens=prompt_tokens))
             for message in self._early or ():
-                self.process.tell(message)
+                self.process.send(message)
             self._early = None
 
-    def tell(self, message: object) -> None:
-        """Tell what comes."""
+    def send(self, message: object) -> None:
+        """Send an event, or keep it until the request has begun."""
         with self._lock:
-            if self._early is None:
-                self.process.tell(message)
-            else:
-                self._early.append(message)
+            (self.process.send if self._early is None else self._early.append)(message)
 
-    def end(self, completion: Completion | None) -> None:
-        """Note that an answer has ended; the engine's thread alone does."""
-        self._left -= 1
-        if not self._left:
-            self.process.ended(self.number, completion)
+    def end(self) -> None:
+        """Note the end of a generation; called by the engine's thread alone."""
+        self._remaining -= 1
+        if not self._remaining:
+            self.process.end_request(self.number)
 
 
-class _Answer:
-    """One of the answers to a request, as it comes."""
+class _GenerationListener:
+    """Turns the engine's events of a generation into messages."""
 
     def __init__(
-        self, choice: int, params: SamplingParams, answers: _Answers, reader: PartReader
+        self, choice: int, params: SamplingParams, running: _RunningRequest, reader: PartReader
     ) -> None:
-        self._choice, self._answers, self._reader = choice, answers, reader
+        self._choice, self._running, self._reader = choice, running, reader
         # Those of text that may still become a part of another kind.
-        self._untold_tokens: list[TokenChoice] = []
+        self._unsent_tokens: list[TokenChoice] = []
         self._num_tokens = 0
-        self._tells_tokens = params.logprobs is not None
+        self._has_logprobs = params.logprobs is not None
 
     def take(self, event: TextPiece | Completion | Exception) -> None:
-        """See `Engine.submit`'s `on_event`."""
-        answers, number = self._answers, self._answers.number
+        """Take an event; see `on_event` of `Engine.submit`."""
+        running = self._running
         if isinstance(event, TextPiece):
             self._num_tokens += len(event.tokens)
-            self._untold_tokens += event.tokens
-            self._tell(self._reader.feed(event.text))
+            self._unsent_tokens += event.tokens
+            self._send(self._reader.feed(event.text))
             return
         if isinstance(event, Exception):
-            answers.tell(failed(number, event))
-            answers.end(None)
+            running.send(failed(running.number, event))
+            running.end()
             return
-        # Those that brought no text, or one that was cut off, are told with the rest, or alone.
-        self._untold_tokens += event.tokens[self._num_tokens :]
+        # Tokens that brought no text, or one that was cut off, are sent with the rest, or alone.
+        self._unsent_tokens += event.tokens[self._num_tokens :]
         is_cut = event.finish != "stop" or event.stop_text is not None
-        self._tell(self._reader.finish(is_cut=is_cut))
-        if self._untold_tokens and self._tells_tokens:
-            self._tell([("content", 0, "")])
-        calls = event.finish == "stop" and self._reader.num_calls
-        answers.tell(
+        self._send(self._reader.finish(is_cut=is_cut))
+        if self._unsent_tokens and self._has_logprobs:
+            self._send([("content", 0, "")])
+        has_calls = event.finish == "stop" and self._reader.num_calls
+        running.send(
             Ended(
-                number=number,
+                number=running.number,
                 choice=self._choice,
-                finish="tool_calls" if calls else event.finish,
+                finish="tool_calls" if has_calls else event.finish,
                 new_tokens=len(event.tokens),
                 shared_tokens=event.shared_tokens,
                 stop_text=event.stop_text,
             )
         )
-        answers.end(event)
+        running.end()
 
-    def _tell(self, parts: Sequence[tuple[Kind, int, str]]) -> None:
-        answers = self._answers
+    def _send(self, parts: Sequence[tuple[Kind, int, str]]) -> None:
+        running = self._running
         for kind, call, text in parts:
-            tokens, self._untold_tokens = self._untold_tokens, []
-            shown = map(answers.process.token, tokens if self._tells_tokens else ())
-            answers.tell(
+            tokens, self._unsent_tokens = self._unsent_tokens, []
+            logprobs = map(running.process.token, tokens if self._has_logprobs else ())
+            running.send(
                 Delta(
-                    number=answers.number,
+                    number=running.number,
                     choice=self._choice,
                     kind=kind,
                     call=call,
                     text=text,
                     num_tokens=len(tokens),
-                    tokens=tuple(shown),
+                    tokens=tuple(logprobs),
                 )
             )
 
 
 def failed(number: int, error: Exception, field: str | None = None) -> Failed:
-    """Why a request isn't answered, as HTTP has it; by a field of it, unless the error knows."""
+    """Return the HTTP error of a request; `field` is at fault, unless the error names another."""
     is_theirs = isinstance(error, DuokaError) and not isinstance(error, MachineError)
     hint = getattr(error, "hint", None)
     text = (
@@ -378,62 +333,64 @@ def failed(number: int, error: Exception, field: str | None = None) -> Failed:
         number=number,
         status=400 if is_theirs else 500,
         text=f"{text}; {hint}" if hint else text,
-        code="context_length_exceeded" if isinstance(error, _EndlessPrompt) else None,
+        code="context_length_exceeded" if isinstance(error, _LongPromptError) else None,
         param=getattr(error, "param", None) or field,
     )
 
 
 def _broken(error: BaseException) -> Broken:
-    """Why an engine has ended; a defect is told with its traceback as well."""
+    """Return the end of an engine for the server; a defect is printed with its traceback."""
     error = find_lost_gpu(error) or error
     if isinstance(error, DuokaError):
         return Broken(f"{error}; {error.hint}" if error.hint else f"{error}", error.exit_code)
     traceback.print_exception(error)
-    return Broken(f"{type(error).__name__}: {str(error)[:300]}", _DEFECT)
+    return Broken(f"{type(error).__name__}: {str(error)[:300]}", DEFECT)
 
 
-class _Outbox:
-    """Sends messages from all threads; what comes while it sends goes together."""
+class Outbox:
+    """Sends the messages of all threads, several at once where they come faster than they go."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, server: Connection) -> None:
+        self._server = server
         self._queue: SimpleQueue[object] = SimpleQueue()
-        threading.Thread(target=self._work, name="duoka-outbox", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="duoka-outbox", daemon=True)
+        self._thread.start()
 
     def put(self, message: object) -> None:
-        """Let a message be sent."""
+        """Queue a message."""
         self._queue.put(message)
 
+    def send_last(self, error: BaseException) -> NoReturn:
+        """Send why the engine has ended, and exit; the server reports its running requests."""
+        broken = _broken(error)
+        self._queue.put(broken)
+        self._thread.join(_SEND_SECONDS)
+        exit_now(broken.code)
+
     def _work(self) -> None:
-        while True:
+        messages: list[object] = []
+        while not any(isinstance(message, Broken) for message in messages):
             messages = [self._queue.get()]
-            try:
+            with suppress(Empty):
                 while True:
                     messages.append(self._queue.get_nowait())
-            except Empty:
-                pass
             try:
-                self._connection.sendall(packed(messages))
+                self._server.send(messages)
             except OSError:  # the server is gone, which the main thread sees as well
                 return
 
 
 def main() -> None:
-    """The entry of the process: the socket of the server is its last argument."""
-    end_with_parent()
-    connection = socket.socket(fileno=int(sys.argv[-1]))
-    file = connection.makefile("rb")
-    (begin,) = read(file)
-    code = 0
+    """Run the process of an engine."""
+    run_with_channel(_serve)
+
+
+def _serve(server: Connection) -> None:
+    settings: EngineSettings = server.recv()
+    outbox = Outbox(server)
     try:
-        outbox = _Outbox(connection)
-        process = EngineProcess(begin, outbox.put)
-        process.serve(partial(read, file))
-    except EOFError:  # the server is gone
-        pass
+        EngineProcess(settings, outbox).serve(server)
+    except (EOFError, ConnectionError):  # the server is gone
+        raise
     except BaseException as error:
-        broken = _broken(error)
-        code = broken.code
-        connection.sendall(packed([broken]))
-    sys.stderr.flush()
-    os._exit(code)  # whatever threads and processes there are: they end with this one
+        outbox.send_last(error)

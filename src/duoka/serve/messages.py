@@ -1,35 +1,30 @@
-"""What the server and the process of an engine tell each other, over a socket of their own.
+"""The messages between the server and the process of an engine.
 
 Neither torch nor transformers is needed for it: the server's process has none of them.
 """
 
 from __future__ import annotations
 
-import pickle
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from duoka.planner.plan import Plan
 
-_LENGTH = struct.Struct("!I")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """The plan that an engine is opened with, and how."""
+class EngineSettings:
+    """The plan and the options of an engine: the first message to its process."""
 
     plan: Plan
     max_new_tokens: int | None = None
     trust_remote_code: bool = False
     adapter: str | None = None
-    processes: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is asked: messages of a chat in OpenAI's form, a text that goes on, or its tokens.
+    """A prompt: messages of a chat in OpenAI's form, a text to be continued, or its tokens.
 
     `field` is where the request has it.
     """
@@ -44,48 +39,25 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A request: `n` answers to a prompt, by sampling parameters in the names of duoka's."""
+class EngineRequest:
+    """A message of the server to an engine.
 
-    number: int
-    prompt: Prompt
-    params: Mapping[str, Any]
+    ``generate`` asks for `n` generations by sampling parameters in the names of duoka's: `Begun`,
+    then `Delta` and `Ended` of each are sent back. ``tokenize`` asks for the tokens of a prompt and
+    ``detokenize`` for the text of its tokens: `Counted`. Each may end as `Failed`. ``cancel`` ends
+    the request; ``status`` asks for the `Status` of the engine.
+    """
+
+    task: Literal["generate", "tokenize", "detokenize", "cancel", "status"] = "generate"
+    number: int = -1
+    prompt: Prompt = Prompt()
+    params: Mapping[str, Any] = field(default_factory=dict)
     n: int = 1
-    is_streamed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Cancel:
-    """Nobody waits for a request any more."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Count:
-    """The tokens of a prompt are wanted."""
-
-    number: int
-    prompt: Prompt
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spell:
-    """The text of tokens is wanted; `field` is where the request has them."""
-
-    number: int
-    tokens: Sequence[int]
-    field: str = "tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How the engine is, is wanted: a `Status` is the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of an answer, with its log-probability, and the likeliest ones in its place."""
+    """A generated token with its log-probability, and the likeliest tokens in its place."""
 
     text: str
     data: bytes
@@ -98,7 +70,7 @@ Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """More of an answer; of a tool call, of which one."""
+    """The next piece of an answer; `call` is the number of a tool call."""
 
     number: int
     choice: int
@@ -111,7 +83,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
-    """A request is on its way; its prompt has so many tokens."""
+    """The start of a request, with the number of its prompt's tokens."""
 
     number: int
     prompt_tokens: int
@@ -119,7 +91,7 @@ class Begun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """An answer has ended."""
+    """The end of an answer."""
 
     number: int
     choice: int
@@ -132,7 +104,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A request can't be answered; `status` is HTTP's, the rest OpenAI's."""
+    """The failure of a request; `status` is HTTP's, the rest OpenAI's."""
 
     number: int
     status: int
@@ -143,7 +115,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """Tokens that were asked for, or the text of some."""
+    """The tokens of a prompt, or the text of tokens."""
 
     number: int
     tokens: Sequence[int] = ()
@@ -151,60 +123,25 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    """An engine answers; what it has room for."""
-
-    context_tokens: int
-    sequences: int
-    pages: int
-    page_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """How an engine is."""
+    """The load and the memory of an engine."""
 
     running: int
     waiting: int
     pages: int
     free_pages: int
     preemptions: int = 0
-    shared_tokens: int = 0
     reserved_bytes: Mapping[str, int] = field(default_factory=dict)
     busy_seconds: Mapping[str, float] = field(default_factory=dict)
+    busy_shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """No engine can be opened, or it has ended for good; `code` is the exit code that says why."""
+    """The end of an engine, or the failure to open one; `code` is an exit code."""
 
     text: str
     code: int = 1
 
 
 Event = Delta | Begun | Ended | Failed | Counted
-
-
-def packed(messages: Sequence[object]) -> bytes:
-    """Messages, as they are sent together."""
-    content = pickle.dumps(list(messages))
-    return _LENGTH.pack(len(content)) + content
-
-
-LENGTH_BYTES = _LENGTH.size
-
-
-def length(head: bytes) -> int:
-    """How many bytes follow these first ones."""
-    number: int = _LENGTH.unpack(head)[0]
-    return number
-
-
-def read(file: BinaryIO) -> list[Any]:
-    """The next messages; EOFError where the other end is gone."""
-    head = file.read(LENGTH_BYTES)
-    if len(head) < LENGTH_BYTES:
-        raise EOFError
-    content = file.read(length(head))
-    messages: list[Any] = pickle.loads(content)
-    return messages

@@ -141,12 +141,12 @@ class _Engines(Collector):
         busy = CounterMetricFamily(
             "duoka:stage_busy_seconds", "Seconds of work by device.", labels=[*labels, "device"]
         )
-        share = gauge("duoka:busy_share", "Share of the last half second in work.", "device")
+        share = gauge("duoka:busy_share", "Share of the last seconds in work.", "device")
         for engine in self._pool.engines:
             at = [self._model, str(engine.replica)]
             up.add_metric(at, float(engine.state == "ready"))
             deaths.add_metric(at, engine.num_deaths)
-            for stage in engine.begin.plan.forecast.devices:
+            for stage in engine.settings.plan.forecast.devices:
                 forecast.add_metric([*at, stage.device], stage.reserved_bytes)
             status = engine.status
             if status is None:
@@ -155,7 +155,7 @@ class _Engines(Collector):
             waiting.add_metric(at, status.waiting)
             usage.add_metric(at, 1 - status.free_pages / max(1, status.pages))
             preempted.add_metric(at, status.preemptions)
-            for device, part in engine.busy_shares.items():
+            for device, part in status.busy_shares.items():
                 share.add_metric([*at, device], part)
             for device, number in status.reserved_bytes.items():
                 reserved.add_metric([*at, device], number)

@@ -1,59 +1,60 @@
-"""The engines of a server: one for each copy of the model, behind one address."""
+"""The engines of a server, one for each replica of the model."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import suppress
+
+from duoka.errors import MachineError
 
 from .engine_client import EngineClient, not_ready
 from .errors import HttpError
-from .messages import Ask, Begin, Event
+from .messages import EngineRequest, EngineSettings, Event
 
-_MOST_KEYS = 4096
+_MAX_KEYS = 4096
 # A request goes where its beginning was read before, unless that one has so many tokens more to do.
 _SLACK_TOKENS = 8192
 
 
-class EngineLost(Exception):
-    """No engine can be opened; `code` is the exit code that says why."""
+class EngineFailure(MachineError):
+    """The failure of all engines, with the exit code of the server."""
 
     def __init__(self, text: str, code: int) -> None:
         super().__init__(text)
-        self.code = code
+        self.exit_code = code
 
 
 class EnginePool:
-    """Engines that are kept there, and a bound on what waits for them.
+    """Supervised engines, and a bound on the queued requests.
 
     Parameters
     ----------
-    begins : sequence of Begin
-        What each engine is opened with.
+    settings : sequence of EngineSettings
+        Of each engine.
     max_queue : int
         Requests that may wait beside those that are answered.
     """
 
-    def __init__(self, begins: Sequence[Begin], max_queue: int) -> None:
-        self.engines = [EngineClient(begin, number) for number, begin in enumerate(begins)]
+    def __init__(self, settings: Sequence[EngineSettings], max_queue: int) -> None:
+        self.engines = [EngineClient(engine, number) for number, engine in enumerate(settings)]
         self._max_queue = max_queue
         self._tasks: list[asyncio.Task[None]] = []
         self._replicas: OrderedDict[str, int] = OrderedDict()
 
     async def start(self) -> None:
-        """Open all engines, and wait until they answer.
+        """Open all engines, and wait until they are ready.
 
         Raises
         ------
-        EngineLost
+        EngineFailure
             If one can't be opened.
         """
         self._tasks = [asyncio.create_task(engine.run()) for engine in self.engines]
         for engine in self.engines:
             while engine.state != "ready":
                 if engine.state != "starting":
-                    raise EngineLost(engine.reason or "it has ended", engine.exit_code)
+                    raise EngineFailure(engine.reason or "it has ended", engine.exit_code)
                 engine.changed.clear()
                 await engine.changed.wait()
 
@@ -61,62 +62,63 @@ class EnginePool:
         """End all engines."""
         for task in self._tasks:
             task.cancel()
-        for task in self._tasks:
-            with suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
     def is_ready(self) -> bool:
-        """Whether an engine answers."""
+        """True if an engine is ready."""
         return any(engine.state == "ready" for engine in self.engines)
 
     @property
     def has_failed(self) -> bool:
-        """Whether none will ever answer again."""
+        """True if no engine will ever be ready again."""
         return all(engine.state == "failed" for engine in self.engines)
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """The number of running and queued requests."""
         return sum(engine.num_open for engine in self.engines)
 
     def choose(self, key: str = "") -> EngineClient:
-        """The engine for a request, by what it begins with.
+        """Choose the engine for a request, by the beginning `key` of its prompt.
 
         Raises
         ------
         HttpError
-            If none answers now.
+            If none is ready.
         """
         ready = [engine for engine in self.engines if engine.state == "ready"]
         if not ready:
             raise not_ready(self.engines[0].reason)
-        best = min(ready, key=lambda engine: engine.open_tokens)
-        known = next((e for e in ready if e.replica == self._replicas.get(key)), best)
-        chosen = known if known.open_tokens <= best.open_tokens + _SLACK_TOKENS else best
+        idlest = min(ready, key=lambda engine: engine.open_tokens)
+        engine = next((e for e in ready if e.replica == self._replicas.get(key)), idlest)
+        if engine.open_tokens > idlest.open_tokens + _SLACK_TOKENS:
+            engine = idlest
         if key:
-            self._replicas[key] = chosen.replica
+            self._replicas[key] = engine.replica
             self._replicas.move_to_end(key)
-            if len(self._replicas) > _MOST_KEYS:
+            if len(self._replicas) > _MAX_KEYS:
                 self._replicas.popitem(last=False)
-        return chosen
+        return engine
 
-    def ask(self, ask: Ask, tokens: int, key: str = "") -> AsyncGenerator[Event, None]:
-        """What comes of a request that may take so many tokens; see `EngineClient.ask`.
+    def submit(
+        self, request: EngineRequest, tokens: int, key: str = ""
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the events of a request; see `EngineClient.submit`.
 
         Raises
         ------
         HttpError
-            If too many wait already, or no engine answers now.
+            If too many requests wait already, or no engine is ready.
         """
         engine = self.choose(key)
-        room = sum(e.ready.sequences for e in self.engines if e.ready and e.state == "ready")
-        if self.num_open >= room + self._max_queue:
+        ready = (e.capacity for e in self.engines if e.state == "ready")
+        limit = sum(capacity.sequences for capacity in ready if capacity) + self._max_queue
+        if self.num_open >= limit:
             raise HttpError(
                 429,
-                f"{self.num_open} requests are on their way or wait; at most "
-                f"{room + self._max_queue} can",
+                f"{self.num_open} requests are on their way or wait; at most {limit} can",
                 code="queue_full",
                 retry_after=5,
             )
-        return engine.ask(ask, tokens)
+        return engine.submit(request, tokens)

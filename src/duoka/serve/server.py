@@ -1,4 +1,4 @@
-"""The server: engines opened, then an address that answers until it is told to stop."""
+"""The server: opens engines, then answers at an address until a signal ends it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from contextlib import contextmanager
 import uvicorn
 
 from duoka.base.garbage import freeze_objects
-from duoka.errors import MachineError
+from duoka.workers.signals import handle_signals
 
-from .address import Address
+from .address import Address, format_url
 from .app import make_app
 from .limits import MOST_HEADER_BYTES, ClientLimits, TimedProtocol
-from .pool import EngineLost, EnginePool
+from .pool import EngineFailure, EnginePool
 from .service import Service
 
 # For open answers to end, and for those that are cut to be told so.
@@ -26,24 +26,14 @@ _DRAIN_SECONDS, _CUT_SECONDS = 120, 5
 _POLL_SECONDS = 0.1
 
 
-class EngineFailure(MachineError):
-    """Engines could not be opened, or ended too often."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.exit_code = code
-
-
 class _Server(uvicorn.Server):
-    """A server that a terminal's end (SIGHUP) stops as SIGTERM does, unless it was ignored."""
+    """A server of uvicorn's; the end of the terminal (SIGHUP) stops it like SIGTERM."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        before = signal.getsignal(signal.SIGHUP)
-        with super().capture_signals():
-            signal.signal(signal.SIGHUP, before if before == signal.SIG_IGN else self.handle_exit)
+        # uvicorn sends at its end the signals that it caught: the former handlers hear them.
+        with super().capture_signals(), handle_signals(self.handle_exit, (signal.SIGHUP,)):
             yield
-            signal.signal(signal.SIGHUP, before)  # whom uvicorn sends at its end what it caught
 
 
 def serve(service: Service, address: Address, *, on_ready: Callable[[Service, str], None]) -> None:
@@ -80,15 +70,11 @@ async def _serve(
     try:
         await pool.start()
         freeze_objects()
-        host, port = bound.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
         bound.listen()  # who reads the address asks at once
-        on_ready(service, f"http://{shown}:{port}")
+        on_ready(service, format_url(*bound.getsockname()[:2]))
         await server.serve(sockets=[bound])
         if pool.has_failed:
             raise EngineFailure(f"the engine has ended: {pool.engines[0].reason}", 12)
-    except EngineLost as error:
-        raise EngineFailure(str(error), error.code) from error
     finally:
         # Who asked a second time waits for nobody; an answer that is cut off is no error then.
         logging.getLogger("uvicorn").setLevel(logging.CRITICAL)
@@ -97,7 +83,7 @@ async def _serve(
 
 
 def config(service: Service, address: Address, limits: ClientLimits) -> uvicorn.Config:
-    """How uvicorn serves it."""
+    """Return the configuration of uvicorn."""
     # Each malformed request would be a line.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(

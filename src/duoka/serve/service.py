@@ -1,4 +1,4 @@
-"""What answers requests with the engines of a pool, whatever the form that they come in."""
+"""The service behind all API forms: requests answered with the engines of a pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import HttpError
 from .limits import RequestMemory
-from .messages import Ask, Count, Event, Prompt
+from .messages import EngineRequest, Event, Prompt
 from .metrics import Metrics
 from .pool import EnginePool
 from .remote_images import RemoteImages
@@ -25,7 +25,7 @@ CLOSED = 499
 
 
 class Service:
-    """What answers requests with the engines of a pool.
+    """Answers requests with the engines of a pool.
 
     Parameters
     ----------
@@ -61,14 +61,14 @@ class Service:
     async def ask(
         self, prompt: Prompt, params: Mapping[str, Any], n: int = 1, *, is_streamed: bool
     ) -> Events:
-        """What comes of a request for `n` answers to a prompt."""
+        """Yield the events of a request for `n` answers to a prompt."""
         content = json.dumps(prompt.messages or prompt.text or prompt.tokens)
         tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()
         try:
             async with self._whole(prompt) as whole:
-                ask = Ask(number=-1, prompt=whole, params=params, n=n, is_streamed=is_streamed)
-                events = self.pool.ask(ask, tokens, content[:_KEY_CHARACTERS])
+                request = EngineRequest(prompt=whole, params=params, n=n)
+                events = self.pool.submit(request, tokens, content[:_KEY_CHARACTERS])
                 async with aclosing(events):
                     async for event in events:
                         watch.take(event)
@@ -81,27 +81,33 @@ class Service:
             raise
 
     async def count(self, prompt: Prompt) -> Sequence[int]:
-        """The tokens of a prompt."""
+        """Return the tokens of a prompt."""
         async with self._whole(prompt) as whole:
-            counted = await self.pool.choose().count(Count(number=-1, prompt=whole))
+            request = EngineRequest(task="tokenize", prompt=whole)
+            counted = await self.pool.choose().count(request)
         return counted.tokens
 
+    async def detokenize(self, prompt: Prompt) -> str:
+        """Return the text of a prompt's tokens."""
+        request = EngineRequest(task="detokenize", prompt=prompt)
+        return (await self.pool.choose().count(request)).text
+
     def _whole(self, prompt: Prompt) -> AbstractAsyncContextManager[Prompt]:
-        """A prompt that has its images itself."""
+        """Put the images that a prompt names by their addresses into it."""
         return nullcontext(prompt) if self._images is None else self._images.put_into(prompt)
 
 
 def status_of(service: Service) -> dict[str, Any]:
     """How the engines are, for people."""
     engines = service.pool.engines
-    plan = engines[0].begin.plan
+    plan = engines[0].settings.plan
     known = [engine.status for engine in engines if engine.status is not None]
-    ready = next((engine.ready for engine in engines if engine.ready), None)
+    capacity = next((engine.capacity for engine in engines if engine.capacity), None)
     return {
         "model": service.model,
         "version": version("duoka"),
-        "context_tokens": plan.workload.context_tokens if ready is None else ready.context_tokens,
-        "sequences": sum(e.ready.sequences for e in engines if e.ready),
+        "context_tokens": (capacity or plan.workload).context_tokens,
+        "sequences": sum(e.capacity.sequences for e in engines if e.capacity),
         "images": plan.workload.images,
         "engines": [_engine_status(engine) for engine in engines],
         "running": sum(status.running for status in known),
@@ -117,7 +123,7 @@ def status_of(service: Service) -> dict[str, Any]:
 
 
 def _engine_status(engine: Any) -> dict[str, Any]:
-    plan, status = engine.begin.plan, engine.status
+    plan, status = engine.settings.plan, engine.status
     return {
         "replica": engine.replica,
         "state": engine.state,
@@ -133,7 +139,7 @@ def _engine_status(engine: Any) -> dict[str, Any]:
                 else status.reserved_bytes.get(stage.device),
                 "weights_bytes": stage.weight_bytes,
                 "kv_cache_bytes": stage.kv_cache_bytes,
-                "busy_share": engine.busy_shares.get(stage.device),
+                "busy_share": None if status is None else status.busy_shares.get(stage.device),
             }
             for stage in plan.forecast.devices
         ],

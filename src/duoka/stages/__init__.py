@@ -15,6 +15,6 @@ wherever it needs only the inputs and the process's own blocks.
 - `schedule`: in which order devices take forward and backward passes: 1F1B, GPipe, sequential
 - `channels`: how tensors reach other stages: within a process, or by torch.distributed;
   `shared_memory`: through memory that the processes of one machine see
-- `workers`: a process for each rank, started, watched and ended together
+- `rendezvous`: the store at which worker processes find each other
 - `execute`: all stages in one process, or those of this one
 """

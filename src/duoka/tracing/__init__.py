@@ -1,21 +1,23 @@
-"""Tracing: a model, run without data on one virtual GPU, becomes a profile.
+"""Tracing: run a model without data on a virtual GPU, and derive its profile.
 
 - `get_profile`: from the cache, or traced and kept there
-- `trace`, `trace_serving`, `trace_training`: a model → its profile, for one batch, many requests,
-  and training
+- `trace_generation`, `trace_serving`, `trace_training`: schedules of steps that are recorded
+- `tracer`: runs a schedule, and fits the rules of a profile
 - `blocks`: what must stay whole, and where model code moves tensors by itself
-- `probe_sizes`: the steps that are recorded
-- `assemble`: blocks and what each costs → a profile
-- `record`, `record_returns`, `record_training`: what one step allocates, frees and passes on
+- `boundaries`: calls of modules, observed or replaced, and explicit moves
+- `probe_sizes`: the sizes of the steps that are recorded
+- `record`, `memo`, `recorded`: the allocation traces of a step; blocks that are alike run once
 - `op_costs`: what one operator computes, reads and writes
-- `fit`: recordings at several sizes → rules
+- `fit`: traces recorded at several sizes → rules
+- `assemble`: blocks and what each costs → a profile
 - `published_names`: a model's tensors under their own names and their checkpoint's
 """
 
 from .assemble import TraceSpec
-from .trace import Irregular, trace, trace_call, trace_workload
+from .trace_generation import trace, trace_call, trace_workload
 from .trace_serving import trace_serving
 from .trace_training import profile_training
+from .tracer import Irregular
 
 __all__ = [
     "Irregular",

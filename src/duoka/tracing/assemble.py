@@ -1,4 +1,4 @@
-"""Assembling a profile: a model's blocks, with the tapes of each in every regime."""
+"""Assembling a profile: a model's blocks, with the traces of each in every regime."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from duoka.forecast.profile import BlockKind, Profile, ProfileBlock, Regime, Tape
+from duoka.forecast.profile import AllocationTrace, BlockKind, Profile, ProfileBlock, Regime
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
 from duoka.models.quantization import is_composed, parts
@@ -22,8 +22,8 @@ EVERYWHERE = (0, ENDLESS)
 CALLER = ModuleGroup(names=(), owners=())
 """What a caller does with what the model returns: `generate` samples from the logits of a step."""
 
-RegimeTapes = tuple[Regime, list[Tape]]
-"""Where rules hold, and the tape of each block there."""
+RegimeTraces = tuple[Regime, list[AllocationTrace]]
+"""Where rules hold, and the trace of each block there."""
 
 _NOTES = {
     "meta": (),
@@ -35,10 +35,10 @@ _NOTES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSpec:
-    """What a trace holds besides the model: whose it is, and what it is run under.
+    """Identity of a traced model, and the conditions of its run.
 
-    `published` are the checkpoint's names of its tensors, where they are known; `conditions` are
-    what the model is run under. `data` is what holds the numbers of the GPU that it runs on.
+    `published` are the checkpoint's names of its tensors, where they are known. `data` says what
+    holds the numbers of the virtual GPU (see `virtual.set_gpus`).
     """
 
     fingerprint: str
@@ -52,12 +52,12 @@ def as_profile(
     model: nn.Module,
     groups: Sequence[ModuleGroup],
     spec: TraceSpec,
-    regimes: Sequence[RegimeTapes],
-    named: Sequence[NamedTensor],
+    regimes: Sequence[RegimeTraces],
+    tensor_names_: Sequence[NamedTensor],
     *,
     caller_at: int = 0,
 ) -> Profile:
-    """The profile of a model's blocks, in the regimes that were recorded.
+    """Build the profile of a model's blocks in the recorded regimes.
 
     The caller is where a block is: where it has made the inputs, which is where the first one lies,
     or where it draws tokens.
@@ -65,12 +65,12 @@ def as_profile(
     weights, ties = weights_and_ties(model, groups)
     kinds: dict[BlockKind, int] = {}
     blocks = []
-    inside = find_containers(model, groups)
+    containers = find_containers(model, groups)
     # Packages load quantized weights where they compute; nothing brings them there for each call.
     may_stream = not any(map(is_composed, model.parameters()))
     for index, group in enumerate(groups):
         kind = BlockKind(
-            weight_bytes=weights[index], tapes=tuple(tapes[index] for _, tapes in regimes)
+            weight_bytes=weights[index], traces=tuple(traces[index] for _, traces in regimes)
         )
         number = kinds.setdefault(kind, len(kinds))
         at = ties.get(caller_at, caller_at)
@@ -80,20 +80,22 @@ def as_profile(
                 modules=group.names,
                 kind=number,
                 tied_to=tied_to,
-                inside=inside[index],
+                inside=containers[index],
                 streams=group.streams and may_stream,
             )
         )
-    first = next(iter(model.parameters()), None)
+    first_parameter = next(iter(model.parameters()), None)
     return Profile(
         fingerprint=spec.fingerprint,
         model=type(model).__name__,
-        dtype="float32" if first is None else str(first.dtype).removeprefix("torch."),
+        dtype="float32"
+        if first_parameter is None
+        else str(first_parameter.dtype).removeprefix("torch."),
         blocks=tuple(blocks),
         kinds=tuple(kinds),
         regimes=tuple(regime for regime, _ in regimes),
         max_context_tokens=spec.max_context_tokens,
-        tensor_names=by_block(named, [block.modules for block in blocks]),
+        tensor_names=by_block(tensor_names_, [block.modules for block in blocks]),
         conditions=spec.conditions,
         notes=_NOTES[spec.data],
         empty_modules=tuple(empty_modules(model)),
@@ -103,23 +105,29 @@ def as_profile(
 def weights_and_ties(
     model: nn.Module, groups: Sequence[ModuleGroup]
 ) -> tuple[list[tuple[int, ...]], dict[int, int]]:
-    """Bytes of each block's tensors, and for each tied block the one that it shares with."""
+    """Return bytes of each block's tensors, and for each tied block its partner."""
     block_of = {owner: index for index, group in enumerate(groups) for owner in group.owners}
     sizes: list[list[int]] = [[] for _ in groups]
     first_of = list(range(len(groups)))
-    met: dict[int, int] = {}
+    block_by_tensor: dict[int, int] = {}
     for name, module in model.named_modules():
         if name not in block_of:  # it owned nothing, until a buffer was registered in a run
             continue
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             block = block_of[name]
-            if id(tensor) not in met:
-                met[id(tensor)] = block
+            if id(tensor) not in block_by_tensor:
+                block_by_tensor[id(tensor)] = block
                 sizes[block].extend(part.nbytes for part in parts(tensor).values())
                 continue
             # Ties join: a head may share its weight with one block and its bias with another.
-            one, other = first_of[met[id(tensor)]], first_of[block]
-            low, high = min(one, other), max(one, other)
-            first_of = [low if first == high else first for first in first_of]
-    ties = {block: first for block, first in enumerate(first_of) if first != block}
+            mine, theirs = first_of[block_by_tensor[id(tensor)]], first_of[block]
+            low, high = min(mine, theirs), max(mine, theirs)
+            first_of = [
+                low if first_parameter == high else first_parameter for first_parameter in first_of
+            ]
+    ties = {
+        block: first_parameter
+        for block, first_parameter in enumerate(first_of)
+        if first_parameter != block
+    }
     return [tuple(item) for item in sizes], ties

@@ -1,4 +1,4 @@
-"""Fitting: tapes recorded at several sizes become one tape with rules.
+"""Fitting: traces recorded at several sizes become a trace with rules.
 
 A rule is a polynomial that meets every recorded number exactly, found over fractions: floating
 point would leave a byte open. Only work (FLOPs, traffic) may be met nearly.
@@ -21,27 +21,27 @@ from duoka.forecast.profile import (
     MONOMIALS,
     TRAINING_MONOMIALS,
     TRAINING_PHASES,
+    AllocationTrace,
     Phase,
     Read,
     Ref,
     Rule,
-    Tape,
     monomials,
     training_monomials,
 )
 from duoka.forecast.serving import SERVING_MONOMIALS
 
-from .record import Home, RawTape, RecordedPass, homes_in
-from .record_training import ChunkBytes
+from .record import ChunkBytes
+from .recorded import AllocId, RecordedPass, RecordedTrace
 
 
 class Unlike(Exception):
-    """Recorded tapes that no single tape describes: they belong to different regimes."""
+    """Raised for recorded traces of different regimes, without a common trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """One recorded step and its sizes."""
+    """A recorded step and its sizes."""
 
     phase: Phase
     batch: int
@@ -52,12 +52,12 @@ class RecordedStep:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether keys are a multiple of `ALIGNED_TOKENS`."""
+        """True where keys are a multiple of `ALIGNED_TOKENS`."""
         return self.keys % ALIGNED_TOKENS == 0
 
     @property
     def monomials(self) -> tuple[int, ...]:
-        """What the sizes of this step may depend on."""
+        """Values of the monomials at the sizes of this step."""
         if self.serving:
             return self.serving
         if self.phase in TRAINING_PHASES:
@@ -67,32 +67,32 @@ class RecordedStep:
 
 def fit(
     samples: Sequence[RecordedStep], shapes: list[FlashShape] | None = None
-) -> tuple[list[Tape], tuple[tuple[int, int], ...]]:
-    """Turn the samples of one regime into a tape per block, and what is carried.
+) -> tuple[list[AllocationTrace], tuple[tuple[int, int], ...]]:
+    """Fit a trace per block to the samples of a regime; return traces and carried allocations.
 
     The shapes of flash attention that are met are added to those of the profile.
 
     Every number must be met exactly at every sample; there are more samples than coefficients,
     so that the rest of them is a check at sizes that the rule was not made from.
     """
-    first = samples[0].recorded
-    if any(sample.recorded.like != first.like for sample in samples):
+    reference = samples[0].recorded
+    if any(sample.recorded.model_blocks != reference.model_blocks for sample in samples):
         raise Unlike("different blocks are alike")
     solver = _Solver(samples, shapes)
     carried = sorted({home for sample in samples for home in _carried(sample.recorded)})
     numbers = {home: index for index, home in enumerate(carried)}
-    tapes: list[Tape] = []
-    for block, like in enumerate(first.like):
-        if like != block:
-            tapes.append(tapes[like])
+    traces: list[AllocationTrace] = []
+    for block, model_block in enumerate(reference.model_blocks):
+        if model_block != block:
+            traces.append(traces[model_block])
             continue
-        raws = [sample.recorded.tapes[block] for sample in samples]
+        raws = [sample.recorded.traces[block] for sample in samples]
         resolved = [
-            _resolve(raw, block, sample.recorded.number, numbers)
+            _resolve(raw, block, sample.recorded.step, numbers)
             for raw, sample in zip(raws, samples, strict=True)
         ]
-        tapes.append(_tape(raws, resolved, solver))
-    return tapes, tuple(carried)
+        traces.append(_trace(raws, resolved, solver))
+    return traces, tuple(carried)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,24 +100,24 @@ class _Resolved:
     events: tuple[Ref | None, ...]
     reads: tuple[Ref, ...]
     read_sizes: tuple[int, ...]
-    passing: tuple[int, ...]
+    live_through: tuple[int, ...]
 
 
 def _carried(recorded: RecordedPass) -> set[tuple[int, int]]:
-    """Storages of this step that a block other than the maker's neighbour refers to."""
+    """Return storages of this step with uses beyond the neighbours of their block."""
     return {
         (maker, index)
-        for block, raw in enumerate(recorded.tapes)
-        if recorded.like[block] == block
-        for number, maker, index in homes_in(raw)
-        if number == recorded.number and abs(block - maker) > 1
+        for block, raw in enumerate(recorded.traces)
+        if recorded.model_blocks[block] == block
+        for number, maker, index in raw.ids()
+        if number == recorded.step and abs(block - maker) > 1
     }
 
 
 def _resolve(
-    raw: RawTape, block: int, number: int, carried: dict[tuple[int, int], int]
+    raw: RecordedTrace, block: int, number: int, carried: dict[tuple[int, int], int]
 ) -> _Resolved:
-    def ref(home: Home) -> Ref:
+    def ref(home: AllocId) -> Ref:
         if home[0] != number:
             slot = raw.slots.get(home)
             if slot is not None:
@@ -126,7 +126,7 @@ def _resolve(
             return Ref(origin="input", index=home[2] if back else 0, back=back)
         if home[1] == block:
             return Ref(origin="own", index=home[2])
-        # A neighbour's is told from here even if others far off use it too: the tape may stand for
+        # A neighbour's is told from here even if others far off use it too: the trace may stand for
         # other blocks, whose own neighbour is meant.
         if home[1:] in carried and abs(block - home[1]) > 1:
             return Ref(origin="carried", index=carried[home[1:]])
@@ -135,38 +135,40 @@ def _resolve(
     reads: dict[Ref, int] = {}
     for home, size in raw.reads.items():
         reads[ref(home)] = reads.get(ref(home), 0) + size
-    passing = {ref(home) for home in raw.passing} - {
-        ref(home) for home in raw.reads.keys() - raw.passing
+    live_through = {ref(home) for home in raw.live_through} - {
+        ref(home) for home in raw.reads.keys() - raw.live_through
     }
     return _Resolved(
         events=tuple(None if home is None else ref(home) for home in raw.events),
         reads=tuple(reads),
         read_sizes=tuple(reads.values()),
-        passing=tuple(number for number, read in enumerate(reads) if read in passing),
+        live_through=tuple(number for number, read in enumerate(reads) if read in live_through),
     )
 
 
-def _tape(raws: list[RawTape], resolved: list[_Resolved], solver: _Solver) -> Tape:
-    first = resolved[0]
-    for raw, other in zip(raws, resolved, strict=True):
-        did = (other.events, other.reads, other.passing)
-        left = (raw.retained, raw.matmul_at)
-        if did != (first.events, first.reads, first.passing) or left != (
+def _trace(
+    raws: list[RecordedTrace], resolved: list[_Resolved], solver: _Solver
+) -> AllocationTrace:
+    reference = resolved[0]
+    for raw, sample_trace in zip(raws, resolved, strict=True):
+        did = (sample_trace.events, sample_trace.reads, sample_trace.live_through)
+        end_state = (raw.retained, raw.matmul_at)
+        if did != (reference.events, reference.reads, reference.live_through) or end_state != (
             raws[0].retained,
             raws[0].matmul_at,
         ):
             raise Unlike("the samples do different things")
     columns = zip(*(raw.sizes for raw in raws), strict=True)
     read_columns = zip(*(item.read_sizes for item in resolved), strict=True)
-    return Tape(
+    return AllocationTrace(
         sizes=tuple(solver.rule(column) for column in columns),
-        events=first.events,
+        events=reference.events,
         retained=raws[0].retained,
         reads=tuple(
             Read(ref=ref, size=solver.rule(column))
-            for ref, column in zip(first.reads, read_columns, strict=True)
+            for ref, column in zip(reference.reads, read_columns, strict=True)
         ),
-        passing=first.passing,
+        live_through=reference.live_through,
         matmul_at=raws[0].matmul_at,
         flops=solver.estimate([raw.flops for raw in raws]),
         moved_bytes=solver.estimate([raw.moved_bytes for raw in raws]),
@@ -194,7 +196,7 @@ _TOLERANCE = 0.05
 
 
 class _Solver:
-    """Rules that meet what one phase's samples say, exactly."""
+    """Solves for the rules of a phase from the values at its samples."""
 
     def __init__(self, samples: Sequence[RecordedStep], shapes: list[FlashShape] | None) -> None:
         self._of_chunks: _Basis | None = None
@@ -204,7 +206,7 @@ class _Solver:
             # One call of a module: every rule is a constant, and there is nothing to check.
             self._bases = [_Basis([0], [[1]])]
             return
-        many = samples[0].batch > 1 and samples[0].phase not in IMAGE_PHASES
+        is_batched = samples[0].batch > 1 and samples[0].phase not in IMAGE_PHASES
         trains = samples[0].phase in TRAINING_PHASES
         names = TRAINING_MONOMIALS if trains else MONOMIALS
         names = SERVING_MONOMIALS if samples[0].serving else names
@@ -212,15 +214,19 @@ class _Solver:
         if trains:
             self._of_chunks = _basis(("1", "c"), names, values)
         self._bases = []
-        for alone in _BASES[samples[0].phase]:
-            together = ["b" if name == "1" else f"b{name}" for name in alone] if many else []
-            basis = _basis((*alone, *together), names, values)
+        for monomial_names in _BASES[samples[0].phase]:
+            batched_names = (
+                ["b" if name == "1" else f"b{name}" for name in monomial_names]
+                if is_batched
+                else []
+            )
+            basis = _basis((*monomial_names, *batched_names), names, values)
             if basis.is_checked:
                 self._bases.append(basis)
         assert self._bases, "nothing is left to check a rule with"
 
     def rule(self, values: Sequence[int]) -> Rule:
-        """The rule that gives these values at the samples."""
+        """Return the rule with these values at the samples."""
         if isinstance(values[0], PartBytes) and len(values) > 1:
             return self._part_rule(values[0], values)
         rule = self._chunk_rule(values) if isinstance(values[0], ChunkBytes) else None
@@ -230,9 +236,9 @@ class _Solver:
             raise Unlike("a size is no polynomial of the step's sizes")
         return rule
 
-    def _part_rule(self, first: PartBytes, values: Sequence[int]) -> Rule:
-        """The rule of parts that are those of the step's tokens; else, as in a tower, the most."""
-        shape, row_bytes = first.shape, first.row_bytes
+    def _part_rule(self, reference: PartBytes, values: Sequence[int]) -> Rule:
+        """Return the rule of flash attention's parts; in a tower, a constant for the most."""
+        shape, row_bytes = reference.shape, reference.row_bytes
         expected = tuple(
             PartBytes.of(shape, row_bytes, sample.batch, sample.query, sample.keys)
             for sample in self._samples
@@ -244,12 +250,12 @@ class _Solver:
         return (*(0.0,) * (len(MONOMIALS) + self._shapes.index(shape)), float(row_bytes))
 
     def _chunk_rule(self, values: Sequence[int]) -> Rule | None:
-        """The rule of a chunk's size; where all chunks are full it is a constant as any other."""
+        """Return the rule of a loss chunk's size; None where all chunks are full."""
         basis = self._of_chunks
         return basis.solve(tuple(values)) if basis is not None and basis.is_checked else None
 
     def estimate(self, values: Sequence[int]) -> Rule:
-        """The rule that gives these values, or nearly: a sum over masks of several lengths."""
+        """Return the rule with these values, or nearly: they may be sums over several masks."""
         rule = self._exact(tuple(values))
         if rule is None:
             nearest = (basis.nearest(values) for basis in reversed(self._bases))
@@ -278,13 +284,13 @@ class _Basis:
         self._inverse: Any = None  # fractions, exactly
 
     def solve(self, values: tuple[int, ...]) -> Rule | None:
-        """The rule that gives these values at the samples; None when there is none."""
+        """Return the rule with these values at the samples, or None."""
         if self._inverse is None:
             chosen_rows = [self._rows[index] for index in self._chosen]
             self._inverse = _exact(chosen_rows).inv().to_list()
-        chosen = [int(values[index]) for index in self._chosen]
+        names_used = [int(values[index]) for index in self._chosen]
         solution = [
-            sum(weight * value for weight, value in zip(row, chosen, strict=True) if weight)
+            sum(weight * value for weight, value in zip(row, names_used, strict=True) if weight)
             for row in self._inverse
         ]
         for row, value in zip(self._rows, values, strict=True):
@@ -293,7 +299,7 @@ class _Basis:
         return self._rule(solution)
 
     def nearest(self, values: Sequence[int]) -> Rule | None:
-        """The rule with the least relative errors; None when one of them is too large."""
+        """Return the rule with the least relative errors, or None if an error is too large."""
         if not all(values):
             return None
         relative = np.array(self._rows, np.float64) / np.array(values, np.float64)[:, None]
@@ -310,12 +316,14 @@ class _Basis:
         return tuple(rule)
 
 
-def _basis(chosen: Sequence[str], names: Sequence[str], values: Sequence[Sequence[int]]) -> _Basis:
-    """A basis of those of the names that there are, with the values of all at the samples."""
-    places = [names.index(name) for name in chosen if name in names]
+def _basis(
+    names_used: Sequence[str], names: Sequence[str], values: Sequence[Sequence[int]]
+) -> _Basis:
+    """Return the basis of the chosen names, with their values at the samples."""
+    places = [names.index(name) for name in names_used if name in names]
     return _Basis(places, [[row[place] for place in places] for row in values])
 
 
 def _exact(rows: Sequence[Sequence[int]]) -> DomainMatrix:
-    """A matrix of fractions."""
+    """Return a matrix of fractions."""
     return DomainMatrix.from_list([[QQ(value) for value in row] for row in rows], QQ)

@@ -36,7 +36,7 @@ from duoka.tracing import (
 
 
 def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
-    """The profile of a checkpoint: from the cache, or traced and kept there."""
+    """Return the profile of a checkpoint: from the cache, or traced and kept there."""
     workload = workload_for(checkpoint, workload)
     profile = profile_cache.find_profile(checkpoint.fingerprint, workload)
     if profile is None:
@@ -64,7 +64,7 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
 def profile_module(
     model: nn.Module, workload: Workload, inputs: Mapping[str, Any] | tuple[Any, ...] | None
 ) -> Profile:
-    """The profile of a model that is given as an object; the object isn't touched."""
+    """Return the profile of a model object, which stays as it is."""
     spec = TraceSpec(fingerprint=fingerprint_module(model), conditions=workload.conditions)
     if inputs is not None:
         return virtual.with_values(
@@ -78,7 +78,7 @@ def profile_module(
 def _trace(
     build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
 ) -> tuple[Profile, bool]:
-    """Trace for every workload where rules hold, which the second result says, or for this one."""
+    """Trace for all workloads and return True with the profile, or for this workload and False."""
     return virtual.with_values(
         lambda data: _trace_with(build, replace(spec, data=data), workload),
         lambda: parameter_bytes(build()),
@@ -100,7 +100,7 @@ def _trace_with(
 
 
 def fingerprint_module(model: nn.Module) -> str:
-    """Equal for models of equal class, configuration and tensor names, shapes and types."""
+    """Return a hash of the class, the configuration, and tensor names, shapes and types."""
     digest = hashlib.sha256(type(model).__qualname__.encode())
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_json_string"):

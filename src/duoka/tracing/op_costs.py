@@ -1,4 +1,4 @@
-"""What one operator costs: floating-point operations, bytes read and written, a kernel launched.
+"""Costs of an operator: floating-point operations, bytes read and written, kernel launches.
 
 It knows operators alone; which block they run in, `record` knows.
 """
@@ -61,14 +61,14 @@ def _attention_flops(
     of_keys: int = 1,
     of_values: int = 1,
 ) -> int:
-    """So many products over the width of keys, and over that of values."""
+    """Count the operations of products over the widths of keys and of values."""
     batch, heads, queries, width = query.shape
     widths = of_keys * width + of_values * value.shape[3]
     return 2 * batch * heads * queries * key.shape[2] * widths
 
 
 def launches(func: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether an operator's call starts a kernel: views and allocations don't."""
+    """Return True if an operator's call starts a kernel, unlike views and allocations."""
     if func.overloadpacket in _ALLOCATING:
         return False
     storages = {tensor.storage_id for tensor in _virtual(inputs)}
@@ -82,9 +82,9 @@ def count_bytes(
     inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
     *,
-    alone: bool = False,
+    is_alone: bool = False,
 ) -> int:
-    """Return how many bytes an operator that launches a kernel reads and writes.
+    """Return the bytes read and written by a kernel.
 
     One token `alone` reads the matrices of its own experts only.
     """
@@ -94,7 +94,7 @@ def count_bytes(
         return _bytes(inputs[1:]) + 2 * _bytes(outputs)
     if packet in _PUTTING:
         return 2 * _bytes(inputs[1:])
-    if alone and packet in _GROUPED:
+    if is_alone and packet in _GROUPED:
         rows, matrices = inputs[0], inputs[1]
         share = min(1.0, rows.shape[0] / matrices.shape[0]) if matrices.ndim == 3 else 1.0
         return round(_bytes([rows, *outputs]) + share * matrices.nbytes)

@@ -1,4 +1,4 @@
-"""The names of a model's tensors: its own, and those under which its checkpoint holds them."""
+"""The names of a model's tensors: its own, and the checkpoint's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[Na
     """Name every parameter and buffer, under each of its names."""
     sources = _sources(model, published)
     saved = {*model.state_dict(), *sources}
-    first: dict[int, str] = {}
-    named = []
+    first_names: dict[int, str] = {}
+    named_tensors = []
     for name, tensor in tensor_names(model):
-        canonical = first.setdefault(id(tensor), name)
+        canonical = first_names.setdefault(id(tensor), name)
         repeated = canonical != name
-        named.append(
+        named_tensors.append(
             NamedTensor(
                 name=name,
                 num_bytes=0 if repeated else num_bytes(tensor),
@@ -33,17 +33,17 @@ def name_tensors(model: nn.Module, published: Collection[str] | None) -> list[Na
                 is_saved=name in saved,
             )
         )
-    return named
+    return named_tensors
 
 
 def by_block(
-    named: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]
+    named_tensors: Sequence[NamedTensor], blocks: Sequence[Sequence[str]]
 ) -> tuple[tuple[NamedTensor, ...], ...]:
-    """Sort tensors into blocks, which are given by the names of their modules."""
+    """Sort tensors into blocks, given by the names of their modules."""
     block_of = {module: number for number, modules in enumerate(blocks) for module in modules}
     numbers: dict[str, int] = {}
     tensors: list[list[NamedTensor]] = [[] for _ in blocks]
-    for tensor in named:
+    for tensor in named_tensors:
         # A module that stands under two names is in a block under its first one only.
         number = _block(tensor.name, block_of)
         numbers[tensor.name] = numbers[tensor.tied_to] if number is None else number
@@ -57,7 +57,7 @@ def _block(name: str, block_of: Mapping[str, int]) -> int | None:
 
 
 def _sources(model: nn.Module, published: Collection[str] | None) -> dict[str, list[str]]:
-    """For each tensor of the model the checkpoint's names of what it is made of."""
+    """Return for each tensor of the model the checkpoint's names of its sources."""
     try:
         names = published_tensors(model) if published is None else published
         recipe = plan_tensors(model, {*names, *getattr(model, "published_buffers", ())})
@@ -76,7 +76,7 @@ def _sources(model: nn.Module, published: Collection[str] | None) -> dict[str, l
 
 
 def _computed(buffers: Mapping[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Buffers that the model computes for itself and files hold nevertheless: by their last name.
+    """Match buffers computed by the model with their copies in files, by their last name.
 
     Only where that is clear: one in the files and one in the model.
     """

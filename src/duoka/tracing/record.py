@@ -1,214 +1,280 @@
-"""Recording: what one step allocates, frees, computes and passes on, block by block.
+"""Recording: the allocation traces of a step, and in training of its forward and backward pass.
 
-Blocks that are alike (same modules, same arguments, same predecessor) are run once: a later one
-is replaced by a call that only makes its outputs. What such a block does is known from the first.
+Events are sorted into blocks. In a forward pass calls of modules say which block runs. A backward
+pass has no such calls, but every operation there belongs to a node of autograd's graph, and nodes
+are numbered in the order in which the forward pass made them::
+
+    block            0         1         2
+    node numbers     0 ... 6   7 ... 19  20 ...       node 12 runs: block 1
+
+So a node's number tells its block, also where a layer is computed again (gradient checkpointing).
+Allocations of a backward trace are numbered from the end of the block's forward trace, so that each
+allocation of a micro-batch has its own number.
 """
 
 from __future__ import annotations
 
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial, wraps
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from duoka import virtual
 from duoka.base.text import containing
-from duoka.models.quantization import parts
+from duoka.models.chunked_loss import chunked_head
 from duoka.runtime.dispatch.arguments import bring, caches_in, caches_of, mapped_call, tensors_in
 
 from .blocks import ModuleGroup
+from .boundaries import Moves, observe_calls, replace_calls
+from .memo import BlockMemo, placeholder, producer_of
 from .op_costs import count_bytes, count_flops, launches
-
-Home = tuple[int, int, int]
-"""Where a storage was made: the pass, the block, the number of the allocation in it."""
+from .recorded import AllocId, PassLog, RecordedPass, RecordedTrace
 
 
-@dataclass(slots=True)
-class RawTape:
-    """One pass through one block, with sizes as numbers and homes as references."""
-
-    sizes: list[int] = field(default_factory=list)
-    events: list[Home | None] = field(default_factory=list)
-    reads: dict[Home, int] = field(default_factory=dict)
-    passing: set[Home] = field(default_factory=set)
-    retained: tuple[int, ...] = ()
-    slots: dict[Home, int] = field(default_factory=dict)
-    matmul_at: int | None = None
-    flops: int = 0
-    moved_bytes: int = 0
-    launches: int = 0
+class ChunkBytes(int):
+    """Bytes for a chunk of the loss, of `loss_chunk_tokens` tokens."""
 
 
-@dataclass(slots=True)
-class RecordedPass:
-    """One step: a tape for each block that ran, and for each that didn't, the one like it."""
+class RecordedMicroBatch(NamedTuple):
+    """The two passes of a micro-batch."""
 
-    tapes: list[RawTape]
-    like: list[int]
-    number: int
-
-    def is_like(self, other: RecordedPass) -> bool:
-        """Whether as much happens in both: where that grows with them, long ones take minutes."""
-        pairs = zip(self.tapes, other.tapes, strict=True)
-        return all(len(tape.events) == len(same.events) for tape, same in pairs)
+    forward: RecordedPass
+    backward: RecordedPass
 
 
 class _Argument(NamedTuple):
-    """A tensor among the arguments of a call; not itself, which would keep it alive."""
+    """A tensor among the arguments of a call, by its id."""
 
     tensor_id: int
-    home: Home | None
+    storage: AllocId | None
     num_bytes: int
 
 
 class Recorder:
-    """A listener that sorts events into blocks; with `skip` alike blocks are run once.
+    """Listener for the passes of a model's steps, which records them block by block.
 
     The model is whole on one virtual GPU without data. Its groups are in execution order; one
-    without modules at the end stands for what the caller does with the outputs.
+    without modules at the end stands for what the caller does with the outputs. With `skip`, blocks
+    that are alike are run once (`memo`). With `hears_moves`, by default where a group `returns_to`
+    an earlier block, tensors that model code moves are recorded as moved; what is moved back to an
+    earlier block, and what is done with it there, is recorded in the group that returns to it.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[ModuleGroup], *, skip: bool) -> None:
-        self._model = model
-        self._groups = groups
-        self._homes: dict[int, Home] = {}
-        self._slots: list[list[int]] = [[] for _ in groups]
-        # A parameter that is a block by itself is never called: it begins with what contains it.
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[ModuleGroup],
+        *,
+        skip: bool = True,
+        hears_moves: bool = False,
+    ) -> None:
+        self._model, self._groups = model, groups
+        self._log = PassLog()
+        self._memo = BlockMemo(model, groups, self._log) if skip else None
+        has_returns = any(group.returns_to is not None for group in groups)
+        self._hears_moves = hears_moves or has_returns
+        # A parameter that is a block by itself is never called: it begins with its container.
         modules = {name for name, _ in model.named_modules()}
         self._is_called = [not modules.isdisjoint(group.names) for group in groups]
+        owners = {owner: index for index, group in enumerate(groups) for owner in group.owners}
+        self._block_of: dict[int, int] = {}
+        for name, module in model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                self._block_of.setdefault(id(parameter), owners.get(name, 0))
+        self._slots: list[list[int]] = [[] for _ in groups]
         self._current = 0
-        self._number = -1
-        self._alone = False
-        # What is done for the sake of its memory alone is no work.
-        self.counts_work = True
-        self._tapes: list[RawTape] = []
-        self._skipper = Skipper(model, groups) if skip else None
-        self._patched: list[tuple[nn.Module, Any]] = []
-        self._handles: list[RemovableHandle] = []
+        self._is_alone = False
+        self._scope = ExitStack()
         self._entered: list[_Argument] = []
         self._moved: set[tuple[int, _Argument]] = set()
-        # By block and number of events: all that are like a block ask again.
-        self._frees_afar: dict[tuple[int, int], bool] = {}
-        # Whether model code gives blocks what it has made on the host.
+        self.counts_work = True
+        """Set to False while operations run for the sake of their memory alone."""
         self.needs_movers = False
+        """Whether model code gives blocks tensors that it has made on the host."""
+        self.recomputes = False
+        """Whether a module was called again in a backward pass."""
+        self._is_backward = False
+        # The chunk of the loss that runs: all of them allocate what chunk 0 does.
+        self._chunk: int | None = None
+        # Of each block the number of its first allocation in this pass.
+        self._first_numbers = [0] * len(groups)
+        # The node numbers at which calls of blocks begin, and those blocks.
+        self._first_nodes: list[int] = []
+        self._node_blocks: list[int] = []
+        # The numbers of the gradients of each block's arguments, by position.
+        self._gradients: dict[tuple[int, int], int] = {}
 
     def __enter__(self) -> Self:
-        if not self._groups[-1].names:
-            self._handles.append(self._model.register_forward_hook(self._leave))
-        containers: dict[str, int] = {}
+        chunked = chunked_head(self._model)
+        if chunked is not None:
+            chunked.chunk_begins = partial(setattr, self, "_chunk")
+            self._scope.callback(setattr, chunked, "chunk_begins", None)
+        first_blocks: dict[str, int] = {}
         for index, group in enumerate(self._groups):
             for name in group.names:
                 for container in containing(name):
-                    containers.setdefault(container, index)
-        for name, module in self._model.named_modules():
-            if name in containers:
-                enter = partial(self._enter_container, containers[name], caches_of(module))
-                handle = module.register_forward_pre_hook(enter, with_kwargs=True)
-                self._handles.append(handle)
-        for index, group in enumerate(self._groups):
-            for name in group.names:
-                module = _submodule(self._model, name)
-                if module is not None:
-                    self._patch(module, index)
+                    first_blocks.setdefault(container, index)
+        enter = {
+            name: partial(self._enter_container, first_blocks[name], caches_of(module))
+            for name, module in self._model.named_modules()
+            if name in first_blocks
+        }
+        leave = {} if self._groups[-1].names else {"": self._leave_model}
+        blocks = {
+            name: partial(self._call_block, index)
+            for index, group in enumerate(self._groups)
+            for name in group.names
+        }
+        self._scope.enter_context(observe_calls(self._model, enter, leave))
+        self._scope.enter_context(replace_calls(self._model, blocks))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for module, forward in self._patched:
-            if forward is None:
-                del module.forward
-            else:
-                module.forward = forward
-        self._patched.clear()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._scope.close()
 
-    def record(self, step: Callable[[], None], *, alone: bool = False) -> RecordedPass:
-        """Run one step and return what it did; `alone` if that is one token of one sequence."""
-        self._alone = alone
-        self._number += 1
-        self._current = 0
-        self._entered = []
-        self._moved = set()
-        self._frees_afar = {}
-        self._tapes = [RawTape() for _ in self._groups]
-        for block, slots in enumerate(self._slots):
-            self._tapes[block].slots = {self._homes[s]: i for i, s in enumerate(slots)}
-        like = list(range(len(self._groups)))
-        if self._skipper is not None:
-            self._skipper.start(like)
-        with virtual.observe(self):
-            step()
-        self._keep()
-        return RecordedPass(tapes=self._tapes, like=like, number=self._number)
+    def record(self, run: Callable[[], None], *, is_alone: bool = False) -> RecordedPass:
+        """Record a step of a single pass; `alone` for a single token of a single sequence."""
+        self._is_alone = is_alone
+        self._start_step()
+        recorded = self._record_pass(run)
+        self._note_retained()
+        return recorded
+
+    def record_training(self, forward: Callable[[], torch.Tensor]) -> RecordedMicroBatch:
+        """Record a micro-batch: a forward pass, which returns its loss, and the backward pass."""
+        self._start_step()
+        losses: list[torch.Tensor] = []
+        first_pass = self._record_pass(lambda: losses.append(forward()))
+        # The caller has the loss, with which the backward pass begins.
+        first_pass.traces[-1].live_through -= {self._log.id_of(loss) for loss in losses}
+        self._first_numbers = [len(trace.sizes) for trace in first_pass.traces]
+
+        def backward() -> None:
+            self._current = len(self._groups) - 1
+            losses.pop().backward()
+
+        self._is_backward = True
+        with register_module_forward_pre_hook(self._note_call):
+            second_pass = self._record_pass(backward)
+        self._note_retained()
+        self._is_backward = False
+        second_pass.model_blocks = first_pass.model_blocks
+        self._resolve_placeholders(second_pass)
+        _drop_frees_of_saved(first_pass, second_pass)
+        return RecordedMicroBatch(first_pass, second_pass)
 
     def forget(self) -> None:
-        """Start a new sequence: what the last one kept doesn't count."""
-        self._homes.clear()
+        """Start a new sequence, without the caches or gradients of the last sequence."""
+        self._log.ids.clear()
         self._slots = [[] for _ in self._groups]
 
+    def _start_step(self) -> None:
+        self._log.step += 1
+        self._first_numbers = [0] * len(self._groups)
+        self._first_nodes, self._node_blocks, self._gradients = [0], [0], {}
+
+    def _record_pass(self, run: Callable[[], None]) -> RecordedPass:
+        self._current = 0
+        self._entered, self._moved = [], set()
+        self._log.traces = traces = [RecordedTrace() for _ in self._groups]
+        for trace, slots in zip(traces, self._slots, strict=True):
+            trace.slots = {self._log.ids[storage]: slot for slot, storage in enumerate(slots)}
+        model_blocks = list(range(len(self._groups)))
+        if self._memo is not None:
+            self._memo.start(model_blocks)
+        with ExitStack() as scope:
+            if self._hears_moves:
+                scope.enter_context(Moves(self._block_that_made, self._note_move))
+            scope.enter_context(virtual.observe(self))
+            run()
+        return RecordedPass(traces=traces, model_blocks=model_blocks, step=self._log.step)
+
+    def _note_retained(self) -> None:
+        """Note caches or gradients as retained: all live allocations of a step but a stub's."""
+        self._slots = [[s for s in slots if s in self._log.ids] for slots in self._slots]
+        for storage_id, storage in sorted(self._log.ids.items(), key=lambda item: item[1]):
+            step, block, number = storage
+            start, trace = self._first_numbers[block], self._log.traces[block]
+            if step == self._log.step and start <= number < start + len(trace.sizes):
+                self._slots[block].append(storage_id)
+                trace.retained += (number,)
+
+    # What virtual GPUs tell a listener.
+
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
-        """Put an allocation on the tape of the block that runs."""
-        tape = self._tapes[self._current]
-        self._homes[storage_id] = (self._number, self._current, len(tape.sizes))
-        tape.sizes.append(num_bytes)
-        tape.events.append(None)
+        """Add an allocation to the trace of the current block."""
+        if self._chunk:
+            return
+        if self._chunk == 0:
+            num_bytes = ChunkBytes(num_bytes)
+        self._locate()
+        block, trace = self._current, self._log.traces[self._current]
+        number = self._first_numbers[block] + len(trace.sizes)
+        self._log.ids[storage_id] = self._log.step, block, number
+        trace.sizes.append(num_bytes)
+        trace.events.append(None)
 
     def freed(self, gpu: object, storage_id: int) -> None:
-        """Put a free on the tape of the block that runs, or whose cache it was."""
-        home = self._homes.pop(storage_id, None)
-        if home is None:
-            return
-        number, block, _ = home
-        if number == self._number:
-            self._tapes[self._current].events.append(home)
-        else:
-            # A cache entry ends where it was made, even if another block's turn has come.
-            self._tapes[block].events.append(home)
+        """Add a free to the trace of the current block; of a cache, to its own block's."""
+        self._locate()
+        storage = self._log.ids.pop(storage_id, None)
+        if storage is not None:
+            # A cache entry is freed where it was made, even if another block runs by then.
+            block = self._current if storage[0] == self._log.step else storage[1]
+            self._log.traces[block].events.append(storage)
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Add an operation's arithmetic, memory traffic and launch to the block that runs."""
-        tape = self._tapes[self._current]
-        if tape.matmul_at is None and virtual.is_product(func, args):
-            tape.matmul_at = len(tape.events)
+        """Add an operation's arithmetic, memory traffic and launch to the current block."""
+        self._locate()
+        trace = self._log.traces[self._current]
+        if trace.matmul_at is None and virtual.is_product(func, args):
+            trace.matmul_at = len(trace.events)
         if not self.counts_work:
             return
-        tape.flops += count_flops(func, args, kwargs, result)
+        trace.flops += count_flops(func, args, kwargs, result)
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if launches(func, inputs, outputs):
-            tape.launches += 1
-            tape.moved_bytes += count_bytes(func, inputs, outputs, alone=self._alone)
+            trace.launches += 1
+            trace.moved_bytes += count_bytes(func, inputs, outputs, is_alone=self._is_alone)
 
-    def _keep(self) -> None:
-        """What is alive after a step outlives it: caches."""
-        number = self._number
-        for block, slots in enumerate(self._slots):
-            self._slots[block] = [s for s in slots if s in self._homes]
-        for storage, home in sorted(self._homes.items(), key=lambda item: item[1]):
-            if home[0] == number and self._outlives(home):
-                self._slots[home[1]].append(storage)
-                self._tapes[home[1]].retained += (home[2],)
+    def _locate(self) -> None:
+        """Set the current block in a backward pass, by the running node; blocks only go down."""
+        if not self._is_backward:
+            return
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return
+        if type(node).__name__ == "AccumulateGrad":
+            block = self._block_of.get(id(node.variable), self._current)
+        else:
+            block = self._node_blocks[bisect_right(self._first_nodes, node._sequence_nr()) - 1]
+        self._current = min(self._current, block)
 
-    def _outlives(self, home: Home) -> bool:
-        """Whether what is alive after a step is one of its tape's allocations: no stand-in's."""
-        return home[2] < len(self._tapes[home[1]].sizes)
+    # What calls of modules tell.
 
-    def _leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        """What follows is the caller's, to whose device dispatch brings what is returned."""
-        self._current = len(self._groups) - 1
-        caches = {id(tensor) for tensor in tensors_in(caches_in(output))}
-        returned = [tensor for tensor in tensors_in(output) if id(tensor) not in caches]
-        self._read(self._current, [*self._arguments(returned)], passing=True)
+    def _begin(self, block: int) -> bool:
+        """Set the current block; in a backward pass, where blocks are recomputed, do nothing."""
+        if self._is_backward:
+            return False
+        self._first_nodes.append(torch._C._autograd._get_sequence_nr())
+        self._node_blocks.append(block)
+        self._current = block
+        return True
 
     def _enter_container(
-        self, first: int, caches: frozenset[int | str], module: nn.Module, args: Any, kwargs: Any
+        self,
+        first_block: int,
+        caches: frozenset[int | str],
+        module: nn.Module,
+        args: Any,
+        kwargs: Any,
     ) -> tuple[Any, Any]:
-        """What contains blocks begins: dispatch moves its arguments to its first block."""
+        """Move the arguments of a module to its first block, as dispatch does."""
         tensors: list[torch.Tensor] = []
 
         def change(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,282 +282,175 @@ class Recorder:
             return tensors[-1]
 
         brought = mapped_call(args, kwargs, change, caches)
-        if not self._is_called[first] and self._begin(first):
-            self._read(first, [*self._arguments(tensors)])
-        self._enter(first, tensors)
+        if not self._is_called[first_block] and self._begin(first_block):
+            self._read(first_block, [*self._arguments(tensors)])
+        if not self._is_backward:
+            for tensor in tensors:
+                self._follow_gradient(tensor, None, by=first_block)
+            # What is on another block's device is moved for the blocks behind the first one, too.
+            self._entered += (
+                argument
+                for argument in self._describe(tensors)
+                if argument.storage is None or first_block not in self._places(argument.storage[1])
+            )
         return brought
 
-    def _enter(self, first: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Note what is moved to a block for those behind it, too."""
-        self._entered += self._moved_to(first, self._arguments(tensors))
+    def _call_block(
+        self, block: int, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> Any:
+        if not self._begin(block):
+            return forward(*args, **kwargs)
+        args, kwargs = mapped_call(args, kwargs, self._bring)
+        entered, self._entered = self._entered, []
+        self._read(block, entered, live_through=True)
+        self._read(block, [*self._arguments(tensors_in((kwargs, args)))])
+        if self._memo is None:
+            return forward(*args, **kwargs)
+        producers = tuple(producer_of(block, argument.storage) for argument in entered)
+        return self._memo.call(block, producers, forward, args, kwargs)
+
+    def _leave_model(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Give the outputs to the caller, to whose device dispatch brings them."""
+        caller = len(self._groups) - 1
+        self._begin(caller)
+        caches = {id(tensor) for tensor in tensors_in(caches_in(output))}
+        returned = [tensor for tensor in tensors_in(output) if id(tensor) not in caches]
+        self._read(caller, [*self._arguments(returned)], live_through=True)
+
+    def _note_call(self, module: nn.Module, args: Any) -> None:
+        self.recomputes = True
 
     def _bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What dispatch would bring from the host, on the virtual GPU; all else is there."""
+        """Return the tensor, copied from the host where dispatch would do so."""
         brought = bring(tensor, virtual.virtual_device(0))
         self.needs_movers |= brought is not tensor
         return brought
 
-    def _moved_to(self, first: int, arguments: Iterable[_Argument]) -> Iterator[_Argument]:
-        """Yield what isn't on a block's device already.
-
-        That block may have run before, as an embedding does whose result a tower's features join:
-        what was made there since, or was moved back there, stays.
-        """
-        for argument in arguments:
-            if argument.home is None or first not in self._places(argument.home[1]):
-                yield argument
-
     def _places(self, block: int) -> tuple[int, int | None]:
-        """The blocks on whose device lies what a block makes."""
+        """Return the blocks on whose device a block's allocations are."""
         return block, self._groups[block].returns_to
 
-    def _patch(self, module: nn.Module, block: int) -> None:
-        forward = module.forward
-
-        @wraps(forward)  # whose signature says what it takes
-        def recorded(*args: Any, **kwargs: Any) -> Any:
-            if not self._begin(block):
-                return forward(*args, **kwargs)
-            args, kwargs = mapped_call(args, kwargs, self._bring)
-            entered, self._entered = self._entered, []
-            self._read(block, entered, passing=True)
-            self._read(block, [*self._arguments(tensors_in((kwargs, args)))])
-            if self._skipper is None:
-                return forward(*args, **kwargs)
-            around = tuple(_seen_from(block, argument.home) for argument in entered)
-            return self._skipper.call(self, (block, around), forward, args, kwargs)
-
-        self._patched.append((module, vars(module).get("forward")))
-        module.forward = recorded
-
-    def _begin(self, block: int) -> bool:
-        """Let a block begin; whether its call is of interest."""
-        self._current = block
-        return True
-
-    def _arguments(self, tensors: Iterable[torch.Tensor]) -> Iterator[_Argument]:
+    def _describe(self, tensors: Iterable[Any]) -> Iterator[_Argument]:
         for tensor in tensors:
             if isinstance(tensor, virtual.VirtualTensor):
-                yield _Argument(id(tensor), self._homes.get(tensor.storage_id), tensor.nbytes)
+                yield _Argument(id(tensor), self._log.id_of(tensor), tensor.nbytes)
 
-    def _read(self, block: int, arguments: Sequence[_Argument], *, passing: bool = False) -> None:
-        """Note what is moved to a block; `passing` if only what contains it was given that."""
-        tape = self._tapes[block]
+    def _arguments(self, tensors: Iterable[torch.Tensor]) -> Iterator[_Argument]:
+        """Describe a block's arguments, and follow their gradients."""
+        for position, tensor in enumerate(tensors):
+            self._follow_gradient(tensor, position)
+            yield from self._describe([tensor])
+
+    def _read(
+        self, block: int, arguments: Iterable[_Argument], *, live_through: bool = False
+    ) -> None:
+        """Note the tensors moved to a block; `live_through` if only its containers get them."""
+        trace = self._log.traces[block]
         for argument in arguments:
-            home = argument.home
-            if home is None or home[1] == block:
+            storage = argument.storage
+            if storage is None or storage[1] == block:
                 continue
-            if not passing:
-                tape.passing.discard(home)
-            elif home not in tape.reads:
-                tape.passing.add(home)
+            if not live_through:
+                trace.live_through.discard(storage)
+            elif storage not in trace.reads:
+                trace.live_through.add(storage)
             if (block, argument) not in self._moved:
                 self._moved.add((block, argument))
-                tape.reads[home] = tape.reads.get(home, 0) + argument.num_bytes
+                trace.reads[storage] = trace.reads.get(storage, 0) + argument.num_bytes
 
-    def adopt(self, tensor: virtual.VirtualTensor, block: int, index: int) -> None:
-        """Count a stand-in's output as what the block that it stands for would have made."""
-        self._homes[tensor.storage_id] = (self._number, block, index)
+    # What explicit moves tell.
 
-    def count_of(self, block: int) -> int:
-        """How many allocations a block's tape has so far."""
-        return len(self._tapes[block].sizes)
+    def _block_that_made(self, tensor: torch.Tensor) -> int | None:
+        """Return the block of a tensor allocated in this step, or None."""
+        storage = self._log.id_of(tensor)
+        return storage[1] if storage is not None and storage[0] == self._log.step else None
 
-    def count_from(self, block: int, count: int) -> None:
-        """Number what comes behind a stand-in as behind the call that it stands for."""
-        sizes = self._tapes[block].sizes
-        sizes += [0] * (count - len(sizes))
-
-    def frees_afar(self, block: int) -> bool:
-        """Whether a block's tape has frees of what was made in this pass and not next to it."""
-        events = self._tapes[block].events
-        key = (block, len(events))
-        if key not in self._frees_afar:
-            self._frees_afar[key] = any(
-                home is not None and home[0] == self._number and abs(block - home[1]) > 1
-                for home in events
-            )
-        return self._frees_afar[key]
-
-    def gives_others(self, block: int, home: Home) -> bool:
-        """Whether what a block was given has been given to another one in this pass, too."""
-        return any(home in tape.reads for by, tape in enumerate(self._tapes) if by != block)
-
-    def home_of(self, tensor: virtual.VirtualTensor) -> Home | None:
-        """Where a tensor's storage was made."""
-        return self._homes.get(tensor.storage_id)
-
-
-class Skipper:
-    """Recognises blocks that would do what an earlier one did, and stands in for them."""
-
-    def __init__(self, model: nn.Module, groups: Sequence[ModuleGroup]) -> None:
-        alone: list[Any] = []
-        for group in groups:
-            module = _submodule(model, group.names[0]) if len(group.names) == 1 else None
-            alone.append(None if module is None else signature(module))
-        # What comes between a block's call and the next one, such as a norm without parameters, is
-        # done in its turn. In the backward pass the block after one comes before it.
-        self._signatures = [
-            None if block is None else (block, following)
-            for block, following in zip(alone, [*alone[1:], None], strict=True)
-        ]
-        self._seen: dict[Any, tuple[int, Any, int]] = {}
-        self._like: list[int] = []
-
-    def start(self, like: list[int]) -> None:
-        """Begin a step; `like` is filled with the blocks that were run for others."""
-        self._seen = {}
-        self._like = like
-
-    def call(
-        self,
-        recorder: Recorder,
-        place: tuple[int, Any],
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Run a block, or make its outputs only where one that is like it has run."""
-        block, around = place
-        signature = self._signatures[block]
-        if signature is None or block == 0:
-            return forward(*args, **kwargs)
-        inputs = _describe((args, kwargs), recorder, block, {})
-        key = (signature, self._signatures[block - 1], around, inputs)
-        first, output, count = self._seen.get(key, (block, None, 0))
-        # A block that runs twice in a step is no stand-in for itself.
-        if first != block and self.speaks_for_others(recorder, first):
-            self._like[block] = first
-            result = self.stand_in(output, recorder, block, (kwargs, args))
-            recorder.count_from(block, count)
+    def _note_move(self, result: torch.Tensor, source: torch.Tensor, block: int) -> torch.Tensor:
+        """Note an explicit move to the device of a block."""
+        self._follow_gradient(source, None)
+        made_by = self._block_that_made(source)
+        group = self._return_to(block)
+        if made_by is not None and block == self._current and made_by not in self._places(block):
+            # On to the device of the block that runs, as a mover would bring it.
+            self._read(block, [*self._arguments([source])])
+        if made_by is None or made_by <= block or group is None:
             return result
-        arguments = {
-            id(tensor): position for position, tensor in enumerate(tensors_in((kwargs, args)))
-        }
-        result = forward(*args, **kwargs)
-        output = _describe(result, recorder, block, arguments)
-        # A stand-in doesn't write into what blocks share.
-        has_written = any(id(tensor) not in arguments for tensor in tensors_in((kwargs, args)))
-        if _can_stand_in(output) and not has_written:
-            self._seen[key] = (block, output, recorder.count_of(block))
-        return result
+        self._begin(group)
+        # On another device it is a copy, and what it was made from ends when nobody has it.
+        return result.clone() if result is source else result
 
-    def speaks_for_others(self, recorder: Recorder, first: int) -> bool:
-        """Whether what a block does tells what others do that are like it.
+    def _return_to(self, block: int) -> int | None:
+        """Return the group behind the current block for returns to an earlier block, or None."""
+        for index, group in enumerate(self._groups[self._current :], self._current):
+            if group.returns_to == block:
+                return index
+            if index > self._current and self._is_called[index]:
+                return None
+        return None
 
-        One that ends what was made far away can't say what another one ends.
+    # What comes back in a backward pass.
+
+    def _follow_gradient(self, tensor: Any, position: int | None, *, by: int | None = None) -> None:
+        """Register a hook to note the read of an argument's gradient by the argument's producer.
+
+        Block 1 gives `x` to block 3. In the backward pass block 3 makes the gradient of `x`, and
+        block 1 takes it together with what it has saved of `x` in the forward pass. A hook on `x`
+        sees the gradient, whose storage says who made it::
+
+            forward:   1 -- x --> 3        traces[3].reads has x
+            backward:  1 <- dx -- 3        traces[1].reads gets dx
+
+        Where a container that begins with block 2 was given `x`, dispatch has moved it there
+        first, and the gradient goes back `by` way of block 2, which reads it as well.
         """
-        return not recorder.frees_afar(first)
+        storage = self._log.id_of(tensor) if tensor.requires_grad else None
+        if storage is None:
+            return
+        producer = storage[1]
 
-    def stand_in(self, picture: Any, recorder: Recorder, block: int, call: Any) -> Any:
-        """Make a block's outputs, by the picture of those of the one that it is like."""
+        def note(gradient: Any) -> None:
+            origin = self._log.id_of(gradient)
+            if origin is None or origin[1] == producer or origin[0] != self._log.step:
+                return
+            traces, num_bytes = self._log.traces, gradient.nbytes
+            traces[producer].reads[origin] = num_bytes
+            if by is not None and producer < by < origin[1]:
+                traces[by].reads[origin] = num_bytes
+            if position is not None:
+                self._gradients[origin[1], position] = origin[2]
 
-        def make(shape: Any, dtype: torch.dtype, index: int) -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=dtype, device=device_of(tensors_in(call)))
-            assert isinstance(tensor, virtual.VirtualTensor)
-            recorder.adopt(tensor, block, index)
-            return tensor
+        tensor.register_hook(note)
 
-        return picture_made(picture, call, make)
+    def _resolve_placeholders(self, second: RecordedPass) -> None:
+        """Replace placeholder numbers of stubs' gradients by those of the recorded block."""
 
+        def resolved(storage: AllocId) -> AllocId:
+            step, block, number = storage
+            if number >= 0 or step != self._log.step:
+                return storage
+            return step, block, self._gradients[second.model_blocks[block], placeholder(number)]
 
-def signature(module: nn.Module) -> Any:
-    """What a module does, but for its weights and its number: hashable."""
-    settings: list[tuple[str, Any]] = []
-    for name, value in sorted(vars(module).items()):
-        if name in _NOT_COMPARED or any(part in name for part in _NUMBERS):
-            continue
-        if isinstance(value, (str, int, float, bool, type(None), torch.dtype, torch.Size)):
-            settings.append((name, value))
-        elif isinstance(value, (tuple, list)) and all(
-            isinstance(item, (str, int, float)) for item in value
-        ):
-            settings.append((name, tuple(value)))
-        elif callable(value):
-            settings.append((name, getattr(value, "__qualname__", type(value).__qualname__)))
-    tensors = tuple(
-        (name, key, tuple(part.shape), part.dtype)
-        for name, tensor in (
-            *module.named_parameters(recurse=False),
-            *module.named_buffers(recurse=False),
-        )
-        for key, part in parts(tensor).items()
-    )
-    children = tuple((name, signature(child)) for name, child in module.named_children())
-    return (type(module), tuple(settings), tensors, children)
+        for block, trace in enumerate(second.traces):
+            if second.model_blocks[block] == block:
+                trace.events = [None if it is None else resolved(it) for it in trace.events]
+                trace.reads = {resolved(it): size for it, size in trace.reads.items()}
 
 
-_NOT_COMPARED = frozenset({"_parameters", "_buffers", "_modules", "forward"})
-_NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
+def _drop_frees_of_saved(forward: RecordedPass, backward: RecordedPass) -> None:
+    """Remove frees of arguments from a forward pass, if a stubbed block would have saved these.
 
-
-def _describe(tree: Any, recorder: Recorder, block: int, arguments: dict[int, int]) -> Any:
-    """A hashable picture of nested values: shapes, types and how far back tensors were made."""
-    if isinstance(tree, virtual.VirtualTensor):
-        if id(tree) in arguments:
-            return ("argument", arguments[id(tree)])
-        home = recorder.home_of(tree)
-        age = _seen_from(block, home)
-        index = None if home is None else home[2]
-        return ("tensor", tuple(tree.shape), tree.dtype, age, index)
-    if isinstance(tree, torch.Tensor):
-        return ("cpu", tuple(tree.shape), tree.dtype)
-    if type(tree) in (tuple, list):
-        return (type(tree), tuple(_describe(item, recorder, block, arguments) for item in tree))
-    if type(tree) is dict or isinstance(tree, UserDict):
-        return (
-            dict,
-            tuple((k, _describe(v, recorder, block, arguments)) for k, v in tree.items()),
-        )
-    if tree is None or isinstance(tree, (str, int, float, bool)):
-        return ("value", tree)
-    return ("object", id(tree))
-
-
-def _seen_from(block: int, home: Home | None) -> Any:
-    """How far back something was made, or by whom when that is far."""
-    if home is None:
-        return None
-    return block - home[1] if block - home[1] < 2 else home[1:]
-
-
-def _can_stand_in(picture: Any) -> bool:
-    kind = picture[0]
-    if kind == "tensor":
-        return bool(picture[3] == 0)
-    if kind in (tuple, list):
-        return all(_can_stand_in(item) for item in picture[1])
-    return kind in ("argument", "value")
-
-
-def picture_made(picture: Any, call: Any, make: Callable[..., torch.Tensor]) -> Any:
-    """What a picture shows, its tensors made by `make` from their shape, dtype and number."""
-    kind = picture[0]
-    if kind == "tensor":
-        _, shape, dtype, _, index = picture
-        return make(shape, dtype, index)
-    if kind in (tuple, list):
-        return kind(picture_made(item, call, make) for item in picture[1])
-    if kind == "argument":
-        return tensors_in(call)[picture[1]]
-    return picture[1]
-
-
-def device_of(arguments: Iterable[Any]) -> torch.device:
-    """The virtual GPU of a block's arguments."""
-    return next(t.device for t in arguments if isinstance(t, virtual.VirtualTensor))
-
-
-def _submodule(model: nn.Module, name: str) -> nn.Module | None:
-    """The module of that name; None when the name is a parameter's."""
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-def homes_in(raw: RawTape) -> Iterator[Home]:
-    """All references of a tape."""
-    yield from (home for home in raw.events if home is not None)
-    yield from raw.reads
+    A stub saves nothing for its backward pass: an argument of block 5, a stub of block 3, is freed
+    in the forward pass by whichever block runs then. The backward trace of block 3 frees an
+    argument from block 2; so the free of that of block 4 is removed.
+    """
+    saved = {
+        (step, producer + block - model, number)
+        for block, model in enumerate(forward.model_blocks)
+        if block != model
+        for step, producer, number in filter(None, backward.traces[model].events)
+        if 0 <= producer < model
+    }
+    for trace in forward.traces:
+        if trace.matmul_at is not None:
+            trace.matmul_at -= sum(event in saved for event in trace.events[: trace.matmul_at])
+        trace.events = [event for event in trace.events if event not in saved]

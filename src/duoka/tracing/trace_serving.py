@@ -1,17 +1,14 @@
-"""From a model to the profile of its steps over a paged cache.
+"""Tracing serving: rules for the steps over a paged cache.
 
-Two kinds of steps are recorded: the first one, which makes the pages, and those after it. What they
-take follows from their size and the cache's alone (`forecast.serving`).
+Two kinds of steps are recorded: the first one, which makes the pages, and those after it. Their
+memory follows from their size and the cache's alone (`forecast.serving`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import torch
 from torch import nn
 
 from duoka.errors import ModelError
@@ -20,12 +17,10 @@ from duoka.forecast.serving import FIRST, Capacity, StepSize, serving_monomials
 from duoka.runtime.draw import draw_in_every_way
 from duoka.runtime.paged_steps import PagedStep, PagedStepper, reads_pages
 
-from .assemble import CALLER, ENDLESS, EVERYWHERE, RegimeTapes, TraceSpec, as_profile
+from .assemble import ENDLESS, EVERYWHERE, RegimeTraces, TraceSpec
 from .blocks import find_groups
-from .fit import RecordedStep, Unlike, fit
-from .published_names import name_tensors
-from .record import Recorder
-from .trace import FAILURES, Irregular, running, whole
+from .fit import RecordedStep, Unlike
+from .tracer import Tracer
 
 # Tokens, rows and logits; one token alone may be computed otherwise than several. There are more of
 # each than rules have coefficients.
@@ -41,8 +36,11 @@ _CACHES = (
 )
 
 
+_HINT = "plan for requests with a cache each: duoka plan --batch N"
+
+
 def trace_serving(model: nn.Module, spec: TraceSpec) -> Profile:
-    """Run a model's steps over paged caches without data, and record what they cost.
+    """Record a model's steps over paged caches, and return their rules.
 
     Raises
     ------
@@ -52,35 +50,41 @@ def trace_serving(model: nn.Module, spec: TraceSpec) -> Profile:
     name = type(model).__name__
     if not reads_pages(model):  # type: ignore[arg-type]
         raise ModelError(f"{name} can't read from pages", hint=_HINT)
-    named = name_tensors(model, spec.published)
-    with running(model), whole(model, spec) as device:
-        try:
-            return _Tracer(model, spec, device).profile(named)
-        except (Unlike, *FAILURES) as error:
-            raise ModelError(
-                f"{name} can't be forecast over pages: {str(error)[:300]}", hint=_HINT
-            ) from error
+
+    def failure(error: Exception) -> ModelError:
+        text = f"{name} can't be forecast over pages: {str(error)[:300]}"
+        return ModelError(text, hint=_HINT)
+
+    tracer = _ServingTracer(model, spec)
+    return tracer.trace(tracer.schedule, failure)
 
 
-_HINT = "plan for requests with a cache each: duoka plan --batch N"
+class _ServingTracer(Tracer):
+    def schedule(self) -> Iterator[RegimeTraces]:
+        """Yield the regimes of all steps."""
+        groups = find_groups(self.model, lambda: self._stepper(0).start())
+        if any(group.returns_to is not None for group in groups):
+            raise Unlike("the model's code moves tensors back by itself")
+        self.observe(groups)
+        self.caller_at = len(groups) - 1  # tokens are drawn where logits are
+        firsts: list[RecordedStep] = []
+        for sizes, query in ((_ONE, (1, 2)), (_SEVERAL, (2, ENDLESS))):
+            samples: list[RecordedStep] = []
+            for number, (tokens, rows, logits) in enumerate(sizes):
+                size = StepSize(tokens=tokens, rows=rows, logits=logits)
+                first, later = self._record(number, size)
+                firsts.append(first)
+                samples.append(later)
+            yield self._fit("serve", query, samples)
+        yield self._fit("start", (1, 2), firsts)
 
-
-class _Tracer:
-    def __init__(self, model: Any, spec: TraceSpec, device: torch.device) -> None:
-        self.model, self.spec, self.device = model, spec, device
-        groups = find_groups(model, lambda: self._stepper(0).start())
-        self.groups = [*groups, CALLER]
-        self.recorder = Recorder(model, self.groups, skip=True)
-
-    def profile(self, named: Any) -> Profile:
-        """The profile of all steps."""
-        if any(group.returns_to is not None for group in self.groups):
-            raise Irregular("the model's code moves tensors back by itself")
-        last = len(self.groups) - 2  # tokens are drawn where logits are
-        profile = as_profile(
-            self.model, self.groups, self.spec, [*self._regimes()], named, caller_at=last
+    def _fit(
+        self, phase: Phase, query: tuple[int, int], samples: Sequence[RecordedStep]
+    ) -> RegimeTraces:
+        return self.fit(
+            Regime(phase=phase, is_batched=False, query=query, past=EVERYWHERE, keys=EVERYWHERE),
+            samples,
         )
-        return replace(profile, needs_movers=self.recorder.needs_movers)
 
     def _stepper(self, number: int) -> PagedStepper:
         sequences, context, pages = _CACHES[number % len(_CACHES)]
@@ -93,17 +97,6 @@ class _Tracer:
             is_int8=self.spec.conditions.cache == "paged-int8",
         )
         return PagedStepper(self.model, capacity, self.device)
-
-    def _regimes(self) -> Iterator[RegimeTapes]:
-        firsts: list[RecordedStep] = []
-        for sizes, query in ((_ONE, (1, 2)), (_SEVERAL, (2, ENDLESS))):
-            samples: list[RecordedStep] = []
-            for number, size in enumerate(sizes):
-                first, later = self._record(number, StepSize(**_named(size)))
-                firsts.append(first)
-                samples.append(later)
-            yield _fitted("serve", query, samples)
-        yield _fitted("start", (1, 2), firsts)
 
     def _record(self, number: int, size: StepSize) -> tuple[RecordedStep, RecordedStep]:
         stepper = self._stepper(number)
@@ -126,18 +119,8 @@ class _Tracer:
         return samples[0], samples[1]
 
     def _try_out(self, stepper: PagedStepper, size: StepSize) -> None:
-        """What `PagedStepper.try_out` does; no step draws in all ways, so they count no work."""
+        """Take a step as `PagedStepper.try_out`; drawing tokens in all ways counts as no work."""
         logits = stepper.run(PagedStep.of_size(size, stepper.cache))
         self.recorder.counts_work = False
         draw_in_every_way(logits)
         self.recorder.counts_work = True
-
-
-def _named(size: tuple[int, int, int]) -> dict[str, int]:
-    return dict(zip(("tokens", "rows", "logits"), size, strict=True))
-
-
-def _fitted(phase: Phase, query: tuple[int, int], samples: Sequence[RecordedStep]) -> RegimeTapes:
-    regime = Regime(phase=phase, many=False, query=query, past=EVERYWHERE, keys=EVERYWHERE)
-    tapes, carried = fit(samples)
-    return replace(regime, carried=carried), tapes

@@ -8,7 +8,7 @@
 - `part`: the weights of one process; `layout`: which process has which, and sums of gradients
 - `trainer`: micro-batches through stages, and the optimizer's steps
 - `dropout`: the same dropout on any number of GPUs
-- `learning_rate`: how the learning rate goes from step to step
+- `learning_rate`: the learning rate by step
 - `checkpoints`, `optimizer_states`: a run saved, and resumed on other GPUs
 - `show`, `tensorboard`, `report`, `plot`: what a person sees of it, on the way and in the end
 - `result`: adapters and merged checkpoints, as others load them

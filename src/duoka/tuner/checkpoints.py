@@ -53,9 +53,9 @@ _FILE_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What a run goes on from: a checkpoint, its steps, and what `save` had as state.
+    """State to resume from: a checkpoint, its step, and the `state` of `save`.
 
-    `refused` says why newer ones were passed over, newest first.
+    `refused` lists why newer checkpoints were skipped, newest first.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Manifest:
-    """What a checkpoint says about itself, beside the run's state; sha256 by file of tensors."""
+    """Description of a checkpoint besides the run's state; SHA-256 by tensor file."""
 
     version: int
     step: int
@@ -102,14 +102,14 @@ class TrainingCheckpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that there are checkpoints of, oldest first; whether they are whole is open."""
+        """Steps with a checkpoint, oldest first, complete or not."""
         if not self._directory.is_dir():
             return []
         names = (_NAME.fullmatch(path.name) for path in self._directory.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """Return the directory of a step's checkpoint."""
         return self._directory / f"step-{step:06d}"
 
     # ── saving ──
@@ -143,7 +143,7 @@ class TrainingCheckpoints:
         return path
 
     def _begin(self, path: Path, directory: ExitStack) -> Path | None:
-        """In the first process, make the directory that the checkpoint is written to."""
+        """Create the temporary directory in the first process."""
         if self._rank != 0:
             return None
         for leftover in self._directory.glob(_PARTIAL):
@@ -168,12 +168,12 @@ class TrainingCheckpoints:
             )
 
     def _digests(self, partial: Path) -> dict[str, str]:
-        """Each file of tensors that this process has written."""
+        """Return the hash of each tensor file that this process wrote."""
         paths = partial.glob(f"shard-{self._rank + 1:05}-*")
         return {path.name: _digest_of(path) for path in paths}
 
     def _finish(self, manifest: _Manifest, text: str, partial: Path, directory: ExitStack) -> None:
-        """In the first process, write the manifest and give the directory its name."""
+        """Write the manifest and rename the directory in the first process."""
         if self._rank != 0:
             return
         absent = [name for name in manifest.files if not (partial / name).is_file()]
@@ -191,20 +191,20 @@ class TrainingCheckpoints:
 
     def _remove_others(self, step: int) -> None:
         steps = self.steps
-        current = [other for other in steps if other <= step][-self._keep :]
-        for other in set(steps) - set(current):
-            shutil.rmtree(self.path(other), ignore_errors=True)
+        current = [saved_step for saved_step in steps if saved_step <= step][-self._keep :]
+        for saved_step in set(steps) - set(current):
+            shutil.rmtree(self.path(saved_step), ignore_errors=True)
 
     # ── resuming ──
 
     def resume(
         self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
     ) -> Resumed | None:
-        """Put the newest checkpoint that is whole into a run; None where there is none at all.
+        """Load the newest complete checkpoint; None if there are no checkpoints.
 
-        However many processes there are, together their parameters are those that were saved; the
-        optimizer is a new one. CheckpointError is raised, and nothing has changed, where there are
-        some and each is damaged, or of another run.
+        The processes together must have the saved parameters, in any distribution; the optimizer
+        must be new. CheckpointError is raised, and nothing has changed, if all checkpoints are
+        damaged or of another run.
         """
         refused: list[str] = []
         for step in reversed(self._agree(lambda: self.steps)[0]):
@@ -228,17 +228,17 @@ class TrainingCheckpoints:
     def _accepted(
         self, step: int, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        """The state and the tensors of a checkpoint that is whole and of this run."""
+        """Return state and tensors of a checkpoint that is complete and of this run."""
         path = self.path(step)
         manifest, state = self._agree(lambda: _read_manifest(path))[0]
         if manifest.step != step:
             raise CheckpointError(f"{path} says that it is of step {manifest.step}")
         names = manifest.identity.keys() | self._identity.keys()
-        other = [n for n in sorted(names) if manifest.identity.get(n) != self._identity.get(n)]
-        if other:
+        differing = [n for n in sorted(names) if manifest.identity.get(n) != self._identity.get(n)]
+        if differing:
             differences = (
                 f"its {name} is {manifest.identity.get(name)}, not {self._identity.get(name)}"
-                for name in other
+                for name in differing
             )
             raise CheckpointError(f"{path} is of another run: {', '.join(differences)}")
         stored = self._join(lambda: self._verified(path, manifest))
@@ -246,7 +246,7 @@ class TrainingCheckpoints:
         return state, stored
 
     def _verified(self, path: Path, manifest: _Manifest) -> dict[str, TensorInfo]:
-        """The tensors of this process's share of the files, once those are as they were written."""
+        """Return the tensors of this process after verifying lengths and hashes."""
         stored: dict[str, TensorInfo] = {}
         for name in sorted(manifest.files)[self._rank :: self._size]:
             file = path / name
@@ -259,7 +259,7 @@ class TrainingCheckpoints:
     def _refuse_others(
         self, path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]
     ) -> None:
-        """Refuse a checkpoint whose tensors aren't, together, those of the processes."""
+        """Refuse a checkpoint whose tensors differ from those of all processes together."""
         forms = self._join(lambda: {name: _form(value) for name, value in tensors.items()})
         problems = [
             f"{name} is {_form(stored[name])}, not {form}"
@@ -303,7 +303,7 @@ class TrainingCheckpoints:
     # ── what processes do together ──
 
     def _agree(self, action: Callable[[], T]) -> list[T]:
-        """What an action returns in each process; what it raises in one is raised in all."""
+        """Run an action in each process; an error in one is raised in all."""
         outcome: T | Exception
         try:
             outcome = action()
@@ -318,12 +318,12 @@ class TrainingCheckpoints:
         return outcomes
 
     def _join(self, action: Callable[[], dict[str, T]]) -> dict[str, T]:
-        """What an action returns in each process, in one."""
+        """Merge the results of an action from all processes."""
         return {key: value for part in self._agree(action) for key, value in part.items()}
 
 
 class SavedParameters(Mapping[str, Tensor]):
-    """The parameters in a training checkpoint, read when they are asked for."""
+    """Parameters of a training checkpoint, read on access."""
 
     def __init__(self, path: Path) -> None:
         self._files = {
@@ -346,7 +346,7 @@ class SavedParameters(Mapping[str, Tensor]):
 
 
 def _read_manifest(path: Path) -> tuple[_Manifest, dict[str, Any]]:
-    """What a checkpoint says about itself, and the state of its run."""
+    """Read the manifest of a checkpoint and the state of its run."""
     file = path / _MANIFEST
     content = read_json(file)
     state = content.pop("state", None)
@@ -370,13 +370,13 @@ def _form(tensor: Tensor | TensorInfo) -> str:
 
 
 def _first_failure(error: CheckpointException) -> BaseException:
-    """What failed first, of what failed in several processes."""
+    """Return the first failure among several processes."""
     return next(iter(error.failures.values()))[0]
 
 
 @contextmanager
 def _refusal_told(path: Path) -> Iterator[None]:
-    """Turn what writing raises into an error that names the checkpoint."""
+    """Convert an error while writing to one that names the checkpoint."""
     try:
         yield
     except (OSError, CheckpointException) as error:

@@ -19,13 +19,13 @@ from torch.nn.modules.dropout import _DropoutNd
 
 
 def seed_dropout(seed: int, step: int, micro_batch: int) -> None:
-    """Begin a micro-batch, counted in its step over all replicas."""
+    """Begin a micro-batch by its number within the step over all replicas."""
     mixed = np.random.SeedSequence([seed, step, micro_batch])
     torch.manual_seed(int(mixed.generate_state(1, np.uint32)[0]) << 32)
 
 
 def seed_by_module(model: nn.Module) -> None:
-    """Let each module of a model that drops draw by its name, and by the micro-batch."""
+    """Seed each dropout module by its name and the micro-batch."""
     for name, module in model.named_modules():
         # Attention takes the share of a dropout that it has, and doesn't call it.
         dropouts = (part for part in (module, *module.children()) if isinstance(part, _DropoutNd))

@@ -1,4 +1,4 @@
-"""Which process has which part: ranks, replicas, and who shares a parameter's gradient."""
+"""Layout of processes: ranks, replicas, and the owners of each parameter."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _BUCKET_BYTES = 2**26
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The processes of a run: one for each device of each replica's plan, in this order."""
+    """Processes of a run: one per device of each replica's plan, in this order."""
 
     plans: tuple[Plan, ...]
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return sum(len(plan.devices) for plan in self.plans)
 
     def place(self, rank: int) -> tuple[int, str]:
-        """The replica and the device of a process."""
+        """Return replica and device of a process."""
         for replica, plan in enumerate(self.plans):
             if rank < len(plan.devices):
                 return replica, plan.devices[rank]
@@ -37,23 +37,23 @@ class Layout:
         raise AssertionError("more processes than devices")
 
     def rank(self, replica: int, device: str) -> int:
-        """The process that has a device of a replica."""
-        before = sum(len(plan.devices) for plan in self.plans[:replica])
-        return before + self.plans[replica].devices.index(device)
+        """Return the process of a replica's device."""
+        num_earlier = sum(len(plan.devices) for plan in self.plans[:replica])
+        return num_earlier + self.plans[replica].devices.index(device)
 
     def label(self, rank: int) -> str:
-        """What people call the device of a process."""
+        """Return the display name of a process's device."""
         replica, device = self.place(rank)
         return f"{device} (copy {replica + 1})" if len(self.plans) > 1 else device
 
     def forecast(self, rank: int) -> StageBytes:
-        """What the plan says of the device of a process."""
+        """Return the forecast of a process's device."""
         replica, device = self.place(rank)
         devices = self.plans[replica].forecast.devices
         return next(stage for stage in devices if stage.device == device)
 
     def owners(self, parameter: str) -> tuple[int, ...]:
-        """The processes that have a parameter, one in each replica."""
+        """Return the processes that hold a parameter, one per replica."""
         name = base_name(parameter)
         return tuple(
             self.rank(replica, plan.placement.device_of(name) or "")
@@ -62,10 +62,9 @@ class Layout:
 
 
 class GradientSum:
-    """Adds up what replicas have learnt: each parameter's gradients over all that have it.
+    """All-reduces each parameter's gradients over the replicas.
 
-    Replicas may be cut at different places, so that the processes that share a parameter differ
-    from one parameter to the next.
+    Replicas may be split differently, so each parameter has its own set of processes.
     """
 
     def __init__(self, layout: Layout, names: Iterable[str]) -> None:
@@ -80,9 +79,9 @@ class GradientSum:
                 self._groups[owners] = dist.new_group(list(owners), backend="gloo")
 
     def reduce(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Put the sum into every replica; where one has no gradient, it counts as nothing.
+        """Sum gradients into every replica; a missing gradient counts as zero.
 
-        What has none in any of them stays without.
+        Parameters without a gradient in all replicas stay without.
         """
         for owners, group in self._groups.items():
             shared = [p for name, p in parameters.items() if self._owners[name] == owners]

@@ -1,6 +1,7 @@
-"""The learning rate: a warm-up, and then constant, or down to nothing along a line or a cosine.
+"""Learning rate by step: a linear warm-up, then constant, or a linear or cosine decay to 0.
 
-It knows nothing of optimizers: ``torch.optim.lr_scheduler.LambdaLR`` takes the factor.
+`transformers.get_scheduler` has the same decays, but begins its warm-up at 0: a first step without
+effect.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ DECAYS: tuple[Decay, ...] = get_args(Decay)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """A factor of the learning rate for each of the training's `num_steps` steps.
+    """Factor of the learning rate for each of the training's `num_steps` steps.
 
-    So many steps of warm-up lead up to the whole rate in equal parts, the first of which isn't 0.
-    After them "linear" and "cosine" would be 0 at step `num_steps`.
+    The warm-up leads up to the full rate in equal steps, the first above 0. After the warm-up
+    "linear" and "cosine" decay to 0 at step `num_steps`.
 
     Examples
     --------
@@ -32,7 +33,7 @@ class LearningRate:
     warmup_steps: int = 0
 
     def __call__(self, step: int) -> float:
-        """The factor of a step, from 0 to 1."""
+        """Return the factor of a step, from 0 to 1."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.decay == "constant":

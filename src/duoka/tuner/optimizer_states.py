@@ -1,7 +1,7 @@
-"""An optimizer's states as tensors by name, for any optimizer: to be saved, and filled again.
+"""Optimizer states as named tensors, for any optimizer, to save and restore.
 
-The name of a state is that of its parameter, a slash and what the optimizer calls it. A tensor that
-consists of others, as states in 8 bit do, is given as these; a number as a tensor of one element.
+A state is named by its parameter, a slash, and its key in the optimizer. Tensors that consist of
+others, such as 8-bit states, are saved as their parts, and numbers as tensors with one element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TABLES = ("qmap1", "qmap2")
 def optimizer_tensors(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
 ) -> dict[str, Tensor]:
-    """All that an optimizer has of these parameters; in the tensors it can be changed."""
+    """Return all states of the parameters by name; writing to the tensors changes the states."""
     return {
         name: tensor
         for state_name, states, key in _states(parameters, optimizer)
@@ -36,17 +36,17 @@ def set_numbers(
     optimizer: Optimizer | None,
     tensors: Mapping[str, Tensor],
 ) -> None:
-    """Take those states that are Python's numbers from tensors."""
+    """Set the states that are Python numbers from tensors."""
     for name, states, key in _states(parameters, optimizer):
         if isinstance(states[key], int | float):
             states[key] = type(states[key])(tensors[name].item())
 
 
 def make_states(optimizer: Optimizer | None) -> None:
-    """Let a new optimizer make its states, by a step that changes no parameter.
+    """Let a new optimizer create its states without changing a parameter.
 
-    Optimizers make them in their first step. With a gradient of zero and a learning rate of zero
-    none of them changes a parameter; what the states become is to be overwritten.
+    Optimizers create states in their first step. With zero gradients and a learning rate of zero no
+    parameter changes; the states are then overwritten.
     """
     if optimizer is None:
         return
@@ -65,9 +65,9 @@ def make_states(optimizer: Optimizer | None) -> None:
 def drop_states(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None, names: Iterable[str]
 ) -> None:
-    """Leave states to those parameters that have some among `names`.
+    """Keep states only for parameters with some among `names`.
 
-    The others' first step is still to come: all so far were skipped, or they had no gradient.
+    The other parameters had no optimizer step yet: all were skipped, or they had no gradient.
     """
     stepped = {name.partition("/")[0] for name in names if "/" in name}
     for name, parameter in parameters.items():
@@ -78,7 +78,7 @@ def drop_states(
 def _states(
     parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Each state's name, the dict that holds it, and the key to it there."""
+    """Yield name, dict and key of each state."""
     for name, parameter in parameters.items():
         states = {} if optimizer is None else optimizer.state.get(parameter, {})
         for key, value in states.items():
@@ -87,7 +87,7 @@ def _states(
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The plain tensors of a state, by name."""
+    """Yield the plain tensors of a state by name."""
     if not isinstance(value, Tensor):
         assert isinstance(value, int | float), f"{name} is {type(value)}"
         yield name, torch.tensor(value, dtype=torch.float64)

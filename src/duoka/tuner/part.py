@@ -1,4 +1,4 @@
-"""The part of a model that one process trains: its own weights, and the shape of all others."""
+"""Part of a model that one process trains: its own weights, and the shapes of all others."""
 
 from __future__ import annotations
 
@@ -99,16 +99,16 @@ class ModelPart:
 
     @property
     def all_trained(self) -> list[str]:
-        """What learns in any process, in the model's order."""
+        """Trained parameters of all processes, in model order."""
         return [name for name, p in self.model.named_parameters() if p.requires_grad]
 
     def loss(self, batch: Batch, device: torch.device) -> Tensor:
-        """Call the model; its loss, as far as this process's stages make it."""
+        """Call the model and return its loss, as far as this process's stages compute it."""
         loss: Tensor = self._call(self.model, batch, device).loss
         return loss
 
     def route(self, batch: Batch) -> Route:
-        """What crosses between stages for a batch of this form."""
+        """Return the tensors sent between stages for a batch of this form."""
         form = tuple((name, tuple(value.shape)) for name, value in sorted(batch.items()))
         if form not in self._routes:
             # Without labels: the loss is the last stage's own, and may begin its backward.

@@ -1,4 +1,4 @@
-"""A run as a picture: its loss, its speed, and each GPU's memory beside the forecast."""
+"""Picture of a run: loss, speed, and each GPU's memory beside the forecast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .run import RunDirectory
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Of the recent past, as far as a speed or a loss is smoothed; so many points stand for a run.
+# Curves of long runs are smoothed to about this number of independent points.
 _SMOOTHING_POINTS = 50
 _CURVE_INCHES, _ROW_INCHES, _AXIS_INCHES = 2.6, 0.34, 1.0
 
@@ -35,7 +35,7 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     layout = Layout(run.plans)
     if not any("loss" in entry for entry in metrics):
         raise UsageError(f"{directory.path} has no step yet", hint="look again after its first one")
-    # There are none for a run that was just moved, and no peaks for a processor.
+    # A run that was just moved has no devices, and a processor no peaks.
     reports = [report for report in make_report(layout, metrics).devices if report.reserved_bytes]
     inches = [_CURVE_INCHES, _CURVE_INCHES]
     inches += [_AXIS_INCHES + _ROW_INCHES * len(reports)] if reports else []
@@ -66,7 +66,7 @@ def _draw_speed(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw_curve(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str) -> None:
-    """Each step, and over long runs the mean of the steps before it; a legend where it helps."""
+    """Draw each step, and in long runs the moving mean."""
     from matplotlib.ticker import MaxNLocator
 
     window = len(steps) // _SMOOTHING_POINTS
@@ -80,13 +80,13 @@ def _draw_curve(axes: Axes, steps: Sequence[int], values: Sequence[float], label
         axes.plot(steps, means, color=BLUE, label=name)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     if len(steps) == 1:
-        axes.set_xlim(steps[0] - 1, steps[0] + 1)  # or there is no whole number to mark
+        axes.set_xlim(steps[0] - 1, steps[0] + 1)  # without it there is no integer to mark
     if label or window >= 2:
         axes.legend(frameon=False)
 
 
 def _draw_memory(axes: Axes, reports: Sequence[DeviceReport]) -> None:
-    """The peak that each GPU has reserved, and a mark where the forecast has it."""
+    """Draw each GPU's peak of reserved memory, and a mark at the forecast."""
     forecasts = [report.forecast_reserved_bytes for report in reports]
     name, unit = unit_for(max(forecasts))
     draw_bars(

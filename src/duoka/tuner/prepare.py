@@ -1,4 +1,4 @@
-"""A run before it starts: its plans, and the samples that it learns from."""
+"""Prepare a run: its plans and samples."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class TuneRun:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's."""
+        """Tokenizer of the model."""
         return tokenizer_of(self.checkpoint, ChatGLMTokenizer)
 
     def write(self, directory: RunDirectory) -> None:
-        """Prove the plans, bring the weights to this machine, and write down what is to be done."""
+        """Prove the plans, download the weights, and write the run's description."""
         prove_plans(self.checkpoint, self.plans)
         self.checkpoint.fetch(None)
         self.samples.save(directory.samples)
@@ -91,19 +91,19 @@ def prepare(
     plan: Plan | None = None,
     adapter: Path | None = None,
 ) -> TuneRun:
-    """Read what is learnt, and plan, unless there is a plan."""
+    """Read the data, and plan unless a plan is given."""
     if checkpoint.config.get("is_encoder_decoder"):
         raise UsageError(
             f"{checkpoint.name} is an encoder with a decoder, and duoka tunes causal models",
             hint="duoka.dispatch(model, plan) spreads it for a training loop of your own",
         )
-    first = None
+    native_adapter = None
     if adapter is not None:
-        first = native_form(read_adapter(adapter), checkpoint.config)
-        settings = settings.starting_from(first)
+        native_adapter = native_form(read_adapter(adapter), checkpoint.config)
+        settings = settings.starting_from(native_adapter)
     workload = _refuse_other(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
-    if first is not None:
-        _refuse_unfit(first, checkpoint, workload)
+    if native_adapter is not None:
+        _refuse_unfit(native_adapter, checkpoint, workload)
     checkpoint.fetch_tokenizer()
     tokenizer = tokenizer_of(checkpoint, ChatGLMTokenizer)
     chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
@@ -130,14 +130,14 @@ def prepare(
         samples=datasets[0],
         eval_samples=datasets[1] if len(datasets) > 1 else None,
         plans=(plan,) if plan else _plans(checkpoint, fleet, settings, replicas, datasets[0]),
-        adapter=first,
+        adapter=native_adapter,
     )
 
 
 def _as_long_as_needed(
     settings: TuneSettings, datasets: list[Dataset]
 ) -> tuple[TuneSettings, list[Dataset]]:
-    """Where nothing says how long sequences are, let the longest sample fit into them."""
+    """Set the sequence length to the longest sample if none is given."""
     if settings.seq_length is not None or settings.packing:
         return settings, datasets
     longest = max(int(dataset.lengths.max()) for dataset in datasets)
@@ -153,7 +153,7 @@ def _plans(
     replicas: NumReplicas,
     samples: Dataset,
 ) -> tuple[Plan, ...]:
-    """Plan a run; where that doesn't fit, the error names the longest sample."""
+    """Plan a run; if it does not fit the error names the longest sample."""
     try:
         return plans_for(checkpoint, fleet, settings, replicas)
     except InfeasibleError as error:
@@ -164,7 +164,7 @@ def _plans(
 
 
 def _refuse_unfit(adapter: LoraAdapter, checkpoint: Checkpoint, workload: Workload) -> None:
-    """Refuse an adapter that isn't for the model, before anything is planned for it."""
+    """Refuse an adapter for another model before planning."""
     model = build_model(checkpoint, Workload(dtype="float32"))
     refuse_other_model(model, adapter)
     make_text_trainable(model, replace(workload, dtype="float32"))
@@ -172,22 +172,22 @@ def _refuse_unfit(adapter: LoraAdapter, checkpoint: Checkpoint, workload: Worklo
 
 
 def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
-    """The workload of a plan that was saved, which has to be for this run."""
+    """Return the workload of a saved plan; refuse a plan for another run."""
     training = plan.workload.training
     if training is None or plan.workload.images:
-        other = "generating" if training is None else "images, and duoka tune learns from text"
-        raise UsageError(f"the plan is for {other}", hint="make one with --train lora")
+        purpose = "generating" if training is None else "images, and duoka tune learns from text"
+        raise UsageError(f"the plan is for {purpose}", hint="make one with --train lora")
     plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
-    wanted = settings.workload(checkpoint).training
-    assert wanted is not None, "the settings are for training"
+    needed = settings.workload(checkpoint).training
+    assert needed is not None, "the settings are for training"
     length = plan.workload.prompt_tokens
     options = {
-        "method": (training.method, wanted.method),
+        "method": (training.method, needed.method),
         "batch": (training.micro_batches * plan.workload.batch, settings.batch),
         "seq-length": (length, settings.seq_length or length),
-        "optimizer": (training.optimizer, wanted.optimizer),
-        "schedule": (training.schedule, wanted.schedule),
-        "lora-rank": (training.lora_rank, wanted.lora_rank),
+        "optimizer": (training.optimizer, needed.optimizer),
+        "schedule": (training.schedule, needed.schedule),
+        "lora-rank": (training.lora_rank, needed.lora_rank),
     }
     for name, (planned, setting) in options.items():
         if planned != setting:
@@ -206,27 +206,27 @@ def plans_for(
     *,
     suggest: bool = True,
 ) -> tuple[Plan, ...]:
-    """A plan for each replica, all GPUs in use: the same on each machine.
+    """Plan each replica with all GPUs in use, equally on each machine.
 
     Raises
     ------
     InfeasibleError
-        If it doesn't fit; with what would fit instead, where that is to be suggested.
+        If it does not fit, with suggestions if requested.
     """
     machines = num_machines()
     fleet = _on_each(fleet, machines)
     micro_batches = max(1, settings.batch // settings.micro_batch // machines)
     # As many as fit, where nobody says how many: with more of them each has less to do.
-    most = min(len(fleet.devices), micro_batches)
-    numbers = range(most, 0, -1) if replicas == "auto" else (replicas,)
+    max_replicas = min(len(fleet.devices), micro_batches)
+    numbers = range(max_replicas, 0, -1) if replicas == "auto" else (replicas,)
     for number in numbers:
         with suppress(InfeasibleError):
             return _plan_copies(checkpoint, fleet, settings, number, machines) * machines
     _refuse_small(checkpoint, fleet, settings)
 
-    def attempt(other: TuneSettings, gpus: str | None) -> Plan:
+    def attempt(changed: TuneSettings, gpus: str | None) -> Plan:
         devices = fleet if gpus is None else _on_each(gpus, machines)
-        return _plan_copies(checkpoint, devices, other, numbers[-1], machines)[0]
+        return _plan_copies(checkpoint, devices, changed, numbers[-1], machines)[0]
 
     try:
         copies = _plan_copies(checkpoint, fleet, settings, numbers[-1], machines, suggest=suggest)
@@ -236,14 +236,14 @@ def plans_for(
 
 
 def num_machines() -> int:
-    """How many machines torchrun has started processes on."""
+    """Return the number of machines on which torchrun started processes."""
     if not torch.distributed.is_torchelastic_launched():
         return 1
     return int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def _on_each(gpus: Fleet | str, machines: int) -> Fleet:
-    """The GPUs that each of some machines has; which ones these are elsewhere isn't known."""
+    """Return the GPUs of each machine; those of other machines are assumed equal."""
     fleet = Fleet.parse(gpus) if isinstance(gpus, str) else gpus
     if machines == 1:
         return fleet
@@ -259,7 +259,7 @@ def _plan_copies(
     *,
     suggest: bool = False,
 ) -> tuple[Plan, ...]:
-    """The plans of some copies of the model on one of several machines."""
+    """Plan the replicas of one of several machines."""
     workload = settings.workload(checkpoint)
     assert workload.training is not None, "the settings are for training"
     micro_batches = max(1, workload.training.micro_batches // machines)
@@ -284,7 +284,7 @@ def _plan_copies(
 
 
 def _refuse_small(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) -> None:
-    """Say which GPUs are in the way, where it fits on the others."""
+    """Name the GPUs that are too small if the run fits on the others."""
     with suppress(InfeasibleError):
         used = make_plan(checkpoint, fleet, settings.workload(checkpoint), suggest=False).devices
         idle = ", ".join(device.name for device in fleet.devices if device.name not in used)
@@ -296,7 +296,7 @@ def _refuse_small(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) 
 
 
 def prove_plans(checkpoint: Checkpoint, plans: Sequence[Plan]) -> None:
-    """Run each on virtual GPUs, before a weight is read."""
+    """Run each plan on virtual GPUs before a weight is read."""
     for plan in {id(plan): plan for plan in plans}.values():  # machines share theirs
         say(f"proving the plan on {', '.join(plan.devices)}")
         prove(plan, build_model(checkpoint, plan.workload))

@@ -1,4 +1,4 @@
-"""The closing report of a run: what was measured beside what was forecast, and what to change.
+"""Closing report of a run: measurements beside the forecast, and advice.
 
 The forecast counts sequences of the full length; shorter samples take less.
 """
@@ -16,14 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from duoka.base.units import format_count, format_seconds, unit_for
-from duoka.planner.plan import Plan
 from duoka.stages.schedule import busy_shares, order_passes
 
 from .layout import Layout
 
-# What is left idle by design above this is worth a word.
-_LARGE_BUBBLE = 0.2
-# A few steps at the start find the scale of losses in float16; more of them are worth a word.
+# A few steps at the start find the scale of losses in float16; a larger share gets advice.
 _MANY_SKIPPED = 0.1
 _CAPTION = (
     "in {unit}; busy is what a GPU didn't wait for other stages, possible the most that the "
@@ -33,7 +30,7 @@ _CAPTION = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """One device of a run; shares of a step's time, and peaks in bytes. `label` is for people."""
+    """A device of a run: shares of a step's time, and peak bytes. `label` is for people."""
 
     label: str
     device: str
@@ -48,10 +45,10 @@ class DeviceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """A run: medians over its steps, in seconds and tokens a second.
+    """Summary of a run, with medians over its steps.
 
-    What is said of devices and times is of the GPUs that it ended on; there is no forecast, and
-    there are no devices, where it has made no step there.
+    Devices and times are of the GPUs at the end of the run; without a step on these there are no
+    devices and no forecast.
     """
 
     steps: int
@@ -66,15 +63,15 @@ class RunReport:
     advice: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
+        """Convert to JSON's types."""
         return asdict(self)
 
 
 def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
-    """Sum a run up; `metrics` has a line for each step."""
+    """Summarize a run; `metrics` has a line for each step."""
     steps = [entry for entry in metrics if "loss" in entry]
     places = [layout.place(number) for number in range(layout.world_size)]
-    # A run may have been moved; and the first step looks for the way of its batches.
+    # A run may have been moved to other GPUs, and its first step there is slower than the others.
     on_these = [
         entry
         for entry in steps
@@ -94,7 +91,7 @@ def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
         forecast_step_seconds=None if forecast is None else forecast.total_seconds,
         tokens_per_second=median(entry["tokens"] / entry["seconds"] for entry in steady),
         devices=reports,
-        advice=tuple(_advice(layout, reports, skipped / len(steps))),
+        advice=tuple(_advice(skipped / len(steps))),
     )
 
 
@@ -118,7 +115,7 @@ def _device(layout: Layout, number: int, steps: Sequence[dict[str, Any]]) -> Dev
     )
 
 
-def _advice(layout: Layout, reports: Sequence[DeviceReport], skipped_share: float) -> Iterator[str]:
+def _advice(skipped_share: float) -> Iterator[str]:
     if skipped_share > _MANY_SKIPPED:
         skipped = (
             "nothing was learnt: all steps"
@@ -129,49 +126,10 @@ def _advice(layout: Layout, reports: Sequence[DeviceReport], skipped_share: floa
             f"{skipped} were skipped, as gradients overflowed float16: --dtype bfloat16 has no "
             "such limit"
         )
-    for replica, plan in enumerate(layout.plans):
-        group = [report for report in reports if report.replica == replica]
-        advice = _on_bubble(layout.plans, plan, group) or _on_speeds(plan, group) if group else ""
-        if advice:
-            yield advice
-            return  # the copies are much alike
-
-
-def _on_bubble(plans: Sequence[Plan], plan: Plan, reports: Sequence[DeviceReport]) -> str:
-    """What leaves stages idle by design, if that is much."""
-    training = plan.workload.training
-    assert training is not None, "the plan is for training"
-    bubble = 1 - min(report.possible_share for report in reports)
-    if bubble <= _LARGE_BUBBLE:
-        return ""
-    idle = f"idle for {bubble:.0%} of a step at least"
-    if training.schedule == "sequential":
-        return f"one micro-batch at a time leaves each stage {idle}: --schedule 1f1b leaves less"
-    number, copy = training.micro_batches, " of each copy" if len(plans) > 1 else ""
-    smaller = ", or a smaller --micro-batch," if plan.workload.batch > 1 else ""
-    return (
-        f"with {number} micro-batch{'es' if number > 1 else ''} in a step{copy}, each of "
-        f"{len(reports)} stages is {idle}: a larger --batch{smaller} leaves less"
-    )
-
-
-def _on_speeds(plan: Plan, reports: Sequence[DeviceReport]) -> str:
-    """What lets plans know how fast GPUs are, where one of those that can be measured isn't."""
-    busiest = max(reports, key=lambda report: report.busy_share)
-    least = min(reports, key=lambda report: report.busy_share)
-    devices = [plan.fleet.device(report.device) for report in reports]
-    is_known = all(device.measured or not device.name.startswith("cuda") for device in devices)
-    if is_known or busiest.busy_share - least.busy_share <= _LARGE_BUBBLE:
-        return ""
-    return (
-        f"{busiest.device} was busy for {busiest.busy_share:.0%} of a step and {least.device} for "
-        f"{least.busy_share:.0%}: `duoka bench --calibrate` measures the GPUs, and plans then cut "
-        "by their speed"
-    )
 
 
 def render_report(report: RunReport) -> RenderableType:
-    """What rich prints."""
+    """Make the report's renderable."""
     lines: list[RenderableType] = [Text("; ".join(_summary(report)))]
     if report.devices:
         lines += ["", *_table(report.devices), ""]
@@ -193,7 +151,7 @@ def _summary(report: RunReport) -> Iterator[str]:
 
 
 def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
-    """What each GPU did, with one unit for all sizes."""
+    """Yield the table of the GPUs, with a common unit for all sizes."""
     sizes = [
         (
             device.allocated_bytes,
@@ -212,7 +170,7 @@ def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
             Text(device.label),
             f"{device.busy_share:.0%}",
             f"{device.possible_share:.0%}",
-            # A processor's peaks aren't known.
+            # Peaks of a processor are unknown.
             *(f"{size / unit_bytes:.2f}" if size else "?" for size in row),
         )
     yield table

@@ -1,8 +1,8 @@
-"""What training leaves: an adapter as peft writes them, or a checkpoint as models are published.
+"""Results of training: an adapter in peft's format, or a checkpoint as models are published.
 
-Neither needs the model in memory: what was trained is read from the run's last training checkpoint,
-everything else from the published files, one file's worth of tensors at a time. A directory gets
-its name when all of it is on the disk.
+Neither needs the model in memory: trained parameters are read from the run's last training
+checkpoint, all others from the published files, a file's tensors at a time. A directory gets its
+name when its content is on the disk.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -41,12 +41,12 @@ from duoka.models.lora import LoraAdapter, LowRank, published_form, put_adapter
 from duoka.models.text.prompts import ChatGLM3Format, GLM4Format, chat_format
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
-Names = Literal["original", "native"]
-_NAMES = ("original", "native")
+from .settings import KeyNames
+
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
-# A chat without tools, as `prompts` writes it: what it begins with, and what follows a role.
+# A chat without tools, as in `prompts`: its beginning, and the text after a role.
 _TEMPLATE = (
     "BEGIN{% for message in messages %}<|{{ message['role'] }}|>ROLE{{ message['content'] }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -58,13 +58,12 @@ _AROUND_ROLES: dict[type, tuple[str, str]] = {
 
 
 def claim_directory(directory: Path) -> Path:
-    """Where a result will be written, once it is certain that it can be.
+    """Check that a result can be written into a directory, and return its path.
 
-    UsageError is raised where something lies there already, MachineError where nothing can be
-    written.
+    UsageError is raised for a directory with content, MachineError if nothing can be written.
     """
     directory = directory.resolve()
-    with _refusal_told(directory):
+    with _translate_errors(directory):
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UsageError(
                 f"{directory} is not an empty directory, and nothing in it will be overwritten",
@@ -76,15 +75,15 @@ def claim_directory(directory: Path) -> Path:
 
 
 def write_adapter(
-    directory: Path, adapter: LoraAdapter, base: Checkpoint, *, names: Names = "native"
+    directory: Path, adapter: LoraAdapter, base: Checkpoint, *, names: KeyNames = "native"
 ) -> None:
-    """Write an adapter that peft loads, in its native form, into a new directory.
+    """Write an adapter, in native form, in peft's format into a new directory.
 
-    The names of modules are those of transformers' class, or the original ones: those of the code
-    that the ChatGLM family was published with, which vLLM has too. They differ for this family
-    only. Where it can't be written, MachineError is raised and nothing is left of it.
+    Modules have the names of transformers' class, or the original ones of the ChatGLM family's
+    published code, used by vLLM too; the two differ for this family only. After a MachineError
+    nothing is left.
     """
-    choose("names", names, _NAMES)
+    choose("names", names, get_args(KeyNames))
     ends_suffice = _is_on_all(adapter, base)
     if names == "original":
         adapter = published_form(adapter, base.config)
@@ -93,22 +92,22 @@ def write_adapter(
         for name, layer in adapter.layers.items()
         for key, value in layer.tensors.items()
     }
-    with _refusal_told(directory), whole_directory(claim_directory(directory)) as place:
+    with _translate_errors(directory), whole_directory(claim_directory(directory)) as place:
         _peft_config(adapter, base, ends_suffice=ends_suffice).save_pretrained(place)
         _save(tensors, place / "adapter_model.safetensors")
 
 
 def _is_on_all(adapter: LoraAdapter, base: Checkpoint) -> bool:
-    """Whether ends of names say which modules an adapter is on: it is on all that are called so."""
+    """Return True if the adapter is on all modules with the last names of its modules."""
     ends = {name.rpartition(".")[2] for name in adapter.layers}
     modules = build_model(base, Workload(dtype="float32")).named_modules()
-    like = {name for name, _ in modules if name.rpartition(".")[2] in ends}
-    # In the published names a tower's modules are called as those of text are.
-    return like <= adapter.layers.keys() and not base.config.get("vision_config")
+    namesakes = {name for name, _ in modules if name.rpartition(".")[2] in ends}
+    # In the published names a tower's modules have the same last names as those of text.
+    return namesakes <= adapter.layers.keys() and not base.config.get("vision_config")
 
 
 def _peft_config(adapter: LoraAdapter, base: Checkpoint, *, ends_suffice: bool) -> Any:
-    """What peft has to know of an adapter."""
+    """Make peft's configuration of an adapter."""
     from peft import LoraConfig
 
     rank, scaling = adapter.common
@@ -127,17 +126,17 @@ def _peft_config(adapter: LoraAdapter, base: Checkpoint, *, ends_suffice: bool) 
         inference_mode=True,
         base_model_name_or_path=adapter.base or base.name,
         r=rank,
-        lora_alpha=_whole(rank * scaling),
+        lora_alpha=_to_integer(rank * scaling),
         lora_dropout=adapter.dropout,
         target_modules=sorted(modules),
         target_parameters=sorted(parts) or None,
         rank_pattern={name: layer.rank for name, layer in rare.items()},
-        alpha_pattern={name: _whole(x.rank * x.scaling) for name, x in rare.items()},
+        alpha_pattern={name: _to_integer(x.rank * x.scaling) for name, x in rare.items()},
     )
 
 
-def _whole(number: float) -> Any:
-    """The same number, whole where it is that but for rounding: peft is declared to take these."""
+def _to_integer(number: float) -> Any:
+    """Convert a number to an integer if equal but for rounding: the type declared by peft."""
     nearest = round(number)
     return nearest if abs(number - nearest) < 1e-9 * abs(number) else number
 
@@ -146,10 +145,10 @@ def _whole(number: float) -> Any:
 
 
 class _Output(NamedTuple):
-    """A tensor of a new checkpoint: its bytes, and how to make it."""
+    """A tensor of a new checkpoint: its size, and a function to compute the tensor."""
 
     num_bytes: int
-    make: Callable[[], Tensor]
+    compute: Callable[[], Tensor]
 
 
 def write_merged(
@@ -158,19 +157,19 @@ def write_merged(
     *,
     adapter: LoraAdapter | None = None,
     parameters: Mapping[str, Tensor] | None = None,
-    names: Names = "original",
+    names: KeyNames = "original",
 ) -> None:
-    """Write a checkpoint into a new directory: the published one, with what was trained in it.
+    """Write a copy of the published checkpoint with trained parameters into a new directory.
 
-    The adapter, in native form, is added to the weights in float32, and rounded to the type they
-    have; `parameters`, by their names in the model, take the place of others. The names of tensors
-    and settings are as published, with every other file of the checkpoint; or, for the ChatGLM
-    family, those of transformers' own `GlmForCausalLM`, which needs no code then.
+    The adapter, in native form, is added to the weights in float32, and the sum rounded to their
+    type; `parameters`, by their names in the model, replace others. The names of tensors and
+    settings are as published, with every other file of the checkpoint; or, for the ChatGLM family,
+    those of transformers' own `GlmForCausalLM`, which needs no code.
 
-    UsageError is raised for a checkpoint that can't be written so, LoadError for what isn't of this
-    model, MachineError where it can't be written; nothing is left of it then.
+    UsageError is raised for an unsuitable checkpoint, LoadError for parameters of another model,
+    MachineError if the directory can't be written; nothing is left then.
     """
-    choose("names", names, _NAMES)
+    choose("names", names, get_args(KeyNames))
     if method_of(base.config) is not None:
         raise UsageError(
             f"{base.name} was published quantized, and nothing can be merged into such weights",
@@ -183,7 +182,7 @@ def write_merged(
     changes = _Changes(model, adapter, parameters or {})
     changes.refuse_unplaced(recipe)
     with (
-        _refusal_told(directory),
+        _translate_errors(directory),
         whole_directory(claim_directory(directory)) as place,
         Reader() as reader,
         torch.no_grad(),
@@ -194,7 +193,7 @@ def write_merged(
 
 
 class _Changes:
-    """What training has made of a model's parameters, by their names."""
+    """Changes of a model's parameters by training, by their names."""
 
     def __init__(
         self, model: nn.Module, adapter: LoraAdapter | None, parameters: Mapping[str, Tensor]
@@ -213,7 +212,7 @@ class _Changes:
         return name in self._parameters or name in self._modules
 
     def refuse_unplaced(self, recipe: Recipe) -> None:
-        """Refuse what has no place in the files, or is stored there in another way."""
+        """Refuse trained parameters that aren't tensors of the files, or parts of tensors."""
         targets = {piece.target for piece in recipe.pieces}
         unplaced = sorted({*self._parameters, *self._modules} - targets)
         if unplaced:
@@ -223,25 +222,26 @@ class _Changes:
             )
 
     def apply(self, piece: TensorCopy, values: Tensor) -> None:
-        """Change what the files have of a piece, in place."""
+        """Apply the change to a piece of a tensor, in place."""
         if piece.target in self._parameters:
             values.copy_(piece.place(self._parameters[piece.target]))
         else:
             values.copy_(values.float() + piece.place(self._delta(piece.target)))
 
     def _delta(self, name: str) -> Tensor:
-        """What the adapter adds to a weight; the last one is kept, others read boxes of it too."""
+        """Return the addition to a weight; the last result is cached for the other pieces."""
         if self._last is None or self._last[0] != name:
-            self._last = name, _added(self._modules[name]).float()
+            self._last = name, _compute_delta(self._modules[name]).float()
         return self._last[1]
 
 
-def _added(module: Any) -> Tensor:
-    """What peft's layer adds to its weight, or to another parameter."""
+def _compute_delta(module: Any) -> Tensor:
+    """Compute the addition of peft's layer to its weight, or to another parameter."""
     if not hasattr(module, "parameter_name"):
         delta: Tensor = module.get_delta_weight("default")
         return delta
-    # It comes to where the parameter is: for this once not without data, in untouched memory.
+    # The result is on the parameter's device, meta: so the parameter is replaced for this call by
+    # one with data, in untouched memory.
     owner, parameter = module.get_base_layer(), module.get_param()
     place = nn.Parameter(torch.empty(parameter.shape, dtype=torch.float32))
     setattr(owner, module.parameter_name, place)
@@ -267,13 +267,13 @@ def _refuse_tied(model: nn.Module, adapter: LoraAdapter) -> None:
 def _published_outputs(
     recipe: Recipe, sources: Mapping[str, Source], changes: _Changes, reader: Reader
 ) -> dict[str, _Output]:
-    """The tensors of the published files, changed where they were trained."""
+    """Return the tensors of the published files, with the changes of training."""
     pieces: dict[str, list[TensorCopy]] = {}
     for piece in (*recipe.pieces, *recipe.duplicates):
         if piece.target in changes:
             pieces.setdefault(piece.source, []).append(piece)
 
-    def make(name: str) -> Tensor:
+    def compute(name: str) -> Tensor:
         tensor = reader.read(sources[name])
         if name in pieces:
             tensor = tensor.clone()
@@ -281,17 +281,17 @@ def _published_outputs(
             changes.apply(piece, piece.orient(tensor[piece.source_slices]))
         return tensor
 
-    # One parameter's parts after another: what is added to a stack of experts is reckoned once.
+    # All pieces of a parameter in a row: the addition to a stack of experts is computed once.
     names = dict.fromkeys([*(piece.source for piece in recipe.pieces), *sources])
-    return {name: _Output(sources[name].num_bytes, partial(make, name)) for name in names}
+    return {name: _Output(sources[name].num_bytes, partial(compute, name)) for name in names}
 
 
 def _native_outputs(
     recipe: Recipe, sources: Mapping[str, Source], changes: _Changes, reader: Reader
 ) -> dict[str, _Output]:
-    """The parameters of a ChatGLM model, each of which is a part of one tensor in the files."""
+    """Return the parameters of a ChatGLM model, each a part of a tensor in the files."""
 
-    def make(piece: TensorCopy) -> Tensor:
+    def compute(piece: TensorCopy) -> Tensor:
         tensor = piece.orient(reader.read(sources[piece.source])[piece.source_slices]).clone()
         if piece.target in changes:
             changes.apply(piece, tensor)
@@ -301,7 +301,7 @@ def _native_outputs(
     for piece in recipe.pieces:
         size = prod(stop - start for start, stop in piece.target_box)
         num_bytes = size * sources[piece.source].dtype.itemsize
-        outputs[piece.target] = _Output(num_bytes, partial(make, piece))
+        outputs[piece.target] = _Output(num_bytes, partial(compute, piece))
     return outputs
 
 
@@ -335,17 +335,17 @@ def _write_native_frame(directory: Path, base: Checkpoint) -> None:
         shutil.copyfile(base.folder.fetch(name), directory / name)
     if any(name.startswith("tokenizer") for name in base.folder.names()):
         tokenizer: Any = tokenizer_of(base)
-        around = _AROUND_ROLES.get(type(chat_format(tokenizer, base.config)))
-        if around is not None:
-            begin, after_role = around
+        affixes = _AROUND_ROLES.get(type(chat_format(tokenizer, base.config)))
+        if affixes is not None:
+            begin, after_role = affixes
             template = _TEMPLATE.replace("BEGIN", begin).replace("ROLE", after_role)
             tokenizer.chat_template = template
-            tokenizer.split_special_tokens = False  # roles are text here, and become their tokens
+            tokenizer.split_special_tokens = False  # the template's roles are text to become tokens
         tokenizer.save_pretrained(directory)
 
 
 def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
-    """Write tensors into files of limited size, and the index of several ones."""
+    """Write tensors into files of limited size, and an index if there are several."""
     split = split_state_dict_into_shards_factory(
         dict(outputs),
         get_storage_size=lambda output: output.num_bytes,
@@ -354,7 +354,7 @@ def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
     )
     for file, names in split.filename_to_tensors.items():
         say(f"writing {file}")
-        tensors = {name: outputs[name].make() for name in names}
+        tensors = {name: outputs[name].compute() for name in names}
         _save(tensors, directory / file)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -362,14 +362,14 @@ def _write_shards(directory: Path, outputs: Mapping[str, _Output]) -> None:
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors; safetensors alone would let nobody but their owner read them."""
+    """Write tensors, readable for others too, unlike safetensors' own files."""
     save_file(dict(tensors), path, {"format": "pt"})
     set_new_mode(path)
 
 
 @contextmanager
-def _refusal_told(directory: Path) -> Iterator[None]:
-    """Turn what writing raises into an error that names the directory."""
+def _translate_errors(directory: Path) -> Iterator[None]:
+    """Translate errors of writing into MachineError with the directory."""
     try:
         yield
     except (OSError, SafetensorError) as error:

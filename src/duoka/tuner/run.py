@@ -1,4 +1,4 @@
-"""The directory of a run: what its processes are to do, what they noted, and where it all is.
+"""The directory of a run: the job of its processes, their notes, and the files.
 
 - ``run.json``: settings and plans; ``samples.safetensors``: what is learnt from;
   ``first-adapter/``: what it starts from, if that is an adapter
@@ -39,7 +39,7 @@ _ANEW = "start the run anew, in another directory"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneJob:
-    """What the processes of a run are to do."""
+    """The job of the processes of a run."""
 
     settings: TuneSettings
     plans: tuple[Plan, ...]
@@ -52,7 +52,7 @@ class TuneJob:
         return Fleet(devices=tuple(devices.values()), links=tuple(links))
 
     def checkpoint(self) -> Checkpoint:
-        """The model's, which has to be the one that the plans were made for."""
+        """Open the checkpoint, and make sure that the plans were made for its model."""
         plan = self.plans[0]
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=self.trust_remote_code)
         plan.refuse_other(checkpoint.fingerprint, plan.source)
@@ -61,7 +61,7 @@ class TuneJob:
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """Why a process failed."""
+    """The failure of a process."""
 
     message: str
     hint: str | None
@@ -76,42 +76,42 @@ class RunDirectory:
 
     @property
     def samples(self) -> Path:
-        """The samples that it learns from."""
+        """The samples for training."""
         return self.path / "samples.safetensors"
 
     @property
     def eval_samples(self) -> Path:
-        """Those that it is measured on."""
+        """The samples for evaluation."""
         return self.path / "eval-samples.safetensors"
 
     @property
     def first_adapter(self) -> Path:
-        """The adapter that it starts from, in native form, where it doesn't start from none."""
+        """The adapter at the start of the run, in native form, if any."""
         return self.path / "first-adapter"
 
     @property
     def checkpoints(self) -> Path:
-        """What it can go on from."""
+        """The directory of the training checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def metrics(self) -> Path:
-        """A JSON object for each step."""
+        """The metrics, a JSON object for each step."""
         return self.path / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """The same for TensorBoard, where it is installed."""
+        """The metrics for TensorBoard, if installed."""
         return self.path / "tensorboard"
 
     @property
     def is_written(self) -> bool:
-        """Whether it says what is to be done."""
+        """True if the job is written."""
         return self._run.is_file()
 
     @property
     def way_on(self) -> str:
-        """What to do after a failure, as a hint."""
+        """The hint after a failure."""
         if any(self.checkpoints.glob("step-*")):
             return "the last checkpoint is whole: --resume goes on from it"
         return (
@@ -131,23 +131,17 @@ class RunDirectory:
         return self.path / ".lock"
 
     def refuse_used(self) -> None:
-        """Raise UsageError where there is something already, MachineError where nothing can be."""
+        """Raise UsageError where there is something already."""
         if self.path.exists() and (not self.path.is_dir() or {*self.path.iterdir()} - {self._lock}):
             raise UsageError(
                 f"{self.path} is there already",
                 hint="name a new directory, or go on with its run: --resume",
             )
-        above = next(path for path in self.path.absolute().parents if path.exists())
-        if not os.access(above, os.W_OK | os.X_OK):
-            raise MachineError(
-                f"{self.path} can't be made: {above} can't be written to",
-                hint="name another directory",
-            )
 
     def write(
         self, settings: TuneSettings, plans: tuple[Plan, ...], *, trust_remote_code: bool
     ) -> None:
-        """Say what the processes are to do."""
+        """Write the job of the processes."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -158,7 +152,7 @@ class RunDirectory:
         _write(self._run, json.dumps(content, ensure_ascii=False, indent=1) + "\n")
 
     def remove_unbegun(self) -> None:
-        """Remove a run that hasn't made a step, so that the same command can begin it again."""
+        """Remove a run without a step, so that the same command can begin again."""
         if any(self.read_metrics()) or any(self.checkpoints.glob("*")):
             return
         files = (self._run, self.samples, self.eval_samples, self.metrics, self._failure)
@@ -171,7 +165,7 @@ class RunDirectory:
                 path.rmdir()
 
     def read(self) -> TuneJob:
-        """What the processes are to do.
+        """Read the job of the processes.
 
         Raises
         ------
@@ -209,8 +203,8 @@ class RunDirectory:
 
     @contextmanager
     def new_result(self, name: str) -> Iterator[Path]:
-        """Yield the place to write a result to, which then takes that of one made before."""
-        path, place, old = (self.path / f"{before}{name}" for before in ("", ".new-", ".old-"))
+        """Yield the path of a new result, which replaces an earlier one at the end."""
+        path, place, old = (self.path / f"{prefix}{name}" for prefix in ("", ".new-", ".old-"))
         for leftover in (place, old):
             shutil.rmtree(leftover, ignore_errors=True)
         yield place
@@ -257,11 +251,11 @@ class RunDirectory:
                     shutil.rmtree(self.path, ignore_errors=True)  # nothing came of it
 
     def write_report(self, report: Mapping[str, Any]) -> None:
-        """Keep what was measured beside what was forecast."""
+        """Write the report of measured and forecast memory."""
         _write(self.path / "report.json", json.dumps(report, indent=1) + "\n")
 
     def read_first_adapter(self) -> LoraAdapter | None:
-        """What the run starts from, in native form; None where that is no adapter."""
+        """Read the adapter at the start of the run, if any."""
         return read_adapter(self.first_adapter) if self.first_adapter.is_dir() else None
 
     def note(self, metrics: Mapping[str, Any]) -> None:
@@ -270,12 +264,12 @@ class RunDirectory:
             file.write(json.dumps(metrics) + "\n")
 
     def forget_after(self, step: int) -> None:
-        """Drop the metrics of later steps: a run that is resumed makes them again."""
+        """Drop the metrics of later steps, which a resumed run repeats."""
         lines = [json.dumps(entry) for entry in self.read_metrics() if entry["step"] <= step]
         _write(self.metrics, "".join(f"{line}\n" for line in lines))
 
     def read_metrics(self) -> Iterator[dict[str, Any]]:
-        """The metrics so far; a line that a killed process left half is none."""
+        """Yield the metrics so far; the incomplete line of a killed process is skipped."""
         if self.metrics.is_file():
             for line in self.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
                 with suppress(ValueError):
@@ -284,7 +278,7 @@ class RunDirectory:
                         yield entry
 
     def fail(self, error: DuokaError) -> bool:
-        """Note why a process failed, unless another one has failed before; whether it did."""
+        """Note the failure of a process; return False if another process has failed before."""
         content = to_dict(_Failure(str(error), error.hint, error.exit_code))
         try:
             descriptor = os.open(self._failure, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -297,11 +291,11 @@ class RunDirectory:
         return True
 
     def forget_failure(self) -> None:
-        """Begin anew: nothing has failed yet."""
+        """Remove the noted failure."""
         self._failure.unlink(missing_ok=True)
 
     def failure(self) -> DuokaError | None:
-        """Why the first process failed that could say so."""
+        """Return the first noted failure, if any."""
         with suppress(OSError, ValueError, FormatError):
             text = read_text(self._failure, most_bytes=_MOST_BYTES)
             content = from_dict(_Failure, parse_json_object(text, str(self._failure)))
@@ -318,7 +312,7 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turn what writing a file raises into an error that names it."""
+    """Turn an OSError of a write into an error with the file's name."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a person says of a run of fine-tuning, and the workload that it is for the planner."""
+"""Settings of a fine-tuning run, and its workload for the planner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SEQ_LENGTH = 2048
 _RATES: dict[TuneMethod, float] = {"lora": 1e-4, "qlora": 1e-4, "full": 1e-5}
 _WARMUP_SHARE = 0.03
 _LARGEST_SEED = 2**32 - 1  # on the processor torch has no more bits of it
-# The least that makes sense of each number, and those that may be None.
+# The minimum of each number, and the numbers that may be None.
 _LEAST = {
     **dict.fromkeys(("seq_length", "batch", "micro_batch", "epochs", "steps", "keep"), 1),
     **dict.fromkeys(("lora_rank", "lora_alpha"), 1),
@@ -147,18 +147,18 @@ class TuneSettings:
                 f"seed is {self.seed}; it must be at most {_LARGEST_SEED}",
                 hint="any smaller number will do",
             )
-        self._training(self.lora_target)  # refuses what it can't be made of
+        self._training(self.lora_target)  # refuses invalid values
 
     def _make_plain(self) -> None:
-        """Hold numbers to be whole, and texts to be several, and keep both as Python's own."""
+        """Convert numbers and texts to Python's types, and refuse fractions and single texts."""
         plain: dict[str, Any] = {
             "dtype": read_dtype(self.dtype),
             "quantize": read_quantization(self.quantize),
         }
-        for name, least in _LEAST.items():
+        for name, minimum in _LEAST.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
-                plain[name] = whole_number(name, value, least)
+                plain[name] = whole_number(name, value, minimum)
         for name in ("eval_data", "lora_target"):
             value = getattr(self, name)
             if isinstance(value, str | os.PathLike):
@@ -193,7 +193,7 @@ class TuneSettings:
         return _RATES[self.method] if self.lr is None else self.lr
 
     def starting_from(self, adapter: LoraAdapter) -> TuneSettings:
-        """The same settings, for adapters of an adapter's rank and scale on the modules it has."""
+        """Return the settings with the rank, scale and modules of an adapter."""
         if self.method == "full":
             raise UsageError(
                 "an adapter to start from needs adapters to train, and the method full has none",
@@ -208,12 +208,12 @@ class TuneSettings:
         )
 
     def warmup_steps(self, num_steps: int) -> int:
-        """The steps that lead up to it."""
+        """Return the steps of the warm-up."""
         steps = round(_WARMUP_SHARE * num_steps)
         return steps if self.warmup is None else min(self.warmup, num_steps)
 
     def workload(self, checkpoint: Checkpoint) -> Workload:
-        """What a step is for the planner, as long as one copy of the model does all of it."""
+        """Return the workload of a step for the planner, on a single copy of the model."""
         limit = checkpoint.max_context_tokens
         if self.seq_length is not None and limit is not None and self.seq_length > limit:
             raise UsageError(

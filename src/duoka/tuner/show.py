@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, lines elsewhere."""
+"""Progress display of a run: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.progress import Progress as Bar
 from .checkpoints import Resumed
 from .trainer import StepReport
 
-# Speeds are shown over so many steps.
+# Number of steps that a speed is averaged over.
 _WINDOW = 10
-# Where there is no terminal, so many lines stand for a run.
+# Number of lines for a run without a terminal.
 _LINES = 100
 _BAR_WIDTH = 20
 
@@ -38,7 +38,7 @@ class TuneProgress:
             self._task = self._bar.add_task("training", total=num_steps)
 
     def resumed(self, resumed: Resumed) -> None:
-        """Say where the run goes on, and which checkpoints it couldn't go on from."""
+        """Show the step that the run continues from, and refused checkpoints."""
         for reason in resumed.refused:
             self._print(f"passed over: {reason}")
         self._print(f"going on after step {resumed.step}, from {resumed.path}")
@@ -62,11 +62,11 @@ class TuneProgress:
         return step in (1, self._num_steps)
 
     def evaluated(self, step: int, loss: float) -> None:
-        """Show the loss of what isn't learnt."""
+        """Show the evaluation loss."""
         self._print(f"step {step}: evaluation loss {loss:.4f}")
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self._bar is not None:
             self._bar.stop()
 

@@ -1,8 +1,7 @@
-"""What would fit instead of a run that doesn't, in the words of `duoka tune`.
+"""Suggestions for a run that does not fit, with options of `duoka tune`.
 
-The planner's ways out are those of `duoka plan --train`. Runs have other options for the same, and
-keep their batch; each way is planned again as the run that it would be, and left out if it doesn't
-fit as that.
+The planner's suggestions are those of `duoka plan --train`. Runs have other options and keep their
+batch, so each suggestion is planned again as a run, and omitted if that does not fit.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SHARDED = (
 def with_suggestions(
     error: InfeasibleError, settings: TuneSettings, attempt: Attempt
 ) -> InfeasibleError:
-    """The error with ways out that have the options of `duoka tune`."""
+    """Return the error with suggestions in options of `duoka tune`."""
     plain = InfeasibleError(
         f"{error}{_SHARDED if settings.method == 'full' else ''}",
         hint="use more or larger GPUs, or a smaller model",
@@ -49,7 +48,7 @@ def with_suggestions(
 
 
 def _as_run(way: WayOut, settings: TuneSettings, attempt: Attempt) -> WayOut | None:
-    """A way as a run; None where none can be had by it."""
+    """Convert a suggestion to a run; None if impossible."""
     changes: dict[str, Any] = {}
     gpus = None
     words = iter(way.options)
@@ -82,7 +81,7 @@ def _as_run(way: WayOut, settings: TuneSettings, attempt: Attempt) -> WayOut | N
 def _in_whole_micro_batches(
     changes: dict[str, Any], settings: TuneSettings
 ) -> Iterator[dict[str, Any]]:
-    """The changes; of micro-batches each that divides the batch, from theirs downwards."""
+    """Yield the changes with micro-batches that divide the batch, in descending order."""
     if "micro_batch" not in changes:
         yield changes
         return

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run, where it is installed."""
+"""Metrics of a run for TensorBoard, if installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_STEPS = ("loss", "eval_loss", "grad_norm", "learning_rate")
 class TensorBoard:
     """Writes a run's metrics as TensorBoard's events; without tensorboard it does nothing.
 
-    What is there of steps after the one that the run goes on from is no longer shown.
+    Earlier events of steps behind `step`, from where the run continues, are hidden.
     """
 
     def __init__(self, directory: Path, step: int) -> None:
@@ -31,7 +31,7 @@ class TensorBoard:
                 self._writer.add_scalar(name, value, metrics["step"])
 
     def close(self) -> None:
-        """Bring everything to the disk."""
+        """Flush all events to the disk."""
         if self._writer is not None:
             self._writer.close()
 

@@ -1,4 +1,4 @@
-"""One process's part of a run: micro-batches through its stages, and the optimizer's steps."""
+"""Training steps of one process: micro-batches through its stages, optimizer steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEAST_SCALE = 2.0**-14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessReport:
-    """What one process did in a step; times in seconds, peaks in bytes since the run began."""
+    """Report of one process on a step; seconds, and peak bytes since the start of the run."""
 
     device: str
     replica: int
@@ -46,10 +46,10 @@ class ProcessReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """A step of the optimizer.
+    """Report of an optimizer step.
 
-    `loss` is the mean over the step's trained tokens; `is_skipped` says that gradients in float16
-    overflowed, and the weights stayed as they were.
+    `loss` is the mean over the trained tokens; `is_skipped` means that float16 gradients overflowed
+    and the weights are unchanged.
     """
 
     step: int
@@ -65,12 +65,12 @@ class StepReport:
     processes: tuple[ProcessReport, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
+        """Convert to a JSON-compatible dict."""
         return asdict(self)
 
 
 class Trainer:
-    """The steps of a run in one process; all processes call the same methods at the same time."""
+    """Steps of a run in one process; all processes call the same methods at the same time."""
 
     def __init__(
         self, settings: TuneSettings, layout: Layout, rank: int, part: ModelPart, num_steps: int
@@ -98,7 +98,7 @@ class Trainer:
         self.steps_since_scaled = 0
 
     def step(self, number: int, step: OptimizerStep) -> StepReport:
-        """Learn from a step's micro-batches."""
+        """Train on the micro-batches of a step."""
         begin = time.perf_counter()
         replicas = len(self._layout.plans)
         micro_batches = step.of_replica(self._replica, replicas)
@@ -128,7 +128,7 @@ class Trainer:
         )
 
     def evaluate(self, steps: Sequence[OptimizerStep]) -> float:
-        """The mean loss over the trained tokens of some steps."""
+        """Return the mean loss over the trained tokens of some steps."""
         total = sum(step.trained_tokens for step in steps)
         self._part.model.eval()
         try:
@@ -147,7 +147,7 @@ class Trainer:
     def _run(
         self, micro_batches: Sequence[TrainingMicroBatch], total: int, *, number: int | None = None
     ) -> tuple[list[float], float]:
-        """Run all passes, of a step that is learnt by its number.
+        """Run all passes; a training step is identified by its number.
 
         Returns weighted losses, and the seconds spent waiting for other stages.
         """
@@ -189,7 +189,7 @@ class Trainer:
         return [timed.step for timed in order_passes(names, self._part.training, number)]
 
     def _wait(self) -> float:
-        """Let every process end its passes; the seconds for which this one was the earlier."""
+        """Wait until all processes have finished their passes; return the waiting seconds."""
         devices.synchronize(self._part.device)
         begin = time.perf_counter()
         dist.barrier()
@@ -199,7 +199,7 @@ class Trainer:
         return [p.grad for p in self._part.trained.values() if p.grad is not None]
 
     def _squares(self) -> float:
-        """The square of the norm of this process's gradients."""
+        """Return the squared norm of this process's gradients."""
         gradients = self._gradients_here()
         if not gradients:
             return 0.0
@@ -210,12 +210,12 @@ class Trainer:
         return (0, 0) if peak is None else (peak.allocated_bytes, peak.reserved_bytes)
 
     def _norm(self, gathered: Tensor) -> float:
-        """The norm of all gradients, which are the same in every replica."""
+        """Return the norm of all gradients, equal in every replica."""
         ranks = [self._layout.rank(0, name) for name in self._layout.plans[0].devices]
         return math.sqrt(float(gathered[ranks, 1].sum()))
 
     def _advance(self, norm: float, rate: float) -> bool:
-        """Let the optimizer make its step; whether it was skipped."""
+        """Run the optimizer step; return True if it was skipped."""
         is_skipped = not math.isfinite(norm)
         if not is_skipped:
             limit = self._settings.max_grad_norm
@@ -258,7 +258,7 @@ class Trainer:
         losses: Sequence[float],
         all_losses: Tensor,
     ) -> None:
-        """Stop where the loss is no number; the process that has it names the samples."""
+        """Stop at a loss that is not finite; the process that has it names the samples."""
         for micro_batch, loss in zip(micro_batches, losses, strict=False):
             if not math.isfinite(loss):
                 raise TrainingError(
@@ -270,7 +270,7 @@ class Trainer:
             raise PeerError
 
     def _refuse_no_norm(self, number: int, norm: float) -> None:
-        """Stop where gradients are no numbers, unless a smaller scale may make them some."""
+        """Stop at gradients that are not finite, unless a smaller loss scale may help."""
         if math.isfinite(norm) or (self._is_scaled and self.scale > _LEAST_SCALE):
             return
         scaled = f", with the loss scaled down to {self.scale:g}" if self._is_scaled else ""
@@ -280,7 +280,7 @@ class Trainer:
         )
 
     def _remedy(self, number: int) -> str:
-        """What to do where numbers are none any more."""
+        """Return the hint for values that are not finite."""
         if self._is_in_half:
             remedy = "float16 ends at 65504: start a run with --dtype bfloat16, or float32"
         elif number == 0:
@@ -293,11 +293,11 @@ class Trainer:
 
 
 class PeerError(Exception):
-    """Another process has failed, and says why."""
+    """Failure of another process, with its reason."""
 
 
 def _gather(values: Sequence[float]) -> Tensor:
-    """The numbers of all processes, [processes, values], float64."""
+    """Gather the numbers of all processes as [processes, values], float64."""
     row = torch.tensor(values, dtype=torch.float64)
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, row)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,7 +20,9 @@ from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import adapter_of, fill_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime.text_training import make_text_trainable
-from duoka.stages.workers import Workers
+from duoka.stages.rendezvous import Rendezvous
+from duoka.workers.group import WorkerGroup
+from duoka.workers.signals import handle_signals
 
 from .checkpoints import SavedParameters, TrainingCheckpoints
 from .layout import Layout
@@ -37,7 +38,7 @@ _DEFAULTS = TuneSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneResult:
-    """A run that has ended.
+    """The outcome of a run.
 
     Parameters
     ----------
@@ -115,16 +116,16 @@ def tune(
         directory.refuse_used()
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
         paths = [os.fspath(p) for p in ([data] if isinstance(data, str | os.PathLike) else data)]
-        first = None if adapter is None else Path(adapter)
+        adapter_path = None if adapter is None else Path(adapter)
         run = prepare(
-            checkpoint, paths, gpus, settings, replicas=replicas, plan=plan, adapter=first
+            checkpoint, paths, gpus, settings, replicas=replicas, plan=plan, adapter=adapter_path
         )
         goes_on = show is None or show(run)
         if goes_on:
             run.write(directory)
         return goes_on
 
-    with _alone(directory):
+    with _lock(directory):
         if torch.distributed.is_torchelastic_launched():
             return _in_ranks(directory, begin)
         if not begin():
@@ -136,14 +137,14 @@ def tune(
             raise
 
 
-def _alone(directory: RunDirectory) -> AbstractContextManager[None]:
-    """The lock of a run, which the first process has for all that torchrun has started."""
+def _lock(directory: RunDirectory) -> AbstractContextManager[None]:
+    """Lock a run; of the processes of torchrun rank 0 holds the lock for all."""
     is_other = torch.distributed.is_torchelastic_launched() and os.environ["RANK"] != "0"
     return nullcontext() if is_other else directory.locked()
 
 
 def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
-    """Train in this process, one of those that torchrun has started; the first one begins."""
+    """Train in this process of torchrun's; rank 0 begins the run."""
 
     def begin_once() -> None:
         # Where torchrun starts the processes again after a failure, the run goes on.
@@ -162,7 +163,7 @@ def _in_ranks(directory: RunDirectory, begin: Callable[[], bool]) -> TuneResult:
 def move(
     directory: RunDirectory, fleet: Fleet | str | None, replicas: NumReplicas = "auto"
 ) -> None:
-    """Put a run on other GPUs, or cut it anew on its own; it goes on from its newest checkpoint."""
+    """Plan a run for other GPUs, or anew for its own; training resumes from the checkpoint."""
     run = directory.read()
     with directory.locked():
         checkpoint = run.checkpoint()
@@ -175,7 +176,7 @@ def move(
 
 
 def resume(directory: RunDirectory) -> TuneResult:
-    """Run what a directory says, from its newest checkpoint on.
+    """Resume a run from its newest checkpoint.
 
     Raises
     ------
@@ -185,7 +186,7 @@ def resume(directory: RunDirectory) -> TuneResult:
         If it is no directory of a run.
     """
     directory.read()  # before anything is written to what may be no directory of a run
-    with _alone(directory):
+    with _lock(directory):
         if torch.distributed.is_torchelastic_launched():
             return _in_ranks(directory, lambda: True)
         return _train(directory)
@@ -194,10 +195,23 @@ def resume(directory: RunDirectory) -> TuneResult:
 def _train(directory: RunDirectory) -> TuneResult:
     layout = Layout(directory.read().plans)
     directory.forget_failure()
-    number = layout.world_size
-    arguments = [str(directory.path)]
-    with Workers("duoka.tuner", arguments, number) as workers, _stopped_by(workers) as signals:
-        codes = workers.wait()
+    rendezvous, signals = Rendezvous(), list[int]()
+    with WorkerGroup(
+        "duoka.tuner",
+        layout.world_size,
+        [str(directory.path)],
+        environment=rendezvous.environment,
+    ) as workers:
+
+        def stop(signum: int, frame: FrameType | None) -> None:
+            """Ask the processes to save and leave; end them at the second signal."""
+            if signals:
+                workers.end()
+            signals.append(signum)
+            workers.terminate()
+
+        with handle_signals(stop, (signal.SIGINT, signal.SIGTERM)):
+            codes = workers.wait()
     # One that is asked to stop before it can hear of it just ends.
     if codes and not (signals and set(codes.values()) <= {-signal.SIGTERM, -signal.SIGKILL}):
         raise _failure(directory, layout, codes)
@@ -205,7 +219,7 @@ def _train(directory: RunDirectory) -> TuneResult:
 
 
 def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneResult:
-    """What a run has come to; its result is made when it was not stopped."""
+    """Return the outcome of a run, and write its result unless it was stopped."""
     # What was noted may be of more steps than were saved, where a run was ended at once, or of
     # fewer, after a crash of the machine.
     steps = max(TrainingCheckpoints(directory.checkpoints, {}).steps, default=0)
@@ -222,7 +236,7 @@ def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneRes
 
 
 def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
-    """Make of the last checkpoint what others load."""
+    """Write the adapter or the model of the last checkpoint."""
     say("writing the result")
     checkpoint, workload, names = run.checkpoint(), run.plans[0].workload, run.settings.names
     trained = SavedParameters(TrainingCheckpoints(directory.checkpoints, {}).path(steps))
@@ -232,9 +246,11 @@ def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
     if training.method == "lora":
         model = build_model(checkpoint, workload)
         make_text_trainable(model, workload)
-        first = directory.read_first_adapter()
-        if first is not None:
-            fill_adapter(model, first)  # for its scales, which needn't be whole numbers over ranks
+        former_adapter = directory.read_first_adapter()
+        if former_adapter is not None:
+            fill_adapter(
+                model, former_adapter
+            )  # for its scales, which needn't be whole numbers over ranks
         adapter = adapter_of(model, trained, base=checkpoint.name)
     name = "model" if adapter is None or run.settings.merge else "adapter"
     with directory.new_result(name) as path:
@@ -247,41 +263,16 @@ def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
 
 
 def _failure(directory: RunDirectory, layout: Layout, codes: Mapping[int, int]) -> DuokaError:
-    """Why a run failed: as the process says that failed first, or by its exit code."""
+    """Return the failure of a run: the noted error, or the exit code of a process."""
     stated = directory.failure()
     if stated is not None:
         return stated
     rank, code = min(codes.items(), key=lambda entry: entry[1])
     replica, device = layout.place(rank)
     name = f"the process of {device}" + (f" in replica {replica}" if len(layout.plans) > 1 else "")
-    ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
     return TrainingError(
-        f"{name} {ended}",
+        f"{name} {ending}",
         hint=directory.way_on
         + (". SIGKILL often says that the machine was short of memory" if code == -9 else ""),
     )
-
-
-@contextmanager
-def _stopped_by(workers: Workers) -> Iterator[list[int]]:
-    """Let Ctrl-C and SIGTERM ask the processes to save and leave; the second time end them.
-
-    Yields the signals that come.
-    """
-    signals: list[int] = []
-
-    def ask(signum: int, frame: FrameType | None) -> None:
-        if signals:
-            workers.end()
-        signals.append(signum)
-        workers.ask_to_stop()
-
-    if threading.current_thread() is not threading.main_thread():
-        yield signals  # which are the main thread's
-        return
-    before = {signum: signal.signal(signum, ask) for signum in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

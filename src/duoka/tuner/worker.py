@@ -1,12 +1,12 @@
-"""A process of a run: ``python -m duoka.tuner.worker DIRECTORY``, started for each rank."""
+"""A process of a run: ``python -m duoka.tuner DIRECTORY``, started for each rank."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ import torch.distributed as dist
 from duoka.errors import DuokaError, TrainingError, UsageError
 from duoka.runtime import devices
 from duoka.runtime.lost_gpu import find_lost_gpu
-from duoka.runtime.out_of_memory import explain
+from duoka.runtime.out_of_memory import describe, explain
 from duoka.runtime.publisher import Publisher
-from duoka.stages.workers import end_with_parent
+from duoka.workers.signals import handle_signals
+from duoka.workers.worker import run_to_exit
 
 from .checkpoints import TrainingCheckpoints
 from .data import Batches, Dataset, OptimizerStep
@@ -30,16 +31,14 @@ from .show import TuneProgress
 from .tensorboard import TensorBoard
 from .trainer import PeerError, StepReport, Trainer
 
-LOST = 75
-"""The exit code of a process that ends because another one did."""
-_DEFECT = 70
-_MOST_CHARACTERS = 300
-
 
 def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> bool:
-    """Do this process's part of a run, which the first one may have to `prepare`.
+    """Do the part of this process in a run; rank 0 may have to `prepare` the run.
 
-    Returns whether it came to its last step, and wasn't asked to stop before.
+    Returns
+    -------
+    bool
+        True after the last step; False where the run was stopped earlier.
 
     Raises
     ------
@@ -71,7 +70,7 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
 
 
 class LostError(Exception):
-    """The process ends because another one did, or had the same to say before."""
+    """The end of a process because of another process, which has noted the failure."""
 
 
 def _refuse_size(layout: Layout) -> None:
@@ -84,15 +83,12 @@ def _refuse_size(layout: Layout) -> None:
 
 
 def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
-    """Why a run failed, as the user is to see it; None where another process knows."""
+    """Return the failure for the user; None where another process notes the failure."""
     if isinstance(error, DuokaError):
         return error
     if isinstance(error, torch.OutOfMemoryError):
-        text = str(error)
-        if len(text) > _MOST_CHARACTERS:  # what follows is advice on PyTorch's allocator
-            text = text[: text.rfind(". ", 0, _MOST_CHARACTERS) + 1]
         return TrainingError(
-            "\n".join([f"{device}: {text or 'out of memory'}", *getattr(error, "__notes__", ())]),
+            f"{device}: {describe(error) or 'out of memory'}",
             hint=f"something else uses the memory that the plan counted on; {way_on}",
         )
     if isinstance(error, torch.AcceleratorError) or find_lost_gpu(error) is not None:
@@ -107,7 +103,7 @@ def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    """Whether a message to or from another process failed, since that has ended."""
+    """Return True if a message failed because of the end of another process."""
     text = str(error)
     return isinstance(error, (RuntimeError, ConnectionError)) and (
         "Connection" in text or "gloo" in text.lower() or "Broken pipe" in text
@@ -115,7 +111,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 class _Worker:
-    """One process, from its weights to the last step."""
+    """A process of a run, from its weights to the last step."""
 
     def __init__(self, directory: RunDirectory, run: TuneJob, rank: int) -> None:
         settings, layout = run.settings, Layout(run.plans)
@@ -155,9 +151,7 @@ class _Worker:
         self._board: TensorBoard | None = None
 
     def train(self) -> bool:
-        """Train, from the newest checkpoint on; whether the last step was made."""
-        signals = (signal.SIGTERM, signal.SIGINT)
-        before = {signum: signal.signal(signum, self._stop) for signum in signals}
+        """Train from the newest checkpoint on; return True after the last step."""
         part = self._part
         publisher = Publisher(
             part.plan,
@@ -166,38 +160,38 @@ class _Worker:
             optimizer=self._trainer.optimizer,
             busy_shares=lambda: self._busy_shares,
         )
-        publisher.start()
-        try:
-            done = self._resume()
-            if done and self._lacks_evaluation(done):
-                self._evaluate(done)
-            for step in range(done + 1, self._num_steps + 1):
-                report = self._trainer.step(step - 1, self._batches[step - 1])
-                self._note(report)
-                if report.stops or self._is_due(step, self._settings.save_every):
-                    self._save(step)
-                if report.stops and step < self._num_steps:
-                    return False
-                if self._lacks_evaluation(step):
-                    self._evaluate(step)
-            return True
-        except Exception as error:
-            explain(error, publisher)
-            raise
-        finally:
-            publisher.close()
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-            if self._progress is not None:
-                self._progress.close()
-            if self._board is not None:
-                self._board.close()
+        signums = (signal.SIGTERM, signal.SIGINT)
+        with handle_signals(self._stop, signums), closing(publisher.start()):
+            try:
+                return self._train()
+            except Exception as error:
+                explain(error, publisher)
+                raise
+            finally:
+                for display in (self._progress, self._board):
+                    if display is not None:
+                        display.close()
+
+    def _train(self) -> bool:
+        done = self._resume()
+        if done and self._lacks_evaluation(done):
+            self._evaluate(done)
+        for step in range(done + 1, self._num_steps + 1):
+            report = self._trainer.step(step - 1, self._batches[step - 1])
+            self._note(report)
+            if report.stops or self._is_due(step, self._settings.save_every):
+                self._save(step)
+            if report.stops and step < self._num_steps:
+                return False
+            if self._lacks_evaluation(step):
+                self._evaluate(step)
+        return True
 
     def _is_due(self, step: int, every: int) -> bool:
         return step == self._num_steps or bool(every and step % every == 0)
 
     def _lacks_evaluation(self, step: int) -> bool:
-        """Return True in every process where an evaluation is due that the metrics don't have."""
+        """Return True in every process if an evaluation is due, and missing from the metrics."""
         if not self._eval_steps or not self._is_due(step, self._settings.eval_every):
             return False
         evaluated = (e["step"] for e in self._directory.read_metrics() if "eval_loss" in e)
@@ -208,7 +202,7 @@ class _Worker:
     def _evaluate(self, step: int) -> None:
         loss = self._trainer.evaluate(self._eval_steps)
         if self._progress is not None:
-            self._keep({"step": step, "eval_loss": loss})
+            self._write_metrics({"step": step, "eval_loss": loss})
             self._progress.evaluated(step, loss)
 
     def _stop(self, *_: Any) -> None:
@@ -240,31 +234,25 @@ class _Worker:
         share = report.processes[dist.get_rank()].busy_share
         self._busy_shares = {str(self._part.device): share}
         if self._progress is not None:
-            self._keep(report.to_dict())
+            self._write_metrics(report.to_dict())
             self._progress.show(report)
 
-    def _keep(self, metrics: Mapping[str, Any]) -> None:
+    def _write_metrics(self, metrics: Mapping[str, Any]) -> None:
         self._directory.note(metrics)
         if self._board is not None:
             self._board.write(metrics)
 
 
 def main() -> None:
-    """The entry of a process that duoka has started."""
-    end_with_parent()
+    """Run the worker process."""
     directory = RunDirectory(Path(sys.argv[1]))
-    code = 0
-    try:
-        work(directory)
-    except DuokaError as error:
-        code = error.exit_code
-        if directory.failure() is None:  # it couldn't be noted, and the parent can't tell why
-            sys.stderr.write(f"{error}\n")
-    except LostError:
-        code = LOST
-    except Exception:
-        traceback.print_exc()
-        code = _DEFECT
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # threads of gloo's may wait for processes that are gone
+
+    def run() -> None:
+        try:
+            work(directory)
+        except DuokaError as error:
+            if directory.failure() is None:  # it couldn't be noted, and the parent can't tell why
+                sys.stderr.write(f"{error}\n")
+            raise
+
+    run_to_exit(run, losses=(LostError,))

@@ -1,15 +1,14 @@
-"""What does backward on virtual GPUs, beside CUDA: in a process of its own.
+"""Backward on virtual GPUs beside CUDA: in a fork of this process.
 
-Autograd knows one accelerator in a process and asserts that its tensors are on it: either CUDA or
-virtual GPUs can do backward, and which is decided for good (see `naming`). So where CUDA is there,
-backward on virtual GPUs runs in a fork of this process, which is thrown away.
+Autograd supports one accelerator in a process and asserts that its tensors are there: either CUDA
+or virtual GPUs can run backward, decided once for the process (see `naming`). So where CUDA is
+present, backward on virtual GPUs runs in a fork, which ends with its result.
 """
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
-import pickle
 import signal
 import sys
 import warnings
@@ -21,8 +20,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from duoka.base.portable import portable
 from duoka.errors import VirtualDeviceError
+from duoka.workers.channel import open_result, send_result
+from duoka.workers.supervision import SilenceCounter
 
 from .backend import register
 from .device_module import can_do_backward, give_name
@@ -35,7 +35,7 @@ _FORK: Any = multiprocessing.get_context("fork")
 def apart(
     function: Callable[_Given, _Result], *args: _Given.args, **kwargs: _Given.kwargs
 ) -> _Result:
-    """Call a function in which virtual GPUs can do backward, and leave CUDA's backward as it is.
+    """Call a function with backward on virtual GPUs, without taking CUDA's from this process.
 
     What it returns or raises must be picklable; all else that it changes may stay as it was.
     """
@@ -45,15 +45,15 @@ def apart(
         give_name()
         return function(*args, **kwargs)
 
-    def named() -> _Result:
+    def run_named() -> _Result:
         give_name()
         return function(*args, **kwargs)
 
-    return in_fork(named)
+    return in_fork(run_named)
 
 
 def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _Result:
-    """Call a function in a fork of this process; what it returns or raises must be picklable.
+    """Call a function in a fork of this process; the result or error must be picklable.
 
     A lock that another thread holds at that moment is held in the fork for good: of PyTorch's
     random numbers, a module's import, a stream. A fork that sleeps for so long, and has no process
@@ -67,13 +67,13 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
             warnings.simplefilter("ignore", DeprecationWarning)
             child.start()
         writer.close()
-        asleep = 0
+        silence = SilenceCounter(look_seconds=1)
+        message = None
         try:
-            while asleep < patience_seconds and not reader.poll(1):
-                asleep = asleep + 1 if _is_asleep(child.pid) else 0
-            if asleep == patience_seconds:
-                continue
-            result, error = pickle.loads(reader.recv_bytes())
+            while message is None and silence.seconds < patience_seconds:
+                if reader.poll(1):
+                    message = reader.recv()
+                silence.count(is_alive=not _is_asleep(child.pid))
         except EOFError:
             child.join()
             raise VirtualDeviceError(
@@ -84,9 +84,8 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
         finally:
             child.kill()
             child.join()
-        if error is not None:
-            raise error
-        return result  # type: ignore[no-any-return]
+        if message is not None:
+            return open_result(message)  # type: ignore[no-any-return]
     raise VirtualDeviceError(
         f"a fork of this process did nothing for {patience_seconds} seconds, and another one too",
         hint="another thread held a lock when it was forked: call this where no other thread works",
@@ -94,9 +93,9 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
 
 
 def _is_asleep(pid: int) -> bool:
-    """Tell if all threads of a process sleep, and it has no child process.
+    """Return True if all threads of a process sleep, and no child process runs.
 
-    One that has ended, whose answer another process could still give, is asleep, too.
+    An ended process, whose result another process could still send, counts as asleep.
     """
     with suppress(OSError):  # it has ended
         return all(
@@ -113,8 +112,4 @@ def _answer(writer: Connection, function: Callable[[], Any]) -> None:
     gc.freeze()
     # Kernels that wait for the threads of the parent's would wait forever.
     torch.set_num_threads(1)
-    try:
-        answer = pickle.dumps((function(), None))
-    except Exception as error:
-        answer = pickle.dumps((None, portable(error)))
-    writer.send_bytes(answer)
+    send_result(writer, function)

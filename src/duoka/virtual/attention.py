@@ -1,4 +1,4 @@
-"""Fused attention: which kernel CUDA would choose, and what goes into it.
+"""Fused attention: CUDA's choice of a kernel, and the inputs of the kernel.
 
 The choice follows the published conditions of PyTorch's fused kernels (documentation of
 `torch.nn.functional.scaled_dot_product_attention` and `torch.backends.cuda.SDPAParams`) for a GPU
@@ -53,7 +53,7 @@ def choose_kernel(
     enable_gqa: bool,
     before_ampere: bool = False,
 ) -> Kernel:
-    """Choose the kernel that CUDA would."""
+    """Choose the kernel by CUDA's conditions."""
     if not _fusible(query, key, value) or (before_ampere and query.dtype == torch.bfloat16):
         return "math"
     grouped = query.shape[1] != key.shape[1] or key.shape[1] != value.shape[1]
@@ -95,7 +95,7 @@ def _fits_flash(
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `scaled_dot_product_attention` is given beside its three tensors, in torch's order."""
+    """Options of `scaled_dot_product_attention`, in torch's order."""
 
     attn_mask: torch.Tensor | None = None
     dropout_p: float = 0.0
@@ -142,7 +142,7 @@ def attend(
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """Make a boolean mask what is added to the scores."""
+    """Turn a boolean mask into an additive mask of the scores."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.where(mask, query.new_zeros(()), query.new_full((), -math.inf))
@@ -182,7 +182,7 @@ def _attend_efficient(
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Make the mask what the kernel reads: rows aligned to 8 elements, one for every head."""
+    """Return the mask as the kernel reads it: rows aligned to 8 elements, for every head."""
     if mask is None:
         return None
     strides = mask.stride()
@@ -200,7 +200,7 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_causal = len(args) > 4 and bool(args[4])
     inputs = Inputs(query, key, plain.args[2], is_causal=is_causal, scale=kwargs.get("scale"))
     out, rows = attention_numbers.attend(inputs)
-    results = *_placed((out,), (query,), gpu), place(rows, gpu)
+    results = *_place_like((out,), (query,), gpu), place(rows, gpu)
     batch, heads, tokens, head_dim = query.shape
     if len(args) <= 3 or not args[3]:  # no dropout
         shape, sizes = FlashShape(heads, key.shape[1], head_dim), (batch, tokens, key.shape[2])
@@ -216,7 +216,7 @@ def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     grad, query, key, value, out, rows, _, _, _, _, _, is_causal, _, _ = plain.args
     inputs = Inputs(query, key, value, is_causal=is_causal, scale=kwargs.get("scale"))
     grads = differentiate(inputs, grad, out, rows)
-    results = _placed(grads, (query, key, value), gpu)
+    results = _place_like(grads, (query, key, value), gpu)
     batch, heads, tokens, head_dim = query.shape
     padded_tokens = _rounded(tokens, _FLASH_ROWS)
     padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
@@ -263,7 +263,7 @@ def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     )  # fmt: skip
     batch, heads, tokens, _ = query.shape
     grads = differentiate(inputs, grad, out, rows[..., :tokens])
-    results = _placed(grads, tuple(map(_by_tokens, (query, key, value))), gpu)
+    results = _place_like(grads, tuple(map(_by_tokens, (query, key, value))), gpu)
     bias_grad = place(torch.empty_like(bias), gpu) if needed[3] and bias is not None else None
     row_bytes = 4 * batch * heads * tokens
     if query.element_size() == 4:
@@ -274,7 +274,7 @@ def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _accumulator_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
-    """What efficient attention's backward sums up in: for queries, and for keys of large heads."""
+    """Return the bytes of the accumulators of efficient attention's backward pass."""
     rows = block = _EFFICIENT_BLOCK
     head_dim, is_half = max(query.shape[3], value.shape[3]), query.element_size() == 2
     if is_half and (block < head_dim <= 96 or head_dim > _EFFICIENT_REGISTER_HEAD):
@@ -296,15 +296,14 @@ def _by_tokens(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
 
 
-def _placed(
-    results: tuple[torch.Tensor, ...], likes: tuple[torch.Tensor, ...], gpu: VirtualGpu
+def _place_like(
+    results: tuple[torch.Tensor, ...], models: tuple[torch.Tensor, ...], gpu: VirtualGpu
 ) -> tuple[VirtualTensor, ...]:
     """Place results in memory of their own, each laid out as another tensor is."""
-    placed = []
-    for result, like in zip(results, likes, strict=True):
-        laid_out = torch.empty_like(like, device=result.device)
-        placed.append(place(laid_out.copy_(result), gpu))
-    return tuple(placed)
+    return tuple(
+        place(torch.empty_like(model, device=result.device).copy_(result), gpu)
+        for result, model in zip(results, models, strict=True)
+    )
 
 
 def _seed(like: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Inputs:
-    """What one call of fused attention computes with.
+    """The inputs of a call of fused attention.
 
     `query`, `key`, `value`: ``[batch, heads, tokens, head_dim]``; fewer key than query heads are
     shared by groups. `bias` is added to the scores, ``[batch, heads, query tokens, key tokens]``.
@@ -36,12 +36,12 @@ class Inputs:
 
     @property
     def is_meta(self) -> bool:
-        """Whether there are only shapes."""
+        """True if there are only shapes."""
         return self.query.is_meta or self.key.is_meta or self.value.is_meta
 
     @property
     def num_groups(self) -> int:
-        """How many query heads share a key head."""
+        """Query heads for each key head."""
         return self.query.shape[1] // self.key.shape[1]
 
     def shared(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +98,7 @@ def _by_tokens(out: torch.Tensor) -> torch.Tensor:
 
 
 def _equal_heads(inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], int]:
-    """Pad heads to one size, which the CPU's kernel wants: zeros change no score."""
+    """Pad heads to equal size for the CPU's kernel: zeros change no score."""
     key, value = inputs.shared()
     width = max(inputs.query.shape[3], value.shape[3])
     return tuple(_widened(item, width) for item in (inputs.query, key, value)), value.shape[3]
@@ -110,7 +110,7 @@ def _widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _summed(inputs: Inputs, grad: torch.Tensor) -> torch.Tensor:
-    """Sum the gradient of a shared head over the query heads that share it."""
+    """Sum the gradient of a shared head over its query heads."""
     if inputs.num_groups == 1:
         return grad
     shared: torch.Tensor = grad.unflatten(1, (inputs.key.shape[1], inputs.num_groups))

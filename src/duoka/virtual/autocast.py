@@ -1,4 +1,4 @@
-"""``torch.autocast("vgpu")``: which operators run in the lower precision, which in fp32.
+"""``torch.autocast("vgpu")``: operators in the lower precision, and in fp32.
 
 The lists are those of the documentation of automatic mixed precision for CUDA. Casts aren't kept
 between calls (torch's own cache can't be reached from Python), so a weight is cast at every use.

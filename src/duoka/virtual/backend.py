@@ -28,22 +28,6 @@ from .device_module import give_name
 from .naming import PLACE
 from .world import World, arm, armed, set_process_world, use_world
 
-TESTED_TORCH = ("2.11", "2.13")
-_NEEDED = (
-    "torch.utils.backend_registration._setup_privateuseone_for_python_backend",
-    "torch.Tensor._make_wrapper_subclass",
-    "torch._C._set_only_lift_cpu_tensors",
-    "torch._C._set_multithreading_enabled",
-    "torch._C._is_multithreading_enabled",
-    "torch._C._only_lift_cpu_tensors",
-    "torch._C._dispatch_has_kernel_for_dispatch_key",
-    "torch._C._disabled_torch_function_impl",
-    "torch._C._get_privateuse1_backend_name",
-    "torch._C._autograd._get_sequence_nr",
-    "torch._C._current_autograd_node",
-    "torch.autograd._engine_run_backward",
-    "torch._utils._rebuild_device_tensor_from_cpu_tensor",
-)
 _ENGINE = "_engine_run_backward"
 _lock = threading.Lock()
 _registered = False
@@ -78,7 +62,7 @@ def set_gpus(
     Raises
     ------
     VirtualDeviceError
-        If torch isn't a version that this works with, or another backend holds the place.
+        If another backend holds torch's place for additional devices.
 
     Examples
     --------
@@ -157,27 +141,12 @@ def register() -> None:
 
 
 def _check_torch() -> None:
-    missing = [name for name in _NEEDED if not _exists(name)]
-    if missing:
-        raise VirtualDeviceError(
-            f"torch {torch.__version__} lacks {', '.join(missing)}, which virtual GPUs need",
-            hint=f"virtual GPUs are tested with torch {' and '.join(TESTED_TORCH)}",
-        )
     holder = torch._C._get_privateuse1_backend_name()
     if holder != PLACE:
         raise VirtualDeviceError(
             f"the backend {holder!r} holds torch's one place for additional devices",
             hint="start a process without it to use virtual GPUs",
         )
-
-
-def _exists(path: str) -> bool:
-    value: object = torch
-    for part in path.split(".")[1:]:
-        if not hasattr(value, part):
-            return False
-        value = getattr(value, part)
-    return True
 
 
 def _register() -> None:

@@ -1,4 +1,4 @@
-"""Operators that CUDA has and the CPU lacks, for backing tensors on the CPU.
+"""Operators of CUDA without a CPU kernel, for backing tensors on the CPU.
 
 Weights of 4 bit: the layout for tensor cores has the shape and the bytes that CUDA gives it; what
 stands in it is in an order of our own, which only the product here reads. The product charges its
@@ -86,7 +86,7 @@ def _multiply_int4(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _unpack_int4(packed: torch.Tensor, group: int, scale_and_zero: torch.Tensor) -> torch.Tensor:
-    """The weight [rows, columns] in floating point; scale_and_zero [columns / group, rows, 2]."""
+    """Return the weight [rows, columns] as floats; scale_and_zero [columns / group, rows, 2]."""
     rows = _ROWS * packed.shape[0]
     pairs = packed.reshape(rows, -1).view(torch.uint8)
     numbers = torch.stack((pairs >> 4, pairs & 0xF), dim=-1).reshape(rows, -1, group)

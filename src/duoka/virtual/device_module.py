@@ -1,4 +1,4 @@
-"""The module ``torch.vgpu``: what torch and its users ask of a device's module.
+"""The module ``torch.vgpu``, with the functions of a device's module in torch.
 
 Devices are given as an index, a string, a `torch.device`, or None for the current one.
 """
@@ -93,7 +93,7 @@ def set_device(device: Any) -> None:
 
 
 class device:  # noqa: N801  (torch's own name for it)
-    """A scope in which a device is the current one."""
+    """A scope with another current device."""
 
     def __init__(self, device: Any) -> None:
         self._index = _index(device)
@@ -140,7 +140,7 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def _of_world(name: str) -> Callable[..., Any]:
-    """A question of `World` about one of its GPUs, by its name, asked as torch asks a device."""
+    """Return a method of `World` about a GPU as a function of torch's device arguments."""
 
     def answer(device: Any = None) -> Any:
         return getattr(active_world(), name)(_index(device))

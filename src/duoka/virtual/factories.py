@@ -1,4 +1,4 @@
-"""New tensors on a virtual GPU: what torch asks of a backend that holds memory."""
+"""New tensors on a virtual GPU: torch's factories for a backend."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _libraries: list[torch.library.Library] = []
 def _factory(
     name: str, keeps: Callable[[torch.dtype, int], bool] = known_values.keeps_values
 ) -> Any:
-    """A factory of torch's for virtual GPUs; `keeps` says what stays known where data is meta."""
+    """Return a factory of torch's for virtual GPUs; `keeps` decides on known values."""
     make = getattr(torch, name)
 
     def factory(size: Sequence[int], *rest: Any, **options: Any) -> VirtualTensor:
@@ -62,7 +62,7 @@ def _read(tensor: torch.Tensor) -> Any:
 
 
 def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run what reaches the backend without passing the tensor class.
+    """Run operators called without dispatch to the tensor class.
 
     Torch turns Python dispatch off while it builds a tensor from Python data; and a factory has no
     tensor to look at.

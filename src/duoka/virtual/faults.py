@@ -1,4 +1,4 @@
-"""Where tensors of several devices meet: what CUDA admits, and the errors where it doesn't.
+"""Calls with tensors of several devices: CUDA's exceptions, and its errors otherwise.
 
 This is the one place that judges devices. Operators come here only when not every tensor of a call
 is on one and the same GPU.
@@ -75,7 +75,7 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         return
     scalars_pass = torch.Tag.pointwise in func.tags or name == "where"
     scalars_pass = scalars_pass or name.startswith("_foreach")
-    judged = [
+    checked_tensors = [
         (argument, tensor)
         for argument, tensor in tensors
         if not (scalars_pass and _is_cpu_scalar(tensor) and argument not in written)
@@ -83,11 +83,11 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         and not (name in _READS_VALUE and argument == "value" and tensor.dim() == 0)
         and not (name == "where" and tensor.dim() == 0 and argument not in written)
     ]
-    _, first = judged[0]
-    for argument, tensor in judged[1:]:
-        if not _together(first, tensor):
-            text = _text(func, name, argument, first, tensor)
-            raise _mixed(text, func, judged, written)
+    _, base = checked_tensors[0]
+    for argument, tensor in checked_tensors[1:]:
+        if not _on_same_device(base, tensor):
+            text = _text(func, name, argument, base, tensor)
+            raise _mixed(text, func, checked_tensors, written)
 
 
 def _mixed(
@@ -101,48 +101,48 @@ def _check_indexing(func: Any, tensors: list[tuple[str, torch.Tensor]], written:
     _, self = tensors[0]
     for argument, tensor in tensors[1:]:
         if argument == "indices":
-            if not _together(self, tensor) and tensor.device.type != "cpu":
+            if not _on_same_device(self, tensor) and tensor.device.type != "cpu":
                 text = (
                     "indices should be either on cpu or on the same device as the indexed tensor "
                     f"({self.device})"
                 )
                 raise _mixed(text, func, tensors, written)
-        elif not _together(self, tensor) and tensor.dim() > 0:
+        elif not _on_same_device(self, tensor) and tensor.dim() > 0:
             raise _mixed(_two_devices(self, tensor), func, tensors, written)
 
 
-def _text(func: Any, name: str, argument: str, first: torch.Tensor, tensor: torch.Tensor) -> str:
+def _text(func: Any, name: str, argument: str, base: torch.Tensor, tensor: torch.Tensor) -> str:
     if name in _OWN_WORDS and argument == _OWN_WORDS[name]:
         return (
             f"{name}: expected self and {argument} to be on the same device, but got {argument} "
-            f"on {tensor.device} and self on {first.device}"
+            f"on {tensor.device} and self on {base.device}"
         )
     if torch.Tag.pointwise in func.tags or name in _TWO_DEVICES:
-        return _two_devices(first, tensor)
+        return _two_devices(base, tensor)
     name, spoken = _SPOKEN.get(name, (name, {}))
     argument = spoken.get(argument, argument)
     return (
         f"Expected all tensors to be on the same device, but got {argument} is on "
-        f"{tensor.device}{_world_note(first, tensor)}, different from other tensors on "
-        f"{first.device} (when checking argument in method wrapper_vgpu_{name})"
+        f"{tensor.device}{_world_note(base, tensor)}, different from other tensors on "
+        f"{base.device} (when checking argument in method wrapper_vgpu_{name})"
     )
 
 
-def _two_devices(first: torch.Tensor, tensor: torch.Tensor) -> str:
+def _two_devices(base: torch.Tensor, tensor: torch.Tensor) -> str:
     return (
         "Expected all tensors to be on the same device, but found at least two devices, "
-        f"{first.device} and {tensor.device}{_world_note(first, tensor)}!"
+        f"{base.device} and {tensor.device}{_world_note(base, tensor)}!"
     )
 
 
-def _world_note(first: torch.Tensor, tensor: torch.Tensor) -> str:
-    return " (of another world)" if first.device == tensor.device else ""
+def _world_note(base: torch.Tensor, tensor: torch.Tensor) -> str:
+    return " (of another world)" if base.device == tensor.device else ""
 
 
-def _together(first: torch.Tensor, tensor: torch.Tensor) -> bool:
-    if isinstance(first, VirtualTensor) and isinstance(tensor, VirtualTensor):
-        return first.gpu is tensor.gpu
-    return first.device == tensor.device
+def _on_same_device(base: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if isinstance(base, VirtualTensor) and isinstance(tensor, VirtualTensor):
+        return base.gpu is tensor.gpu
+    return base.device == tensor.device
 
 
 def _is_cpu_scalar(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Which values are known on a GPU with meta data.
+"""Known values on a GPU with meta data.
 
 Model code reads values: masks, positions, lengths. So small integer and boolean tensors, and what
 is computed from known values alone, keep their numbers (in host memory) beside weights that have
@@ -72,7 +72,7 @@ _INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
 
 
 class UnknownValueError(VirtualDeviceError):
-    """Code read a value that nobody knows, because the GPU holds meta data."""
+    """Raised where code reads an unknown value of a GPU with meta data."""
 
     # The defaults are for pickle, which knows the message alone, and sets the rest afterwards.
     def __init__(self, message: str, *, file: str = "unknown", line: int = 0) -> None:
@@ -85,7 +85,7 @@ class UnknownValueError(VirtualDeviceError):
 
 
 def unknown_value(what: str) -> UnknownValueError:
-    """Build the error for a read that can't be answered, at the line of the code that reads."""
+    """Build the error for a read of an unknown value, with the line of the model's code."""
     file, line = caller()
     return UnknownValueError(
         f"{what} depends on values that a virtual GPU with meta data doesn't have ({file}:{line})",
@@ -95,7 +95,7 @@ def unknown_value(what: str) -> UnknownValueError:
 
 
 def caller() -> tuple[str, int]:
-    """Return file and line of the innermost code of a model's."""
+    """Return file and line of the innermost frame of model code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_model_code(frame.f_code):
@@ -105,20 +105,20 @@ def caller() -> tuple[str, int]:
 
 
 def keeps_values(dtype: torch.dtype, num_elements: int) -> bool:
-    """Say whether a new tensor on a meta GPU keeps its numbers."""
+    """Return True if a new tensor on a meta GPU keeps its numbers."""
     if num_elements * dtype.itemsize > KNOWN_LIMIT_BYTES:
         return False
     return num_elements == 1 or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def keeps_constant(dtype: torch.dtype, num_elements: int) -> bool:
-    """Say whether a new tensor filled with one number keeps it: masks are made like this."""
+    """Return True if a new constant tensor keeps its number: masks are made like this."""
     num_bytes = num_elements * dtype.itemsize
     return num_bytes <= KNOWN_CONSTANT_BYTES or keeps_values(dtype, num_elements)
 
 
 def current(tensor: VirtualTensor) -> torch.Tensor:
-    """Return the backing tensor of a storage whose values were overwritten by unknown ones."""
+    """Return the backing tensor of a storage overwritten by unknown values."""
     unknown = tensor.block.unknown
     assert unknown is not None
     if not tensor.backing.is_meta:
@@ -127,7 +127,7 @@ def current(tensor: VirtualTensor) -> torch.Tensor:
 
 
 def forget(tensor: VirtualTensor) -> None:
-    """Turn a known tensor, and everything that shares its memory, into an unknown one."""
+    """Turn a known tensor, with everything on its storage, into an unknown tensor."""
     if tensor.block.unknown is None and not tensor.backing.is_meta:
         tensor.block.forget()
         current(tensor)
@@ -161,20 +161,20 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
 
 
 def even_choice(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a call; what is chosen by unknown scores is every candidate in turn, and is known."""
+    """Run a call; unknown scores choose every candidate in turn, as a known choice."""
     result = execute(func, args, kwargs)
     if func is not _aten.topk.default or not args[0].is_meta:
         return result
-    values, chosen = result
-    if not keeps_values(chosen.dtype, chosen.numel()):
+    values, indices = result
+    if not keeps_values(indices.dtype, indices.numel()):
         return result
     dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-    turns = torch.arange(chosen.numel()).reshape(chosen.movedim(dim, -1).shape)
+    turns = torch.arange(indices.numel()).reshape(indices.movedim(dim, -1).shape)
     return values, turns.remainder(args[0].shape[dim]).movedim(-1, dim).contiguous()
 
 
 def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:
-    """What a run gives on GPUs without data, and so few of other kinds as its code asks for.
+    """Run on GPUs without data, or, where code reads values, with as few values as possible.
 
     Code that reads choices (of experts) is given even ones; where that won't do, and the parameters
     take few bytes, real numbers.
@@ -191,12 +191,12 @@ def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:
 
 @contextmanager
 def unknown_numbers_as(number: float) -> Iterator[None]:
-    """Let code that reads a floating-point number which nobody knows have this one."""
-    before, thread.unknown_number = thread.unknown_number, number
+    """Answer reads of unknown floating-point numbers with this number, inside the scope."""
+    previous_number, thread.unknown_number = thread.unknown_number, number
     try:
         yield
     finally:
-        thread.unknown_number = before
+        thread.unknown_number = previous_number
 
 
 def count(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -254,7 +254,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def without_values(value: Any) -> Any:
-    """Return an argument with every tensor in it on meta."""
+    """Return an argument with all tensors inside on meta."""
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return value
@@ -266,10 +266,10 @@ def without_values(value: Any) -> Any:
 
 def _over(storage_of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """Show the same geometry over a meta storage."""
-    shown = torch.empty(0, dtype=view.dtype, device="meta")
+    view_on_meta = torch.empty(0, dtype=view.dtype, device="meta")
     storage = storage_of.untyped_storage()
-    shown.set_(storage, view.storage_offset(), view.shape, view.stride())
-    return shown
+    view_on_meta.set_(storage, view.storage_offset(), view.shape, view.stride())
+    return view_on_meta
 
 
 def _has_unknown_mask(indices: list[torch.Tensor | None]) -> bool:
@@ -280,7 +280,7 @@ def _has_unknown_mask(indices: list[torch.Tensor | None]) -> bool:
 
 
 def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Turn known masks into the positions that they select: those have a shape."""
+    """Turn known masks into the selected positions, whose shape is known."""
     positions: list[torch.Tensor | None] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8) and not index.is_meta:
@@ -315,11 +315,11 @@ _RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}
 
 
 class _Uncountable(Exception):
-    """A call that can't be told apart from others by its shapes."""
+    """Raised for a call without a key made of its shapes."""
 
 
 def _infer_shapes(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Call an operator on meta tensors, or make what the same call made before."""
+    """Call an operator on meta tensors, or rebuild the results of an equal earlier call."""
     if func in _direct:
         return func(*args, **kwargs)
     func = _RULES.get(func, func)
@@ -331,9 +331,9 @@ def _infer_shapes(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         )
     except _Uncountable:
         return func(*args, **kwargs)
-    known = _results.get(key)
-    if known is not None:
-        return _rebuild(known)
+    cached_recipe = _results.get(key)
+    if cached_recipe is not None:
+        return _rebuild(cached_recipe)
     result = func(*args, **kwargs)
     try:
         recipe = _recipe(result, args)

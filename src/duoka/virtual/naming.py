@@ -1,4 +1,4 @@
-"""What torch calls virtual GPUs: ``privateuseone:0``, or ``vgpu:0`` once somebody wants the name.
+"""Torch's names of virtual GPUs: ``privateuseone:0``, or ``vgpu:0`` on request.
 
 torch keeps one place for devices that it doesn't know. To name that place makes it torch's
 accelerator for the rest of the process, even beside CUDA: backward on CUDA then fails, and memory
@@ -18,12 +18,12 @@ NAME = "vgpu"
 
 
 def virtual_device(index: int) -> torch.device:
-    """Return the device that is a virtual GPU of this number."""
+    """Return the device of the virtual GPU of this number."""
     return torch.device(PLACE, index)
 
 
 def is_virtual(device: torch.device) -> bool:
-    """Say whether a device is a virtual GPU."""
+    """Return True for the device of a virtual GPU."""
     return device.type in (PLACE, NAME)
 
 
@@ -33,5 +33,5 @@ def device_type() -> str:
 
 
 def spoken(text: str) -> str:
-    """Let a text that torch wrote call virtual GPUs as people do."""
+    """Replace torch's name of virtual GPUs by ``vgpu`` in a text."""
     return text.replace(PLACE, NAME)

@@ -1,7 +1,7 @@
-"""One ATen call on virtual tensors: arguments unwrapped, devices judged, results wrapped.
+"""An ATen call on virtual tensors: unwrap arguments, check devices, wrap results.
 
-Every operator's handler goes through here. On a GPU with meta data, `values` decides what is
-computed and what is only shaped.
+Every operator's handler goes through here. On a GPU with meta data, `known_values` decides
+what is computed and what is only shaped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Plain:
 
 
 def unwrap(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plain, VirtualGpu]:
-    """Unwrap a call's arguments and judge their devices."""
+    """Unwrap a call's arguments and check their devices."""
     plain = Plain(args, kwargs)
     gpu = plain.gpu
     assert gpu is not None, f"{func} was called without a virtual tensor"
@@ -73,7 +73,7 @@ def execute(func: Any, plain: Plain, gpu: VirtualGpu) -> Any:
 
 
 def wrap_results(out: Any, gpu: VirtualGpu) -> Any:
-    """Wrap what a call returned; results that share memory with what exists aren't charged."""
+    """Wrap the results of a call; results on existing storages aren't charged."""
     if isinstance(out, torch.Tensor):
         return place(out, gpu)
     if isinstance(out, (list, tuple)):

@@ -2,13 +2,13 @@
 
 An operator's handler is chosen once, from its schema: composite ones are taken apart (as on CUDA),
 views share their block, writes return what they wrote to, the rest makes new tensors. The few that
-need more bring a handler of their own (`transfers`, `attention`, `kernels`).
+need more bring a handler of their own (`transfers`, `attention`, `cuda_only`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def is_product(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an operator's call is a matrix product of cuBLAS's: of nothing there is none."""
+    """Return True if a call is a matrix product of cuBLAS, without empty operands."""
     packet = func.overloadpacket
     if packet not in _PRODUCTS:
         return False
@@ -84,7 +84,7 @@ def is_product(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
-    """Give autograd's engine the errors that operations met in it."""
+    """Wrap autograd's engine to raise the errors of operations inside."""
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if thread.armed:
@@ -123,7 +123,7 @@ def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def below(whole: Callable[..., Any]) -> Handler:
-    """The handler in inference mode, where an operator arrives whole that autograd takes apart."""
+    """Return the handler of an operator decomposed by autograd, for inference mode."""
     return lambda func, args, kwargs: whole(*args, **kwargs)
 
 
@@ -143,7 +143,7 @@ def _writes(argument: Any) -> bool:
 
 
 def _take_apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a composite operator as its parts; only inference mode lets one come this far."""
+    """Run a composite operator as its parts, in inference mode."""
     return func.decompose(*args, **kwargs)
 
 
@@ -166,87 +166,57 @@ def _wrapped_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 class _Write:
-    """The handler of an operator that writes into arguments."""
+    """The handler of an operator with written arguments, returned or not."""
 
     def __init__(self, func: Any) -> None:
-        arguments = func._schema.arguments
-        self._written = [
-            (None if argument.kwarg_only else place, argument.name)
-            for place, argument in enumerate(arguments)
-            if _writes(argument)
-        ]
+        schema = func._schema
+        self._names = [argument.name for argument in schema.arguments]
+        written = [argument for argument in schema.arguments if _writes(argument)]
+        self._written = [argument.name for argument in written]
         self._reshapes = torch.Tag.inplace_view in func.tags or any(
-            argument.is_out for argument in arguments
+            argument.is_out for argument in schema.arguments
         )
-        self._returned = [self._source(value, arguments) for value in func._schema.returns]
-
-    @staticmethod
-    def _source(value: Any, arguments: Any) -> tuple[int | None, str] | None:
-        """Find the argument that a returned value is, by the schema's alias sets."""
-        if value.alias_info is None:
-            return None
-        for position, argument in enumerate(arguments):
-            if _writes(argument) and argument.alias_info.before_set & value.alias_info.before_set:
-                return (None if argument.kwarg_only else position), argument.name
-        return None
+        # For each result the argument that it is, by the schema's alias sets; None for a new one.
+        self._returned = [
+            next((argument.name for argument in written if _is_alias(value, argument)), None)
+            for value in schema.returns
+        ]
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        written = list(_virtual_tensors(given.get(name) for name in self._written))
         plain, gpu = op_call.unwrap(func, args, kwargs)
         if gpu.meta:
-            plain = self._forget_written(func, plain, args, kwargs)
+            _, num_unknown = known_values.count(plain.args, plain.kwargs)
+            if num_unknown:  # what was known in these arguments no longer is
+                for tensor in written:
+                    known_values.forget(tensor)
+                plain, gpu = op_call.unwrap(func, args, kwargs)
             out = known_values.execute(func, plain.args, plain.kwargs, writes=True)
         else:
             out = func(*plain.args, **plain.kwargs)
         if self._reshapes:
-            for tensor in self._written_tensors(args, kwargs):
+            for tensor in written:
                 _follow(tensor, gpu)
-        if len(self._returned) == 1:
-            return self._result(self._returned[0], out, args, kwargs, gpu)
-        if not self._returned:
-            return None
-        return tuple(
-            self._result(source, item, args, kwargs, gpu)
-            for source, item in zip(self._returned, out, strict=True)
+        outs = (out,) if len(self._returned) == 1 else out or ()
+        results = tuple(
+            op_call.wrap_results(item, gpu) if name is None else given.get(name)
+            for name, item in zip(self._returned, outs, strict=True)
         )
-
-    @staticmethod
-    def _result(
-        source: tuple[int | None, str] | None,
-        out: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        gpu: VirtualGpu,
-    ) -> Any:
-        return op_call.wrap_results(out, gpu) if source is None else _argument(source, args, kwargs)
-
-    def _written_tensors(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[VirtualTensor]:
-        tensors = []
-        for source in self._written:
-            value = _argument(source, args, kwargs)
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, VirtualTensor):
-                    tensors.append(item)
-        return tensors
-
-    def _forget_written(
-        self, func: Any, plain: op_call.Plain, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> op_call.Plain:
-        """Values that nobody knows were written: what was known there no longer is."""
-        _, num_unknown = known_values.count(plain.args, plain.kwargs)
-        if not num_unknown:
-            return plain
-        for tensor in self._written_tensors(args, kwargs):
-            known_values.forget(tensor)
-        return op_call.unwrap(func, args, kwargs)[0]
+        return results if len(results) > 1 else next(iter(results), None)
 
 
-def _argument(source: tuple[int | None, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    position, name = source
-    if position is not None and position < len(args):
-        return args[position]
-    return kwargs.get(name)
+def _is_alias(value: Any, argument: Any) -> bool:
+    if value.alias_info is None:
+        return False
+    return bool(argument.alias_info.before_set & value.alias_info.before_set)
+
+
+def _virtual_tensors(values: Iterable[Any]) -> Iterator[VirtualTensor]:
+    for value in values:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, VirtualTensor):
+                yield item
 
 
 def _follow(tensor: VirtualTensor, gpu: VirtualGpu) -> None:

@@ -1,4 +1,4 @@
-"""Memory that CUDA takes for the time of one operation, beside what the operation returns.
+"""Memory of CUDA kernels for the time of an operation, beside its results.
 
 Measured with PyTorch's CUDA build. What stays under a percent of an operation's result (partial
 sums, the scratch of cumulative sums and of the largest few) isn't counted.
@@ -18,34 +18,34 @@ _aten = torch.ops.aten
 _SORTED_IN_SHARED_MEMORY = 4096
 _SORT_TABLE_BYTES = 8704  # and a third of a byte for each number, up to a million of them
 _WHOLE = ("silu_backward", "mish_backward")
-"""What CUDA has a kernel for, and other backends have in parts."""
+"""Operators with a CUDA kernel, decomposed on other backends."""
 
 _libraries: list[torch.library.Library] = []
 
 
 def _safe_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Rows that may attend to nothing are looked for after the softmax."""
+    """Charge the search for rows without any attention, after the softmax."""
     out = make(func, args, kwargs)
     out.gpu.charge(out.numel(), out.numel() // max(out.shape[args[1]], 1), out.element_size())
     return out
 
 
 def _softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The gradient times the output is a tensor of its own."""
+    """Charge the product of gradient and output."""
     result = cuda_only.softmax_backward(func, args, kwargs)
     result.gpu.charge(args[0].nbytes)
     return result
 
 
 def _logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The exponentials are a tensor, and their sums."""
+    """Charge the exponentials and their sums."""
     out = make(func, args, kwargs)
     out.gpu.charge(args[0].nbytes, out.nbytes)
     return out
 
 
 def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Radix sort has second buffers; several rows are sorted as one, by row and value."""
+    """Charge the buffers of radix sort; several rows are sorted together, by row and value."""
     ordered, order = result = make(func, args, kwargs)
     dim = args[1] if func is _aten.sort.default and len(args) > 1 else kwargs.get("dim", -1)
     length = ordered.shape[dim] if ordered.dim() else 1
@@ -60,14 +60,14 @@ def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Each weight is divided by a random number of its own."""
+    """Charge the random numbers, each for a weight."""
     out = make(func, args, kwargs)
     out.gpu.charge(args[0].nbytes)
     return out
 
 
 def _masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Where each value comes from is counted over the mask, in int64; as a view it is copied."""
+    """Charge the int64 positions counted over the mask, and the copy of a broadcast mask."""
     out, mask = make(func, args, kwargs), args[1]
     copied = [] if mask.is_contiguous() and mask.shape == out.shape else [out.numel()]
     out.gpu.charge(*copied, 8 * out.numel())
@@ -75,7 +75,7 @@ def _masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _softmax(name: str) -> Any:
-    """Half precision becomes fp32 within the kernel, where the caller asks for that."""
+    """Return a softmax with the conversion from half precision to fp32 inside the kernel."""
     kernel = getattr(_aten, f"_{name}").default
 
     def softmax(tensor: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:

@@ -27,7 +27,7 @@ _runner: Runner = _run
 
 
 def install_operators(run: Runner) -> None:
-    """Say who runs the operations of virtual tensors (tensors know nothing of operators)."""
+    """Install the runner of operations (tensors know nothing of operators)."""
     global _runner
     _runner = run
 
@@ -58,12 +58,12 @@ class VirtualTensor(torch.Tensor):
 
     @property
     def gpu(self) -> VirtualGpu:
-        """The GPU that the tensor lives on."""
+        """The GPU of the tensor."""
         return self.block.gpu
 
     @property
     def storage_id(self) -> int:
-        """The number of the tensor's storage, as listeners hear it."""
+        """The number of the tensor's storage, as told to listeners."""
         return self.block.id
 
     @property
@@ -117,7 +117,7 @@ class VirtualTensor(torch.Tensor):
         return self.numpy()
 
     def data_ptr(self) -> int:
-        """A stand-in for the pointer: tensors that share memory have the same."""
+        """Return a stand-in for the pointer, equal for tensors on the same memory."""
         address = self.block.address
         return address + int(self.storage_offset()) * self.element_size() if address else 0
 
@@ -182,7 +182,7 @@ class VirtualTensor(torch.Tensor):
 
 
 class VirtualStorage:
-    """The identity and size of a storage on a virtual GPU: what code that looks for ties reads."""
+    """The identity and size of a storage on a virtual GPU, for code in search of ties."""
 
     def __init__(self, block: StorageBlock) -> None:
         self._block = block
@@ -193,7 +193,7 @@ class VirtualStorage:
         return self._block.id
 
     def data_ptr(self) -> int:
-        """A stand-in for the pointer."""
+        """Return a stand-in for the pointer."""
         return self._block.address
 
     def nbytes(self) -> int:
@@ -229,15 +229,15 @@ def wrap(backing: torch.Tensor, block: StorageBlock) -> VirtualTensor:
 
 
 def place(backing: torch.Tensor, gpu: VirtualGpu) -> VirtualTensor:
-    """Wrap the result of an operation: charged, unless it shares the memory of what exists."""
+    """Wrap the result of an operation, and charge its storage if new."""
     if backing.layout is not torch.strided or backing.is_quantized:
         raise VirtualDeviceError(
             f"virtual GPUs hold dense tensors, not {backing.layout} of {backing.dtype}",
             hint="keep sparse and quantized tensors on the CPU",
         )
     storage = backing.untyped_storage()
-    known = blocks_by_storage.get(storage._cdata)
-    block = known() if known is not None else None
+    existing = blocks_by_storage.get(storage._cdata)
+    block = existing() if existing is not None else None
     if block is None or block.gpu is not gpu:
         block = StorageBlock(gpu, storage)
     return wrap(backing, block)
@@ -251,8 +251,8 @@ def resync(tensor: VirtualTensor) -> None:
 
 def _deepcopy(tensor: VirtualTensor, memo: dict[int, Any]) -> VirtualTensor:
     if id(tensor) in memo:
-        known: VirtualTensor = memo[id(tensor)]
-        return known
+        existing: VirtualTensor = memo[id(tensor)]
+        return existing
     if not tensor.is_leaf:
         raise RuntimeError(
             "Only Tensors created explicitly by the user (graph leaves) support the deepcopy "
@@ -305,12 +305,12 @@ def _restore(storage: Any, location: str) -> None:
 
 
 def install() -> None:
-    """Teach `torch.load` what ``map_location="vgpu:0"`` is."""
+    """Register ``map_location="vgpu:0"`` with `torch.load`, to refuse it."""
     torch.serialization.register_package(5, lambda storage: None, _restore)
 
 
 class _Reduced:
-    """An object that pickles as a call."""
+    """An object pickled as a call."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._call = function, arguments
@@ -320,7 +320,7 @@ class _Reduced:
 
 
 def _text_of(tensor: VirtualTensor) -> str:
-    """Print a tensor as torch prints one on a device."""
+    """Format a tensor as torch formats tensors on a device."""
     backing = tensor.backing.detach()
     notes = [f"device='{tensor.device}'"]
     if backing.is_meta:

@@ -1,4 +1,4 @@
-"""Operators that cross devices or name one: copies, and factories that look at a tensor."""
+"""Operators across devices: copies, and factories with a tensor as model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _LIKE = (
 
 
 def gpu_of(device: torch.device | None, near: VirtualGpu | None = None) -> VirtualGpu:
-    """Find the GPU that a device names: among the siblings of `near`, or in the active world."""
+    """Find the GPU of a device: among the siblings of `near`, or in the active world."""
     world = active_world() if near is None else near.world
     if device is None:
         return world.gpu(thread.current_index) if near is None else near
@@ -83,7 +83,7 @@ def _backing(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.backing if tensor.block.unknown is None else known_values.current(tensor)
 
 
-def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _make_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
     options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     device = kwargs.get("device")
@@ -122,23 +122,15 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(backing)
 
 
-def _is_pinned(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return False
-
-
-def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    return None
-
-
 def install() -> None:
     """Register the handlers of this module."""
     handlers[_aten._to_copy.default] = _to_copy
     handlers[_aten.copy_.default] = _copy
-    for like in _LIKE:
-        handlers[like] = _like
+    for operator in _LIKE:
+        handlers[operator] = _make_like
     for overload in ("source_Tensor", "source_Tensor_storage_offset", "source_Storage"):
         handlers[getattr(_aten.set_, overload)] = _set
     handlers[_aten.set_.source_Storage_storage_offset] = _set
     handlers[_aten._local_scalar_dense.default] = _read
-    handlers[_aten.is_pinned.default] = _is_pinned
-    handlers[_aten.record_stream.default] = _record_stream
+    handlers[_aten.is_pinned.default] = lambda *_: False
+    handlers[_aten.record_stream.default] = lambda *_: None

@@ -1,4 +1,4 @@
-"""Worlds of virtual GPUs, the storage blocks on them, and who listens.
+"""Worlds of virtual GPUs, the storage blocks on them, and listeners.
 
 A world is a few GPUs, each with an allocator and something that holds the data. One world belongs
 to the process (`set_gpus`); a scope in one thread may have another (`gpus`). A block is one
@@ -33,22 +33,22 @@ _block_ids = itertools.count(1)
 
 
 class Listener(Protocol):
-    """Who hears every allocation, free and operation of one thread."""
+    """A listener to every allocation, free and operation of a thread."""
 
     def allocated(self, gpu: VirtualGpu, storage_id: int, num_bytes: int) -> None:
-        """Hear that a storage of `num_bytes` (not rounded) was allocated."""
+        """Note an allocated storage of `num_bytes`, not rounded."""
 
     def freed(self, gpu: VirtualGpu, storage_id: int) -> None:
-        """Hear that a storage was given back."""
+        """Note a freed storage."""
 
     def operation(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Hear that an ATen operation ended; tensors are `VirtualTensor`s."""
+        """Note the end of an ATen operation; tensors are `VirtualTensor`s."""
 
 
 class Arbiter(Protocol):
-    """Who settles operations that mix devices, for those who go on after them."""
+    """A decision on operations with mixed devices, to continue after them."""
 
     def settle(
         self, error: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -56,11 +56,11 @@ class Arbiter(Protocol):
         """Return the arguments on one virtual GPU, or raise `error`, a `MixedDevicesError`."""
 
     def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor's copy on the CPU, or raise `error`: it was asked for its memory."""
+        """Return a tensor's copy on the CPU, or raise `error`, for code in need of its memory."""
 
 
 class _ThreadState(threading.local):
-    """What belongs to one thread. Class attributes are every new thread's defaults."""
+    """The state of a thread, with class attributes as defaults of new threads."""
 
     armed: bool = False
     world: World | None = None
@@ -89,19 +89,23 @@ def arm() -> None:
 @contextmanager
 def armed() -> Iterator[None]:
     """Set the switches for this thread inside the scope: CUDA's backward wants its own threads."""
-    before = torch._C._only_lift_cpu_tensors(), torch._C._is_multithreading_enabled(), thread.armed
+    old = (
+        torch._C._only_lift_cpu_tensors(),
+        torch._C._is_multithreading_enabled(),
+        thread.armed,
+    )
     thread.armed = False
     arm()
     try:
         yield
     finally:
-        torch._C._set_only_lift_cpu_tensors(before[0])
-        torch._C._set_multithreading_enabled(before[1])
-        thread.armed = before[2]
+        torch._C._set_only_lift_cpu_tensors(old[0])
+        torch._C._set_multithreading_enabled(old[1])
+        thread.armed = old[2]
 
 
 class VirtualGpu:
-    """One virtual GPU of a world.
+    """A virtual GPU of a world.
 
     `data` says what holds the numbers: "cpu", "meta" (nothing does) or "even" (nor then, but
     experts are chosen evenly). If it `refuses`, what doesn't fit is an error. Otherwise it has
@@ -160,31 +164,31 @@ class VirtualGpu:
                 self._lock.release()
 
     def charge(self, *sizes_bytes: int) -> None:
-        """Take memory for the time of one kernel: its peak counts, nothing stays."""
-        taken = []
+        """Take memory for the time of a kernel: the peak counts, nothing stays."""
+        allocations = []
         listener = thread.listener
         try:
             for num_bytes in sizes_bytes:
                 allocation = self.malloc(num_bytes)
                 if allocation is not None:
                     storage_id = next(_block_ids)
-                    taken.append((allocation, storage_id))
+                    allocations.append((allocation, storage_id))
                     if listener is not None:
                         listener.allocated(self, storage_id, num_bytes)
         finally:
-            for allocation, storage_id in taken:
+            for allocation, storage_id in allocations:
                 if listener is not None:
                     listener.freed(self, storage_id)
                 self.free(allocation)
 
     def multiply(self, *, in_backward: bool) -> None:
-        """Take the workspace of a matrix product, if it is the first: see `GpuGeneration`."""
+        """Take the workspace of the first matrix product: see `GpuGeneration`."""
         if in_backward not in self._workspaces:
             self.malloc(self.world.generation.workspace_bytes)
             self._workspaces.add(in_backward)
 
     def settle(self) -> CachingAllocator:
-        """Return the allocator with every free that waits done."""
+        """Return the allocator, after all pending frees."""
         with self._lock:
             self._free_pending()
         return self.allocator
@@ -214,7 +218,7 @@ class VirtualGpu:
 
 
 class StorageBlock:
-    """One storage on one GPU, charged to its allocator as long as a tensor uses it.
+    """A storage on a GPU, charged to its allocator during the life of its tensors.
 
     `unknown` becomes the meta storage that takes over when a value that nobody knows is written
     into a storage whose values were known (see `values`).
@@ -251,7 +255,7 @@ class StorageBlock:
             self._release()
 
     def recharge(self) -> None:
-        """Follow a storage that was resized: the new size is taken before the old is freed."""
+        """Follow a resized storage: allocate the new size before the old is freed."""
         num_bytes = self.storage.nbytes()
         if num_bytes == self.num_bytes:
             return
@@ -263,14 +267,14 @@ class StorageBlock:
             thread.listener.allocated(self.gpu, self.id, num_bytes)
 
     def forget(self) -> None:
-        """Let a meta storage take over from one whose values are no longer known."""
+        """Replace the storage by a meta storage, after a write of unknown values."""
         self.unknown = torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
         self._unknown_key = self.unknown.untyped_storage()._cdata
         blocks_by_storage[self._unknown_key] = weakref.ref(self)
 
     @property
     def address(self) -> int:
-        """A stand-in for a pointer: unique among what is allocated now, zero when empty."""
+        """A stand-in for a pointer: unique among live allocations, zero when empty."""
         if self._allocation is None:
             return 0
         return ((self.gpu.index + 1) << 44) + self._allocation.address
@@ -291,7 +295,7 @@ An operator whose result shares memory with an argument, whatever its schema say
 
 
 class World:
-    """A few virtual GPUs that know each other; a capacity of None is no limit."""
+    """The virtual GPUs of a process or scope; a capacity of None is no limit."""
 
     def __init__(
         self, capacities_bytes: Sequence[int | None], data: str, generation: GpuGeneration
@@ -328,7 +332,7 @@ class World:
         return self.gpu(index).settle().max_reserved_bytes
 
     def reset_peak_memory_stats(self, index: int) -> None:
-        """Start the peaks again from what is in use now."""
+        """Start the peaks again from the bytes in use."""
         self.gpu(index).settle().reset_peak()
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
@@ -352,12 +356,12 @@ class _Process:
 
 
 def set_process_world(world: World) -> None:
-    """Make a world the one that every thread without its own uses."""
+    """Set the world of all threads without their own."""
     _Process.world = world
 
 
 def active_world() -> World:
-    """Return the world that factories in this thread use."""
+    """Return the world of factories in this thread."""
     world = thread.world or _Process.world
     if world is None:
         raise VirtualDeviceError(
@@ -385,7 +389,7 @@ def use_world(world: World) -> Iterator[World]:
 
 @contextmanager
 def observe(listener: Listener) -> Iterator[None]:
-    """Let `listener` hear what this thread does on virtual GPUs, inside the scope.
+    """Report this thread's work on virtual GPUs to `listener`, inside the scope.
 
     Inside of another's scope that one hears nothing meanwhile. A free is heard in the thread in
     which it happens.
@@ -399,7 +403,7 @@ def observe(listener: Listener) -> Iterator[None]:
 
 @contextmanager
 def settled_by(arbiter: Arbiter | None) -> Iterator[None]:
-    """Let `arbiter` settle what mixes devices in this thread, inside the scope."""
+    """Let `arbiter` settle operations with mixed devices in this thread, inside the scope."""
     outer, thread.arbiter = thread.arbiter, arbiter
     try:
         yield

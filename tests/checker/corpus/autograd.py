@@ -33,10 +33,7 @@ class Model(nn.Module):
 
 PLACEMENT = {"embed": 0, "first": 0, "second": 1}
 TRAIN = True
-
-
-def build():
-    return Model()
+build = Model
 
 
 def inputs():
@@ -80,14 +77,8 @@ class Model(nn.Module):
 
 PLACEMENT = {"inp": 0, "blocks.0": 0, "blocks.1": 1}
 TRAIN = True
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 4, 3),)
+build = Model
+SHAPES = [(2, 4, 3)]
 
 
 # case: fault_function_backward
@@ -123,14 +114,8 @@ class Pruned(nn.Module):
 
 PLACEMENT = {"first": 0, "second": 1}
 TRAIN = True
-
-
-def build():
-    return Pruned()
-
-
-def inputs():
-    return {"x": torch.randn(2, 6)}
+build = Pruned
+SHAPES = {"x": (2, 6)}
 
 
 # case: fault_function_forward
@@ -166,14 +151,8 @@ class Net(nn.Module):
 
 PLACEMENT = {"slope": "cuda:0", "fc1": "cuda:0", "fc2": "cuda:1"}
 TRAIN = True
-
-
-def build():
-    return Net()
-
-
-def inputs():
-    return (torch.randn(4, 5),)
+build = Net
+SHAPES = [(4, 5)]
 
 
 # case: fault_function_gradient_device
@@ -208,14 +187,8 @@ class Split(nn.Module):
 PLACEMENT = {"left": 0, "scale": 1}
 TRAIN = True
 UNJUDGED = "the wrong gradient would reach C++ code of autograd's, which can't pass on the error"
-
-
-def build():
-    return Split()
-
-
-def inputs():
-    return (torch.randn(3, 6),)
+build = Split
+SHAPES = [(3, 6)]
 
 
 # case: fault_set_data
@@ -236,14 +209,8 @@ class FastWeights(nn.Module):
 
 
 PLACEMENT = {"fast": 0, "slow": 1}
-
-
-def build():
-    return FastWeights()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = FastWeights
+SHAPES = [(2, 4)]
 
 
 # case: fault_vmap
@@ -265,14 +232,8 @@ class Pairwise(nn.Module):
 
 
 PLACEMENT = {"keys": 0, "queries": 1}
-
-
-def build():
-    return Pairwise()
-
-
-def inputs():
-    return (torch.randn(3, 4),)
+build = Pairwise
+SHAPES = [(3, 4)]
 
 
 # case: clean_checkpointed
@@ -306,14 +267,8 @@ class Model(nn.Module):
 
 PLACEMENT = {"inp": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1}
 TRAIN = True
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 4, 3),)
+build = Model
+SHAPES = [(2, 4, 3)]
 
 
 # case: clean_custom_function
@@ -357,14 +312,8 @@ class Split(nn.Module):
 
 PLACEMENT = {"left": 0, "limit": 1}
 TRAIN = True
-
-
-def build():
-    return Split()
-
-
-def inputs():
-    return (torch.randn(3, 6),)
+build = Split
+SHAPES = [(3, 6)]
 
 
 # case: clean_functional_transforms
@@ -390,14 +339,8 @@ class PerSample(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "head": 1}
-
-
-def build():
-    return PerSample()
-
-
-def inputs():
-    return (torch.randn(5, 3),)
+build = PerSample
+SHAPES = [(5, 3)]
 
 
 # case: clean_inference_mode
@@ -453,8 +396,7 @@ def build():
     return nn.Sequential(Block(6), Block(6))
 
 
-def inputs():
-    return (torch.randn(4, 6),)
+SHAPES = [(4, 6)]
 
 
 # case: clean_sparse_gradients
@@ -476,10 +418,7 @@ class Bags(nn.Module):
 
 PLACEMENT = {"bag": 0, "table": 0, "out": 1}
 TRAIN = True
-
-
-def build():
-    return Bags()
+build = Bags
 
 
 def inputs():

@@ -45,10 +45,7 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
-
-
-def build():
-    return Model()
+build = Model
 
 
 def inputs():
@@ -96,10 +93,7 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 1}
-
-
-def build():
-    return Model()
+build = Model
 
 
 def inputs():
@@ -137,10 +131,7 @@ class Summarising(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "body": 1, "head": 1}
-
-
-def build():
-    return Summarising()
+build = Summarising
 
 
 def inputs():
@@ -256,10 +247,7 @@ PLACEMENT = {
     "layers.2": 1,
     "layers.3": 1,
 }
-
-
-def build():
-    return Model()
+build = Model
 
 
 def inputs():

@@ -41,14 +41,8 @@ class TwoStream(nn.Module):
 
 
 PLACEMENT = {"rgb": 0, "flow": 1, "heads": 1}
-
-
-def build():
-    return TwoStream()
-
-
-def inputs():
-    return {"rgb": torch.randn(1, 3, 16, 16), "flow": torch.randn(1, 3, 16, 16)}
+build = TwoStream
+SHAPES = {"rgb": (1, 3, 16, 16), "flow": (1, 3, 16, 16)}
 
 
 # case: fault_namedtuple_features
@@ -84,10 +78,7 @@ class Retriever(nn.Module):
 
 
 PLACEMENT = {"query_encoder": "cuda:0", "document_encoder": "cuda:1"}
-
-
-def build():
-    return Retriever()
+build = Retriever
 
 
 def inputs():
@@ -143,14 +134,8 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"image": 0, "text": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return {"image": torch.randn(2, 6), "text": torch.randn(2, 3)}
+build = Model
+SHAPES = {"image": (2, 6), "text": (2, 3)}
 
 
 # case: fault_star_args
@@ -173,14 +158,8 @@ class Cross(nn.Module):
 
 
 PLACEMENT = {"base": 0, "left": 1, "right": 1}
-
-
-def build():
-    return Cross()
-
-
-def inputs():
-    return (torch.randn(2, 5),)
+build = Cross
+SHAPES = [(2, 5)]
 
 
 # case: fault_tensor_in_list
@@ -203,14 +182,8 @@ class Deduplicate(nn.Module):
 
 
 PLACEMENT = {"layers.0": 0, "layers.1": 0, "layers.2": 1}
-
-
-def build():
-    return Deduplicate()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Deduplicate
+SHAPES = [(2, 4)]
 
 
 # case: fault_map_mul
@@ -236,14 +209,8 @@ class Heads(nn.Module):
 
 
 PLACEMENT = {"gates": 0, "values": 1}
-
-
-def build():
-    return Heads()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Heads
+SHAPES = [(2, 4)]
 
 
 # case: fault_multiline_cat
@@ -285,14 +252,8 @@ class Dense(nn.Module):
 
 
 PLACEMENT = {"a": 0, "b": 1, "c": 1, "last": 1}
-
-
-def build():
-    return Dense()
-
-
-def inputs():
-    return (torch.randn(1, 2, 8),)
+build = Dense
+SHAPES = [(1, 2, 8)]
 
 
 # case: fault_stack_layer_outputs
@@ -340,10 +301,7 @@ PLACEMENT = {
     "layers.3": "cuda:1",
     "mix": "cuda:1",
 }
-
-
-def build():
-    return Mixed()
+build = Mixed
 
 
 def inputs():
@@ -380,10 +338,7 @@ class PrefixTuned(nn.Module):
 
 PLACEMENT = {"prefixes": 0, "embed": 1, "layers.0": 1, "layers.1": 0, "head": 0}
 TRAIN = True
-
-
-def build():
-    return PrefixTuned()
+build = PrefixTuned
 
 
 def inputs():
@@ -409,10 +364,7 @@ class Trimodal(nn.Module):
 
 
 PLACEMENT = {"audio": 0, "video": 1, "text": 2, "fuse": 2}
-
-
-def build():
-    return Trimodal()
+build = Trimodal
 
 
 def inputs():
@@ -456,11 +408,5 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"a": 0, "b": 1, "combine": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 5),)
+build = Model
+SHAPES = [(2, 5)]

@@ -34,14 +34,8 @@ class SparseMoe(nn.Module):
 
 
 PLACEMENT = {"gate": "cuda:0", "experts.0": "cuda:0", "experts.1": "cuda:1"}
-
-
-def build():
-    return SparseMoe()
-
-
-def inputs():
-    return {"hidden_states": torch.randn(2, 4, 8)}
+build = SparseMoe
+SHAPES = {"hidden_states": (2, 4, 8)}
 
 
 # case: fault_experts_setitem
@@ -78,14 +72,8 @@ class TopOne(nn.Module):
 
 
 PLACEMENT = {"router": 0, "experts.0": 0, "experts.1": 0, "experts.2": 1, "experts.3": 1}
-
-
-def build():
-    return TopOne()
-
-
-def inputs():
-    return (torch.randn(2, 16, 8),)
+build = TopOne
+SHAPES = [(2, 16, 8)]
 
 
 # case: fault_where_two_experts
@@ -121,8 +109,7 @@ def build():
     return Switch(12)
 
 
-def inputs():
-    return (torch.randn(2, 7, 12),)
+SHAPES = [(2, 7, 12)]
 
 
 # case: fault_scatter_vote
@@ -147,10 +134,7 @@ class Voting(nn.Module):
 
 
 PLACEMENT = {"encoder": 0, "scorer": 1}
-
-
-def build():
-    return Voting()
+build = Voting
 
 
 def inputs():
@@ -179,10 +163,7 @@ class EarlyExit(nn.Module):
 
 
 PLACEMENT = {"first": 0, "second": 1}
-
-
-def build():
-    return EarlyExit()
+build = EarlyExit
 
 
 def inputs():
@@ -211,8 +192,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), Regulator(4))
 
 
-def inputs():
-    return (torch.randn(3, 4),)
+SHAPES = [(3, 4)]
 
 
 # case: fault_lambda_fusion
@@ -247,8 +227,7 @@ def build():
     return Fused("gate")
 
 
-def inputs():
-    return (torch.randn(2, 6),)
+SHAPES = [(2, 6)]
 
 
 # case: fault_module_dict_heads
@@ -282,14 +261,8 @@ PLACEMENT = {
     "heads.income": "cuda:1",
     "heads.region": "cuda:1",
 }
-
-
-def build():
-    return MultiTask()
-
-
-def inputs():
-    return {"x": torch.randn(3, 4)}
+build = MultiTask
+SHAPES = {"x": (3, 4)}
 
 
 # case: fault_walrus
@@ -318,14 +291,8 @@ class Fixpoint(nn.Module):
 
 
 PLACEMENT = {"inject": 0, "update": 1}
-
-
-def build():
-    return Fixpoint()
-
-
-def inputs():
-    return (torch.randn(2, 5),)
+build = Fixpoint
+SHAPES = [(2, 5)]
 
 
 # case: fault_assert_and_format
@@ -346,14 +313,8 @@ class Careful(nn.Module):
 
 
 PLACEMENT = {"a": 0, "b": 1}
-
-
-def build():
-    return Careful()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Careful
+SHAPES = [(2, 4)]
 
 
 # case: clean_experts_moved
@@ -379,14 +340,8 @@ class SparseMoe(nn.Module):
 
 
 PLACEMENT = {"gate": 0, "experts.0": 0, "experts.1": 1, "experts.2": 1}
-
-
-def build():
-    return SparseMoe()
-
-
-def inputs():
-    return {"hidden_states": torch.randn(2, 4, 8)}
+build = SparseMoe
+SHAPES = {"hidden_states": (2, 4, 8)}
 
 
 # case: clean_cpu_indices
@@ -415,8 +370,7 @@ def build():
     return nn.Sequential(nn.Linear(8, 8), Reordered())
 
 
-def inputs():
-    return (torch.randn(2, 3, 8),)
+SHAPES = [(2, 3, 8)]
 
 
 # case: clean_values_read
@@ -441,10 +395,7 @@ class Ragged(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "encoder": 1}
-
-
-def build():
-    return Ragged()
+build = Ragged
 
 
 def inputs():
@@ -476,5 +427,4 @@ def build():
     return Filled().requires_grad_(False)
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]

@@ -34,10 +34,7 @@ class GCN(nn.Module):
 
 
 PLACEMENT = {"conv1": "cuda:0", "conv2": "cuda:1"}
-
-
-def build():
-    return GCN()
+build = GCN
 
 
 def inputs():
@@ -74,14 +71,8 @@ class VAE(nn.Module):
 
 PLACEMENT = {"encoder": 0, "mu": 0, "log_var": 0, "decoder": 1}
 TRAIN = True
-
-
-def build():
-    return VAE()
-
-
-def inputs():
-    return (torch.randn(4, 12),)
+build = VAE
+SHAPES = [(4, 12)]
 
 
 # case: fault_layer_made_in_forward
@@ -108,8 +99,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 6), Lazy(3))
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: fault_norm_made_in_forward
@@ -133,8 +123,7 @@ def build():
     return nn.Sequential(Block(4), Block(4))
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: fault_many_layers
@@ -169,14 +158,8 @@ class Deep(nn.Module):
 
 
 PLACEMENT = {f"layers.{i}": f"cuda:{i // 3}" for i in range(8)}
-
-
-def build():
-    return Deep()
-
-
-def inputs():
-    return (torch.randn(2, 3, 4),)
+build = Deep
+SHAPES = [(2, 3, 4)]
 
 
 # case: clean_factories_with_device
@@ -209,8 +192,7 @@ def build():
     return nn.Sequential(Attention(6), Attention(6))
 
 
-def inputs():
-    return (torch.randn(2, 4, 6),)
+SHAPES = [(2, 4, 6)]
 
 
 # case: clean_linear_algebra
@@ -238,8 +220,7 @@ def build():
     return nn.Sequential(nn.Linear(3, 3), Whitening(3))
 
 
-def inputs():
-    return (torch.randn(8, 3),)
+SHAPES = [(8, 3)]
 
 
 # case: clean_cpu_scalars
@@ -270,8 +251,7 @@ def build():
     return nn.Sequential(Block(4), Block(4))
 
 
-def inputs():
-    return (torch.randn(3, 4),)
+SHAPES = [(3, 4)]
 
 
 # case: clean_copies_across
@@ -302,8 +282,7 @@ def build():
     return Collect().requires_grad_(False)
 
 
-def inputs():
-    return (torch.randn(2, 6),)
+SHAPES = [(2, 6)]
 
 
 # case: clean_device_of_parameters
@@ -340,11 +319,5 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"inp": "cuda:0", "start": "cuda:1"}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 3, 4),)
+build = Model
+SHAPES = [(2, 3, 4)]

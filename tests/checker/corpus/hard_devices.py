@@ -45,14 +45,8 @@ class ViT(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "encoder": 1}
-
-
-def build():
-    return ViT()
-
-
-def inputs():
-    return {"patches": torch.randn(2, 4, 12)}
+build = ViT
+SHAPES = {"patches": (2, 4, 12)}
 
 
 # case: fault_hard_device_number
@@ -87,14 +81,8 @@ class Net(nn.Module):
 
 
 PLACEMENT = {"stem": 0, "ensemble": 1, "head": 1}
-
-
-def build():
-    return Net()
-
-
-def inputs():
-    return (torch.randn(3, 5),)
+build = Net
+SHAPES = [(3, 5)]
 
 
 # case: fault_hard_device_object
@@ -128,8 +116,7 @@ def build():
     return nn.Sequential(nn.Conv1d(4, 6, 1), Decoder(6))
 
 
-def inputs():
-    return (torch.randn(2, 4, 6),)
+SHAPES = [(2, 4, 6)]
 
 
 # case: fault_hard_device_string
@@ -166,8 +153,7 @@ def build():
     return nn.Sequential(WindowAttention(8, 2), WindowAttention(8, 2))
 
 
-def inputs():
-    return (torch.randn(1, 6, 8),)
+SHAPES = [(1, 6, 8)]
 
 
 # case: fault_hard_to_cuda
@@ -201,10 +187,7 @@ class Tabular(nn.Module):
 
 
 PLACEMENT = {"bins": "cuda:0", "block": "cuda:1"}
-
-
-def build():
-    return Tabular()
+build = Tabular
 
 
 def inputs():
@@ -234,10 +217,7 @@ class Tagger(nn.Module):
 
 PLACEMENT = {"embed": 0, "lstm": 0, "head": 1}
 TRAIN = True
-
-
-def build():
-    return Tagger()
+build = Tagger
 
 
 def inputs():
@@ -272,8 +252,7 @@ def build():
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Prototypes(6, 3))
 
 
-def inputs():
-    return (torch.randn(4, 6),)
+SHAPES = [(4, 6)]
 
 
 # case: fault_current_device
@@ -298,8 +277,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), Layer(4))
 
 
-def inputs():
-    return (torch.randn(2, 3, 4),)
+SHAPES = [(2, 3, 4)]
 
 
 # case: fault_device_context
@@ -326,8 +304,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), Layer(4))
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: warning_cuda_call_right_here
@@ -359,10 +336,7 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"positions": "cuda:0", "body": "cuda:1"}
-
-
-def build():
-    return Model()
+build = Model
 
 
 def inputs():
@@ -386,14 +360,8 @@ class ByHand(nn.Module):
 
 
 PLACEMENT = {"first": "cuda:0", "second": "cuda:1", "scale": "cuda:1"}
-
-
-def build():
-    return ByHand()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = ByHand
+SHAPES = [(2, 4)]
 
 
 # case: warning_hard_device_right_here
@@ -426,14 +394,8 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"attention": "cuda:0", "mlp": "cuda:1"}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(1, 4, 8),)
+build = Model
+SHAPES = [(1, 4, 8)]
 
 
 # case: warning_hard_spellings
@@ -465,5 +427,4 @@ def build():
     return nn.Sequential(Layer(4), nn.Linear(4, 4))
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]

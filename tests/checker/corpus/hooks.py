@@ -40,8 +40,7 @@ def build():
     return net
 
 
-def inputs():
-    return (torch.randn(2, 6),)
+SHAPES = [(2, 6)]
 
 
 # case: fault_forward_pre_hook
@@ -89,14 +88,8 @@ class Net(nn.Module):
 
 
 PLACEMENT = {"blocks.0": 0, "blocks.1": 1}
-
-
-def build():
-    return Net()
-
-
-def inputs():
-    return (torch.randn(2, 6),)
+build = Net
+SHAPES = [(2, 6)]
 
 
 # case: fault_full_backward_hook
@@ -131,8 +124,7 @@ def build():
     return model
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: fault_tensor_hook
@@ -169,14 +161,8 @@ class Net(nn.Module):
 
 PLACEMENT = {"grad_scale": 0, "first": 0, "second": 1}
 TRAIN = True
-
-
-def build():
-    return Net()
-
-
-def inputs():
-    return {"x": torch.randn(3, 6)}
+build = Net
+SHAPES = {"x": (3, 6)}
 
 
 # case: fault_closure_steering
@@ -208,14 +194,8 @@ class Net(nn.Module):
 
 
 PLACEMENT = {"first": 0, "second": 1, "third": 1}
-
-
-def build():
-    return Net()
-
-
-def inputs():
-    return (torch.randn(3, 6),)
+build = Net
+SHAPES = [(3, 6)]
 
 
 # case: fault_context_manager
@@ -257,14 +237,8 @@ class Consistent(nn.Module):
 
 PLACEMENT = {"layers.0": "cuda:0", "layers.1": "cuda:1", "layers.2": "cuda:1"}
 TRAIN = True
-
-
-def build():
-    return Consistent()
-
-
-def inputs():
-    return {"x": torch.randn(2, 6)}
+build = Consistent
+SHAPES = {"x": (2, 6)}
 
 
 # case: fault_conditional_import_helper
@@ -299,8 +273,7 @@ def build():
     return model
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: clean_hooks
@@ -339,8 +312,7 @@ def build():
     return net
 
 
-def inputs():
-    return (torch.randn(2, 6),)
+SHAPES = [(2, 6)]
 
 
 # case: clean_closure_over_parameter
@@ -372,8 +344,7 @@ def build():
     return nn.Sequential(Layer(5), Layer(5))
 
 
-def inputs():
-    return (torch.randn(2, 5),)
+SHAPES = [(2, 5)]
 
 
 # case: clean_parametrizations
@@ -401,14 +372,8 @@ class Model(nn.Module):
 
 PLACEMENT = {"normed": "cuda:0", "spectral": "cuda:1", "symmetric": "cuda:1"}
 TRAIN = True
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(3, 6),)
+build = Model
+SHAPES = [(3, 6)]
 
 
 # case: clean_random_depth
@@ -433,10 +398,7 @@ class Stochastic(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}
-
-
-def build():
-    return Stochastic()
+build = Stochastic
 
 
 def inputs():

@@ -33,14 +33,8 @@ class Audio(nn.Module):
 
 
 PLACEMENT = {"fine": 0, "coarse": 1}
-
-
-def build():
-    return Audio()
-
-
-def inputs():
-    return (torch.randn(2, 32),)
+build = Audio
+SHAPES = [(2, 32)]
 
 
 # case: fault_table_dict
@@ -65,14 +59,8 @@ class Forecaster(nn.Module):
 
 
 PLACEMENT = {"encoder": 0, "decoder": 1}
-
-
-def build():
-    return Forecaster()
-
-
-def inputs():
-    return {"series": torch.randn(2, 7, 4)}
+build = Forecaster
+SHAPES = {"series": (2, 7, 4)}
 
 
 # case: fault_module_constant
@@ -102,8 +90,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), Polynomial())
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: fault_default_argument
@@ -125,14 +112,8 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"inp": 0, "out": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 6),)
+build = Model
+SHAPES = [(2, 6)]
 
 
 # case: fault_distribution
@@ -161,14 +142,8 @@ class Flow(nn.Module):
 
 PLACEMENT = {"encoder": 0, "decoder": 1}
 TRAIN = True
-
-
-def build():
-    return Flow()
-
-
-def inputs():
-    return {"x": torch.randn(4, 5)}
+build = Flow
+SHAPES = {"x": (4, 5)}
 
 
 # case: fault_two_on_one_line
@@ -197,8 +172,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), Complex())
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: fault_two_in_sequence
@@ -225,10 +199,7 @@ class Bucketed(nn.Module):
 
 
 PLACEMENT = {"inp": 0, "out": 1}
-
-
-def build():
-    return Bucketed()
+build = Bucketed
 
 
 def inputs():
@@ -260,8 +231,7 @@ def build():
     return nn.Sequential(Fast(), nn.Linear(4, 4))
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: fault_only_on_cuda_type
@@ -289,8 +259,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), Fast())
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: clean_distributions
@@ -317,14 +286,8 @@ class Agent(nn.Module):
 
 PLACEMENT = {"trunk": 0, "head": 1, "value": 1}
 TRAIN = True
-
-
-def build():
-    return Agent()
-
-
-def inputs():
-    return {"x": torch.randn(4, 5)}
+build = Agent
+SHAPES = {"x": (4, 5)}
 
 
 # case: clean_fourier
@@ -360,11 +323,5 @@ class Operator(nn.Module):
 
 
 PLACEMENT = {"lift": 0, "spectral.0": 0, "local.0": 0, "spectral.1": 1, "local.1": 1}
-
-
-def build():
-    return Operator()
-
-
-def inputs():
-    return (torch.randn(2, 1, 16),)
+build = Operator
+SHAPES = [(2, 1, 16)]

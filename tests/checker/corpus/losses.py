@@ -42,10 +42,7 @@ class CausalLM(nn.Module):
 
 PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 1, "lm_head": 1}
 TRAIN = True
-
-
-def build():
-    return CausalLM()
+build = CausalLM
 
 
 def inputs():
@@ -78,10 +75,7 @@ class Imbalanced(nn.Module):
 
 PLACEMENT = {"features": "cuda:0", "classifier": "cuda:1"}
 TRAIN = True
-
-
-def build():
-    return Imbalanced()
+build = Imbalanced
 
 
 def inputs():
@@ -111,10 +105,7 @@ class Weighted(nn.Module):
 
 PLACEMENT = {"criterion": 0, "trunk": 0, "head": 1}
 TRAIN = True
-
-
-def build():
-    return Weighted()
+build = Weighted
 
 
 def inputs():
@@ -158,14 +149,8 @@ class Model(nn.Module):
 
 PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1, "head": 1}
 TRAIN = True
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 3, 6),)
+build = Model
+SHAPES = [(2, 3, 6)]
 
 
 # case: fault_loss_distillation
@@ -193,14 +178,8 @@ class Distilled(nn.Module):
 
 PLACEMENT = {"teacher": 0, "student": 1}
 TRAIN = True
-
-
-def build():
-    return Distilled()
-
-
-def inputs():
-    return {"x": torch.randn(4, 8)}
+build = Distilled
+SHAPES = {"x": (4, 8)}
 
 
 # case: fault_partial_loss
@@ -228,10 +207,7 @@ class MultiLabel(nn.Module):
 
 PLACEMENT = {"encoder": 0, "head": 1}
 TRAIN = True
-
-
-def build():
-    return MultiLabel()
+build = MultiLabel
 
 
 def inputs():
@@ -262,10 +238,7 @@ class Policy(nn.Module):
 
 
 PLACEMENT = {"trunk": 0, "actor": 1, "critic": 1}
-
-
-def build():
-    return Policy()
+build = Policy
 
 
 def inputs():
@@ -291,14 +264,8 @@ class Hardest(nn.Module):
 
 PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1}
 TRAIN = True
-
-
-def build():
-    return Hardest()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Hardest
+SHAPES = [(2, 4)]
 
 
 # case: fault_clip_logits
@@ -336,14 +303,8 @@ class Clip(nn.Module):
 
 PLACEMENT = {"visual": "cuda:0", "textual": "cuda:1"}
 TRAIN = True
-
-
-def build():
-    return Clip()
-
-
-def inputs():
-    return {"image": torch.randn(4, 24), "text": torch.randn(4, 10)}
+build = Clip
+SHAPES = {"image": (4, 24), "text": (4, 10)}
 
 
 # case: clean_loss_labels_moved
@@ -370,10 +331,7 @@ class CausalLM(nn.Module):
 
 PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 1, "lm_head": 1}
 TRAIN = True
-
-
-def build():
-    return CausalLM()
+build = CausalLM
 
 
 def inputs():
@@ -415,10 +373,7 @@ class Model(nn.Module):
 
 PLACEMENT = {"class_weights": 1, "layers.0": 0, "layers.1": 0, "layers.2": 1, "head": 1}
 TRAIN = True
-
-
-def build():
-    return Model()
+build = Model
 
 
 def inputs():
@@ -448,11 +403,5 @@ class Towers(nn.Module):
 
 PLACEMENT = {"visual": 0, "textual": 1, "logit_scale": 0}
 TRAIN = True
-
-
-def build():
-    return Towers()
-
-
-def inputs():
-    return {"image": torch.randn(3, 10), "text": torch.randn(3, 6)}
+build = Towers
+SHAPES = {"image": (3, 10), "text": (3, 6)}

@@ -88,14 +88,8 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"layers.0": 0, "layers.1": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(1, 4, 8),)
+build = Model
+SHAPES = [(1, 4, 8)]
 
 
 # case: fault_alibi_baddbmm
@@ -138,8 +132,7 @@ def build():
     return nn.Sequential(AlibiAttention(8, 2), AlibiAttention(8, 2))
 
 
-def inputs():
-    return (torch.randn(2, 3, 8),)
+SHAPES = [(2, 3, 8)]
 
 
 # case: fault_alibi_in_subclass
@@ -176,8 +169,7 @@ def build():
     return nn.Sequential(Alibi(4), Alibi(4))
 
 
-def inputs():
-    return (torch.randn(2, 3, 4),)
+SHAPES = [(2, 3, 4)]
 
 
 # case: fault_table_lru_cache
@@ -259,8 +251,7 @@ def build():
     return nn.Sequential(Attention(4), Attention(4))
 
 
-def inputs():
-    return (torch.randn(1, 5, 4),)
+SHAPES = [(1, 5, 4)]
 
 
 # case: fault_table_module_global
@@ -298,8 +289,7 @@ def build():
     return nn.Sequential(Decayed(4), Decayed(4))
 
 
-def inputs():
-    return (torch.randn(2, 5, 4),)
+SHAPES = [(2, 5, 4)]
 
 
 # case: fault_batch_branch
@@ -327,10 +317,7 @@ class Pooled(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "encoder": 1}
-
-
-def build():
-    return Pooled()
+build = Pooled
 
 
 def inputs():
@@ -366,10 +353,7 @@ class CrossAttention(nn.Module):
 
 
 PLACEMENT = {"embed": "cuda:0", "to_qkv": "cuda:1", "to_out": "cuda:1"}
-
-
-def build():
-    return CrossAttention()
+build = CrossAttention
 
 
 def inputs():
@@ -405,8 +389,7 @@ def build():
     return nn.Sequential(Grouped(), Grouped())
 
 
-def inputs():
-    return (torch.randn(2, 5, 8),)
+SHAPES = [(2, 5, 8)]
 
 
 # case: clean_evaluation_fast_path
@@ -462,5 +445,4 @@ def build():
     return Rows().requires_grad_(False)
 
 
-def inputs():
-    return (torch.randn(3, 4),)
+SHAPES = [(3, 4)]

@@ -26,14 +26,8 @@ class Scratch(nn.Module):
 
 
 PLACEMENT = {"scratch": 0, "q": 1, "k": 1}
-
-
-def build():
-    return Scratch()
-
-
-def inputs():
-    return (torch.randn(2, 3, 4),)
+build = Scratch
+SHAPES = [(2, 3, 4)]
 
 
 # case: fault_foreach
@@ -56,14 +50,8 @@ class Averaged(nn.Module):
 
 
 PLACEMENT = {"fast": 0, "slow": 1}
-
-
-def build():
-    return Averaged()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Averaged
+SHAPES = [(2, 4)]
 
 
 # case: fault_torch_ops
@@ -81,14 +69,8 @@ class Raw(nn.Module):
 
 
 PLACEMENT = {"a": 0, "b": 1}
-
-
-def build():
-    return Raw()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Raw
+SHAPES = [(2, 4)]
 
 
 # case: fault_operation_by_name
@@ -116,8 +98,7 @@ def build():
     return Merge("minimum")
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: fault_custom_operator
@@ -151,8 +132,7 @@ def build():
     return Model().requires_grad_(False)
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: fault_numpy_of_a_gpu_tensor
@@ -180,8 +160,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), Quantile(4))
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: fault_compiled_block
@@ -212,14 +191,8 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"stem": 0, "block": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 6),)
+build = Model
+SHAPES = [(2, 6)]
 
 
 # case: fault_compiled_function
@@ -245,14 +218,8 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"bias": 0, "up": 0, "down": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 5),)
+build = Model
+SHAPES = [(2, 5)]
 
 
 # case: clean_numpy_round_trip
@@ -280,8 +247,7 @@ def build():
     return nn.Sequential(Quantile(4), Quantile(4))
 
 
-def inputs():
-    return (torch.randn(8, 4),)
+SHAPES = [(8, 4)]
 
 
 # case: clean_post_processing_on_cpu
@@ -306,14 +272,8 @@ class Detector(nn.Module):
 
 
 PLACEMENT = {"backbone": 0, "heads.0": 0, "heads.1": 1}
-
-
-def build():
-    return Detector()
-
-
-def inputs():
-    return (torch.randn(1, 3, 8, 8),)
+build = Detector
+SHAPES = [(1, 3, 8, 8)]
 
 
 # case: clean_gpu_checks
@@ -343,8 +303,7 @@ def build():
     return nn.Sequential(Kernel(), Kernel())
 
 
-def inputs():
-    return (torch.randn(2, 4),)
+SHAPES = [(2, 4)]
 
 
 # case: clean_compiled
@@ -371,11 +330,5 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"stem": 0, "block": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 6),)
+build = Model
+SHAPES = [(2, 6)]

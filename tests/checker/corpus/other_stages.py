@@ -35,10 +35,7 @@ class RadianceField(nn.Module):
 
 
 PLACEMENT = {"encoding": "cuda:0", "field": "cuda:0", "out": "cuda:1"}
-
-
-def build():
-    return RadianceField()
+build = RadianceField
 
 
 def inputs():
@@ -76,14 +73,8 @@ class Net(nn.Module):
 
 
 PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1, "out": 1}
-
-
-def build():
-    return Net()
-
-
-def inputs():
-    return (torch.randn(2, 7),)
+build = Net
+SHAPES = [(2, 7)]
 
 
 # case: fault_tied_linear
@@ -124,10 +115,7 @@ class TiedGPT(nn.Module):
 
 
 PLACEMENT = {"wte": "cuda:0", "h.0": "cuda:0", "h.1": "cuda:1", "ln_f": "cuda:1"}
-
-
-def build():
-    return TiedGPT()
+build = TiedGPT
 
 
 def inputs():
@@ -165,10 +153,7 @@ class Highway(nn.Module):
 
 
 PLACEMENT = {"words": 0, "body": 0, "reader": 1}
-
-
-def build():
-    return Highway()
+build = Highway
 
 
 def inputs():
@@ -197,14 +182,8 @@ class SharedNorm(nn.Module):
 
 
 PLACEMENT = {"norm": 0, "encoder": 0, "decoder": 1}
-
-
-def build():
-    return SharedNorm()
-
-
-def inputs():
-    return (torch.randn(3, 10),)
+build = SharedNorm
+SHAPES = [(3, 10)]
 
 
 # case: fault_moving_average_buffer
@@ -230,14 +209,8 @@ class Tracked(nn.Module):
 
 PLACEMENT = {"average": 0, "first": 0, "second": 1}
 TRAIN = True
-
-
-def build():
-    return Tracked()
-
-
-def inputs():
-    return (torch.randn(4, 6),)
+build = Tracked
+SHAPES = [(4, 6)]
 
 
 # case: fault_lora_addmm
@@ -269,14 +242,8 @@ class LoraNet(nn.Module):
 
 PLACEMENT = {"fc1": 0, "fc2": 1, "down": 0, "up": 0}
 TRAIN = True
-
-
-def build():
-    return LoraNet()
-
-
-def inputs():
-    return (torch.randn(4, 12),)
+build = LoraNet
+SHAPES = [(4, 12)]
 
 
 # case: fault_einsum_biaffine
@@ -302,14 +269,8 @@ class Biaffine(nn.Module):
 
 
 PLACEMENT = {"dependent": 0, "head": 1, "weight": 1}
-
-
-def build():
-    return Biaffine()
-
-
-def inputs():
-    return (torch.randn(2, 5, 12),)
+build = Biaffine
+SHAPES = [(2, 5, 12)]
 
 
 # case: fault_both_directions
@@ -333,14 +294,8 @@ class Crossed(nn.Module):
 
 
 PLACEMENT = {"left": 0, "right": 1, "out": 1}
-
-
-def build():
-    return Crossed()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Crossed
+SHAPES = [(2, 4)]
 
 
 # case: clean_shared_module
@@ -370,10 +325,7 @@ PLACEMENT = {
     "layers.2": 1,
     "pool": 1,
 }
-
-
-def build():
-    return Albert()
+build = Albert
 
 
 def inputs():
@@ -400,10 +352,7 @@ class Tied(nn.Module):
 
 PLACEMENT = {"embed": "cuda:0", "body": "cuda:1", "head": "cuda:0"}
 TRAIN = True
-
-
-def build():
-    return Tied()
+build = Tied
 
 
 def inputs():
@@ -440,11 +389,5 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"tower.0": 0, "tower.1": 0, "tower.2": 1, "gated": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return {"x": torch.randn(2, 4)}
+build = Model
+SHAPES = {"x": (2, 4)}

@@ -59,14 +59,8 @@ PLACEMENT = {
     "blocks.1.mlp": 1,
     "blocks.2": 1,
 }
-
-
-def build():
-    return Tower()
-
-
-def inputs():
-    return (torch.randn(2, 5, 12),)
+build = Tower
+SHAPES = [(2, 5, 12)]
 
 
 # case: fault_decorated_residual
@@ -106,14 +100,8 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"stem": "cuda:0", "mixer": "cuda:0", "mlp": "cuda:1"}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 6),)
+build = Model
+SHAPES = [(2, 6)]
 
 
 # case: helper_residuals
@@ -156,10 +144,7 @@ class LongSkip(nn.Module):
 
 HELPERS = ("helper_residuals.py",)
 PLACEMENT = {"embed": "cuda:0", "encoder": "cuda:1"}
-
-
-def build():
-    return LongSkip()
+build = LongSkip
 
 
 def inputs():
@@ -197,10 +182,7 @@ class InPlace(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "blocks.0": 0, "blocks.1": 1, "norm": 1}
-
-
-def build():
-    return InPlace()
+build = InPlace
 
 
 def inputs():
@@ -228,10 +210,7 @@ class WideAndDeep(nn.Module):
 
 
 PLACEMENT = {"wide": 0, "table": 0, "deep": 1}
-
-
-def build():
-    return WideAndDeep()
+build = WideAndDeep
 
 
 def inputs():
@@ -256,14 +235,8 @@ class Dense(nn.Module):
 
 
 PLACEMENT = {"layers.0": 0, "layers.1": 0, "layers.2": 1}
-
-
-def build():
-    return Dense()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Dense
+SHAPES = [(2, 4)]
 
 
 # case: fault_reduce_add
@@ -291,14 +264,8 @@ class Branches(nn.Module):
 
 
 PLACEMENT = {"stem": 0, "branches.0": 0, "branches.1": 0, "branches.2": 1}
-
-
-def build():
-    return Branches()
-
-
-def inputs():
-    return (torch.randn(1, 3, 6, 6),)
+build = Branches
+SHAPES = [(1, 3, 6, 6)]
 
 
 # case: fault_generator_sum
@@ -326,14 +293,8 @@ class LayerPool(nn.Module):
 
 
 PLACEMENT = {"mix": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
-
-
-def build():
-    return LayerPool()
-
-
-def inputs():
-    return (torch.randn(2, 6),)
+build = LayerPool
+SHAPES = [(2, 6)]
 
 
 # case: fault_followup
@@ -361,14 +322,8 @@ class Audit(nn.Module):
 
 
 PLACEMENT = {"left": 0, "right": 1, "last": 1}
-
-
-def build():
-    return Audit()
-
-
-def inputs():
-    return (torch.randn(2, 5),)
+build = Audit
+SHAPES = [(2, 5)]
 
 
 # case: fault_multiline_operators
@@ -400,14 +355,8 @@ class Sums(nn.Module):
 
 
 PLACEMENT = {"a": 0, "b": 1, "c": 1}
-
-
-def build():
-    return Sums()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Sums
+SHAPES = [(2, 4)]
 
 
 # case: clean_partial_and_reduce
@@ -431,11 +380,5 @@ class Branches(nn.Module):
 
 
 PLACEMENT = {"branches.0": 0, "branches.1": 1, "branches.2": 0, "branches.3": 1, "out": 1}
-
-
-def build():
-    return Branches()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Branches
+SHAPES = [(2, 4)]

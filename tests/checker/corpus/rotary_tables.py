@@ -54,14 +54,8 @@ class Stack(nn.Module):
 
 
 PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1}
-
-
-def build():
-    return Stack()
-
-
-def inputs():
-    return {"x": torch.randn(1, 5, 8)}
+build = Stack
+SHAPES = {"x": (1, 5, 8)}
 
 
 # case: fault_complex_rotary
@@ -93,8 +87,7 @@ def build():
     return nn.Sequential(Attention(4), Attention(4))
 
 
-def inputs():
-    return (torch.randn(1, 3, 4),)
+SHAPES = [(1, 3, 4)]
 
 
 # case: fault_from_numpy_sinusoid
@@ -127,14 +120,8 @@ class Transcriber(nn.Module):
 
 
 PLACEMENT = {"conv": 0, "encoder": 1, "head": 1}
-
-
-def build():
-    return Transcriber()
-
-
-def inputs():
-    return (torch.randn(2, 8, 10),)
+build = Transcriber
+SHAPES = [(2, 8, 10)]
 
 
 # case: fault_scripted_rotary
@@ -177,14 +164,8 @@ class Model(nn.Module):
 
 PLACEMENT = {"table": 0, "layers.0": 0, "layers.1": 1}
 UNJUDGED = "compiled code can't be watched from Python"
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 3, 4),)
+build = Model
+SHAPES = [(2, 3, 4)]
 
 
 # case: fault_table_attribute
@@ -231,14 +212,8 @@ class Tower(nn.Module):
 
 
 PLACEMENT = {"blocks.0": 0, "blocks.1": 0, "blocks.2": 1}
-
-
-def build():
-    return Tower()
-
-
-def inputs():
-    return (torch.randn(2, 5, 8),)
+build = Tower
+SHAPES = [(2, 5, 8)]
 
 
 # case: fault_table_cached_on_first_use
@@ -287,14 +262,8 @@ class Decoder(nn.Module):
 
 
 PLACEMENT = {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
-
-
-def build():
-    return Decoder()
-
-
-def inputs():
-    return (torch.randn(2, 3, 6),)
+build = Decoder
+SHAPES = [(2, 3, 6)]
 
 
 # case: fault_table_indexed_on_cpu
@@ -319,10 +288,7 @@ class FrequencyPrior(nn.Module):
 
 
 PLACEMENT = {"embed": "cuda:0", "head": "cuda:1"}
-
-
-def build():
-    return FrequencyPrior()
+build = FrequencyPrior
 
 
 def inputs():
@@ -359,8 +325,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), RelativeBias(4))
 
 
-def inputs():
-    return (torch.randn(2, 4, 4),)
+SHAPES = [(2, 4, 4)]
 
 
 # case: clean_freqs_moved_once
@@ -395,10 +360,7 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 1, "layers.2": 1}
-
-
-def build():
-    return Model()
+build = Model
 
 
 def inputs():
@@ -445,14 +407,8 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 3, 4),)
+build = Model
+SHAPES = [(2, 3, 4)]
 
 
 # case: clean_tables_as_buffers
@@ -490,5 +446,4 @@ def build():
     return nn.Sequential(Layer(8), Layer(8))
 
 
-def inputs():
-    return (torch.randn(2, 5, 8),)
+SHAPES = [(2, 5, 8)]

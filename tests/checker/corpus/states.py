@@ -46,14 +46,8 @@ class Loop(nn.Module):
 
 
 PLACEMENT = {"reader": 0, "writer": 1}
-
-
-def build():
-    return Loop()
-
-
-def inputs():
-    return (torch.randn(2, 5),)
+build = Loop
+SHAPES = [(2, 5)]
 
 
 # case: fault_second_question
@@ -82,10 +76,7 @@ class Remembering(nn.Module):
 
 PLACEMENT = {"embed": 0, "body": 1}
 UNJUDGED = "its inputs are a function"
-
-
-def build():
-    return Remembering()
+build = Remembering
 
 
 def twice(model):
@@ -145,14 +136,8 @@ class Recurrent(nn.Module):
 
 
 PLACEMENT = {"start": 0, "cell": 1}
-
-
-def build():
-    return Recurrent()
-
-
-def inputs():
-    return (torch.randn(2, 4, 5),)
+build = Recurrent
+SHAPES = [(2, 4, 5)]
 
 
 # case: fault_zeros_state
@@ -192,8 +177,7 @@ def build():
     return nn.Sequential(Mixer(6), Mixer(6))
 
 
-def inputs():
-    return (torch.randn(2, 4, 6),)
+SHAPES = [(2, 4, 6)]
 
 
 # case: fault_lstm_start_state
@@ -223,8 +207,7 @@ def build():
     return nn.Sequential(nn.Linear(6, 6), Captioner(6))
 
 
-def inputs():
-    return (torch.randn(2, 3, 6),)
+SHAPES = [(2, 3, 6)]
 
 
 # case: fault_own_call_method
@@ -255,14 +238,8 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1}
-
-
-def build():
-    return Model()
-
-
-def inputs():
-    return (torch.randn(2, 4),)
+build = Model
+SHAPES = [(2, 4)]
 
 
 # case: fault_buffer_overwritten
@@ -293,8 +270,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 4), MemoryLayer(4))
 
 
-def inputs():
-    return (torch.randn(3, 4),)
+SHAPES = [(3, 4)]
 
 
 # case: fault_packed_lengths_on_gpu
@@ -324,10 +300,7 @@ class Model(nn.Module):
 
 PLACEMENT = {"embed": 0, "encoder": 1}
 UNJUDGED = "a virtual GPU packs on the CPU"
-
-
-def build():
-    return Model()
+build = Model
 
 
 def inputs():
@@ -363,8 +336,7 @@ def build():
     return nn.Sequential(Scan(4), Scan(4))
 
 
-def inputs():
-    return (torch.randn(2, 5, 4),)
+SHAPES = [(2, 5, 4)]
 
 
 # case: clean_packed_lstm
@@ -396,10 +368,7 @@ class Model(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "encoder": 1}
-
-
-def build():
-    return Model()
+build = Model
 
 
 def inputs():
@@ -430,11 +399,5 @@ class Counting(nn.Module):
 
 PLACEMENT = {"steps": 0, "a": 0, "b": 1}
 TRAIN = True
-
-
-def build():
-    return Counting()
-
-
-def inputs():
-    return {"x": torch.randn(5, 4)}
+build = Counting
+SHAPES = {"x": (5, 4)}

@@ -34,10 +34,7 @@ class VisionLanguage(nn.Module):
 
 
 PLACEMENT = {"embed_tokens": 0, "visual": 1, "decoder": 1, "lm_head": 1}
-
-
-def build():
-    return VisionLanguage()
+build = VisionLanguage
 
 
 def inputs():
@@ -88,10 +85,7 @@ class Spliced(nn.Module):
 
 
 PLACEMENT = {"embed": "cuda:0", "visual": "cuda:1", "layers.0": 0, "layers.1": 1, "head": 1}
-
-
-def build():
-    return Spliced()
+build = Spliced
 
 
 def inputs():
@@ -133,10 +127,7 @@ class UNet(nn.Module):
 
 
 PLACEMENT = {"stem": "cuda:0", "down": "cuda:0", "middle": "cuda:1", "up": "cuda:1", "out": 1}
-
-
-def build():
-    return UNet()
+build = UNet
 
 
 def inputs():
@@ -179,14 +170,8 @@ class CatUNet(nn.Module):
 
 
 PLACEMENT = {"enc1": 0, "enc2": 0, "up": 1, "dec": 1, "head": 1}
-
-
-def build():
-    return CatUNet()
-
-
-def inputs():
-    return {"image": torch.randn(2, 1, 8, 8)}
+build = CatUNet
+SHAPES = {"image": (2, 1, 8, 8)}
 
 
 # case: fault_blur_kernel
@@ -219,14 +204,8 @@ class Net(nn.Module):
 
 
 PLACEMENT = {"conv1": "cuda:0", "conv2": "cuda:1"}
-
-
-def build():
-    return Net()
-
-
-def inputs():
-    return (torch.randn(1, 3, 8, 8),)
+build = Net
+SHAPES = [(1, 3, 8, 8)]
 
 
 # case: fault_tensor_channel_stats
@@ -253,10 +232,7 @@ class Normalised(nn.Module):
 
 
 PLACEMENT = {"features": 0, "classifier": 1}
-
-
-def build():
-    return Normalised()
+build = Normalised
 
 
 def inputs():
@@ -292,14 +268,8 @@ class Detector(nn.Module):
 
 
 PLACEMENT = {"backbone": "cuda:0", "heads.0": "cuda:0", "heads.1": "cuda:1"}
-
-
-def build():
-    return Detector()
-
-
-def inputs():
-    return (torch.randn(1, 3, 8, 8),)
+build = Detector
+SHAPES = [(1, 3, 8, 8)]
 
 
 # case: clean_splice_moved
@@ -325,10 +295,7 @@ class VisionLanguage(nn.Module):
 
 
 PLACEMENT = {"embed": 0, "visual": 1, "decoder": 1}
-
-
-def build():
-    return VisionLanguage()
+build = VisionLanguage
 
 
 def inputs():
@@ -356,14 +323,8 @@ class UNet(nn.Module):
 
 
 PLACEMENT = {"enc": "cuda:0", "mid": "cuda:1", "dec": "cuda:1", "out": "cuda:1"}
-
-
-def build():
-    return UNet()
-
-
-def inputs():
-    return (torch.randn(1, 1, 8, 8),)
+build = UNet
+SHAPES = [(1, 1, 8, 8)]
 
 
 # case: clean_convolutions
@@ -401,11 +362,5 @@ class ResNet(nn.Module):
 
 PLACEMENT = {"layer1": "cuda:0", "layer2": "cuda:1", "fc": "cuda:1"}
 TRAIN = True
-
-
-def build():
-    return ResNet()
-
-
-def inputs():
-    return (torch.randn(2, 3, 8, 8),)
+build = ResNet
+SHAPES = [(2, 3, 8, 8)]

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from repairing import load
 
-from duoka.checker.fix.live_code import SwapError, live_functions, swapped
+from duoka.checker.fix.live_code import SwapError, live_functions, swap_code
 
 TEXT = '''\
 import functools
@@ -108,7 +108,7 @@ def test_functions_methods_closures_partials_and_lambdas_run_other_code(
         ]  # fmt: skip
 
     old = values()
-    with swapped(live_functions(), before, after):
+    with swap_code(live_functions(), before, after):
         # What a class body says is not run again.
         assert values() == [10, 20, 10, 10, 14, 15, 1, 11, 11, 10]
         assert "return 10" in "".join(linecache.getlines(str(path)))
@@ -121,7 +121,7 @@ def test_all_is_put_back_after_an_error(path: Path, module: ModuleType) -> None:
     after = change(path, ("return 1\n", "return 10\n"))
 
     def fail() -> None:
-        with swapped(live_functions(), {str(path): TEXT}, after):
+        with swap_code(live_functions(), {str(path): TEXT}, after):
             assert module.number() == 10
             raise KeyError
 
@@ -132,7 +132,7 @@ def test_all_is_put_back_after_an_error(path: Path, module: ModuleType) -> None:
 
 def test_lines_that_shift_are_the_new_ones(path: Path, module: ModuleType) -> None:
     after = {str(path): TEXT.replace("def number", "# more\n# lines\ndef number")}
-    with swapped(live_functions(), {str(path): TEXT}, after):
+    with swap_code(live_functions(), {str(path): TEXT}, after):
         assert module.Box.value.__code__.co_firstlineno == 14
 
 
@@ -144,7 +144,7 @@ def test_another_closure_is_refused(path: Path, module: ModuleType) -> None:
     closure = live.outer(4)
     with (
         pytest.raises(SwapError, match="closure over free; the patched one is over free, more"),
-        swapped(live_functions(), {str(path): text}, {str(path): module_text}),
+        swap_code(live_functions(), {str(path): text}, {str(path): module_text}),
     ):
         pass
     assert closure() == [5]
@@ -155,7 +155,7 @@ def test_a_file_that_changed_since_its_import_is_refused(path: Path, module: Mod
     after = text.replace("return self.scale", "return -self.scale")
     with (
         pytest.raises(SwapError, match=r"Box.value isn't what .*boxes.py says"),
-        swapped(live_functions(), {str(path): text}, {str(path): after}),
+        swap_code(live_functions(), {str(path): text}, {str(path): after}),
     ):
         pass
     assert module.Box().value() == 2
@@ -165,7 +165,7 @@ def test_other_functions_are_refused(path: Path, module: ModuleType) -> None:
     after = {str(path): TEXT + "\ndef more():\n    pass\n"}
     with (
         pytest.raises(SwapError, match="are others"),
-        swapped(live_functions(), {str(path): TEXT}, after),
+        swap_code(live_functions(), {str(path): TEXT}, after),
     ):
         pass
     assert functools.reduce(lambda a, b: a + b, [module.number()]) == 1

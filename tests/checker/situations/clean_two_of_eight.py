@@ -38,10 +38,7 @@ PLACEMENT = {
     "output_layer": "cuda:3",
 }
 TRAIN = False
-
-
-def build():
-    return GLM()
+build = GLM
 
 
 def inputs():

@@ -59,10 +59,7 @@ PLACEMENT = {
     "output_layer": "cuda:1",
 }
 TRAIN = False
-
-
-def build():
-    return LongGLM()
+build = LongGLM
 
 
 def inputs():

@@ -60,10 +60,7 @@ PLACEMENT = {
     "output_layer": "cuda:3",
 }
 TRAIN = True
-
-
-def build():
-    return TunedGLM()
+build = TunedGLM
 
 
 def inputs():

@@ -88,10 +88,7 @@ PLACEMENT = {
     "output_layer": "cuda:1",
 }
 TRAIN = False
-
-
-def build():
-    return SeeingGLM()
+build = SeeingGLM
 
 
 def inputs():

@@ -82,9 +82,9 @@ def test_a_long_header_costs_one_request_more(hub: HubServer) -> None:
     assert ranges == ["bytes=0-65535", f"bytes=65536-{8 + length - 1}"]
 
 
-def test_a_server_without_ranges_is_read_from_its_beginning(hub: HubServer) -> None:
+def test_a_server_without_ranges_is_refused(hub: HubServer) -> None:
     hub.next("storage", *[hub_server.ignore_ranges] * 2)
-    assert open_it().weight_bytes == 200 * (300 + 600) * 4
+    assert "something else than it told of" in refused(open_it)[0]
 
 
 def test_a_local_directory_wins(

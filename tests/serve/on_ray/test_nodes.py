@@ -15,7 +15,14 @@ from duoka.errors import InfeasibleError, MachineError, UsageError
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.serve.on_ray import nodes
-from duoka.serve.on_ray.nodes import connect, deal, find_kinds, look, read_bounds, sort_visible
+from duoka.serve.on_ray.nodes import (
+    choose_bounds,
+    connect,
+    look,
+    plan_nodes,
+    read_bounds,
+    sort_visible,
+)
 
 VERSION = version("duoka")
 
@@ -56,22 +63,33 @@ def cluster(monkeypatch: pytest.MonkeyPatch, *gpus: str) -> None:
     )
 
 
-def test_nodes_with_the_same_gpus_are_one_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    cluster(monkeypatch, "24GiB,12GiB", "2x24GiB", "3 GPUs are there", "1MiB", "2x24GiB")
-    kinds, left_out = find_kinds(None, "", plan_last)
-    assert [kind.nodes for kind in kinds] == [("node (1)", "node (4)"), ("node (0)",)]
-    assert left_out == ["node (2): 3 GPUs are there", "node (3): it doesn't fit"]
-    alike, mixed = kinds
-    # Ray gives it any of the node's two, which it then calls the first.
-    assert (alike.plan.devices, alike.gpus, alike.room) == (("cuda:0",), 1, 4)
-    assert alike.foreign_ids == ("0", "2", "3")
-    assert (mixed.plan.devices, mixed.gpus, mixed.room) == (("cuda:0", "cuda:1"), 2, 1)
+def test_each_kind_of_nodes_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, "2x12GiB", "2x24GiB", "3 GPUs are there", "1MiB", "2x24GiB", "24GiB,12GiB")
+    planned, left_out = plan_nodes(None, "", plan_last)
+    assert planned.names == ("node (0)", "node (1)", "node (4)")
+    # Ray gives a replica any of the node's two, which it then calls the first.
+    budgets = [plan.fleet.budget_bytes // 2**30 for plan in planned.plans.values()]
+    assert (budgets, planned.gpus_per_replica, planned.room) == ([12, 24, 24], 1, 6)
+    assert {plan.devices for plan in planned.plans.values()} == {("cuda:0",)}
+    assert planned.foreign_ids == ("2", "3", "5")
+    assert left_out == [
+        "node (2): 3 GPUs are there",
+        "node (3): it doesn't fit",
+        "node (5): a replica there needs 2 GPUs, elsewhere 1",
+    ]
+
+
+def test_a_node_of_several_sorts_has_one_replica_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster(monkeypatch, "24GiB,12GiB")
+    planned, _ = plan_nodes(None, "", plan_last)
+    assert (planned.gpus_per_replica, planned.room, planned.foreign_ids) == (2, 1, ())
+    assert planned.plans["0"].devices == ("cuda:0", "cuda:1")
 
 
 def test_all_reasons_are_told_where_no_node_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster(monkeypatch, "1MiB", "3 GPUs are there")
     with pytest.raises(InfeasibleError, match=r"node \(1\): 3 GPUs are there") as raised:
-        find_kinds(None, "", plan_last)
+        plan_nodes(None, "", plan_last)
     assert "node (0): it doesn't fit" in str(raised.value)
 
 
@@ -125,24 +143,11 @@ def test_what_is_no_number_is_refused(text: str) -> None:
         read_bounds(text)
 
 
-def test_each_kind_has_replicas_in_turn() -> None:
-    assert deal(None, [3, 1]) == [(3, 3), (1, 1)]
-    assert deal((3, 3), [3, 1]) == [(2, 2), (1, 1)]
-    assert deal((1, 1), [3, 1]) == [(1, 1), (0, 0)]
-    assert deal((2, 4), [3, 1]) == [(1, 3), (1, 1)]
-
-
-def test_the_first_kind_may_have_more_than_there_is_room_for() -> None:
-    assert deal((2, 9), [3, 1]) == [(1, 8), (1, 1)]
-    assert deal((4, 9), [3, 1]) == [(3, 8), (1, 1)]
+def test_as_many_as_fit_unless_bounds_are_given() -> None:
+    assert choose_bounds(None, 4) == (4, 4)
+    assert choose_bounds((2, 9), 4) == (2, 9)
 
 
 def test_more_than_there_is_room_for_at_once_is_refused() -> None:
     with pytest.raises(InfeasibleError, match="5 replicas don't fit these nodes; 4 do"):
-        deal((5, 5), [3, 1])
-
-
-def test_no_kind_may_have_none() -> None:
-    with pytest.raises(UsageError, match="2 kinds of nodes") as raised:
-        deal((1, 3), [3, 1])
-    assert raised.value.hint == "--replicas 2-3"
+        choose_bounds((5, 5), 4)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from staged import WORKLOAD, staged
 from tiny import Costs, fleet, made_up
 
 from duoka.errors import UsageError
-from duoka.forecast.workload import Training, Workload
+from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
 from duoka.planner.request import PlanProblem
@@ -141,20 +140,9 @@ def renamed(plan: Plan, kind: str) -> Plan:
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"source": ""}, "a model in memory"),
-        ({"source": "glm/config.json"}, "made from a config"),
-        ({"workload": replace(WORKLOAD, quantize="int8")}, "weights are in int8"),
-        ({"workload": replace(WORKLOAD, new_tokens=0, training=Training())}, "training one"),
-    ],
-)
-def test_what_vllm_couldnt_run_as_planned_is_refused(
-    changes: dict[str, Any], expected: str
-) -> None:
-    with pytest.raises(UsageError, match=expected) as error:
-        commands(replace(staged([3, 2]), **changes), OPTIONS)
+def test_weights_that_the_plan_quantizes_are_refused() -> None:
+    with pytest.raises(UsageError, match="weights are in int8") as error:
+        commands(replace(staged([3, 2]), workload=replace(WORKLOAD, quantize="int8")), OPTIONS)
     assert error.value.hint
 
 
@@ -167,3 +155,16 @@ def test_vllms_own_quantization_may_be_asked_for() -> None:
     plan = replace(staged([3, 2]), workload=replace(WORKLOAD, quantize="int8"))
     (command,) = commands(plan, replace(OPTIONS, arguments=("-q", "bitsandbytes")))
     assert "bitsandbytes" in command.words
+
+
+@pytest.mark.parametrize(
+    "argument", ["--pipeline-parallel-size", "--pipeline_parallel_size=3", "--max-model-len=10"]
+)
+def test_what_the_plan_decides_is_refused(argument: str) -> None:
+    with pytest.raises(UsageError, match="can't be given to vLLM here") as error:
+        commands(staged([3, 2]), replace(OPTIONS, arguments=("--enforce-eager", argument, "3")))
+    assert error.value.hint
+
+
+def test_a_key_is_never_shown() -> None:
+    assert "sk-abc123" not in repr(replace(OPTIONS, api_key="sk-abc123"))

@@ -88,17 +88,17 @@ def test_kept_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, cache: Path) 
     monkeypatch.setattr(calibrating.devices, "materialise", lambda fleet: None)
     monkeypatch.setattr(calibrating, "crossing_rate", lambda source, target: (5e9, 1e-5))
 
-    def interrupted(device: Device, say: object) -> GpuFigures:
+    def interrupted(device: Device) -> GpuFigures:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(calibrating, "_measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calibrate(fleet)
-    assert calibration.find(driver).gpus == ()
-    monkeypatch.setattr(calibrating, "_measure", lambda device, say: FIGURES)
+    assert calibration.read_calibration(driver).gpus == ()
+    monkeypatch.setattr(calibrating, "_measure", lambda device: FIGURES)
     found = calibrate(fleet)
     assert found.path == calibration.path_for(driver)
-    assert calibration.find(driver) == found.calibration
+    assert calibration.read_calibration(driver) == found.calibration
     assert Fleet.detect("0").devices[0].flops_per_second == 65e12
 
     cache.joinpath("calibration").rename(cache / "old")
@@ -130,7 +130,7 @@ def test_a_real_gpu_is_measured_in_a_minute() -> None:
     assert time.perf_counter() - started < 60
     assert found.path is not None
     assert found.path.exists()
-    measured: Calibration = calibration.find(found.calibration.driver)
+    measured: Calibration = calibration.read_calibration(found.calibration.driver)
     figures = measured.gpus[0]
     assert 64 * MIB < figures.overhead_bytes < 4096 * MIB
     assert figures.flops_per_second > figures.memory_bytes_per_second > 1e9

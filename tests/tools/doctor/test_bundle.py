@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import platform
 import socket
@@ -22,7 +21,6 @@ TOKEN = "hf_" + "a1B2" * 8
 def person(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "gpubox.corp.example")
     monkeypatch.setattr(platform, "node", lambda: "gpubox.corp.example")
-    monkeypatch.setattr(getpass, "getuser", lambda: "li")
     for name, value in {
         "USER": "li",
         "HOME": "/data/people/meifang",

@@ -34,23 +34,15 @@ def test_eight_3090_with_one_narrow_link(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert busy.text == "GPU 3: python3 (pid 4242) has 4.87 GiB"
 
 
-def test_two_4090_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_two_4090_are_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine(monkeypatch, "two-4090")
     found = findings(tmp_path, *GPUS)
-    (apart,) = found["reach"]
-    assert apart.text.startswith("0→1, 1→0: no direct way to the other's memory: the chipset")
-    assert "NCCL_P2P_DISABLE=1" in apart.advice
-    assert {finding.severity for group in found.values() for finding in group} == {"note"}
+    assert {finding.severity for group in found.values() for finding in group} <= {"note"}
 
 
 def test_eight_h100_are_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     eight_h100(monkeypatch, machine(monkeypatch, "hgx-h100"))
     assert findings(tmp_path, *GPUS, "software") == {}
-    texts = {
-        check.name: [finding.text for finding in check.findings]
-        for check in diagnose(root=tmp_path).checks
-    }
-    assert texts["reach"] == ["all reach one another's memory directly, as the driver says"]
 
 
 def test_a_sick_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -46,17 +45,12 @@ def test_containers_of_both_versions(limit: str, used: str, unlimited: str, tmp_
     group = "sys/fs/cgroup/"
     write(tmp_path, group + limit, f"{8 * GIB}\n")
     write(tmp_path, group + used, f"{3 * GIB}\n")
-    texts = [finding.text for finding in host.check_limits(Facts(None, tmp_path))]
-    assert texts == ["memory: a limit of 8.00 GiB for this container, 3.00 GiB used"]
+    free, container = pairs([*host.check_host_memory(Facts(None, tmp_path))])
+    assert free == ("ok", "5.00 GiB of the host's memory are free")
+    assert container[1] == "memory: a limit of 8.00 GiB for this container, 3.00 GiB used"
     write(tmp_path, group + limit, unlimited)
-    (well,) = host.check_limits(Facts(None, tmp_path))
-    assert well.severity == "ok"
-
-
-def test_limits_of_a_shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 256))
-    (found,) = host.check_limits(Facts(None, tmp_path))
-    assert (found.severity, found.advice) == ("warning", "ulimit -n 1024")
+    (unknown,) = host.check_host_memory(Facts(None, tmp_path))
+    assert unknown.severity == "note"
 
 
 def test_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

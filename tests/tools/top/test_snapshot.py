@@ -11,7 +11,6 @@ from watching import GIB, MIB, live_device
 from duoka.errors import MachineError
 from duoka.report import live
 from duoka.report.live import LiveDevice
-from duoka.tools.top import snapshot as module
 from duoka.tools.top.snapshot import GpuNow, Monitor
 
 Publish = Callable[..., None]
@@ -62,7 +61,7 @@ def test_virtual_gpus_are_those_of_each_process(
     assert (first.total_bytes, first.free_bytes) == (4 * GIB, 3 * GIB)
     assert (first.reserved_bytes, first.forecast_bytes) == (GIB, 2 * GIB)
     assert (first.others_bytes, first.spare_bytes) == (0, 2 * GIB)
-    assert (first.activity, first.seconds_left) == (None, None)
+    assert first.activity is None
 
 
 def test_processes_are_on_the_gpu_that_has_their_uuid(machine: Recording, publish: Publish) -> None:
@@ -131,59 +130,3 @@ def test_a_directory_that_cannot_be_trusted_is_noted(
     now = Monitor().look()
     assert now.notes == ("it is another user's; remove it",)
     assert len(now.gpus) == 8
-
-
-# ── trends ──
-
-
-@pytest.fixture
-def look_at(
-    machine: Recording, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[float, int], float | None]:
-    """What is said of the first GPU at a moment at which so much is free on it."""
-    clock = [0.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    monitor = Monitor()
-
-    def look(seconds: float, free: int) -> float | None:
-        clock[0] = seconds
-        machine.data["devices"][0]["nvmlDeviceGetMemoryInfo_v2"]["free"] = free
-        return monitor.look().gpus[0].seconds_left
-
-    return look
-
-
-Look = Callable[[float, int], float | None]
-
-
-def test_memory_that_goes_is_gone_at_its_pace(look_at: Look) -> None:
-    assert [look_at(second, (200 - second) * MIB) for second in range(10)] == [None] * 10
-    assert look_at(10, 190 * MIB) == pytest.approx(190)
-    assert look_at(30, 170 * MIB) == pytest.approx(170)
-
-
-def test_what_was_before_the_last_minute_is_forgotten(look_at: Look) -> None:
-    for second in range(100):
-        look_at(second, 20 * GIB - min(second, 30) * 100 * MIB)
-    assert look_at(100, 17 * GIB) is None
-
-
-def test_memory_that_stays_or_comes_back_is_never_gone(look_at: Look) -> None:
-    for second in range(30):
-        assert look_at(second, GIB) is None
-    for second in range(30, 60):
-        assert look_at(second, GIB + second * MIB) is None
-
-
-def test_what_is_far_away_is_not_told(look_at: Look) -> None:
-    for second in range(30):
-        assert look_at(second, 20 * GIB - second * MIB) is None
-
-
-def test_growth_that_was_planned_is_none(
-    machine: Recording, monkeypatch: pytest.MonkeyPatch, look_at: Look, publish: Publish
-) -> None:
-    for second in range(30):
-        now = GIB + second * 100 * MIB
-        publish(live_device(uuid=machine.uuids[0], now_bytes=now, peak_bytes=8 * GIB))
-        assert look_at(second, 10 * GIB - now) is None

@@ -7,7 +7,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import families
 import numpy as np
 import pytest
 import torch
@@ -237,22 +236,3 @@ def test_runs_of_older_versions_keep_their_micro_batches(make_dataset: Any, tmp_
     old.save(tmp_path / "again")
     assert Dataset.load(tmp_path / "again").row_lengths == old.row_lengths
     assert Dataset.load(tmp_path / "new").row_lengths == data.row_lengths != old.row_lengths
-
-
-# A tokens' own attention is all that may reach it: what is behind it must not count.
-@pytest.mark.parametrize("name", families.sample(["llama", *sorted(families.FAST)[:40]]))
-def test_padding_is_not_seen(name: str, make_dataset: Any) -> None:
-    model: Any = families.build(name)
-    if model.config.is_encoder_decoder:
-        return
-    data = make_dataset([6, 11], seq_length=24)
-    (both,) = Batches(data, batch=2, micro_batch=2, shuffle=False)[0].micro_batches
-    with torch.no_grad():
-        loss = model(**both.tensors(), use_cache=False).loss * both.trained_tokens
-        alone = 0.0
-        for sample in range(2):
-            ids, is_trained = (torch.from_numpy(array) for array in data.tokens(sample))
-            labels = torch.where(is_trained, ids, -100).long()[None]
-            single = model(ids[None].long(), labels=labels, use_cache=False).loss
-            alone += single * int(data.trained_tokens[sample])
-    torch.testing.assert_close(loss, alone, rtol=1e-4, atol=1e-4)

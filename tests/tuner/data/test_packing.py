@@ -1,3 +1,5 @@
+"""Packed rows; that all families keep their samples apart is in `matrix.batches`."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -10,14 +12,13 @@ from chatglm_files import config
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matrix.batches import check_packing
 from transformers import LlamaConfig, Qwen3Config
 
 from duoka.errors import UsageError
 from duoka.models import build
-from duoka.tuner.data import Batches, TrainingMicroBatch, refuse_packing
-from duoka.tuner.data.packing import FAMILIES, pack
-
-LENGTHS = (6, 9, 5)
+from duoka.tuner.data import refuse_packing
+from duoka.tuner.data.packing import pack
 
 
 @settings(max_examples=examples(100))
@@ -39,31 +40,8 @@ def test_packs_are_the_fullest_ones() -> None:
     assert pack(lengths, [*reversed(range(7))], 10) == [[0, 5], [2, 1], [6, 4, 3]]
 
 
-def assert_apart(model: Any, micro_batch: TrainingMicroBatch) -> None:
-    """A packed row's logits are those of its samples alone."""
-    batch = micro_batch.tensors()
-    assert len(micro_batch.rows[0]) == len(LENGTHS)
-    with torch.no_grad():
-        inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
-        packed = model(**inputs, use_cache=False).logits
-        start = 0
-        for sample in micro_batch.rows[0]:
-            ids, _ = micro_batch.dataset.tokens(sample)
-            alone = model(torch.tensor(ids)[None].long(), use_cache=False).logits
-            torch.testing.assert_close(
-                packed[:, start : start + len(ids)], alone, rtol=0, atol=1e-4
-            )
-            start += len(ids)
-
-
-@pytest.mark.parametrize("name", families.sample(sorted(FAMILIES & set(families.causal_names()))))
-def test_samples_are_kept_apart(name: str, make_dataset: Any) -> None:
-    data = make_dataset(LENGTHS, seq_length=24)
-    assert_apart(families.build(name), Batches(data, batch=1, packing=True)[0].micro_batches[0])
-
-
 @pytest.mark.parametrize("name", ["chatglm3-6b", "glm-4-9b-chat"])
-def test_chatglm_keeps_samples_apart(name: str, make_dataset: Any) -> None:
+def test_chatglm_keeps_samples_apart(name: str) -> None:
     published = {
         **config(name),
         "num_layers": 2,
@@ -78,9 +56,8 @@ def test_chatglm_keeps_samples_apart(name: str, make_dataset: Any) -> None:
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    data = make_dataset(LENGTHS, seq_length=24)
     refuse_packing(model.config)
-    assert_apart(model.eval(), Batches(data, batch=1, packing=True)[0].micro_batches[0])
+    check_packing(model.eval())
 
 
 def test_who_is_refused() -> None:

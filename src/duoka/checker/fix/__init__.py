@@ -1,14 +1,13 @@
-"""The repair: the smallest changes of source that cure a report's faults, proved by checking again.
+"""Fixes: the smallest source changes that remove a report's faults, verified by another check.
 
-It reads source as syntax trees that keep every blank and comment, and never runs what it only
-guesses: which of several candidates cures a fault is decided by the check.
+Source is read as a concrete syntax tree, which keeps every blank and comment. The check decides
+which of several candidates is correct.
 
-- `fix`: from a report to patches; `patch`: what they are; `write`: copies of files, or the files
-- `search`: rounds of patching and checking; `live_code`: live functions that run patched code
-- `candidates`: changes that may cure a fault, by what `device_exprs` (where to), `containers` and
-  `factories` know
-- `sources`, `syntax`, `edits`: files, their trees, and changes of these
-- `verify`: on several devices the patched code computes what the original computes on one
+- `fix`: from a report to patches; `patch`: the patches; `write`: write them to files
+- `search`: rounds of patching and checking; `candidates`: changes that may fix a fault
+- `device_exprs`, `factories`, `containers`, `edits`: parts of candidates
+- `syntax`, `sources`: syntax trees and files
+- `verify`, `live_code`: the proof, and running patched code in a live model
 """
 
 from .fix import repair

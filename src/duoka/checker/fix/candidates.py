@@ -1,6 +1,6 @@
-"""From a fault to the changes that may cure it, the smallest and most likely first.
+"""Candidates for a fault, the smallest and most likely first.
 
-Which of them does is decided by checking again; nothing here runs any code.
+Another check decides which candidate is correct; nothing here runs code.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Changes that may cure a fault.
+    """Edits that may fix a fault.
 
-    `step_bytes` is what they move each time that the operation runs.
+    `step_bytes` is the number of bytes they move at each execution.
     """
 
     edits: tuple[Edit, ...]
@@ -37,9 +37,9 @@ class Candidate:
 
 
 def candidates(fault: Fault, sources: Sources, subject: Subject) -> Iterator[Candidate]:
-    """What may cure a fault, the best first."""
+    """Yield candidates for a fault, the best first."""
     tree = sources.tree(fault.file)
-    node = tree.find(fault.place)
+    node = tree.find_node(fault.place)
     if node is None:
         raise SourceError(f"{fault.file}:{fault.line} doesn't say {fault.source!r}")
     owner = tree.enclosing(node, cst.ClassDef)
@@ -50,9 +50,9 @@ def candidates(fault: Fault, sources: Sources, subject: Subject) -> Iterator[Can
             "inputs are: that is for its author"
         )
     site = Site(fault, tree, sources, subject)
-    moved = _distinct(site.fault)
+    moving = _distinct(site.fault)
     per_operand = [
-        list(dict.fromkeys(islice(_for_operand(site, operand), _MOST))) for operand in moved
+        list(dict.fromkeys(islice(_for_operand(site, operand), _MOST))) for operand in moving
     ]
     if not all(per_operand):
         raise SourceError(
@@ -62,15 +62,15 @@ def candidates(fault: Fault, sources: Sources, subject: Subject) -> Iterator[Can
     if not per_operand:
         return
     for number in range(max(map(len, per_operand))):
-        together = [options[min(number, len(options) - 1)] for options in per_operand]
+        chosen = [options[min(number, len(options) - 1)] for options in per_operand]
         yield Candidate(
-            tuple(dict.fromkeys(chain.from_iterable(one.edits for one in together))),
-            sum(one.step_bytes for one in together),
+            tuple(dict.fromkeys(chain.from_iterable(candidate.edits for candidate in chosen))),
+            sum(candidate.step_bytes for candidate in chosen),
         )
 
 
 def _distinct(fault: Fault) -> list[Operand]:
-    """The operands to move, those of one list once."""
+    """Return the operands to move, with those of one list merged."""
     by_place: dict[object, Operand] = {}
     for number, operand in enumerate(fault.operands):
         if operand.moved:
@@ -79,30 +79,30 @@ def _distinct(fault: Fault) -> list[Operand]:
 
 
 def _for_operand(site: Site, operand: Operand) -> Iterator[Candidate]:
-    """Have a tensor made where it is needed, or move it there where it is used."""
+    """Create the tensor on the target, or move it at its use."""
     yield from map(Candidate, make_on_target(site, operand))
     tree, fault = site.tree, site.fault
-    node = None if is_hidden(fault, operand) else tree.find(operand.place)
+    node = None if is_hidden(fault, operand) else tree.find_node(operand.place)
     container = None if node is None else container_of(tree, node, operand)
     ways: Iterator[tuple[Edit, ...]] = iter(())
     if container is not None:
         ways = move_contents(site, container)
     elif isinstance(node, cst.BaseExpression):
         ways = _at_use(site, node)
-    listed = [one for one in fault.operands if one.moved and one.place == operand.place]
-    num_bytes = sum(one.num_bytes for one in listed)
+    listed = [item for item in fault.operands if item.moved and item.place == operand.place]
+    num_bytes = sum(item.num_bytes for item in listed)
     yield from (Candidate(edits, step_bytes=num_bytes) for edits in ways)
 
 
 def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
-    """``.to(x.device)`` where an expression gives its tensor to the operation."""
+    """Append ``.to(x.device)`` to the expression of the operand."""
     tree, fault = site.tree, site.fault
     if fault.target == "cpu":
         # What only works there, whatever else it is given: numpy, lengths of sequences.
         yield (move(tree, node, '"cpu"'),)
     for device in target_devices(site, node):
         yield (move(tree, node, device),)
-    nodes = [tree.find(operand.place) for operand in fault.operands]
+    nodes = [tree.find_node(operand.place) for operand in fault.operands]
     written = [target for target in nodes if isinstance(target, cst.BaseExpression)]
     for _, target in staying_operands(site):
         by_name = name_first(tree, written, target)

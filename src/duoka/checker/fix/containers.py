@@ -1,4 +1,4 @@
-"""Operands that come in a list or tuple: each of its tensors is moved."""
+"""Operands in a list or tuple: move each of its tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .edits import (
     statement_to_precede,
 )
 from .sources import Site
-from .syntax import Edit, Tree, element_at, folded, is_plain, last_name
+from .syntax import Edit, Tree, element_at, is_plain, last_name, strip_blanks
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """What holds several tensors: a list, or the loop that makes it."""
+    """Expression of several tensors: a list, or the loop that builds it."""
 
     node: cst.BaseExpression
     element: cst.BaseExpression | None = None
@@ -33,13 +33,13 @@ class Container:
 
 
 def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container | None:
-    """What holds an operand among others, if the expression at its place does."""
+    """Return the container of an operand, if the expression at its place is one."""
     written = node.value if isinstance(node, (cst.Arg, cst.StarredElement)) else node
     if not isinstance(written, cst.BaseExpression):
         return None
     if isinstance(written, (cst.ListComp, cst.GeneratorExp, cst.SetComp)):
         return Container(written, written.elt)
-    text, expression = folded(tree.code(written)), folded(operand.expression)
+    text, expression = strip_blanks(tree.code(written)), strip_blanks(operand.expression)
     is_item = expression.startswith(f"{text}[")
     index = expression.removeprefix(text)
     if is_item and isinstance(written, (cst.List, cst.Tuple)):
@@ -51,7 +51,7 @@ def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container |
 
 
 def move_contents(site: Site, container: Container) -> Iterator[tuple[Edit, ...]]:
-    """Move each of several tensors: to one of them, or to what is at hand."""
+    """Move each tensor of a container to the device of one of them, or of a tensor at hand."""
     tree, node = site.tree, container.node
     for device in target_devices(site, node):
         yield (_move_in(tree, container, device),)
@@ -72,13 +72,13 @@ def _move_in(tree: Tree, container: Container, device: str) -> Edit:
 
 
 def _staying_index(site: Site, container: Container) -> int | None:
-    """Which of the tensors is on the target: from the end where it is the last."""
+    """Return the index of the tensor on the target; -1 for the last."""
     operands = [
         operand
         for operand in site.fault.operands
-        if (node := site.tree.find(operand.place)) is not None
-        and (other := container_of(site.tree, node, operand)) is not None
-        and other.node is container.node
+        if (node := site.tree.find_node(operand.place)) is not None
+        and (sibling := container_of(site.tree, node, operand)) is not None
+        and sibling.node is container.node
     ]
     staying = [at for at, operand in enumerate(operands) if not operand.moved]
     if not staying:
@@ -87,7 +87,7 @@ def _staying_index(site: Site, container: Container) -> int | None:
 
 
 def _named_first(tree: Tree, node: cst.BaseExpression, staying: int) -> Iterator[tuple[Edit, ...]]:
-    """Give a list that is made on the spot a name, then move each of it."""
+    """Assign a list display to a name, then move each item."""
     statement = statement_to_precede(tree, [node], node)
     if statement is None:
         return

@@ -1,7 +1,7 @@
-"""Which expression names the device that an operand must come to.
+"""Find the expression that names the target device.
 
-The best one is the text of a tensor that is there already and costs nothing to write twice. Where
-that tensor is the result of a call, it gets a name on a line before (see `edits.name_first`).
+The best choice is the text of a tensor that is on the target and free to repeat. If that tensor is
+the result of a call, the call is assigned to a name first (`edits.name_first`).
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import libcst as cst
 from duoka.report.check_report import Fault, Operand
 
 from .sources import Site
-from .syntax import Tree, element_at, folded, is_plain
+from .syntax import Tree, element_at, is_plain, strip_blanks
 
 _VIEWS = ("T", "mT", "data", "grad")
 _MOVES = ("to", "cuda", "cpu")
 
 
 def target_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
-    """Texts for the target of the fault where `node` is evaluated, such as "logits.device".
+    """Yield expressions of the target device at `node`, such as "logits.device", the best first.
 
-    They name what is on the target as it is written at the operation, on every placement; the best
-    first.
+    They name tensors that are on the target in every placement.
     """
     texts: dict[str, None] = {}
     for operand, written in staying_operands(site):
@@ -33,47 +32,49 @@ def target_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
             # ``self.proj.weight`` for the result of ``self.proj(x)``, where that is at hand.
             weight = f"{site.tree.code(written.func)}.weight"
             texts |= {weight: None} if weight in site.fault.at_hand else {}
-    own_text = folded(site.tree.code(node))
-    yield from (f"{text}.device" for text in texts if folded(text) != own_text)
+    own_text = strip_blanks(site.tree.code(node))
+    yield from (f"{text}.device" for text in texts if strip_blanks(text) != own_text)
 
 
 def staying_operands(site: Site) -> Iterator[tuple[Operand, cst.BaseExpression]]:
-    """The operands that are on the target of the fault, with the expressions that give them."""
+    """Yield the operands on the target device with their expressions."""
     for operand in site.fault.operands:
-        node = site.tree.find(operand.place)
+        node = site.tree.find_node(operand.place)
         stays = not operand.moved and operand.device == site.fault.target
         if stays and isinstance(node, cst.BaseExpression):
             yield operand, node
 
 
 def lucky_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
-    """Names in the function that were on the target, though on another placement they may not."""
+    """Yield local names that were on the target, but may not be in another placement."""
     tree, at_hand = site.tree, site.fault.at_hand
-    near = {tree.code(name) for name in tree.inside(node, cst.Name, cst.Attribute)}
+    near = {tree.code(name) for name in tree.descendants(node, cst.Name, cst.Attribute)}
     for text in sorted(at_hand, key=lambda text: (text not in near, text.startswith("self."))):
-        if folded(text) != folded(tree.code(node)):
+        if strip_blanks(text) != strip_blanks(tree.code(node)):
             yield f"{text}.device"
 
 
 def is_hidden(fault: Fault, operand: Operand) -> bool:
-    """Whether an operand doesn't stand where it is said to, since one that stays stands there."""
+    """Return True if an operand is not at its place because an operand that stays is there."""
     return operand.place is None or (
         operand.moved
-        and folded(operand.expression) == folded(operand.place.text)
+        and strip_blanks(operand.expression) == strip_blanks(operand.place.text)
         and any(
-            (other.place, other.expression) == (operand.place, operand.expression)
-            and not other.moved
-            for other in fault.operands
+            (sibling.place, sibling.expression) == (operand.place, operand.expression)
+            and not sibling.moved
+            for sibling in fault.operands
         )
     )
 
 
 def _names_of(site: Site, written: cst.BaseExpression, operand: Operand) -> Iterator[str]:
-    """Texts for the device of an operand that is written out at the operation."""
+    """Yield expressions for the device of an operand that is written at the operation."""
     tree = site.tree
     text = tree.code(written.with_changes(lpar=[], rpar=[]))
-    if folded(operand.expression) != folded(text):
-        element = element_at(written, folded(operand.expression).removeprefix(folded(text)))
+    if strip_blanks(operand.expression) != strip_blanks(text):
+        element = element_at(
+            written, strip_blanks(operand.expression).removeprefix(strip_blanks(text))
+        )
         if isinstance(element, cst.Element) and is_plain(element.value):
             yield tree.code(element.value)
         return
@@ -88,7 +89,7 @@ def _names_of(site: Site, written: cst.BaseExpression, operand: Operand) -> Iter
 
 
 def _base(tree: Tree, node: cst.BaseExpression) -> cst.BaseExpression:
-    """What a view or the like is of: ``x`` of ``x[..., 1:].float()``."""
+    """Return the tensor below views and casts: ``x`` of ``x[..., 1:].float()``."""
     while True:
         if isinstance(node, cst.Subscript) or (
             isinstance(node, cst.Attribute) and node.attr.value in _VIEWS
@@ -105,6 +106,6 @@ def _base(tree: Tree, node: cst.BaseExpression) -> cst.BaseExpression:
 
 
 def _is_only_dtype(tree: Tree, call: cst.Call) -> bool:
-    """Whether ``.to`` surely changes nothing but the type."""
+    """Return True if ``.to`` certainly changes only the dtype."""
     arguments = [tree.code(argument.value) for argument in call.args]
     return len(arguments) == 1 and bool(re.fullmatch(r"torch\.\w+|[\w.]+\.dtype", arguments[0]))

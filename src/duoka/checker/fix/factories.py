@@ -1,4 +1,4 @@
-"""Tensors that are made on the wrong device: the call that makes them gets the right one."""
+"""Tensors created on the wrong device: add the right device to the call."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _FACTORIES = frozenset(
 
 
 def make_on_target(site: Site, operand: Operand) -> Iterator[tuple[Edit, ...]]:
-    """Make a tensor where it is needed, if the same function makes it out of nothing.
+    """Create a tensor on the target device if the same function creates it.
 
-    Where another function makes it, nobody knows which tensor it should follow.
+    For a tensor created in another function the right device is unknown.
     """
     tree, origin = site.tree, operand.origin
     if origin is None or origin.kind != "operation" or origin.place is None:
         return
-    used, node = tree.find(site.fault.place), tree.find(origin.place)
+    used, node = tree.find_node(site.fault.place), tree.find_node(origin.place)
     if origin.place.file != tree.file or used is None or not isinstance(node, cst.Call):
         return
     function = tree.function_of(used)
     if function is None or function is not tree.function_of(node):
         return
-    known = tree.names_before(node)
-    near = known & tree.names_in(node)
-    devices = [text for text in target_devices(site, node) if _root(text) in known]
+    earlier_names = tree.names_before(node)
+    near = earlier_names & tree.names_in(node)
+    devices = [text for text in target_devices(site, node) if _root(text) in earlier_names]
     devices += [text for text in lucky_devices(site, node) if _root(text) in near]
     for device in devices:
         edit = _made_on(tree, node, device)
@@ -53,7 +53,7 @@ def _root(text: str) -> str:
 
 
 def _made_on(tree: Tree, node: cst.Call, device: str) -> Edit | None:
-    """The edit that makes a call's result be on `device`."""
+    """Return the edit that creates the result of a call on `device`."""
     name = last_name(node.func)
     is_fixed = any(
         is_literal_device(argument.value)
@@ -74,7 +74,7 @@ def _made_on(tree: Tree, node: cst.Call, device: str) -> Edit | None:
 
 
 def _is_torch(node: cst.BaseExpression) -> bool:
-    """``torch``, or ``torch.cuda`` for its old types."""
+    """Return True for ``torch``, or ``torch.cuda`` for its legacy types."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return isinstance(node, cst.Name) and node.value in ("torch", "th", "nn")

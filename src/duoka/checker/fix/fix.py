@@ -1,4 +1,4 @@
-"""From a report to patches, each with its proof."""
+"""From a report to patches with proofs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from duoka.report.check_report import CheckReport, Stop
 
 from ..run import check_subject
 from ..subject import Subject
-from .live_code import ClosureError, SwapError, live_functions, swapped
+from .live_code import ClosureError, SwapError, live_functions, swap_code
 from .patch import Patch, Repairs, unified_diff
 from .search import Draft, FixOutcome, search
 from .sources import Sources
@@ -62,10 +62,10 @@ def repair(report: CheckReport) -> Repairs:
 
     @contextmanager
     def patched(draft: Draft, model: nn.Module) -> Iterator[None]:
-        before = {file: sources.text(file) for file in draft}
+        original = {file: sources.text(file) for file in draft}
         # A twin is younger than the model, and so may be its closures.
         functions = live if model is subject.model else live_functions()
-        with swapped(functions, before, draft):
+        with swap_code(functions, original, draft):
             yield
 
     def check(draft: Draft) -> CheckReport:
@@ -89,7 +89,7 @@ def repair(report: CheckReport) -> Repairs:
 
 
 def _left_over(outcome: FixOutcome) -> Proof | None:
-    """What the last check of the patched code still found, if anything."""
+    """Return the findings of the last check of the patched code."""
     report = outcome.report
     if report.stop is not None:
         return Proof(False, f"the patched code doesn't run to its end: {report.stop.message}")
@@ -103,14 +103,14 @@ def _assembled(outcome: FixOutcome, sources: Sources, proof: Proof) -> Repairs:
     patches = tuple(
         Patch(
             file=file,
-            before=before,
-            after=after,
-            diff=unified_diff(file, before, after),
+            before=original,
+            after=patched,
+            diff=unified_diff(file, original, patched),
             cures=tuple(outcome.cures(file)),
             proved=proof.holds,
             reason=proof.reason,
         )
-        for file, after in outcome.draft.items()
-        if (before := sources.text(file)) != after
+        for file, patched in outcome.draft.items()
+        if (original := sources.text(file)) != patched
     )
     return Repairs(patches=patches, uncured=tuple(outcome.uncured()))

@@ -1,10 +1,9 @@
-"""Live functions that run other code for a while: the code of a file's changed text.
+"""Run patched code in live functions for a while.
 
-A live model is proved as it is: its methods, hooks, closures and partials stay the very objects,
-and only what they run is exchanged, by qualified name. Functions and lambdas inside of others come
-with the code of those. Afterwards everything is as before. (A process of its own would need the
-model there, and no closure, hook or set of weights travels; a fresh import of the changed text
-would leave closures and hooks that exist already on their old code.)
+A live model is proved as it is: its methods, hooks, closures and partials stay the same objects;
+only their code objects are exchanged, by qualified name, with nested functions and lambdas.
+Afterwards everything is restored. (A separate process would need a copy of the model, which can
+differ.)
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _CodePair = tuple[CodeType, CodeType]
 
 
 class SwapError(Exception):
-    """Live functions can't run the changed code; its text says why."""
+    """Error if live functions cannot run the changed code, with the reason."""
 
 
 class ClosureError(SwapError):
-    """The changed code of one live function, at a place, is over other names than the function."""
+    """Error if the changed code of a function uses other free variables."""
 
     def __init__(self, old: CodeType, new: CodeType) -> None:
         old_names, new_names = (", ".join(code.co_freevars) or "nothing" for code in (old, new))
@@ -45,9 +44,9 @@ class ClosureError(SwapError):
 
 
 def live_functions() -> LiveFunctions:
-    """Every function of this process that isn't a comprehension.
+    """Return all functions of this process except comprehensions.
 
-    Looking for them takes a tenth of a second: once will do for all that is tried on one model.
+    This takes a tenth of a second; call it once per model.
     """
     by_file: dict[str, list[FunctionType]] = defaultdict(list)
     for value in gc.get_objects():
@@ -57,21 +56,21 @@ def live_functions() -> LiveFunctions:
 
 
 @contextmanager
-def swapped(
-    live: LiveFunctions, before: Mapping[str, str], after: Mapping[str, str]
+def swap_code(
+    live: LiveFunctions, old_text: Mapping[str, str], new_text: Mapping[str, str]
 ) -> Iterator[None]:
-    """Let every live function of some files run what a changed text says, inside the scope."""
-    files = [file for file in after if after[file] != before[file]]
+    """Let all live functions of some files run the code of a changed text inside the scope."""
+    files = [file for file in new_text if new_text[file] != old_text[file]]
     exchanges: list[tuple[FunctionType, CodeType]] = []
     for file in files:
-        exchanges += _exchanges(file, before[file], after[file], live.get(file, ()))
+        exchanges += _exchanges(file, old_text[file], new_text[file], live.get(file, ()))
     old_codes = [(function, function.__code__) for function, _ in exchanges]
     old_lines = {file: linecache.cache.get(file) for file in files}
     try:
         for function, code in exchanges:
             function.__code__ = code
         for file in files:
-            text = after[file]
+            text = new_text[file]
             # Without a time of change, `linecache` doesn't look at the file again.
             linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         yield
@@ -88,7 +87,7 @@ def swapped(
 def _exchanges(
     file: str, before: str, after: str, live: Sequence[FunctionType]
 ) -> Iterator[tuple[FunctionType, CodeType]]:
-    """Which live functions of a file run what, all together or not at all."""
+    """Pair live functions of a file with new code, all or none."""
     old, new = _codes(before, file), _codes(after, file)
     names = {code.co_qualname for code in old}
     # What is new inside of a function comes with the code of that function.
@@ -117,32 +116,32 @@ def _exchanges(
 
 
 def _pair_of(code: CodeType, pairs: Sequence[_CodePair]) -> _CodePair | None:
-    """The old and the new code of a live function, by its place in the text."""
-    alike = [
+    """Return the old and new code of a live function, by its position in the text."""
+    equal = [
         pair
         for pair in pairs
         if pair[0].co_firstlineno == code.co_firstlineno and _is_same(code, pair[0])
     ]
     # Of lambdas on one line, the one that is equal in its constants and columns as well.
-    exact = [pair for pair in alike if pair[0] == code]
-    return next(iter(exact or alike), None)
+    exact = [pair for pair in equal if pair[0] == code]
+    return next(iter(exact or equal), None)
 
 
-def _is_same(one: CodeType, other: CodeType) -> bool:
-    """Whether two codes do the same, wherever they stand."""
-    return one.co_code == other.co_code and one.co_names == other.co_names
+def _is_same(left: CodeType, right: CodeType) -> bool:
+    """Return True if two code objects are equal except for their position."""
+    return left.co_code == right.co_code and left.co_names == right.co_names
 
 
 def _codes(text: str, file: str) -> list[CodeType]:
-    """The code of every function, lambda and class, in the order of the text."""
+    """Yield the code of every function, lambda and class, in text order."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the text, when it was imported
         module = compile(parse_quietly(text), file, "exec", dont_inherit=True)
-    return [code for code in _inside(module) if code.co_name not in _COMPREHENSIONS]
+    return [code for code in _nested_codes(module) if code.co_name not in _COMPREHENSIONS]
 
 
-def _inside(code: CodeType) -> Iterator[CodeType]:
+def _nested_codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield constant
-            yield from _inside(constant)
+            yield from _nested_codes(constant)

@@ -1,4 +1,4 @@
-"""What a repair comes to: patches with their proof, and what could not be cured."""
+"""Result of a fix: patches with proofs, and faults without a fix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Cure:
 
     @property
     def source(self) -> str:
-        """The expressions that failed."""
+        """Expressions of the faults."""
         return ", ".join(fault.source for fault in self.faults)
 
 
@@ -64,7 +64,7 @@ class Patch:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Those that this patch has a part in curing."""
+        """Faults that this patch helps to fix."""
         return tuple(fault for cure in self.cures for fault in cure.faults)
 
 
@@ -84,12 +84,12 @@ class Repairs(Sequence[Patch]):
 
     @property
     def proved(self) -> bool:
-        """Whether every fault is cured, and every patch proved."""
+        """Return True if every fault is fixed and every patch proved."""
         return not self.uncured and all(patch.proved for patch in self.patches)
 
     @property
     def diff(self) -> str:
-        """The unified diff of all files."""
+        """Unified diff of all files."""
         return "".join(patch.diff for patch in self.patches)
 
     @overload
@@ -107,7 +107,7 @@ class Repairs(Sequence[Patch]):
 
 
 def unified_diff(file: str, before: str, after: str) -> str:
-    """A unified diff; paths are relative to the working directory where the file lies in it."""
+    """Return a unified diff with paths relative to the working directory if possible."""
     path = Path(file)
     folder = Path.cwd()
     name = path.relative_to(folder).as_posix() if path.is_relative_to(folder) else path.as_posix()
@@ -121,5 +121,5 @@ def unified_diff(file: str, before: str, after: str) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines with their ends, as `patch` counts them: only a line feed ends one."""
+    """Split into lines with their ends; only a line feed ends a line, as for `patch`."""
     return io.StringIO(text, newline="\n").readlines()

@@ -1,8 +1,9 @@
-"""Rounds of patching and checking: until the check is clean, or nothing more is known to try.
+"""Rounds of patching and checking until the check is clean or no candidate is left.
 
-In a round every fault of the last check has a candidate, and all of them are checked together.
-Those whose fault is still there, or whose code broke, go on to their next candidate. What comes up
-only when others are cured is for the next round, which works on the texts of this one.
+In a round every fault of the last check has one active candidate, and all candidates are checked
+together. A fault that is still there, or whose candidate broke the code, advances to its next
+candidate. Faults that appear only after others are fixed belong to the next round, which starts
+from the texts of this one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..subject import Subject
 from .candidates import Candidate, candidates
 from .patch import Cure
 from .sources import SourceError, Sources
-from .syntax import Edit, folded
+from .syntax import Edit, strip_blanks
 
 MAX_ROUNDS = 5
 MAX_CHECKS = 24
@@ -38,7 +39,7 @@ Check = Callable[[Draft], CheckReport]
 
 
 class CandidateSearch:
-    """A fault, and which of the candidates to cure it is being tried."""
+    """A fault and its active candidate."""
 
     def __init__(self, fault: Fault, options: Iterator[Candidate]) -> None:
         self.fault = fault
@@ -48,7 +49,7 @@ class CandidateSearch:
         self.next()
 
     def next(self, *, is_last: bool = False) -> None:
-        """Try the next candidate, or nothing more after the last."""
+        """Advance to the next candidate, or to none after the last."""
         if self.candidate is not None:
             self.reason = _IN_VAIN
         try:
@@ -58,12 +59,12 @@ class CandidateSearch:
 
     @property
     def edits(self) -> tuple[Edit, ...]:
-        """What the candidate that is being tried changes."""
+        """Edits of the active candidate."""
         return self.candidate.edits if self.candidate is not None else ()
 
 
 def _is_python(candidate: Candidate) -> bool:
-    """Whether the text after a candidate's edits is still Python."""
+    """Return True if the text parses after a candidate's edits."""
     for tree in {edit.tree: None for edit in candidate.edits}:
         try:
             parse_quietly(tree.apply(candidate.edits))
@@ -74,7 +75,7 @@ def _is_python(candidate: Candidate) -> bool:
 
 @dataclass(slots=True)
 class Round:
-    """The faults of one check, cured together on top of what the rounds before came to."""
+    """Faults of one check, fixed together on top of earlier rounds."""
 
     report: CheckReport
     choices: Sequence[CandidateSearch]
@@ -83,9 +84,9 @@ class Round:
     postponed: list[CandidateSearch] = field(default_factory=list)
 
     def run(self, check: Check, max_checks: int) -> tuple[Draft, CheckReport, int]:
-        """Change candidates until none of these faults is left that could be cured.
+        """Advance candidates until no fixable fault is left.
 
-        The result is what came of it, and how many checks are left.
+        Returns the result and the remaining number of checks.
         """
         while True:
             draft = self.draft()
@@ -101,7 +102,7 @@ class Round:
                 return draft, check(draft), 0
 
     def draft(self) -> Draft:
-        """The texts with the candidates that are being tried; colliding ones wait."""
+        """Apply the active candidates; colliding ones wait."""
         edits: list[Edit] = []
         self.postponed = []
         for choice in self.choices:
@@ -115,14 +116,14 @@ class Round:
         return texts
 
     def is_uncured(self, fault: Fault, draft: Draft) -> bool:
-        """Whether a fault of a later check is one of these that nothing has cured."""
+        """Return True if a fault of a later check is one of these without a fix."""
         return any(
             choice.candidate is None and self._is_left(choice, [fault], draft)
             for choice in self.choices
         )
 
     def _failed(self, draft: Draft, report: CheckReport) -> Iterator[CandidateSearch]:
-        """The choices whose candidate didn't cure, or broke the code."""
+        """Return the searches whose candidate did not fix the fault, or broke the code."""
         stop = report.stop
         broken = None if stop is None or stop == self.report.stop else stop.place
         for choice in self.choices:
@@ -133,7 +134,7 @@ class Round:
                 yield choice
 
     def _is_left(self, choice: CandidateSearch, faults: Iterable[Fault], draft: Draft) -> bool:
-        """Whether a choice's fault is among those of a draft."""
+        """Return True if a search's fault is still in a draft."""
         line, after = choice.fault.line, draft.get(choice.fault.file)
         if after is not None:
             line = line_after(self.sources.text(choice.fault.file), after, line)
@@ -141,7 +142,7 @@ class Round:
 
 
 def _changes(choice: CandidateSearch, place: Place) -> bool:
-    """Whether a candidate changes the function that a place is in."""
+    """Return True if a candidate changes the function of a place."""
     name = place.function.rpartition(".")[2]
     for edit in choice.edits:
         function = edit.tree.function_of(edit.node)
@@ -152,45 +153,45 @@ def _changes(choice: CandidateSearch, place: Place) -> bool:
 
 
 def _collide(new: Edit, old: Edit) -> bool:
-    """Whether two edits can't be made in one pass."""
+    """Return True if two edits cannot be applied in one pass."""
     if new.tree is not old.tree or new == old:
         return False
     if new.node is old.node:
         return not (new.adds_line and old.adds_line)
-    return (new.rewrites and new.node in new.tree.around(old.node)) or (
-        old.rewrites and old.node in old.tree.around(new.node)
+    return (new.rewrites and new.node in new.tree.ancestors(old.node)) or (
+        old.rewrites and old.node in old.tree.ancestors(new.node)
     )
 
 
 @lru_cache(maxsize=_MOST_TEXTS)
-def _line_blocks(before: str, after: str) -> Sequence[tuple[str, int, int, int, int]]:
-    lines = before.splitlines(), after.splitlines()
+def _line_blocks(old_text: str, new_text: str) -> Sequence[tuple[str, int, int, int, int]]:
+    lines = old_text.splitlines(), new_text.splitlines()
     return difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
 
 
-def line_after(before: str, after: str, line: int) -> int:
-    """Where a line of a text is in the changed text, both from 1."""
-    for _, start, end, new_start, new_end in _line_blocks(before, after):
+def line_after(old_text: str, new_text: str, line: int) -> int:
+    """Map a line of a text to the changed text, both from 1."""
+    for _, start, end, new_start, new_end in _line_blocks(old_text, new_text):
         if start < line <= end:
             # Lines are added before the statement that they are for: count from the end.
             return max(new_end - (end - line), new_start + 1)
     return line
 
 
-def is_same(before: Fault, after: Fault, line: int) -> bool:
-    """Whether a fault, which is on this line now, is still there: the same operands move."""
-    if (before.file, before.function, before.op) != (after.file, after.function, after.op):
+def is_same(earlier: Fault, later: Fault, line: int) -> bool:
+    """Return True if a fault, now on `line`, is still there with the same moved operands."""
+    if (earlier.file, earlier.function, earlier.op) != (later.file, later.function, later.op):
         return False
-    if abs(line - after.line) > _NEAR_LINES:
+    if abs(line - later.line) > _NEAR_LINES:
         return False
-    old = [folded(operand.expression) for operand in before.operands if operand.moved]
-    new = [folded(operand.expression) for operand in after.operands if operand.moved]
-    return old == new or any(one in other for one in old for other in new)
+    old = [strip_blanks(operand.expression) for operand in earlier.operands if operand.moved]
+    new = [strip_blanks(operand.expression) for operand in later.operands if operand.moved]
+    return old == new or any(left in right for left in old for right in new)
 
 
 @dataclass(slots=True)
 class FixOutcome:
-    """What all rounds came to."""
+    """Result of all rounds."""
 
     draft: Draft
     choices: list[CandidateSearch]
@@ -200,18 +201,18 @@ class FixOutcome:
     """What came up when others were cured, and was not cured itself."""
 
     def cures(self, file: str) -> Iterator[Cure]:
-        """What is changed in a file, each change with all that it cures."""
+        """Return the changes of a file, each with all faults it fixes."""
         by_edits: dict[tuple[Edit, ...], list[CandidateSearch]] = {}
         for choice in self.choices:
             if any(edit.tree.file == file for edit in choice.edits):
                 by_edits.setdefault(choice.edits, []).append(choice)
         for choices in by_edits.values():
             candidate, count = choices[0].candidate, max(one.fault.count for one in choices)
-            moved = 0 if candidate is None else candidate.step_bytes * count
-            yield Cure(faults=tuple(one.fault for one in choices), step_bytes=moved)
+            step_bytes = 0 if candidate is None else candidate.step_bytes * count
+            yield Cure(faults=tuple(one.fault for one in choices), step_bytes=step_bytes)
 
     def uncured(self) -> Iterator[tuple[Fault, str]]:
-        """The faults for which nothing is changed, each with the reason."""
+        """Return the faults without a fix, each with the reason."""
         for choice in self.choices:
             if choice.candidate is None:
                 yield choice.fault, choice.reason
@@ -220,7 +221,7 @@ class FixOutcome:
 
 
 def search(report: CheckReport, sources: Sources, subject: Subject, check: Check) -> FixOutcome:
-    """Find changes that cure the faults of a report, round by round."""
+    """Search for changes that fix the faults of a report, round by round."""
     outcome = FixOutcome({}, [], report)
     max_checks = MAX_CHECKS
     faults: Sequence[Fault] = report.faults

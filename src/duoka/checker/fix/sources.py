@@ -1,4 +1,4 @@
-"""The source files that a repair reads, each once, and a fault where it stands in them."""
+"""Source files of a fix, read once each."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _NOTEBOOK_CELL = "<ipython-input"
 
 
 class SourceError(Exception):
-    """Source that can't be read, understood or changed; its text says why."""
+    """Error for source that cannot be read, parsed or changed, with the reason."""
 
 
 class Sources:
-    """The texts of files, and their trees; `texts` take the place of the files'."""
+    """Texts and syntax trees of files; `texts` replaces the content of files."""
 
     def __init__(self, texts: Mapping[str, str] | None = None) -> None:
         self.texts = dict(texts or {})
         self._trees: dict[str, Tree] = {}
 
     def text(self, file: str) -> str:
-        """The text of a file, line ends as they are."""
+        """Return the text of a file with its line ends."""
         if file.startswith(torch_folder()):
             raise SourceError(
                 "it stands in PyTorch's own code: the map must keep that module on one device"
@@ -51,7 +51,7 @@ class Sources:
         return self.texts[file]
 
     def tree(self, file: str) -> Tree:
-        """The syntax tree of a file."""
+        """Return the syntax tree of a file."""
         if file not in self._trees:
             text = self.text(file)
             try:
@@ -64,7 +64,7 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A fault, the tree of its file, the other files, and what was checked."""
+    """A fault, the tree of its file, the other files, and the subject of the check."""
 
     fault: Fault
     tree: Tree
@@ -73,7 +73,7 @@ class Site:
 
 
 def read_source(path: Path) -> str:
-    """The text of a file, line ends as they are."""
+    """Read the text of a file with its line ends."""
     try:
         return read_bytes(path, most_bytes=_MOST_BYTES).decode("utf-8")
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""A source file as a syntax tree that keeps every blank and comment, and what its names are.
+"""Concrete syntax tree of a source file, which keeps blanks and comments.
 
-All changes of a file are made in one pass over the tree that they were found in, so none shifts
-the lines of another. What is changed, and why, is decided elsewhere.
+All changes of a file are applied in one pass over the tree they refer to, so line numbers stay
+valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BYTE_ORDER_MARK = "\ufeff"
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One change of one node; two edits of one node with the same `description` are the same."""
+    """A change of one node; equal `description` means equal change."""
 
     tree: Tree
     node: cst.CSTNode
@@ -39,12 +39,12 @@ class Edit:
 
 
 class Tree:
-    """The syntax tree of a file; the text has the line ends that it has in the file.
+    """Syntax tree of a file with its original line ends.
 
     Raises
     ------
     libcst.ParserSyntaxError
-        If this isn't Python.
+        If the text is not Python.
     """
 
     def __init__(self, file: str, text: str) -> None:
@@ -69,61 +69,65 @@ class Tree:
                 self._nodes[line, column - 1, end_line, end_column + 1] = node
 
     def span(self, node: cst.CSTNode) -> Span:
-        """First line from 1, first column in characters from 0, last line, column after the end."""
+        """Return first line (from 1), first column (from 0), last line, end column."""
         position = self._positions[node]
         return (
             position.start.line, position.start.column, position.end.line, position.end.column,
         )  # fmt: skip
 
     def code(self, node: cst.CSTNode) -> str:
-        """The text of a node."""
+        """Return the text of a node."""
         return self.module.code_for_node(node)
 
-    def find(self, place: Place | None) -> cst.CSTNode | None:
-        """The expression at a place, the augmented assignment, or the argument with a star."""
+    def find_node(self, place: Place | None) -> cst.CSTNode | None:
+        """Return the expression, augmented assignment or starred argument at a place."""
         if place is None:
             return None
         span = (place.line, place.column, place.end_line, place.end_column)
         node = self._nodes.get(span)
         # The file may have been changed, and positions in f-strings are inexact before Python 3.12.
-        return node if node is not None and self._between(span) == folded(place.text) else None
+        return (
+            node
+            if node is not None and self._text_between(span) == strip_blanks(place.text)
+            else None
+        )
 
-    def _between(self, span: Span) -> str:
-        """The text between two positions, without blanks."""
+    def _text_between(self, span: Span) -> str:
+        """Return the text between two positions without blanks."""
         line, column, end_line, end_column = span
         lines = self._lines[line - 1 : end_line]
         lines[-1] = lines[-1][:end_column]
         lines[0] = lines[0][column:]
-        return folded("".join(lines))
+        return strip_blanks("".join(lines))
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """What a node is a part of."""
+        """Return the parent of a node."""
         return self._parents.get(node)
 
-    def around(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """All that a node is a part of, innermost first."""
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield the ancestors of a node, innermost first."""
         parent = self.parent(node)
         while parent is not None:
             yield parent
             parent = self.parent(parent)
 
     def enclosing(self, node: cst.CSTNode, *kinds: Any) -> Any:
-        """The innermost node of some kinds that a node is a part of."""
-        return next((outer for outer in self.around(node) if isinstance(outer, kinds)), None)
+        """Return the innermost ancestor of the given types."""
+        return next((outer for outer in self.ancestors(node) if isinstance(outer, kinds)), None)
 
-    def inside(self, node: cst.CSTNode, *kinds: Any) -> Iterator[Any]:
-        """Parts of a node, itself included, in the order of the text."""
+    def descendants(self, node: cst.CSTNode, *kinds: Any) -> Iterator[Any]:
+        """Yield the descendants of a node, itself included, in text order."""
         if isinstance(node, kinds):
             yield node
         for child in node.children:
-            yield from self.inside(child, *kinds)
+            yield from self.descendants(child, *kinds)
 
     def names_in(self, node: cst.CSTNode) -> set[str]:
-        """Every name in a node."""
-        return {name.value for name in self.inside(node, cst.Name)}
+        """Return all names in a node."""
+        return {name.value for name in self.descendants(node, cst.Name)}
 
     def apply(self, edits: Iterable[Edit]) -> str:
-        """The text after all edits that belong to this tree."""
+        """Return the text after applying the edits of this tree."""
         changes: dict[cst.CSTNode, list[Change]] = {}
         for edit in dict.fromkeys(edits):
             if edit.tree is self:
@@ -138,8 +142,8 @@ class Tree:
         return self._mark + self.module.with_changes(body=body).code
 
     def _top_level(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The statement of the file that a node stands in."""
-        for outer in self.around(node):
+        """Return the top-level statement of a node."""
+        for outer in self.ancestors(node):
             if outer is self.module:
                 break
             node = outer
@@ -148,38 +152,38 @@ class Tree:
     # ── functions, statements and their names ──
 
     def function_of(self, node: cst.CSTNode) -> Function | None:
-        """The function or lambda whose body a node stands in."""
+        """Return the function or lambda whose body contains a node."""
         function = self.enclosing(node, cst.FunctionDef, cst.Lambda)
         assert function is None or isinstance(function, Function)
         return function
 
     def statement_of(self, node: cst.CSTNode) -> cst.BaseStatement | None:
-        """The statement of a block that a node stands in: nothing fits before the others."""
+        """Return the block statement of a node, before which a line can be inserted."""
         inner: cst.CSTNode = node
-        for outer in self.around(node):
+        for outer in self.ancestors(node):
             if isinstance(outer, (cst.IndentedBlock, cst.Module)):
                 return inner if isinstance(inner, cst.BaseStatement) else None
             inner = outer
         return None
 
     def all_names(self, node: cst.CSTNode) -> set[str]:
-        """Every name in the function around a node, or in the file."""
+        """Return all names in the function around a node, or in the file."""
         return self.names_in(self.function_of(node) or self.module)
 
     def names_before(self, node: cst.CSTNode) -> set[str]:
-        """The names that occur in the function around a node before its statement."""
+        """Return the names in the enclosing function before the node's statement."""
         function = self.function_of(node)
         if function is None:
             return set()
         start = self.span(self.statement_of(node) or node)[:2]
-        names = self.inside(function, cst.Name)
+        names = self.descendants(function, cst.Name)
         # Of a function on one line that statement is the function itself.
-        before = {name.value for name in names if self.span(name)[:2] < start}
-        return before | self.names_in(function.params)
+        earlier_names = {name.value for name in names if self.span(name)[:2] < start}
+        return earlier_names | self.names_in(function.params)
 
 
 class _Changes(cst.CSTTransformer):
-    """One pass over a tree that makes all changes."""
+    """Transformer that applies all edits in one pass."""
 
     def __init__(self, changes: dict[cst.CSTNode, list[Change]]) -> None:
         super().__init__()
@@ -191,20 +195,20 @@ class _Changes(cst.CSTTransformer):
         return updated_node
 
 
-def folded(text: str) -> str:
-    """A text without its blanks."""
+def strip_blanks(text: str) -> str:
+    """Return a text without blanks."""
     return "".join(text.split())
 
 
 def last_name(called: cst.BaseExpression) -> str:
-    """The last name of what is called: "stack" of ``torch.stack``; "" where it has none."""
+    """Return the last name of a callee: "stack" of ``torch.stack``; "" if there is none."""
     if isinstance(called, cst.Attribute):
         called = called.attr
     return called.value if isinstance(called, cst.Name) else ""
 
 
 def element_at(listed: cst.CSTNode, item: str) -> cst.BaseElement | None:
-    """The part of a written list or tuple, ``[a, *rest]``, that gives an item such as "[1]"."""
+    """Return the element of a list or tuple display, ``[a, *rest]``, for an item such as "[1]"."""
     index = re.fullmatch(r"\[(\d+)\]", item)
     if index is None or not isinstance(listed, (cst.List, cst.Tuple)):
         return None
@@ -215,7 +219,7 @@ def element_at(listed: cst.CSTNode, item: str) -> cst.BaseElement | None:
 
 
 def is_plain(expression: cst.CSTNode) -> bool:
-    """Whether an expression can be written twice: names, attributes, fixed items."""
+    """Return True if an expression can be repeated: names, attributes, constant items."""
     if isinstance(expression, cst.Name):
         return True
     if isinstance(expression, cst.Attribute):

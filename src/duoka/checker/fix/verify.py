@@ -1,7 +1,7 @@
-"""The proof of a repair: on several devices it computes what the original computes on one.
+"""Proof of a fix: on several devices it computes what the original computes on one.
 
-A model that is too big to compute is stood for by a twin: the same code with fewer layers and fewer
-words, which counts only where it shows the same faults at the same lines.
+A model that is too large to compute is replaced by a smaller twin of the same code (fewer layers,
+smaller vocabulary), if the twin shows the same faults at the same lines.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from duoka.runtime.dispatch.place_tensors import parameter_bytes
 
 from ..compute import Numbers, compute, is_computable
 from ..run import check_subject
-from ..subject import Subject, complete, device_of
+from ..subject import Subject, complete_map, device_of
 
 Patched = Callable[[nn.Module], AbstractContextManager[None]]
 """Gives a scope in which a model runs the patched code."""
@@ -46,14 +46,14 @@ _MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Whether a repair is proved; why not, or on what where that isn't the model itself."""
+    """Result of a proof: the reason if it failed, and the twin if one was used."""
 
     holds: bool
     reason: str = ""
 
 
 def prove(report: CheckReport, subject: Subject, patched: Patched) -> Proof:
-    """Hold patched code on several devices against the original on one."""
+    """Compare patched code on several devices with the original on one."""
     if is_computable(subject):
         difference = why_not_equal(subject, patched)
         return Proof(not difference, difference)
@@ -79,7 +79,7 @@ def _places(report: CheckReport) -> set[tuple[str, int, str]]:
 
 
 def why_not_equal(subject: Subject, patched: Patched) -> str:
-    """Say how patched code on several devices isn't the original on one; "" where it is."""
+    """Describe how patched code differs from the original; "" if it does not."""
     original = compute(subject, on_one=True)
     if (stop := original.report.stop) is not None:
         return f"the original doesn't run on one device with real numbers: {stop.message}"
@@ -93,7 +93,7 @@ def why_not_equal(subject: Subject, patched: Patched) -> str:
 
 
 def _difference(original: Numbers, repaired: Numbers) -> str:
-    """The first difference between two runs, in words."""
+    """Describe the first difference between two runs."""
     if not original.tensors:
         return "the model returns no tensor that could be compared"
     missing = original.tensors.keys() ^ repaired.tensors.keys()
@@ -113,10 +113,10 @@ def _difference(original: Numbers, repaired: Numbers) -> str:
 
 
 def twin_of(subject: Subject) -> tuple[Subject, int] | None:
-    """A twin that can be computed, on a placement like its model's, and its number of layers.
+    """Return a computable twin on a similar placement, and its number of layers.
 
-    None where none can be made: only of models of transformers that run a workload. For inputs of
-    one's own, the words and widths must be the model's.
+    None if impossible: twins need a transformers model with a workload. With example inputs the
+    vocabulary and widths must stay.
     """
     model = subject.model
     has_inputs = subject.inputs is not None or subject.prompt
@@ -141,9 +141,9 @@ def twin_of(subject: Subject) -> tuple[Subject, int] | None:
     entries = tuple(
         (name, device)
         for entry, device in subject.entries
-        if (name := _renamed(entry, stacks, layers)) is not None
+        if (name := _rename_entry(entry, stacks, layers)) is not None
     )
-    if complete(small, entries)[1] or parameter_bytes(small) > _MOST_BYTES:
+    if complete_map(small, entries)[1] or parameter_bytes(small) > _MOST_BYTES:
         return None
     workload = replace(subject.workload, prompt_tokens=_TOKENS, new_tokens=_TOKENS)
     twin = replace(
@@ -158,9 +158,9 @@ def twin_of(subject: Subject) -> tuple[Subject, int] | None:
 
 
 def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -> list[int]:
-    """The first of each run of layers that are placed alike, and the last of all."""
+    """Return the first of each run of equally placed layers, and the last layer."""
     entries = dict(subject.entries)
-    placed = [
+    placements = [
         tuple(
             (stack, name, device_of(f"{stack}.{layer}.{name}".rstrip("."), entries))
             for stack in stacks
@@ -171,12 +171,12 @@ def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -
     return [
         layer
         for layer in range(num_layers)
-        if layer in (0, num_layers - 1) or placed[layer] != placed[layer - 1]
+        if layer in (0, num_layers - 1) or placements[layer] != placements[layer - 1]
     ]
 
 
 def _shrink(text: Any, layers: Sequence[int], num_layers: int) -> None:
-    """Make a configuration smaller: fewer layers, words, and neurons between them."""
+    """Reduce layers, vocabulary and hidden sizes of a config."""
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == num_layers:
             setattr(text, name, [value[layer] for layer in layers])
@@ -189,8 +189,8 @@ def _shrink(text: Any, layers: Sequence[int], num_layers: int) -> None:
     text.num_hidden_layers = len(layers)
 
 
-def _renamed(entry: str, stacks: Sequence[str], layers: Sequence[int]) -> str | None:
-    """An entry as the twin calls it; None for one of a layer that it doesn't have."""
+def _rename_entry(entry: str, stacks: Sequence[str], layers: Sequence[int]) -> str | None:
+    """Return the name of an entry in the twin; None for an omitted layer."""
     for stack in stacks:
         match = re.match(rf"{re.escape(stack)}\.(\d+)(?=\.|$)", entry)
         if match is not None:

@@ -1,4 +1,4 @@
-"""Patched files: as copies in a directory of their own, or over the originals."""
+"""Write patched files, as copies in a directory or over the originals."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
 
 
 def _kept_paths(files: list[Path]) -> list[Path]:
-    """Where copies lie below the directory of copies."""
+    """Return the paths of the copies below the output directory."""
     cwd = Path.cwd()
     bases = [_in_packages(file) or (cwd if file.is_relative_to(cwd) else None) for file in files]
     folders = [file.parent for file, base in zip(files, bases, strict=True) if base is None]
@@ -102,7 +102,7 @@ def _kept_paths(files: list[Path]) -> list[Path]:
 
 
 def _in_packages(file: Path) -> Path | None:
-    """The `site-packages` directory that a file lies in."""
+    """Return the `site-packages` directory of a file."""
     names = ("site-packages", "dist-packages")
     return next((folder for folder in file.parents if folder.name in names), None)
 

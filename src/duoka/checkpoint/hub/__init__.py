@@ -1,13 +1,12 @@
-"""The Hub: checkpoints by their id, through huggingface_hub. Nothing else talks to a server.
+"""Hub: checkpoints by their id, through huggingface_hub. No other package talks to the Hub.
 
-Where the Hub is, who asks it, whether it may be asked at all and where its files are kept is
-huggingface_hub's to say (HF_ENDPOINT, HF_TOKEN or a login, HF_HUB_OFFLINE, HF_HOME). What a server
-sends is believed as little as a file.
+huggingface_hub determines the address, the token, offline mode and the cache (HF_ENDPOINT, HF_TOKEN
+or a login, HF_HUB_OFFLINE, HF_HOME). Data from a server is trusted as little as a local file.
 
 - `repo_name`: "org/name@revision"
 - `listing`: the files of a repository at one commit, and their hashes
-- `snapshot`: these files, fetched when needed; headers alone where those suffice
-- `errors`: what goes wrong, in sentences, and what is asked again
+- `snapshot`: these files, fetched on demand; headers alone for a plan
+- `errors`: messages for errors, and retries
 """
 
 from .repo_name import HubName, parse_name

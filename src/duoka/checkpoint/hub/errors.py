@@ -1,13 +1,12 @@
-"""Errors: what huggingface_hub and its HTTP library raise, as a person can understand it.
+"""Errors of huggingface_hub and its HTTP library, translated; and retries.
 
-What may go better next time is tried again, beside what huggingface_hub tries again by itself.
+Requests that may succeed next time are repeated, beside huggingface_hub's own retries.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -26,77 +25,57 @@ from huggingface_hub.errors import (
 from duoka.base.web import http
 from duoka.errors import CheckpointError
 
-from .repo_name import Wanted
+from .repo_name import HubFile
 
 T = TypeVar("T")
 
 WAITS_SECONDS = (1.0, 2.0, 4.0, 8.0)
-HOME = "https://huggingface.co"
+_HOME = "https://huggingface.co"
 _UNREACHED = (http.ConnectError, http.ConnectTimeout)
-_BROKEN = (http.NetworkError, http.RemoteProtocolError)
-_MAY_PASS = {408, 425, 429, 500, 502, 503, 504}
+_BROKEN = (http.TimeoutException, http.NetworkError, http.RemoteProtocolError)
+_TRANSIENT_STATUSES = {408, 425, 429, 500, 502, 503, 504}
 
 
 def endpoint() -> str:
-    """Where the Hub is, without a name and password that HF_ENDPOINT may hold."""
+    """Return the Hub's address, without the name and password in HF_ENDPOINT."""
     parts = urlsplit(HfApi().endpoint)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def ask(wanted: Wanted, action: Callable[[], T]) -> T:
-    """Ask the Hub for something, several times if need be."""
-    with _explained(wanted):
-        for seconds in WAITS_SECONDS:
-            try:
-                return action()
-            except Exception as error:
-                if not _may_pass(error):
+def query(hub_file: HubFile, request: Callable[[], T]) -> T:
+    """Make a request, with retries; raise CheckpointError for errors of the Hub."""
+    for wait_seconds in (*WAITS_SECONDS, None):
+        try:
+            return request()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            if wait_seconds is None or not _is_transient(error):
+                translated = _translate(error, hub_file)
+                if translated is None:
                     raise
-            time.sleep(seconds)
-        return action()
+                # Without the cause: the addresses of large files are signed, as a password is.
+                raise translated from None
+        time.sleep(wait_seconds)
+    raise AssertionError("the last attempt returns or raises")
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether asking again may help."""
+def _is_transient(error: Exception) -> bool:
     if isinstance(error, HfHubHTTPError):
-        return _status(error) in _MAY_PASS
-    return isinstance(error, (http.TimeoutException, *_BROKEN)) and not isinstance(
-        error, _UNREACHED
-    )
+        return _status(error) in _TRANSIENT_STATUSES
+    return isinstance(error, _BROKEN) and not isinstance(error, _UNREACHED)
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of the answer that an error is about."""
     return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def _root(error: BaseException) -> BaseException:
-    """What went wrong when huggingface_hub says no more than that a file isn't in its cache."""
-    while isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-@contextmanager
-def _explained(wanted: Wanted) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except Exception as error:
-        known = _explain(_root(error), wanted)
-        if known is None:
-            raise
-        # Without what the libraries said: addresses of large files are signed, as a password is.
-        raise known from None
-
-
-# What an error means and what to do, by the first class or status that it has.
-_MEANINGS: tuple[tuple[Any, str, str], ...] = (
+# Message and hint by the first class or status that an error has.
+_MESSAGES: tuple[tuple[Any, str, str], ...] = (
     (
         GatedRepoError,
         "{repo} is gated: its authors must grant you access",
-        f"ask for it at {HOME}/{{repo}}{{log_in}}",
+        f"ask for it at {_HOME}/{{repo}}{{log_in}}",
     ),
     (
         RevisionNotFoundError,
@@ -146,36 +125,38 @@ _MEANINGS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _explain(error: BaseException, wanted: Wanted) -> CheckpointError | None:
-    """What an error means; None for what has nothing to do with the Hub."""
+def _translate(error: BaseException, hub_file: HubFile) -> CheckpointError | None:
+    """Translate an error; return None for errors unrelated to the Hub."""
+    # huggingface_hub reports an absent file of its cache; the cause tells more.
+    while isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, OfflineModeIsEnabled):
-        return offline(wanted)
+        return offline_error(hub_file)
     if isinstance(error, OSError) and error.errno is not None:
         return None
-    status = _status(error)
-    for kind, message, hint in _MEANINGS:
+    status, token = _status(error), get_token()
+    values = {
+        "hub": endpoint(),
+        "wanted": hub_file,
+        "repo": hub_file.name.repo,
+        "error": str(error) or "no answer in time",
+        "status": status,
+        "token": "the token is wrong, has expired, or lacks the permission"
+        if token
+        else "there is no token",
+        "log_in": "" if token else "; for what isn't public log in: hf auth login",
+        "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
+    }
+    for kind, message, hint in _MESSAGES:
         if status in kind if isinstance(kind, set) else isinstance(error, kind):
-            values = {
-                "hub": endpoint(),
-                "wanted": wanted,
-                "repo": wanted.name.repo,
-                "error": str(error) or "no answer in time",
-                "status": status,
-                "token": "the token is wrong, has expired, or lacks the permission"
-                if get_token()
-                else "there is no token",
-                "log_in": "" if get_token() else "; for what isn't public log in: hf auth login",
-                "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            }
             return CheckpointError(message.format(**values), hint=hint.format(**values))
     return None
 
 
-def offline(wanted: Wanted) -> CheckpointError:
-    """The error for something that would have to be asked for, where nothing may be."""
-    place = "in the cache" if wanted.file else "a directory here, nor in the cache"
-    nor = "not" if wanted.file else "neither"
+def offline_error(hub_file: HubFile) -> CheckpointError:
+    """Make the error for an absent file or repository while HF_HUB_OFFLINE is set."""
+    place = "not in the cache" if hub_file.file else "neither a directory here, nor in the cache"
     return CheckpointError(
-        f"{wanted} is {nor} {place}, and the Hub may not be asked: HF_HUB_OFFLINE is set",
+        f"{hub_file} is {place}, and the Hub may not be asked: HF_HUB_OFFLINE is set",
         hint="unset HF_HUB_OFFLINE to download it",
     )

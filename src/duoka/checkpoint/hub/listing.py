@@ -1,7 +1,8 @@
-"""Listing: the files of a repository at one commit, as the Hub's API tells them, and their hashes.
+"""Listing of a repository's files at a commit, with their hashes; and the check of a hash.
 
-huggingface_hub compares lengths; a file that another program put into its cache, or that a proxy
-spoilt, is found by its hash. That it was right is remembered.
+huggingface_hub compares lengths only. A file that another program put into its cache, or that a
+proxy damaged, is found by its hash; a successful comparison is remembered by a marker file in
+duoka's cache, named after path, stamp and hash.
 """
 
 from __future__ import annotations
@@ -18,29 +19,24 @@ from urllib.parse import quote
 
 from huggingface_hub import HfApi, constants
 
-from duoka.base.files import Stamp, cache_directory, open_regular, read_bytes, write_whole
-from duoka.errors import CheckpointError
+from duoka.base.files import Stamp, cache_directory, open_regular, read_text, write_whole
+from duoka.base.serialization import from_dict, parse_json_object, to_dict
+from duoka.errors import CheckpointError, FormatError
 
 from ..directory import CHAT_TEMPLATES
-from ..headers import is_plain_name, parse_json
-from .errors import ask, endpoint
-from .repo_name import COMMIT, HubName, Wanted
+from ..headers import is_plain_name
+from .errors import endpoint, query
+from .repo_name import COMMIT, HubFile, HubName
 
 _MOST_BYTES = 32 * 2**20
-_NO_HUB = "is HF_ENDPOINT the address of a Hub?"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
-_SHA1 = re.compile(r"[0-9a-f]{40}")
+_ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 _CHUNK_BYTES = 2**22
 _SHA256_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteFile:
-    """A file of a repository.
-
-    `etag` is what the Hub, and its cache, call the content: its sha256 for files in large-file
-    storage, git's name of it for all others.
-    """
+    """A file of a repository; `etag` is its sha256, or for small files git's sha1 of the blob."""
 
     name: str
     num_bytes: int
@@ -49,42 +45,50 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What a repository holds at one commit."""
+    """The files of a repository at one commit, by name."""
 
     commit: str
     files: Mapping[str, RemoteFile]
 
 
-def ask_listing(name: HubName) -> Listing:
-    """Ask the Hub what a repository holds, and keep the answer: a commit never changes."""
-    api = HfApi(library_name="duoka")
-
-    info = ask(
-        Wanted(name=name),
-        lambda: api.model_info(
+# A listing names a commit, which never changes: kept under the name of the commit it answers for
+# good, under the name of a branch it answers while HF_HUB_OFFLINE is set.
+def query_listing(name: HubName) -> Listing:
+    """Query the Hub for a repository's files, and keep the answer: a commit never changes."""
+    info = query(
+        HubFile(name=name),
+        lambda: HfApi(library_name="duoka").model_info(
             name.repo,
             revision=name.revision,
             files_metadata=True,
             timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
         ),
     )
-    siblings = (
-        (sibling.rfilename, sibling.size, sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
-        for sibling in info.siblings or ()
-    )
-    listing = _listing(info.sha, siblings, name)
-    for revision in {name.revision, listing.commit}:
-        _keep(name.repo, revision, listing)
+    commit, problem = str(info.sha), ""
+    if not COMMIT.fullmatch(commit):
+        problem = f"doesn't tell the commit of {name}"
+    elif COMMIT.fullmatch(name.revision) and commit != name.revision:
+        problem = f"tells of commit {commit} instead of {name}"
+    if problem:
+        hint = "is HF_ENDPOINT the address of a Hub?"
+        raise CheckpointError(f"{endpoint()} {problem}", hint=hint)
+    files = {file.name: file for file in _select(info.siblings or ())}
+    listing = Listing(commit=commit, files=files)
+    for revision in {name.revision, commit}:
+        path = _path(name.repo, revision)
+        with suppress(OSError):  # queried again next time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(to_dict(listing)))
     return listing
 
 
 def kept_listing(name: HubName) -> Listing | None:
-    """What was told of a revision before; None if nothing was, or it can't be read."""
+    """Return the listing kept of a revision; None if absent or damaged."""
     path = _path(name.repo, name.revision)
     try:
-        content = parse_json(read_bytes(path, most_bytes=_MOST_BYTES), str(path))
-        return _listing(content["commit"], content["files"], name)
-    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+        text = read_text(path, most_bytes=_MOST_BYTES)
+        return from_dict(Listing, parse_json_object(text, str(path)))
+    except (OSError, ValueError, FormatError):
         return None
 
 
@@ -93,59 +97,34 @@ def _path(repo: str, revision: str) -> Path:
     return cache_directory().joinpath("hub", *names)
 
 
-def _keep(repo: str, revision: str, listing: Listing) -> None:
-    files = [(file.name, file.num_bytes, file.etag) for file in listing.files.values()]
-    path = _path(repo, revision)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps({"commit": listing.commit, "files": files}))
-    except OSError:  # asked again next time
-        return
-
-
-def _listing(commit: object, files: Iterable[Any], name: HubName) -> Listing:
-    if not (isinstance(commit, str) and COMMIT.fullmatch(commit)):
-        raise CheckpointError(
-            f"{endpoint()} doesn't tell the commit of {name}",
-            hint=_NO_HUB,
-        )
-    if COMMIT.fullmatch(name.revision) and commit != name.revision:
-        raise CheckpointError(
-            f"{endpoint()} tells of commit {commit} instead of {name}", hint=_NO_HUB
-        )
-    return Listing(commit=commit, files={file.name: file for file in _files(files)})
-
-
-def _files(files: Iterable[Any]) -> Iterator[RemoteFile]:
-    """Those that can belong to a checkpoint; what else there is doesn't matter."""
-    for file, size, etag in files:
-        known = isinstance(etag, str) and (_SHA256.fullmatch(etag) or _SHA1.fullmatch(etag))
-        if _is_name(file) and type(size) is int and 0 <= size < 2**63 and known:
-            yield RemoteFile(name=file, num_bytes=size, etag=etag)
-
-
-def _is_name(name: object) -> bool:
-    if not isinstance(name, str):
-        return False
-    folder, _, plain = name.rpartition("/")
-    return is_plain_name(plain) and folder in ("", CHAT_TEMPLATES)
+def _select(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
+    """Select the files of a checkpoint among those of the Hub's answer."""
+    for sibling in siblings:
+        name, size = str(sibling.rfilename), sibling.size
+        etag = str(sibling.lfs.sha256 if sibling.lfs else sibling.blob_id)
+        folder, _, plain = name.rpartition("/")
+        is_complete = type(size) is int and 0 <= size < 2**63 and _ETAG.fullmatch(etag)
+        if is_complete and is_plain_name(plain) and folder in ("", CHAT_TEMPLATES):
+            yield RemoteFile(name=name, num_bytes=size, etag=etag)
 
 
 def is_right(path: Path, file: RemoteFile) -> bool:
-    """Whether a file has the content that it should have; read only if it changed since.
+    """Return True if a file's content has its hash; read only changed files.
 
-    A file whose hash nobody told is taken as it is.
+    A file without a known hash is accepted.
     """
     if not file.etag:
         return True
-    mark = _mark(path, file)
-    if mark.exists():
+    stamp = Stamp.of(path.stat())
+    key = hashlib.sha256(repr((str(path.resolve()), tuple(stamp), file.etag)).encode())
+    marker = cache_directory() / "verified" / key.hexdigest()
+    if marker.exists():
         return True
     if not has_right_hash(path, file):
         return False
     with suppress(OSError):
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.touch()
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.touch()
     return True
 
 
@@ -154,15 +133,9 @@ def has_right_hash(path: Path, file: RemoteFile) -> bool:
     if len(file.etag) == _SHA256_LENGTH:
         digest = hashlib.sha256()
     else:
-        # Git's name of a content: not a proof against attackers, but against accidents.
+        # Git's name of a blob: no proof against attackers, but against accidents.
         digest = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
     with open_regular(path) as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest() == file.etag
-
-
-def _mark(path: Path, file: RemoteFile) -> Path:
-    stamp = Stamp.of(path.stat())
-    key = hashlib.sha256(repr((str(path.resolve()), tuple(stamp), file.etag)).encode())
-    return cache_directory() / "verified" / key.hexdigest()

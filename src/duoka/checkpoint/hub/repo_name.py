@@ -17,7 +17,7 @@ MAIN = "main"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """A repository on the Hub, as "org/name", and one of its revisions: a branch, tag or commit."""
+    """A repository on the Hub, as "org/name", and a revision: a branch, tag or commit."""
 
     repo: str
     revision: str = MAIN
@@ -27,8 +27,8 @@ class HubName:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What is asked for, as messages say it; without a file, the repository itself."""
+class HubFile:
+    """A file of a repository, or, without a file name, the repository, as messages name it."""
 
     name: HubName
     file: str = ""
@@ -38,16 +38,18 @@ class Wanted:
 
 
 def parse_name(text: str, revision: str | None = None) -> HubName | None:
-    """Read a repository's name; None for what can't be one."""
+    """Parse a repository's name; return None for any other text."""
     match = _NAME.fullmatch(text)
     if match is None:
         return None
-    named = match["revision"]
-    if named is not None and revision is not None and named != revision:
+    written = match["revision"]
+    if None not in (written, revision) and written != revision:
         raise UsageError(
             f"{text!r} names a revision, and {revision!r} is given as well", hint="give one of them"
         )
-    wanted = named or (MAIN if revision is None else revision)
-    if not _REVISION.fullmatch(wanted) or ".." in wanted or wanted.endswith("/"):
-        raise UsageError(f"{wanted!r} can't be a revision", hint="give a branch, a tag or a commit")
-    return HubName(repo=match["repo"], revision=wanted)
+    resolved = written or (MAIN if revision is None else revision)
+    if not _REVISION.fullmatch(resolved) or ".." in resolved or resolved.endswith("/"):
+        raise UsageError(
+            f"{resolved!r} can't be a revision", hint="give a branch, a tag or a commit"
+        )
+    return HubName(repo=match["repo"], revision=resolved)

@@ -1,4 +1,4 @@
-"""Snapshots: a repository at one commit, as a directory whose files are fetched when needed."""
+"""Snapshot: a repository at one commit, as a directory whose files are fetched on demand."""
 
 from __future__ import annotations
 
@@ -39,45 +39,53 @@ from ..headers import (
     parse_header,
     read_header,
 )
-from .errors import ask, endpoint, offline
-from .listing import Listing, RemoteFile, ask_listing, is_right, kept_listing
-from .repo_name import COMMIT, HubName, Wanted
+from .errors import endpoint, offline_error, query
+from .listing import Listing, RemoteFile, is_right, kept_listing, query_listing
+from .repo_name import COMMIT, HubFile, HubName
 
-# Most headers are shorter than this; the rest costs one request more.
+# Most headers are shorter than this; a longer one takes a second request.
 _FIRST_BYTES = 2**16
 _HEADERS_AT_ONCE = 8
 
 
 def open_snapshot(name: HubName) -> HubSnapshot:
-    """Find out which commit a revision is, and what it holds; no file is fetched."""
-    if is_offline_mode():
-        return HubSnapshot(name.repo, kept_listing(name) or _cached_listing(name))
-    known = kept_listing(name) if COMMIT.fullmatch(name.revision) else None
-    return HubSnapshot(name.repo, known or ask_listing(name))
+    """Resolve a revision to a commit and its list of files; no file is fetched."""
+    is_offline = is_offline_mode()
+    listing = kept_listing(name) if is_offline or COMMIT.fullmatch(name.revision) else None
+    if listing is None:
+        listing = _list_cache(name) if is_offline else query_listing(name)
+    return HubSnapshot(name.repo, listing)
 
 
-def _cached_listing(name: HubName) -> Listing:
-    """What is in huggingface_hub's cache of a revision, whoever put it there."""
+def _list_cache(name: HubName) -> Listing:
+    """List the files of a revision in huggingface_hub's cache, whoever downloaded them."""
     config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
     if not isinstance(config, str):
-        raise offline(Wanted(name=name))
+        raise offline_error(HubFile(name=name))
     snapshot = Path(config).parent
+    # A file is a link to a blob named after its hash. Only the first link is followed: the blob
+    # may be a link itself, to a blob that models share, under another name.
     files = [
-        RemoteFile(name=path.name, num_bytes=path.stat().st_size, etag=_etag(path))
+        RemoteFile(
+            name=path.name,
+            num_bytes=path.stat().st_size,
+            etag=path.readlink().name if path.is_symlink() else "",
+        )
         for path in snapshot.iterdir()
         if path.is_file()
     ]
     return Listing(commit=snapshot.name, files={file.name: file for file in files})
 
 
-def _etag(path: Path) -> str:
-    """The name of the blob that a file of the cache is a link to; empty if it is no link.
-
-    One step alone: the blob may be a link itself, to one that models share, under another name.
-    """
-    return path.readlink().name if path.is_symlink() else ""
-
-
+# huggingface_hub's cache of a repository:
+#
+#   models--org--name/refs/main                        the commit of a branch
+#   models--org--name/snapshots/COMMIT/config.json  →  ../../blobs/HASH
+#   models--org--name/blobs/HASH                       the content, named after its hash
+#   models--org--name/blobs/HASH.incomplete            what a broken download has left
+#
+# duoka adds nothing there. In its own cache it keeps the listing of a commit, headers of files that
+# aren't downloaded, and markers of files whose hash was compared.
 class HubSnapshot:
     """A repository of the Hub at one commit."""
 
@@ -88,7 +96,7 @@ class HubSnapshot:
 
     @property
     def path(self) -> Path:
-        """The directory in huggingface_hub's cache where fetched files can be seen."""
+        """The directory of fetched files in huggingface_hub's cache."""
         repo = "--".join(["models", *self._name.repo.split("/")])
         return self._cache / repo / "snapshots" / self._name.revision
 
@@ -98,18 +106,18 @@ class HubSnapshot:
         return str(self._name)
 
     def names(self) -> frozenset[str]:
-        """The files of the repository that can belong to a checkpoint."""
+        """Return the names of the checkpoint's files in the repository."""
         return frozenset(self._files)
 
     def size(self, name: str) -> int:
-        """Bytes of a file, as the Hub tells."""
+        """Return a file's size in bytes, by the Hub's listing."""
         return self._files[name].num_bytes
 
     def fetch(self, name: str) -> Path:
-        """Make sure that a small file is here, and right."""
+        """Fetch and verify a small file, and return its path."""
         if self.size(name) > MAX_JSON_BYTES:
             raise CheckpointError(
-                f"{self._wanted(name)} has {self.size(name)} bytes; at most {MAX_JSON_BYTES} "
+                f"{self._hub_file(name)} has {self.size(name)} bytes; at most {MAX_JSON_BYTES} "
                 "are read",
                 hint="is this the right repository?",
             )
@@ -117,22 +125,21 @@ class HubSnapshot:
         return self.path / name
 
     def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
-        """What safetensors files hold; of those that aren't here, the headers alone are fetched."""
+        """Read the headers of safetensors files; of absent files fetch the headers alone."""
         pool = ThreadPoolExecutor(_HEADERS_AT_ONCE)
         try:
             return dict(zip(names, pool.map(self._header, names), strict=True))
-        finally:  # after an error, or Ctrl-C, nobody waits for the others
+        finally:  # after an error, or Ctrl-C, the remaining requests are dropped
             pool.shutdown(wait=False, cancel_futures=True)
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Which of these files are not on this machine."""
+        """Return the names of files not yet on this machine."""
         return tuple(name for name in names if not self._is_here(name))
 
     def download(self, names: Sequence[str], progress: Progress | None = None) -> None:
-        """Make sure that files are here, whole and right.
+        """Download absent files, and verify the hashes of changed files.
 
-        Each is held against the hash that the Hub tells, once: that it was right is remembered
-        until the file is touched.
+        `progress` is called with the bytes done so far and the total.
         """
         absent = self.missing(names)
         if absent and is_offline_mode():
@@ -144,63 +151,62 @@ class HubSnapshot:
         self._refuse_full_disk(absent)
         total = sum(self.size(name) for name in names)
         done = 0
+
+        def report(file_bytes: int) -> None:
+            if progress is not None:
+                progress(min(done + file_bytes, total), total)  # repaired bytes count twice
+
         for name in names:
             if name in absent:
-                self._get(name, partial(_report, progress, done, total))
+                self._get(name, report)
             self._verify(name)
             done += self.size(name)
-            if progress is not None:
-                progress(done, total)
+            report(0)
 
-    def _wanted(self, name: str) -> Wanted:
-        return Wanted(name=self._name, file=name)
+    def _hub_file(self, name: str) -> HubFile:
+        return HubFile(name=self._name, file=name)
 
     def _is_here(self, name: str) -> bool:
-        """Whether a file is in the cache, has the right length and doesn't lie elsewhere."""
+        """Return True for a file of the right length within the cache."""
         path = self.path / name
         with suppress(OSError):
             return path.stat().st_size == self.size(name) and is_inside(path, self.path)
         return False
 
-    def _get(self, name: str, moved: Callable[[int], object]) -> None:
+    def _get(self, name: str, report: Callable[[int], object]) -> None:
+        download = partial(
+            hf_hub_download,
+            self._name.repo,
+            name,
+            revision=self._name.revision,
+            library_name="duoka",
+            etag_timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            # A file that is there has another length.
+            force_download=(self.path / name).exists(),
+            tqdm_class=_progress_class(report),
+        )
         try:
-            ask(
-                self._wanted(name),
-                lambda: hf_hub_download(
-                    self._name.repo,
-                    name,
-                    revision=self._name.revision,
-                    library_name="duoka",
-                    etag_timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-                    # What is there has another length.
-                    force_download=(self.path / name).exists(),
-                    tqdm_class=_counter(moved),
-                ),
-            )
+            query(self._hub_file(name), download)
         except OSError as error:
             raise MachineError(
-                f"{self._wanted(name)} can't be kept in {self._cache}: {error.strerror}",
+                f"{self._hub_file(name)} can't be kept in {self._cache}: {error.strerror}",
                 hint="HF_HOME names another place for what is downloaded",
             ) from error
 
     def _verify(self, name: str) -> None:
-        if not self._is_here(name) or not is_right(self.path / name, self._files[name]):
-            self._remove(name)
-            raise CheckpointError(
-                f"{self._wanted(name)} has another content in {self._cache} than {endpoint()} "
-                "tells of; it was removed",
-                hint="run the command again; if it happens again, the file on the Hub is damaged",
-            )
-
-    def _blob(self, name: str) -> Path:
-        return self.path.parents[1] / "blobs" / self._files[name].etag
-
-    def _remove(self, name: str) -> None:
-        path = self.path / name
-        shared = path.resolve() if is_inside(path, self.path) else path
-        for place in (path, self._blob(name), shared):
+        """Remove a file whose content is wrong, with its blob, and raise CheckpointError."""
+        path, file = self.path / name, self._files[name]
+        if self._is_here(name) and is_right(path, file):
+            return
+        shared_blob = path.resolve() if is_inside(path, self.path) else path
+        for place in (path, self.path.parents[1] / "blobs" / file.etag, shared_blob):
             with suppress(OSError):
                 place.unlink()
+        raise CheckpointError(
+            f"{self._hub_file(name)} has another content in {self._cache} than {endpoint()} "
+            "tells of; it was removed",
+            hint="run the command again; if it happens again, the file on the Hub is damaged",
+        )
 
     def _refuse_full_disk(self, names: Iterable[str]) -> None:
         needed = sum(self.size(name) for name in names)
@@ -222,7 +228,7 @@ class HubSnapshot:
         cached = cache_directory() / "headers" / f"{file.etag}-{file.num_bytes}"
         with suppress(OSError, ValueError, CheckpointError):
             return self._parse(file, read_bytes(cached, most_bytes=MAX_HEADER_BYTES))
-        text = self._ask_header(file)
+        text = self._fetch_header(file)
         tensors = self._parse(file, text)
         with suppress(OSError):
             cached.parent.mkdir(parents=True, exist_ok=True)
@@ -233,60 +239,47 @@ class HubSnapshot:
         data_bytes = file.num_bytes - LENGTH_BYTES - len(text)
         return parse_header(text, data_bytes, self.path / file.name)
 
-    def _ask_header(self, file: RemoteFile) -> bytes:
-        wanted, size = self._wanted(file.name), file.num_bytes
+    def _fetch_header(self, file: RemoteFile) -> bytes:
+        hub_file, size = self._hub_file(file.name), file.num_bytes
         if is_offline_mode():
-            raise offline(wanted)
-        start = self._ask_range(file, 0, min(_FIRST_BYTES, size)) if size else b""
-        stop = LENGTH_BYTES + header_length(start[:LENGTH_BYTES], size, str(wanted))
+            raise offline_error(hub_file)
+        start = self._fetch_range(file, 0, min(_FIRST_BYTES, size)) if size else b""
+        stop = LENGTH_BYTES + header_length(start[:LENGTH_BYTES], size, str(hub_file))
         if stop > len(start):
-            start += self._ask_range(file, len(start), stop)
+            start += self._fetch_range(file, len(start), stop)
         return start[LENGTH_BYTES:stop]
 
-    def _ask_range(self, file: RemoteFile, start: int, stop: int) -> bytes:
-        """Some bytes of a file, and no more, whatever the server sends."""
-        repo, commit = self._name.repo, self._name.revision
+    def _fetch_range(self, file: RemoteFile, start: int, stop: int) -> bytes:
+        """Fetch a range of a file's bytes, and read no more, whatever the server sends.
+
+        huggingface_hub's `parse_safetensors_file_metadata` would read a whole shard of gigabytes
+        from a server that ignores ranges, and doesn't check the header.
+        """
         headers = {
             **build_hf_headers(library_name="duoka"),
             "Range": f"bytes={start}-{stop - 1}",
             "Accept-Encoding": "identity",
         }
+        url = hf_hub_url(self._name.repo, file.name, revision=self._name.revision)
+        timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
 
         def attempt() -> bytes:
             content = bytearray()
-            with get_session().stream(
-                "GET",
-                hf_hub_url(repo, file.name, revision=commit),
-                headers=headers,
-                timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
-            ) as response:
+            with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
                 hf_raise_for_status(response)
-                first = _first_byte(response)
-                if first not in (0, start):
+                if not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
                     raise ValueError("another part than was asked for")
                 for chunk in response.iter_bytes(_FIRST_BYTES):
                     content.extend(chunk)
-                    if first + len(content) >= stop:
-                        return bytes(content[start - first : stop - first])
+                    if len(content) >= stop - start:
+                        return bytes(content[: stop - start])
             raise http.RemoteProtocolError("it ended before all had arrived")
 
-        return ask(self._wanted(file.name), attempt)
+        return query(self._hub_file(file.name), attempt)
 
 
-def _first_byte(response: Any) -> int:
-    """Where in a file an answer begins: 0 where a server doesn't send parts."""
-    if response.status_code != 206:
-        return 0
-    return int(response.headers["content-range"].removeprefix("bytes ").partition("-")[0])
-
-
-def _report(progress: Progress | None, before: int, total: int, now: int) -> None:
-    if progress is not None:
-        progress(min(before + now, total), total)  # what is repaired is counted twice
-
-
-def _counter(moved: Callable[[int], object]) -> type:
-    """What huggingface_hub takes for a progress bar; it draws nothing."""
+def _progress_class(report: Callable[[int], object]) -> type:
+    """Make a progress bar class for huggingface_hub; only bytes are reported."""
 
     class Counter(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -295,6 +288,6 @@ def _counter(moved: Callable[[int], object]) -> type:
 
         def update(self, num_bytes: float | None = 1) -> None:
             self.num_bytes += int(num_bytes or 0)
-            moved(self.num_bytes)
+            report(self.num_bytes)
 
     return Counter

@@ -16,7 +16,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from duoka.checkpoint.headers import read_json
-from duoka.checkpoint.tokenizer_files import HINT, look_at_files, special_tokens
+from duoka.checkpoint.tokenizer_files import HINT, check_files, special_tokens
 from duoka.checkpoint.vocabulary import SentencePieceModel, encoding_of, read_vocabulary
 from duoka.errors import CheckpointError
 
@@ -35,7 +35,7 @@ def load_tokenizer(
     One of the ChatGLM family, as published or as it was saved, is of the class `native`; one whose
     code was trusted and imported, of `tokenizer_class`.
     """
-    look_at_files(directory)
+    check_files(directory)
     vocabulary = directory / "tokenizer.model"
     is_native = config.get("model_type") == "chatglm"
     if is_native and vocabulary.is_file():

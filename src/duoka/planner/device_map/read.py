@@ -187,7 +187,7 @@ class Devices:
 
     def describe(self) -> str:
         """List the devices, and their numbers by CUDA_VISIBLE_DEVICES."""
-        parts = [f"the devices are {', '.join(self.names)}", cuda_driver.tell_renumbered()]
+        parts = [f"the devices are {', '.join(self.names)}", cuda_driver.describe_renumbered()]
         return "; ".join(filter(None, parts)) if self.names else ""
 
     def _numbered(self, number: int) -> str:

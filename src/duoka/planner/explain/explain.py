@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from typing import Literal
 
 from duoka.errors import FormatError, UsageError
-from duoka.forecast.costs import Costs, costs_of
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.hardware.fleet import Fleet
 
@@ -61,7 +61,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         profile = profile.offloading(streams)
     # The trial has the planner's costs and room, so that its numbers are those of the search. A
     # placement by hand may visit a device twice; then it has no stages, and no boundary is moved.
-    costs = costs_of(profile, plan.workload)
+    costs = Costs(profile, plan.workload)
     limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
     leaves_room = plan.objective != GIVEN and not any(map(is_tight, plan.forecast.devices))
     trial = Trial(costs, plan.fleet, plan.objective, limits, leaves_room=leaves_room)
@@ -182,7 +182,7 @@ def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
         workloads = [*with_chunks(replace(plan.workload, prefill_chunk_tokens=chunk))]
     if trial.leaves_room and is_large_chunk(plan.workload):
         workloads = [*filter(is_large_chunk, workloads)] or workloads
-    costs = costs_of(trial.costs.profile, workloads[-1])
+    costs = Costs(trial.costs.profile, workloads[-1])
     costs = costs.leaving(room_bytes) if trial.leaves_room else costs
     try:
         search(costs, Fleet(devices=tuple(largest)))

@@ -171,8 +171,8 @@ def layer_token_bytes(
         return None
     layer_bytes = [0] * pipeline.num_layers
     for block in profile.blocks:
-        tape = profile.kinds[block.kind].tapes[steps[0]]
-        cache_bytes = sum(evaluate(tape.sizes[number], values) for number in tape.retained)
+        trace = profile.kinds[block.kind].traces[steps[0]]
+        cache_bytes = sum(evaluate(trace.sizes[number], values) for number in trace.retained)
         at = layer_of(block.modules[0]) if block.modules else None
         if at is not None and at[0] == pipeline.layers:
             layer_bytes[at[1]] += cache_bytes

@@ -1,9 +1,6 @@
-"""Ray: replicas of plans on the nodes of a cluster, as applications of Ray Serve.
+"""Replicas of a model on the nodes of a Ray cluster, behind Ray Serve's own HTTP proxy.
 
-Requests come to the server of `duoka serve` as always; its engines are then kinds of nodes, each
-with a plan and an application of its own, whose replicas hold an engine each.
-
-- `nodes`: what GPUs the nodes have, and which of them are alike; a plan and replicas for each kind
-- `replica`: an engine as Ray Serve runs it, and where replicas tell how they are
-- `pool`: all replicas of a kind, as the server has them, and the kinds behind one address
+- `nodes`: the GPUs of the nodes, a plan for each kind of node, and the number of replicas
+- `replica`: the application of `duoka serve` around an engine, as Ray Serve runs it
+- `server`: the replicas deployed, an address that answers, and the cluster left as it was
 """

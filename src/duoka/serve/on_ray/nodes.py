@@ -1,4 +1,4 @@
-"""Nodes: what GPUs the nodes of a Ray cluster have; a plan and replicas for each kind of them.
+"""The nodes of a Ray cluster: their GPUs, and a plan of replicas for each kind of node.
 
 Ray counts a node's GPUs and doesn't know them: a task on each node looks. Nodes with the same GPUs
 are of one kind. Where the GPUs of a node are alike, several replicas share it, each with as many
@@ -12,7 +12,8 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from duoka.base.units import format_count
 from duoka.errors import DuokaError, InfeasibleError, MachineError, UsageError
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
@@ -28,7 +30,7 @@ from duoka.planner.plan import Plan
 GPUS = "DUOKA_GPUS"
 """In a node's environment: which GPUs it gives, as ``--gpus`` has it."""
 PlanFor = Callable[[Fleet, bool], Plan]
-"""The plan for a node's GPUs. Where they are alike, which is said, it need not use all of them."""
+"""Plans for a node's GPUs; where they are alike (True), the plan need not use all of them."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _CONNECT_SECONDS, _LOOK_SECONDS = 5.0, 120.0
 _NUMBERS = re.compile(r"([1-9]\d{0,3})(?:-([1-9]\d{0,3}))?", re.ASCII)
@@ -37,22 +39,31 @@ Node = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeKind:
-    """Nodes with the same GPUs, which have room for so many replicas.
+class ClusterPlan:
+    """The plans of replicas on the nodes of a cluster.
 
-    A replica there has a `plan`, and Ray keeps so many `gpus` for it; `foreign_ids` are the other
-    nodes with GPUs.
+    Parameters
+    ----------
+    plans : mapping of str to Plan
+        By the id of the node.
+    names : tuple of str
+        Of these nodes.
+    gpus_per_replica : int
+    room : int
+        Replicas that the nodes have GPUs for.
+    foreign_ids : tuple of str
+        The ids of nodes with GPUs that hold no replica.
     """
 
-    nodes: tuple[str, ...]
-    plan: Plan
-    gpus: int
+    plans: Mapping[str, Plan]
+    names: tuple[str, ...]
+    gpus_per_replica: int
     room: int
     foreign_ids: tuple[str, ...]
 
 
 def connect() -> None:
-    """Join the cluster that runs on this machine, or the one that RAY_ADDRESS names."""
+    """Join the cluster of this machine, or of RAY_ADDRESS."""
     handler, address = signal.getsignal(signal.SIGTERM), os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if address != "auto":  # Ray tries for minutes
@@ -68,85 +79,94 @@ def connect() -> None:
         signal.signal(signal.SIGTERM, handler)  # Ray takes it
 
 
-def find_kinds(
-    gpus: str | None, source: str, plan_for: PlanFor
-) -> tuple[list[NodeKind], list[str]]:
-    """The kinds of nodes that hold the model, and why others don't.
+def plan_nodes(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[ClusterPlan, list[str]]:
+    """Plan a replica for each kind of node; return the plans, and the nodes left out.
 
-    A node gives `gpus`, where its environment doesn't say.
+    A node gives `gpus`, where its environment doesn't say. Ray keeps equally many GPUs for each
+    replica: nodes whose plan needs another number of them are left out.
     """
-    alike: dict[Fleet, list[Node]] = {}
+    nodes_by_fleet: dict[Fleet, list[Node]] = {}
     left_out = []
     nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
-    for node, seen in zip(nodes, _look_at(nodes, gpus, source), strict=True):
-        if isinstance(seen, Fleet):
-            alike.setdefault(seen, []).append(node)
+    nodes.sort(key=lambda node: node["NodeName"])
+    for node, outcome in zip(nodes, _look_at(nodes, gpus, source), strict=True):
+        if isinstance(outcome, Fleet):
+            nodes_by_fleet.setdefault(outcome, []).append(node)
         else:
-            left_out.append(f"{_name(node)}: {seen}")
-    kinds = []
-    for fleet, group in alike.items():
+            left_out.append(f"{_name(node)}: {outcome}")
+    planned: dict[int, list[tuple[Node, Plan]]] = {}
+    for fleet, group in nodes_by_fleet.items():
         try:
-            kinds.append(_kind(fleet, group, nodes, plan_for))
+            plan, number = _plan_replica(fleet, plan_for)
         except InfeasibleError as error:
             left_out += [f"{_name(node)}: {error}" for node in group]
-    if not kinds:
+        else:
+            planned.setdefault(number, []).extend((node, plan) for node in group)
+    if not planned:
         raise InfeasibleError(
             "\n".join(["no node of the cluster holds the model", *left_out]),
             hint="Ray counts the GPUs of a node when it starts: `ray status` shows them",
         )
-    return sorted(kinds, key=lambda kind: -kind.room), left_out
-
-
-def _kind(
-    fleet: Fleet, group: Sequence[Node], nodes: Sequence[Node], plan_for: PlanFor
-) -> NodeKind:
-    are_alike = len({replace(device, name="cuda:0") for device in fleet.devices}) == 1
-    plan, num_gpus = plan_for(fleet, are_alike), len(fleet.devices)
-    if are_alike:  # Ray gives a replica any of them, and torch counts those from 0 on
-        num_gpus, kind = len(plan.devices), fleet.names[0].partition(":")[0]
-        names = {name: f"{kind}:{number}" for number, name in enumerate(plan.devices)}
-        plan = plan.move_to(
-            {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
-        )
-    return NodeKind(
-        nodes=tuple(map(_name, group)),
-        plan=plan,
-        gpus=num_gpus,
-        room=sum(int(node["Resources"]["GPU"]) // num_gpus for node in group),
-        foreign_ids=tuple(node["NodeID"] for node in nodes if node not in group),
+    rooms = {n: sum(_num_gpus(node) // n for node, _ in pairs) for n, pairs in planned.items()}
+    num_gpus = max(rooms, key=rooms.__getitem__)
+    for number in planned.keys() - {num_gpus}:
+        reason = f"a replica there needs {format_count(number, 'GPU')}, elsewhere {num_gpus}"
+        left_out += [f"{_name(node)}: {reason}" for node, _ in planned[number]]
+    plans = {node["NodeID"]: plan for node, plan in planned[num_gpus]}
+    cluster = ClusterPlan(
+        plans=plans,
+        names=tuple(_name(node) for node, _ in planned[num_gpus]),
+        gpus_per_replica=num_gpus,
+        room=rooms[num_gpus],
+        foreign_ids=tuple(node["NodeID"] for node in nodes if node["NodeID"] not in plans),
     )
+    return cluster, left_out
+
+
+def _plan_replica(fleet: Fleet, plan_for: PlanFor) -> tuple[Plan, int]:
+    """Plan a replica for a node's GPUs; return the plan and the number of GPUs for Ray."""
+    are_alike = len({replace(device, name="cuda:0") for device in fleet.devices}) == 1
+    plan = plan_for(fleet, are_alike)
+    if not are_alike:
+        return plan, len(fleet.devices)
+    # Ray gives a replica any of them, and torch counts those from 0 on.
+    kind = fleet.names[0].partition(":")[0]
+    names = {name: f"{kind}:{number}" for number, name in enumerate(plan.devices)}
+    renamed = plan.move_to(
+        {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
+    )
+    return renamed, len(plan.devices)
 
 
 def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[Fleet | str]:
-    """What each node gives, or why it can't be used."""
+    """Yield the GPUs of each node, or the reason against it."""
     task = ray.remote(look)
     answers = [
         task.options(
             num_cpus=0,
-            num_gpus=node["Resources"]["GPU"],
+            num_gpus=_num_gpus(node),
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
         ).remote(gpus, source, version("duoka"))
         for node in nodes
     ]
-    ready, _ = ray.wait(answers, num_returns=len(answers), timeout=_LOOK_SECONDS)
+    deadline = time.monotonic() + _LOOK_SECONDS
     for node, answer in zip(nodes, answers, strict=True):
-        seen: Fleet | str = "others have its GPUs: it wasn't reached in two minutes"
-        if answer not in ready:
+        outcome: Fleet | str
+        try:
+            outcome = ray.get(answer, timeout=max(1.0, deadline - time.monotonic()))
+        except ray.exceptions.GetTimeoutError:
             ray.cancel(answer, force=True)
-        else:
-            try:
-                seen = ray.get(answer)
-            except ray.exceptions.RayError as error:
-                seen = f"duoka doesn't run there: {_line(error)}"
-        number = int(node["Resources"]["GPU"])
-        if isinstance(seen, Fleet) and len(seen.devices) != number:
-            seen = f"{len(seen.devices)} GPUs are there, and Ray counts {number}"
-        yield seen
+            outcome = "others have its GPUs: it wasn't reached in two minutes"
+        except ray.exceptions.RayError as error:
+            outcome = f"duoka doesn't run there: {_line(error)}"
+        if isinstance(outcome, Fleet) and len(outcome.devices) != _num_gpus(node):
+            outcome = f"{len(outcome.devices)} GPUs are there, and Ray counts {_num_gpus(node)}"
+        yield outcome
 
 
 def look(gpus: str | None, source: str, server_version: str) -> Fleet | str:
-    """On a node: the GPUs that it gives, without their identities; or why it can't be used."""
+    """Return the GPUs of this node without their identities, or the reason against it."""
     if version("duoka") != server_version:
         return f"it has duoka {version('duoka')}, and the server {server_version}"
     if Path(source).is_absolute() and not Path(source).is_dir():
@@ -165,6 +185,10 @@ def sort_visible() -> None:
     visible = os.environ.get(_VISIBLE, "").split(",")
     if all(map(str.isdecimal, visible)):
         os.environ[_VISIBLE] = ",".join(sorted(visible, key=int))
+
+
+def _num_gpus(node: Node) -> int:
+    return int(node["Resources"]["GPU"])
 
 
 def _name(node: Node) -> str:
@@ -193,34 +217,12 @@ def read_bounds(text: str | None) -> tuple[int, int] | None:
     return low, high
 
 
-def deal(bounds: tuple[int, int] | None, room: Sequence[int]) -> list[tuple[int, int]]:
-    """The least and the most replicas of each kind of nodes, which have room for so many.
-
-    Each kind has one in turn. A kind that has any has one at least: where none runs, nothing tells
-    that one is wanted. What there is no room for is for nodes of the first kind that come later.
-    """
-    low, high = bounds or (sum(room), sum(room))
-    if low > sum(room):
+def choose_bounds(bounds: tuple[int, int] | None, room: int) -> tuple[int, int]:
+    """Return the least and the most replicas; by default as many as there is room for."""
+    low, high = bounds or (room, room)
+    if low > room:
         raise InfeasibleError(
-            f"{low} replicas don't fit these nodes; {sum(room)} do",
-            hint=f"--replicas {sum(room)}, or more nodes",
+            f"{low} replicas don't fit these nodes; {room} do",
+            hint=f"--replicas {room}, or more nodes",
         )
-    most = _in_turn(high, room)
-    most[0] += high - sum(most)
-    num_kinds = sum(map(bool, most))
-    if low < num_kinds:
-        raise UsageError(
-            f"there are {num_kinds} kinds of nodes, and each has one replica at least",
-            hint=f"--replicas {num_kinds}-{high}",
-        )
-    return list(
-        zip(_in_turn(low, [min(pair) for pair in zip(most, room, strict=True)]), most, strict=True)
-    )
-
-
-def _in_turn(number: int, room: Sequence[int]) -> list[int]:
-    dealt = [0] * len(room)
-    for _ in range(min(number, sum(room))):
-        free = [kind for kind, count in enumerate(dealt) if count < room[kind]]
-        dealt[min(free, key=dealt.__getitem__)] += 1
-    return dealt
+    return low, high

@@ -1,10 +1,10 @@
-"""Commands: what is to be run on each machine of a plan."""
+"""The vLLM command of each machine of a plan."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 
 from duoka.errors import UsageError
@@ -16,20 +16,57 @@ from duoka.report.export.text import format_command
 from duoka.report.export.vllm import NAME, VllmCommand, read_command
 
 from .nodes import Node, devices_by_node
-from .options import VllmOptions
 
 MODULE = "vllm.entrypoints.cli.main"
 """The module of vLLM's command line."""
 DRAIN_SECONDS = 30
 """How long requests in flight have after SIGTERM or Ctrl-C."""
-_QUANTIZATION = ("quantization", "q")
+_QUANTIZATION = ("--quantization", "-q")
 # Where the machines find each other.
 _MASTER_PORT = "29501"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOptions:
+    """The options of a person beside the plan.
+
+    Parameters
+    ----------
+    python : Path
+        The Python that vLLM is installed for.
+    host, port
+        Where vLLM answers; port 0 is a free one.
+    name : str, optional
+        What clients call the model; by default its repository, or the name of its directory.
+    api_key : str, optional
+        The key that requests have to come with.
+    trust_remote_code : bool
+        Let the checkpoint's code run.
+    nodes : tuple of Node
+        The machines that share the plan, this one first; empty for this one alone.
+    arguments : tuple of str
+        Further arguments of ``vllm serve``.
+    """
+
+    python: Path
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    trust_remote_code: bool = False
+    nodes: tuple[Node, ...] = ()
+    arguments: tuple[str, ...] = ()
+
+    @property
+    def argument_names(self) -> set[str]:
+        """The names of the further arguments; vLLM takes dashes and underscores alike."""
+        words = (argument.partition("=")[0] for argument in self.arguments)
+        return {word.replace("_", "-") for word in words}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeCommand:
-    """What is run on one machine.
+    """The command of a machine.
 
     `words` are ``serve``, the model and what has no value; `options` are pairs of a name and a
     value; `environment` is what the plan adds to the machine's own.
@@ -46,7 +83,7 @@ class NodeCommand:
         return (*self.words, *(word for option in self.options for word in option))
 
     def shell_text(self, python: Path) -> str:
-        """The same for a shell, with the Python that vLLM is installed for."""
+        """Return the command for a shell, with the Python of vLLM's environment."""
         words = [os.fspath(python), "-P", "-m", MODULE, *self.words]
         return format_command(self.environment, words, self.options)
 
@@ -54,7 +91,7 @@ class NodeCommand:
 def commands(
     plan: Plan, options: VllmOptions, profile: Profile | None = None
 ) -> tuple[NodeCommand, ...]:
-    """What is run on each machine, in the order of ranks; the first one answers requests.
+    """Return the command of each machine, in the order of ranks; the first machine answers.
 
     Parameters
     ----------
@@ -69,7 +106,7 @@ def commands(
     UsageError
         If vLLM can't be told this plan, or not on these machines.
     """
-    refuse_unservable(plan, options)
+    _refuse_unservable(plan, options)
     plan = plan.lasting()  # other machines have another working directory
     command = read_command(plan, profile)
     code = ("--trust-remote-code",) if options.trust_remote_code else ()
@@ -80,6 +117,7 @@ def commands(
         options=(*command.options, *_listening(plan, options)),
         environment=tuple(command.environment),
     )
+    _refuse_decided(head, options)
     if len(options.nodes) < 2:
         return (head,)
     parts = devices_by_node(command.pipeline, options.nodes)
@@ -98,16 +136,27 @@ def commands(
     )
 
 
+def _refuse_decided(command: NodeCommand, options: VllmOptions) -> None:
+    """Refuse further arguments for options of the plan or of duoka."""
+    for name, _ in command.options:
+        if name in options.argument_names:
+            raise UsageError(
+                f"{name} can't be given to vLLM here: the plan or an option of duoka's decides it",
+                hint="plan for what you want (--context, --batch, --gpus), say --host, --port or "
+                "--name, or run vLLM yourself: duoka plan --export vllm",
+            )
+
+
 def _environment_there(
     command: VllmCommand, devices: Sequence[Device]
 ) -> tuple[tuple[str, str], ...]:
-    """The plan's environment on the machine of some of its GPUs, which have other numbers there."""
+    """Return the plan's environment on a machine, where its GPUs have other numbers."""
     shared = [pair for pair in command.environment if not pair[0].startswith("CUDA_")]
     return (*common.visible_environment(NAME, devices), *shared)
 
 
 def _joining(head: Node, rank: int, num_nodes: int) -> list[tuple[str, str]]:
-    """How a machine finds the others."""
+    """Return the options by which a machine finds the others."""
     return [
         ("--distributed-executor-backend", "mp"),
         ("--nnodes", str(num_nodes)),
@@ -118,7 +167,7 @@ def _joining(head: Node, rank: int, num_nodes: int) -> list[tuple[str, str]]:
 
 
 def _listening(plan: Plan, options: VllmOptions) -> list[tuple[str, str]]:
-    """Where requests are answered, and for which name."""
+    """Return the options of the address and the model's name."""
     return [
         ("--served-model-name", served_name(plan, options)),
         ("--host", options.host),
@@ -128,32 +177,23 @@ def _listening(plan: Plan, options: VllmOptions) -> list[tuple[str, str]]:
 
 
 def served_name(plan: Plan, options: VllmOptions) -> str:
-    """What clients call the model."""
+    """Return the name of the model for clients."""
     name = common.model_name(plan)
     return options.name or (PurePath(name).name if PurePath(name).is_absolute() else name)
 
 
-def refuse_unservable(plan: Plan, options: VllmOptions) -> None:
-    """Refuse a plan that can be written down for vLLM, and that it couldn't run as planned."""
-    if plan.workload.training is not None:
-        raise UsageError(
-            "vLLM serves models, and the plan is for training one", hint="plan without training"
-        )
+def _refuse_unservable(plan: Plan, options: VllmOptions) -> None:
+    """Refuse a plan for which there is a command, though vLLM couldn't run it as planned."""
     if plan.devices[0].startswith("vgpu"):
         raise UsageError(
             f"the plan is for virtual GPUs ({', '.join(plan.devices)[:80]}), and vLLM needs real "
             "ones",
             hint="plan for the GPUs of this machine: --gpus all",
         )
-    if not plan.source or plan.source.endswith(".json"):
+    quantize = plan.workload.quantize
+    if quantize != "none" and not options.argument_names.intersection(_QUANTIZATION):
         raise UsageError(
-            "the plan was made from a config or a model in memory, and vLLM loads weights",
-            hint="plan the directory or the repository with the weights",
-        )
-    if plan.workload.quantize != "none" and not options.has(*_QUANTIZATION):
-        raise UsageError(
-            f"the plan's weights are in {plan.workload.quantize}, made while loading; vLLM makes "
-            "no such weights",
+            f"the plan's weights are in {quantize}, made while loading; vLLM makes no such weights",
             hint="plan a checkpoint that is quantized already, or one whose weights fit as they "
             "are; --quantization is vLLM's own way",
         )

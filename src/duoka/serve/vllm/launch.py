@@ -1,41 +1,58 @@
-"""Launch: vLLM from a plan to an exit code."""
+"""vLLM as a subprocess: ready when its `/health` answers, ended with this process."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
+import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
+from types import FrameType
 
-from duoka.base.units import format_count
-from duoka.errors import MachineError
+from duoka.errors import MachineError, UsageError
 from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import cached_profile
-from duoka.report.export.vllm import BLOCK_TOKENS, export, planned_blocks
-from duoka.serve.address import Address
+from duoka.report.export.vllm import export
+from duoka.serve.address import Address, format_url
+from duoka.workers.process import WorkerProcess
+from duoka.workers.signals import handle_signals
 
-from .commands import DRAIN_SECONDS, MODULE, NodeCommand, commands, served_name
-from .interpreter import clean_environment, find_vllm
-from .options import VllmOptions
-from .process import ProgramGroup
-from .ready import is_healthy, read_cache, url_of
+from .commands import DRAIN_SECONDS, MODULE, VllmOptions, commands, served_name
 
-Tell = Callable[[str], None]
-_POLL_SECONDS = 0.2
+_POLL_SECONDS, _HEALTH_SECONDS = 0.2, 5.0
 # Until it answers: models are large, and may have to be downloaded.
 _START_SECONDS = 1800.0
 # Beyond the time to drain: engines let go of their GPUs.
 _GRACE_SECONDS = 15.0
 _KEY = "VLLM_API_KEY"
+# For duoka's Python, not for another one; and what a plan says is said anew.
+_NOT_INHERITED = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VLLM_PP_LAYER_PARTITION")
+# Linux tells the program where duoka's ends without a word to it (PR_SET_PDEATHSIG).
+_PROGRAM = """\
+import ctypes, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+_FORWARDED = {
+    signal.SIGINT: signal.SIGINT,
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGHUP: signal.SIGTERM,  # which many programs know, and not the terminal's end
+}
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def serve_with_vllm(plan: Plan, options: VllmOptions, tell: Tell) -> int:
-    """Serve a model with vLLM as it was planned, until it ends or is stopped.
+def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None]) -> int:
+    """Serve a model with vLLM as planned, until vLLM ends or is stopped.
 
-    What is to be run on further machines is told first. SIGINT, SIGTERM and SIGHUP are handed on to
+    The commands of further machines are shown first. SIGINT, SIGTERM and SIGHUP are forwarded to
     vLLM, which then answers what it has begun and takes nothing new. To be called in the main
     thread, where signals are; when it returns no process is left.
 
@@ -44,7 +61,7 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, tell: Tell) -> int:
     plan : Plan
         For generating; of GPUs that are here, or on the machines of `options`.
     options : VllmOptions
-    tell : callable
+    show : callable
         Shows a line to a person.
 
     Returns
@@ -57,98 +74,110 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, tell: Tell) -> int:
     UsageError
         If vLLM can't be told this plan, an option is wrong, or the address is taken.
     MachineError
-        If the Python has no vLLM, or vLLM ends before it answers, doesn't answer in time, or has
-        fewer cache blocks than planned.
+        If vLLM ends before it answers, or doesn't answer in time.
     """
     profile = cached_profile(plan)
-    commands(plan, options, profile)  # what can't be said is told before vLLM is looked for
     # Another server's answers would be taken for vLLM's.
     with Address(host=options.host, port=options.port).bind() as bound:
         options = replace(options, port=bound.getsockname()[1])
-    python, version = find_vllm(options.python)
-    head, *further = commands(plan, options, profile)
+    head, *remote = commands(plan, options, profile)
+    python = _find_python(options.python)
     for note in export(plan, profile).notes:
-        tell(note)
-    _tell_start(python, version, further, tell)
-    environment = clean_environment() | dict(head.environment)
-    if options.api_key is not None:
-        environment[_KEY] = options.api_key
-    with ProgramGroup(
-        [os.fspath(python), "-P"],
-        MODULE,
-        head.arguments,
-        environment=environment,
-        grace_seconds=DRAIN_SECONDS + _GRACE_SECONDS,
-    ) as program:
-        if _wait_until_healthy(program, options):
-            tell(_hold_against(plan, read_cache(options.host, options.port)))
+        show(note)
+    for command in remote:
+        show(f"run this on {command.address}, where the model is at the same place:")
+        show(command.shell_text(Path(python)))
+    inherited = {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
+    key = {} if options.api_key is None else {_KEY: options.api_key}
+    environment = {**inherited, **dict(head.environment), **key}
+    words = [python, "-P", "-c", _PROGRAM, MODULE, *head.arguments]
+    with _running(WorkerProcess(words, environment=environment)) as (process, is_stopping):
+        if _wait_until_healthy(process, options, is_stopping):
             for line in _welcome(plan, options, has_key=_KEY in environment):
-                tell(line)
-        return program.wait()
+                show(line)
+        process.wait()
+    code = process.exit_code
+    assert code is not None, "it has ended"
+    return code if code >= 0 else 128 - code
 
 
-def _tell_start(python: Path, version: str, further: list[NodeCommand], tell: Tell) -> None:
-    for command in further:
-        tell(f"run this on {command.address}, where the model is at the same place:")
-        tell(command.shell_text(python))
-    tell(f"vLLM {version} starts; duoka was tried with 0.33")
+def _find_python(python: Path) -> str:
+    program = shutil.which(os.fspath(python))
+    if program is None:
+        raise UsageError(
+            f"{os.fspath(python)!r} is no program that can be run",
+            hint="name the python of the environment that has vLLM: --engine-python "
+            "/opt/vllm/bin/python",
+        )
+    return str(Path(program).absolute())  # links stay, since they tell a virtual environment
 
 
-def _wait_until_healthy(program: ProgramGroup, options: VllmOptions) -> bool:
-    """Wait until vLLM answers; False where it was asked to end before that."""
+@contextmanager
+def _running(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, threading.Event]]:
+    """Forward signals to a running process, and end the process and its children at last.
+
+    It is killed where it doesn't end in time after the first signal, which sets the event.
+    """
+    is_stopping = threading.Event()
+    timer = threading.Timer(DRAIN_SECONDS + _GRACE_SECONDS, process.kill)
+
+    def stop(signum: int, frame: FrameType | None = None) -> None:
+        process.send_signal(_FORWARDED[signal.Signals(signum)])
+        if not is_stopping.is_set():
+            is_stopping.set()
+            timer.start()
+
+    with handle_signals(stop, _FORWARDED):
+        try:
+            yield process, is_stopping
+        finally:
+            stop(signal.SIGTERM)
+            process.wait()
+            timer.cancel()
+            process.end()
+
+
+def _wait_until_healthy(
+    process: WorkerProcess, options: VllmOptions, is_stopping: threading.Event
+) -> bool:
+    """Wait until vLLM answers; return False where a signal comes earlier."""
     deadline = time.monotonic() + _START_SECONDS
-    while not program.is_stopping:
-        code = program.exit_code
-        if code is not None and not program.is_stopping:
+    while not is_stopping.wait(_POLL_SECONDS):
+        if process.exit_code is not None:
             raise MachineError(
-                f"vLLM ended with exit code {code} before it answered",
-                hint="the cause is in its output above; the first error in it is often the one",
+                f"vLLM ended with exit code {process.exit_code} before it answered",
+                hint="the cause is in its output above; the first error in it is often the one. "
+                f"Without vLLM: {options.python} -m pip install 'vllm>=0.33,<0.34'",
             )
-        if is_healthy(options.host, options.port):
+        if _is_healthy(_url_of(options)):
             return True
         if time.monotonic() > deadline:
             raise MachineError(
-                f"vLLM doesn't answer at {url_of(options.host, options.port)}/health after "
-                f"{_START_SECONDS:.0f} s, and was ended",
+                f"vLLM doesn't answer at {_url_of(options)}/health after {_START_SECONDS:.0f} s, "
+                "and was ended",
                 hint="are the other machines' commands running, and is the model downloaded?",
             )
-        time.sleep(_POLL_SECONDS)
     return False
 
 
-def _hold_against(plan: Plan, cache: dict[str, float]) -> str:
-    """Refuse a cache that holds less than planned; what it holds, for people."""
-    workload = plan.workload
-    block_tokens = int(cache.get("block_size", BLOCK_TOKENS))
-    request_blocks = -(-workload.context_tokens // block_tokens)
-    # One block is never given out.
-    planned = (planned_blocks(workload, block_tokens) - 1) / request_blocks
-    number = cache.get("num_gpu_blocks")
-    if number is None:
-        return (
-            f"NOTE: vLLM doesn't say how many cache blocks it has; the plan needs room for "
-            f"{planned:.2f} requests, and whether it is there isn't known"
-        )
-    # Layers that look back differently far have blocks of their own for each request.
-    num_requests = min((number - 1) / request_blocks, cache.get("kv_cache_max_concurrency", number))
-    if num_requests < planned:
-        raise MachineError(
-            f"vLLM's cache holds {num_requests:.2f} requests of {workload.context_tokens:,} tokens "
-            f"at once ({number:.0f} blocks of {block_tokens} tokens), and the plan's "
-            f"{planned:.2f}: it was ended",
-            hint="vLLM's cache takes more for a token than the plan's, or its GPUs have less free: "
-            "plan for less (--context, --sequences), or with smaller budgets (--gpus)",
-        )
-    return (
-        f"{number:.0f} cache blocks of {block_tokens} tokens: at once "
-        f"{format_count(min(int(num_requests), workload.batch), 'request')} of "
-        f"{workload.context_tokens:,} tokens, {workload.batch} in all"
-    )
+def _is_healthy(url: str) -> bool:
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with (
+        suppress(OSError, HTTPException),
+        opener.open(f"{url}/health", timeout=_HEALTH_SECONDS) as response,
+    ):
+        return response.status == 200  # type: ignore[no-any-return]
+    return False
+
+
+def _url_of(options: VllmOptions) -> str:
+    """Return where a client on this machine reaches vLLM."""
+    return format_url(_ANY_ADDRESS.get(options.host, options.host), options.port)
 
 
 def _welcome(plan: Plan, options: VllmOptions, *, has_key: bool) -> list[str]:
-    """What a person needs to know of a server that answers."""
-    url = url_of(options.host, options.port)
+    """Return the address of vLLM and a `curl` command, for a person."""
+    url = _url_of(options)
     body = {
         "model": served_name(plan.lasting(), options),
         "messages": [{"role": "user", "content": "Hello"}],

@@ -22,14 +22,14 @@ _EXAMPLE = "10.0.0.1=2,10.0.0.2=2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine: the address that the others know it by, and how many GPUs it has."""
+    """A machine: its address for the other machines, and the number of its GPUs."""
 
     address: str
     num_gpus: int
 
 
 def parse_nodes(text: str) -> tuple[Node, ...]:
-    """Read the machines as people write them, the one that is to answer first.
+    """Read a list of machines; the first machine answers requests.
 
     Raises
     ------
@@ -54,12 +54,11 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 def devices_by_node(
     pipeline: LayerPipeline, nodes: Sequence[Node]
 ) -> list[tuple[Node, tuple[Device, ...]]]:
-    """The machines that have stages, in order, and the GPUs of these by their number there.
+    """Return the machines with stages in order, and the stages' GPUs by their numbers there.
 
     vLLM gives every machine as many ranks as the next one, and the ranks in order.
     """
     devices = [stage.device for stage in pipeline.stages]
-    _refuse_detected(devices)
     parts = [
         (node, tuple(replace(device, name=f"cuda:{number}") for (_, number), device in run))
         for node, run in groupby(
@@ -80,7 +79,12 @@ def devices_by_node(
 
 
 def _place(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
-    """The node of a GPU, and the GPU's number there."""
+    """Return the machine of a GPU, and the number of the GPU there."""
+    if device.uuid:
+        raise UsageError(
+            f"{device.name} was found on this machine, and the plan is for several",
+            hint="declare the GPUs of all machines, one after another: --gpus 2x24GiB,2x16GiB",
+        )
     number = int(device.name.partition(":")[2] or 0)
     for node in nodes:
         if number < node.num_gpus:
@@ -91,12 +95,3 @@ def _place(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
         f"the plan uses {device.name}, and the machines have {format_count(total, 'GPU')}",
         hint="count the GPUs of all machines as they stand in --gpus",
     )
-
-
-def _refuse_detected(devices: Sequence[Device]) -> None:
-    detected = next((device for device in devices if device.uuid), None)
-    if detected is not None:
-        raise UsageError(
-            f"{detected.name} was found on this machine, and the plan is for several",
-            hint="declare the GPUs of all machines, one after another: --gpus 2x24GiB,2x16GiB",
-        )

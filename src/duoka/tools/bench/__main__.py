@@ -1,4 +1,4 @@
-"""A copy of a model that is measured: ``python -m duoka.tools.bench SOCKET``."""
+"""Process of a measured copy of a model: ``python -m duoka.tools.bench SOCKET``."""
 
 from __future__ import annotations
 

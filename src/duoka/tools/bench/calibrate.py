@@ -1,6 +1,6 @@
-"""Calibrating: all that planning wants to know of GPUs, measured on them.
+"""Calibration: measure the GPUs' speeds and overhead, for planning.
 
-Each rate is that of the first size whose call is long enough, in rounds of many calls.
+Each rate is measured at the first size with a long enough call, as the median of rounds of calls.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from duoka import models
 from duoka.base.files import why
+from duoka.base.progress import say
 from duoka.base.units import MIB
 from duoka.errors import FleetError, MachineError
 from duoka.forecast.profile import evaluate
@@ -37,10 +38,9 @@ from duoka.runtime.paged_steps import PagedStep, PagedStepper
 from duoka.runtime.steps import Stepper
 from duoka.tracing import TraceSpec, trace_serving
 
-Progress = Callable[[str], None]
 Call = Callable[[], object]
 
-# Generation as the runtime does it, small; with the sizes of heads that fused attention is for.
+# A small model for generation, with the head sizes of fused attention.
 _CONFIG = {
     "model_type": "glm",
     "hidden_size": 512,
@@ -55,7 +55,7 @@ _CONFIG = {
 }
 _PROMPT_TOKENS = 64
 _NEW_TOKENS = 4
-# A step of it is as good as nothing but launches.
+# A step of this model consists of launches almost alone.
 _SMALL_CONFIG = _CONFIG | {"hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
 _SMALL_WORK = Workload(
     cache="paged",
@@ -77,46 +77,43 @@ _LONG_ENOUGH_SECONDS = 3e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrated:
-    """What was measured, and the file that it is kept in; none for a rehearsal."""
+    """Measured figures, and their file; None for virtual GPUs."""
 
     calibration: Calibration
     path: Path | None
 
 
-def calibrate(fleet: Fleet, *, progress: Progress | None = None) -> Calibrated:
-    """Measure the GPUs of a fleet, and keep it for the plans to come.
+def calibrate(fleet: Fleet) -> Calibrated:
+    """Measure the GPUs of a fleet, and keep the figures for later plans.
 
     Parameters
     ----------
     fleet : Fleet
-        GPUs of this machine. Virtual ones rehearse it: nothing is kept.
-    progress : callable, optional
-        Called with what is measured next.
+        GPUs of this machine. Of virtual ones nothing is kept.
 
     Raises
     ------
     FleetError
-        If a GPU isn't there, was declared only, is in use, or has too little free memory.
+        If a GPU isn't there, was only declared, is in use, or has too little free memory.
     MachineError
-        If what was measured can't be kept.
+        If the figures can't be kept.
     """
     _refuse_declared(fleet)
     driver = _driver(fleet)
     devices.materialise(fleet)
-    say = progress or (lambda what: None)
     try:
         result = Calibration(
             driver=driver,
             torch=calibration.torch_version(),
-            gpus=tuple(_measure(device, say) for device in _kinds(fleet)),
-            links=tuple(_links(fleet, say)),
+            gpus=tuple(map(_measure, _kinds(fleet))),
+            links=tuple(_links(fleet)),
         )
     except torch.OutOfMemoryError as error:
-        raise too_small(", ".join(fleet.names)) from error
+        raise make_too_small_error(", ".join(fleet.names)) from error
     if not driver:
         return Calibrated(calibration=result, path=None)
     try:
-        return Calibrated(calibration=result, path=calibration.keep(result))
+        return Calibrated(calibration=result, path=calibration.keep_calibration(result))
     except OSError as error:
         raise MachineError(
             f"what was measured can't be kept in {calibration.path_for(driver)}: {why(error)}",
@@ -135,7 +132,7 @@ def _refuse_declared(fleet: Fleet) -> None:
 
 
 def _driver(fleet: Fleet) -> str:
-    """The driver's version, where GPUs of this machine are measured that nobody else uses."""
+    """Return the driver's version; refuse GPUs in use. Empty for virtual GPUs."""
     uuids = {device.uuid: device.name for device in fleet.devices if device.uuid}
     if not uuids:
         return ""
@@ -151,7 +148,7 @@ def _driver(fleet: Fleet) -> str:
     return machine.driver_version
 
 
-def _measure(device: Device, say: Progress) -> GpuFigures:
+def _measure(device: Device) -> GpuFigures:
     name = device.name
     say(f"{name}: memory outside the allocator")
     dtype = torch.float16 if device.has_bfloat16 is False else torch.bfloat16
@@ -176,7 +173,7 @@ def _measure(device: Device, say: Progress) -> GpuFigures:
 
 
 def _overhead(device: Device, dtype: torch.dtype) -> int:
-    """Bytes that this process holds on a GPU outside torch's allocator, once it has generated."""
+    """Return this process' bytes on a GPU outside torch's allocator, after generation."""
     name = device.name
     model = models.build(_CONFIG, dtype=dtype)
     _place(model, name)
@@ -198,20 +195,22 @@ def _overhead(device: Device, dtype: torch.dtype) -> int:
 
 
 def _place(model: nn.Module, name: str) -> None:
-    """Put a model on a device, with weights that are numbers."""
+    """Put a model on a device, with random weights."""
     place(model, Placement(entries=(("", name),)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.02)
 
 
-def _kinds(fleet: Fleet) -> Iterator[Device]:
-    """A GPU of each kind."""
-    kinds = {(device.product, device.memory_bytes): device for device in reversed(fleet.devices)}
-    return (device for device in fleet.devices if device in kinds.values())
+def _kinds(fleet: Fleet) -> Iterable[Device]:
+    """Return a GPU of each product."""
+    kinds: dict[tuple[str, int | None], Device] = {}
+    for device in fleet.devices:
+        kinds.setdefault((device.product, device.memory_bytes), device)
+    return kinds.values()
 
 
-def _links(fleet: Fleet, say: Progress) -> Iterator[LinkFigures]:
+def _links(fleet: Fleet) -> Iterator[LinkFigures]:
     for source, target in itertools.permutations(fleet.devices, 2):
         say(f"{source.name} → {target.name}")
         rate, latency = crossing_rate(source.name, target.name)
@@ -224,36 +223,38 @@ def _links(fleet: Fleet, say: Progress) -> Iterator[LinkFigures]:
 
 
 def _rounded(number: float) -> float:
-    """With two digits that count: twins that differ by less are equal when a plan is sought."""
+    """Round to two significant digits: the search can exchange twins of equal speed."""
     return float(f"{number:.1e}")
 
 
 def read_rate(name: str, dtype: torch.dtype) -> float:
-    """Bytes of a matrix that go through its product with a single row, per second."""
+    """Measure bytes per second of a matrix in products with a single row."""
     row = torch.ones((1, _WIDTH), dtype=dtype, device=name)
 
-    def make(size: int) -> tuple[Call, float]:
+    def make_call(size: int) -> tuple[Call, float]:
         matrix = torch.ones((size // _WIDTH // dtype.itemsize, _WIDTH), dtype=dtype, device=name)
         return (lambda: linear(row, matrix)), matrix.nbytes
 
-    return best_rate(make, _doubled(MIB, _LARGEST_BYTES), name)
+    return best_rate(make_call, _doubled(MIB, _LARGEST_BYTES), name)
 
 
 def multiply_rate(name: str, dtype: torch.dtype) -> float:
-    """Operations of a product of square matrices, per second."""
+    """Measure operations per second of products of square matrices."""
 
-    def make(size: int) -> tuple[Call, float]:
-        one, other = (torch.ones((size, size), dtype=dtype, device=name) for _ in range(2))
-        return (lambda: one @ other), 2.0 * size**3
+    def make_call(size: int) -> tuple[Call, float]:
+        left_matrix, right_matrix = (
+            torch.ones((size, size), dtype=dtype, device=name) for _ in range(2)
+        )
+        return (lambda: left_matrix @ right_matrix), 2.0 * size**3
 
-    return best_rate(make, _doubled(256, _LARGEST_MATRIX), name)
+    return best_rate(make_call, _doubled(256, _LARGEST_MATRIX), name)
 
 
 def launch_time(name: str) -> float:
-    """Seconds of a small model's decode step for each launch that its profile counts.
+    """Measure seconds of a small model's decode step per kernel launch of the profile.
 
-    So it has in it what goes with launches: modules and arguments in Python, and views. Where the
-    device computes by itself it is what the host takes until it can go on.
+    The time includes Python's modules and arguments, and views. On a device with asynchronous
+    launches it is the host's time.
     """
     model = models.build(_SMALL_CONFIG, dtype=torch.float32)
     profile = trace_serving(
@@ -261,7 +262,7 @@ def launch_time(name: str) -> float:
     )
     replay = ServingReplay(profile, _SMALL_WORK, brief=True)
     step = replay.step_over(1, _PROMPT_TOKENS)
-    rules = (profile.kinds[block.kind].tapes[step.regime].launches for block in profile.blocks)
+    rules = (profile.kinds[block.kind].traces[step.regime].launches for block in profile.blocks)
     launches = sum(evaluate(rule, step.values) for rule in rules)
     _place(model, name)
     stepper = PagedStepper(model, replay.capacity, torch.device(name))
@@ -271,28 +272,28 @@ def launch_time(name: str) -> float:
 
 
 def from_host(name: str) -> float | None:
-    """Bytes per second out of the host's pinned memory; None where there can't be such."""
+    """Measure bytes per second from pinned host memory; None without pinned memory."""
     if not can_pin(name):
         return None
 
-    def make(size: int) -> tuple[Call, float]:
+    def make_call(size: int) -> tuple[Call, float]:
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         device = _bytes(size, name)
         return (lambda: device.copy_(host, non_blocking=True)), size
 
-    return best_rate(make, _doubled(MIB, _LARGEST_COPY_BYTES), name)
+    return best_rate(make_call, _doubled(MIB, _LARGEST_COPY_BYTES), name)
 
 
 def crossing_rate(source: str, target: str) -> tuple[float, float]:
-    """Bytes per second from one device to another, and what each tensor takes besides."""
+    """Measure bytes per second from a device to another, and the latency of a tensor."""
     small = [_bytes(_SMALL_BYTES, name) for name in (source, target)]
     latency = median_seconds(lambda: small[1].copy_(small[0], non_blocking=True), source, target)
 
-    def make(size: int) -> tuple[Call, float]:
+    def make_call(size: int) -> tuple[Call, float]:
         sender, receiver = _bytes(size, source), _bytes(size, target)
         return (lambda: receiver.copy_(sender, non_blocking=True)), size
 
-    rate = best_rate(make, _doubled(MIB, _LARGEST_COPY_BYTES), source, target)
+    rate = best_rate(make_call, _doubled(MIB, _LARGEST_COPY_BYTES), source, target)
     return rate, latency
 
 
@@ -300,32 +301,37 @@ def _bytes(size: int, name: str) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=name)
 
 
-def _doubled(first: int, last: int) -> Iterator[int]:
-    while first <= last:
-        yield first
-        first *= 2
+def _doubled(smallest: int, largest: int) -> Iterator[int]:
+    while smallest <= largest:
+        yield smallest
+        smallest *= 2
 
 
+# Calls are asynchronous on a GPU, so a round is timed from its first call to the synchronisation
+# after its last. One call alone would measure the launch and the synchronisation: a round has so
+# many calls that it lasts about 20 ms, after 50 ms of warm-up, and the median of five rounds is
+# taken. Rates are measured at sizes that double until a call takes 3 ms, so that launches don't
+# count:
+#
+#   1 MiB  0.02 ms   2 MiB  0.03 ms   …   512 MiB  2.4 ms   1 GiB  4.7 ms → this one
 def median_seconds(call: Call, *names: str) -> float:
-    """Seconds of one call among many of its kind, the median of a few rounds."""
+    """Measure the seconds of a call, as the median of rounds of many calls."""
     started, calls = time.perf_counter(), 0
     while calls < 2 or time.perf_counter() - started < _WARM_SECONDS:
-        call()
-        _finish(names)
+        seconds = _round(call, 1, names)
         calls += 1
-    once = _round(call, 1, names)
-    repeats = max(1, min(1000, round(_ROUND_SECONDS / max(once, 1e-6))))
+    repeats = max(1, min(1000, round(_ROUND_SECONDS / max(seconds, 1e-6))))
     return statistics.median(_round(call, repeats, names) / repeats for _ in range(_ROUNDS))
 
 
 def best_rate(
-    make: Callable[[int], tuple[Call, float]], sizes: Iterable[int], *names: str
+    make_call: Callable[[int], tuple[Call, float]], sizes: Iterable[int], *names: str
 ) -> float:
-    """Work per second at the first size whose call is long enough, or the largest that fits."""
+    """Measure work per second at the first size with a long enough call, or the largest fitting."""
     best: tuple[Call, float] | None = None
     for size in sizes:
         try:
-            call, work = make(size)
+            call, work = make_call(size)
             _round(call, 1, names)
             seconds = _round(call, 1, names)
         except torch.OutOfMemoryError:
@@ -334,13 +340,13 @@ def best_rate(
         if seconds >= _LONG_ENOUGH_SECONDS:
             break
     if best is None:
-        raise too_small(names[0])
+        raise make_too_small_error(names[0])
     call, work = best
     return work / median_seconds(call, *names)
 
 
-def too_small(name: str) -> FleetError:
-    """What is raised where a GPU hasn't memory enough to measure anything."""
+def make_too_small_error(name: str) -> FleetError:
+    """Make the error for a GPU without enough memory for any measurement."""
     return FleetError(
         f"{name} has too little free memory to measure anything",
         hint="end what uses it, or name other GPUs",

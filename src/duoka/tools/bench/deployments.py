@@ -1,10 +1,9 @@
-"""Deployments: on one GPU, split over several, as copies, in other weights; what each would do.
+"""Deployments of a model: one GPU, splits, copies, quantized weights.
 
-Every one is planned for the same requests, with pages for just these; for throughput, or where
-nobody knows how fast the GPUs are, so that the most stays free. Of fewer GPUs than there are the
-fastest are taken, or else the largest; of copies, as many as there can be. Which one is
-best is told by what was measured, or, where nothing was, by the forecast. It knows nothing of what
-quantization does to answers.
+Every deployment is planned for the same requests, with pages for just these; for throughput, or for
+headroom if the GPUs' speeds are unknown. Of fewer GPUs than all the fastest are taken, or else the
+largest; of copies as many as fit. The recommendation follows the measurements, or without any the
+forecasts. Effects of quantization on answers are left to `quality`.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from duoka.planner.request import PlanRequest
 from duoka.planner.resolve import workload_for
 from duoka.report.measured import PeakBytes
 
-# A speed of so much of the best one is as good, where it takes fewer GPUs.
+# A deployment with fewer GPUs is preferred at this share of the best speed.
 _ALIKE = 0.95
 _MOST_SIGNS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """How fast a deployment is; None where that isn't known.
+    """Speeds of a deployment; None if unknown.
 
-    Prompts are read, `prefill_tokens_per_second`, and answers written, `many_tokens_per_second`, of
-    all requests at once; `one_tokens_per_second` and `first_token_seconds` are of one alone, whose
-    prompt is as long as can be. `idle_share` is the bubble: the share of the time of all requests
-    in which a GPU computes nothing, on average. By the forecast it is what unequal stages leave.
+    `prefill_tokens_per_second` and `many_tokens_per_second` (decoding) are of all requests at once;
+    `one_tokens_per_second` and `first_token_seconds` of a single request, the latter with the
+    longest prompt. `idle_share` is the pipeline bubble: the average share of idle GPU time. Its
+    forecast counts unequal stages alone.
     """
 
     prefill_tokens_per_second: float | None = None
@@ -57,7 +56,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A way to run a model: a plan for each copy, or the trouble with it; and what was measured."""
+    """A way to run a model: a plan for each copy, or the obstacle; and measurements."""
 
     name: str
     weights: str
@@ -69,16 +68,16 @@ class Deployment:
 
     @property
     def rates(self) -> Rates:
-        """What was measured, or else the forecast."""
+        """Measured rates, or else the forecast."""
         return self.measured or self.forecast
 
     @property
     def num_devices(self) -> int:
-        """The GPUs that it takes."""
+        """Number of GPUs."""
         return sum(len(plan.devices) for plan in self.plans)
 
     def memory(self) -> Iterator[dict[str, Any]]:
-        """What each GPU's allocator reserves, by the forecast and as measured."""
+        """Yield each GPU's reserved memory, forecast and measured."""
         measured = {peak.device: peak.reserved_bytes for peak in self.peaks}
         for stage in chain(*(plan.forecast.devices for plan in self.plans)):
             yield {
@@ -89,7 +88,7 @@ class Deployment:
             }
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
+        """Convert to JSON's types."""
         return {
             "name": self.name,
             "weights": self.weights,
@@ -104,15 +103,15 @@ class Deployment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """Deployments of a model beside one another, for the requests of a workload."""
+    """Deployments of a model, for the requests of a workload."""
 
     model: str
     workload: Workload
     deployments: tuple[Deployment, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
-        best, why = recommend(self)
+        """Convert to JSON's types."""
+        best, reasons = recommend(self)
         work = self.workload
         return {
             "format": "duoka.bench",
@@ -123,7 +122,7 @@ class Bench:
             "new_tokens": work.new_tokens,
             "deployments": [case.to_dict() for case in self.deployments],
             "recommended": None if best is None else self.deployments.index(best),
-            "why": list(why),
+            "why": list(reasons),
         }
 
 
@@ -136,15 +135,15 @@ def plan_deployments(
     with_cpu: bool = False,
 ) -> Bench:
     """Plan each deployment of a checkpoint for the requests of a workload with pages."""
-    knows = all(gpu.memory_bytes_per_second and gpu.flops_per_second for gpu in fleet.devices)
-    request = replace(request, objective="throughput" if knows else "headroom")
+    has_speeds = all(gpu.memory_bytes_per_second and gpu.flops_per_second for gpu in fleet.devices)
+    request = replace(request, objective="throughput" if has_speeds else "headroom")
     cases: list[Deployment] = []
     for form in forms:
         try:
             work = workload_for(checkpoint, replace(request.workload, quantize=form))
             find_or_trace(checkpoint, work)
         except DuokaError as error:
-            cases.append(Deployment(name="any", weights=form, trouble=one_line(error)))
+            cases.append(Deployment(name="any", weights=form, trouble=describe_error(error)))
             continue
         cases += _deployments(checkpoint, replace(request, workload=work), fleet, with_cpu=with_cpu)
     return Bench(model=checkpoint.name, workload=request.workload, deployments=tuple(cases))
@@ -153,7 +152,7 @@ def plan_deployments(
 def _deployments(
     checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet, *, with_cpu: bool
 ) -> Iterator[Deployment]:
-    """One GPU, each number of them, copies, and the processor."""
+    """Yield splits over each number of GPUs, copies, and the processor."""
     for count in range(1, len(fleet.devices) + 1):
         cases = []
         for group in _groups(fleet, count):
@@ -166,19 +165,19 @@ def _deployments(
         yield _split(checkpoint, replace(request, gpus="", objective="headroom"), host, "CPU")
 
 
-def one_line(error: Exception) -> str:
-    """Why a deployment can't be had, in a cell of a table."""
+def describe_error(error: Exception) -> str:
+    """Shorten an error to a cell of a table."""
     return str(error).partition("\n")[0][:_MOST_SIGNS]
 
 
 def _part(work: Workload, copies: int = 1) -> Workload:
-    """A copy's part of a workload, with the pages that it needs."""
+    """Return a copy's part of a workload, with pages for its requests."""
     part = replace(work, batch=-(-work.batch // copies))
     return replace(part, pages=part.batch * least_pages(part))
 
 
 def _groups(fleet: Fleet, count: int) -> Iterator[Fleet]:
-    """The fastest GPUs, and the largest where these are others."""
+    """Yield the fastest GPUs, and the largest GPUs if different."""
     fastest = sorted(fleet.devices, key=lambda gpu: -(gpu.memory_bytes_per_second or 0.0))[:count]
     largest = sorted(fleet.devices, key=lambda gpu: -gpu.budget_bytes)[:count]
     yield fleet.only([gpu.name for gpu in fastest])
@@ -187,7 +186,7 @@ def _groups(fleet: Fleet, count: int) -> Iterator[Fleet]:
 
 
 def _gpus(text: str, fleet: Fleet, group: Fleet) -> str:
-    """A part of a fleet as `--gpus` takes it."""
+    """Write a part of a fleet in the form of `--gpus`."""
     if len(group.devices) == len(fleet.devices):
         return text
     declared = devices_in(text)
@@ -207,25 +206,25 @@ def _split(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet, name: str
         whole = replace(request, workload=_part(request.workload))
         plan = plan_request(checkpoint, whole, fleet, suggest=False)
     except DuokaError as error:
-        return replace(case, trouble=one_line(error))
+        return replace(case, trouble=describe_error(error))
     return replace(case, plans=(plan,), forecast=_forecast(plan))
 
 
 def _copies(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Iterator[Deployment]:
-    """As many copies as fit, where that is more than one."""
-    most = min(len(fleet.devices), request.workload.batch)
-    for number in range(most, 1, -1):
+    """Yield the deployment with the most copies, if two or more fit."""
+    num_copies = min(len(fleet.devices), request.workload.batch)
+    for number in range(num_copies, 1, -1):
         part = replace(request, workload=_part(request.workload, number))
         try:
             plans = plan_copies(checkpoint, part, fleet, number, suggest=False).plans
-        except DuokaError:  # there is no room, or there are too many ways to deal GPUs
+        except DuokaError:  # too little memory, or too many ways to assign GPUs
             continue
         sizes = "/".join(map(str, sorted({len(plan.devices) for plan in plans})))
         yield Deployment(
             name=f"{format_copies(number)}, {sizes} GPU{'' if sizes == '1' else 's'} each",
             weights=_weights(request.workload),
             plans=tuple(_asking(part, plan) for plan in plans),
-            forecast=together([_forecast(plan) for plan in plans]),
+            forecast=combine_rates([_forecast(plan) for plan in plans]),
         )
         return
 
@@ -235,7 +234,7 @@ def _asking(request: PlanRequest, plan: Plan) -> Plan:
     return replace(plan, request=replace(request, workload=plan.request.workload))
 
 
-_JOINS: dict[str, Callable[[list[float]], float]] = {
+_COMBINE: dict[str, Callable[[list[float]], float]] = {
     "prefill_tokens_per_second": sum,
     "first_token_seconds": min,
     "one_tokens_per_second": max,
@@ -244,12 +243,12 @@ _JOINS: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-def together(copies: Sequence[Rates]) -> Rates:
-    """The rates of copies that work at the same time; of one request those of the fastest."""
+def combine_rates(copies: Sequence[Rates]) -> Rates:
+    """Combine the rates of parallel copies; a single request has the fastest copy's."""
     rates: dict[str, float | None] = {}
-    for name, join in _JOINS.items():
+    for name, combine in _COMBINE.items():
         values = [getattr(copy, name) for copy in copies]
-        rates[name] = None if None in values else join(values)
+        rates[name] = None if None in values else combine(values)
     return Rates(**rates)
 
 
@@ -257,7 +256,8 @@ def _forecast(plan: Plan) -> Rates:
     seconds, work = plan.forecast.seconds, plan.workload
     if seconds is None or not seconds.first_token_seconds:
         return Rates()
-    # All prompts, one behind the other through the stages.
+    # All prompts follow one another through the stages: fill the pipeline once, then one prompt per
+    # turn of the slowest stage.
     slowest = max(max(s.prefill_seconds, s.prefill_transfer_seconds) for s in seconds.stages)
     prefill = slowest + (seconds.first_token_seconds - slowest) / work.batch
     speeds = {load.requests: load.tokens_per_second for load in plan.forecast.serving_speeds}
@@ -273,68 +273,74 @@ def _forecast(plan: Plan) -> Rates:
     )
 
 
-# ── which is best ──
+# ── recommendation ──
 
 
+# Nobody wants the most tokens for all at any price for a single user, nor the other way round; the
+# product of both speeds weighs them alike, whatever their units. Small differences are noise, so
+# among deployments within 5 % of the best product the one with the fewest GPUs is taken.
 def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
-    """The best of what was measured, or else forecast, and why; none where nothing can be run.
+    """Return the best deployment by measurement, or else by forecast, with reasons.
 
-    It is the one with the largest product of the speed for one user and that for all requests.
+    The best one has the largest product of the speed for one user and the speed for all requests.
     """
     usable = [case for case in bench.deployments if case.plans and not case.trouble]
     usable = [case for case in usable if case.measured is not None] or usable
     if not usable:
         return None, ()
 
-    def one(case: Deployment) -> float:
+    def single_speed(case: Deployment) -> float:
         return case.rates.one_tokens_per_second or 0.0
 
-    def many(case: Deployment) -> float:
+    def total_speed(case: Deployment) -> float:
         return case.rates.many_tokens_per_second or 0.0
 
-    def text(speed: Callable[[Deployment], float]) -> str:
+    def describe(speed: Callable[[Deployment], float]) -> str:
         fastest = _best(usable, speed)
-        return f"{title(fastest)}, {speed_text(speed(fastest))} tokens/s"
+        return f"{title(fastest)}, {format_speed(speed(fastest))} tokens/s"
 
-    most_one, most_many = (max(map(speed, usable)) for speed in (one, many))
-    if not most_many:
-        why = "how fast these are isn't known (--calibrate measures it): it takes the fewest"
-        return min(usable, key=lambda case: case.num_devices), (why,)
-    best, requests = _best(usable, lambda case: one(case) * many(case)), bench.workload.batch
+    most_single, most_total = (max(map(speed, usable)) for speed in (single_speed, total_speed))
+    if not most_total:
+        reason = "how fast these are isn't known (--calibrate measures it): it takes the fewest"
+        return min(usable, key=lambda case: case.num_devices), (reason,)
+    best, requests = (
+        _best(usable, lambda case: single_speed(case) * total_speed(case)),
+        bench.workload.batch,
+    )
     return best, (
-        f"one user: {text(one)}",
-        f"{requests} at once: {text(many)}",
-        f"both: {title(best)} gives one user {one(best) / most_one:.0%} and {requests} at once "
-        f"{many(best) / most_many:.0%} of the most there is",
+        f"one user: {describe(single_speed)}",
+        f"{requests} at once: {describe(total_speed)}",
+        f"both: {title(best)} gives one user {single_speed(best) / most_single:.0%} and "
+        f"{requests} at once {total_speed(best) / most_total:.0%} of the most there is",
     )
 
 
 def title(case: Deployment) -> str:
-    """What a deployment is called."""
+    """Return a deployment's name with its weights."""
     return f"{case.name} ({case.weights})"
 
 
-def speed_text(speed: float) -> str:
-    """A speed with three digits that count."""
+def format_speed(speed: float) -> str:
+    """Format a speed with three significant digits."""
     return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
 
 
 def _best(cases: Sequence[Deployment], value: Callable[[Deployment], float]) -> Deployment:
-    """Of those that are nearly as good as the best the one with the fewest GPUs."""
-    enough = _ALIKE * max(map(value, cases))
-    alike = [case for case in cases if value(case) >= enough]
-    return min(alike, key=lambda case: (case.num_devices, -value(case)))
+    """Return the deployment with the fewest GPUs among the nearly best."""
+    minimum = _ALIKE * max(map(value, cases))
+    candidates = [case for case in cases if value(case) >= minimum]
+    return min(candidates, key=lambda case: (case.num_devices, -value(case)))
 
 
 def command(case: Deployment) -> str | None:
-    """The command that serves a model so; None where none does."""
+    """Return the command to serve a deployment; None without any."""
     if not case.plans or not case.plans[0].request.gpus:
         return None
     plan = case.plans[0]
     words = options(plan.request)
     words.pop("--serve", None)
     if any(gpu.measured and gpu.name.startswith("vgpu") for gpu in plan.fleet.devices):
-        words.pop("--objective", None)  # nobody keeps how fast a virtual GPU was
+        words.pop("--objective", None)  # speeds of virtual GPUs aren't kept
     if len(case.plans) > 1:
         words["--replicas"] = ("--replicas", str(len(case.plans)))
     return shlex.join(["duoka", "serve", plan.source, *chain(*words.values())])

@@ -1,9 +1,9 @@
-"""Measuring a deployment: its copies each answer in a process of their own, on the engine.
+"""Measurement of a deployment: each replica runs on the engine in a process of its own.
 
-Prompts are tokens drawn at random, so that none shares the pages of another. The time of answers
-with a few tokens less that of answers with one is what decoding takes; each request then has half
-of its context, as in the plan's forecast. All is done once before, and then told as a median. A
-process that runs out of memory, or is killed, ends its deployment and nothing else.
+Prompts are random tokens, so that no prompt shares the pages of another. Decoding time is the time
+of generations of several tokens minus that of one token; each request then has half of its context,
+as in the plan's forecast. Results are medians after a warm-up. A process that runs out of memory or
+is killed ends its own deployment alone.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ import math
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,63 +25,55 @@ with quiet_libraries():
     from duoka.checkpoint.checkpoint import Checkpoint
     from duoka.engine import Engine, SamplingParams
     from duoka.models.from_checkpoint import tokenizer_of
-from duoka.base.portable import portable
 from duoka.errors import DuokaError, MachineError
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
-from duoka.stages.workers import Workers, describe_end, end_with_parent
+from duoka.workers.channel import open_result, send_result
+from duoka.workers.group import WorkerGroup
+from duoka.workers.worker import run_with_channel
 
-from .deployments import Deployment, Rates, one_line, together
+from .deployments import Deployment, Rates, combine_rates, describe_error
 
 _MODULE = "duoka.tools.bench"
 _DECODE_TOKENS = 32
 _ROUNDS = 3
 _SEED = 20
-_GRACE_SECONDS = 2.0
 # Loading is part of it. A kernel that never ends would be waited for without a limit.
 _MOST_SECONDS = 3600.0
 
 
 def measure(case: Deployment, *, trust_remote_code: bool = False) -> Deployment:
-    """Run a deployment, with what was measured or why it couldn't be."""
+    """Run a deployment; return it with its rates and memory peaks, or with the trouble."""
     try:
         rates, peaks = _run(case.plans, trust_remote_code)
     except (DuokaError, RuntimeError) as error:
-        return replace(case, trouble=one_line(error))
+        return replace(case, trouble=describe_error(error))
     return replace(case, measured=rates, peaks=tuple(peaks))
 
 
 def _run(plans: Sequence[Plan], trust_remote_code: bool) -> tuple[Rates, list[PeakBytes]]:
     threads = len(os.sched_getaffinity(0)) // sum(len(plan.devices) for plan in plans)
-    with ExitStack() as stack:
-        pipes = [Pipe() for _ in plans]
-        descriptors = [[worker_end.fileno()] for _, worker_end in pipes]
-        workers = stack.enter_context(
-            Workers(_MODULE, (), len(plans), threads=max(1, threads), descriptors=descriptors)
-        )
-        for _, worker_end in pipes:
-            worker_end.close()
-        drivers = [stack.enter_context(driver_end) for driver_end, _ in pipes]
+    with WorkerGroup(_MODULE, len(plans), threads=max(1, threads), has_channels=True) as workers:
+        drivers = workers.channels
         try:
-            _ask(drivers, [(plan, trust_remote_code) for plan in plans])
+            _exchange(drivers, [(plan, trust_remote_code) for plan in plans])
             work = plans[0].workload
             new = max(2, min(_DECODE_TOKENS, work.context_tokens // 2))
             half = max(1, (work.context_tokens - new) // 2)
-            (first,) = _ask(drivers[:1], [(1, work.prompt_tokens, 1)])
-            (one,) = _ask(drivers[:1], [(1, half, new)])
-            copies = _ask(drivers, [(plan.workload.batch, half, new) for plan in plans])
-            peaks = _ask(drivers, [None] * len(plans))
+            (prefill,) = _exchange(drivers[:1], [(1, work.prompt_tokens, 1)])
+            (single,) = _exchange(drivers[:1], [(1, half, new)])
+            copies = _exchange(drivers, [(plan.workload.batch, half, new) for plan in plans])
+            peaks = _exchange(drivers, [None] * len(plans))
         except (EOFError, OSError) as error:
-            codes = workers.codes(_GRACE_SECONDS)
-            ended = next(filter(None, codes.values()), 0)
-            raise MachineError(f"its process has ended: {describe_end(ended)}") from error
-    speed, seconds = one.many_tokens_per_second, first.first_token_seconds
-    rates = replace(together(copies), first_token_seconds=seconds, one_tokens_per_second=speed)
+            _, ending = workers.find_loss(0)
+            raise MachineError(f"its process has ended: {ending}") from error
+    speed, seconds = single.many_tokens_per_second, prefill.first_token_seconds
+    rates = replace(combine_rates(copies), first_token_seconds=seconds, one_tokens_per_second=speed)
     return rates, [*chain(*peaks)]
 
 
-def _ask(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
-    """Let all processes do something at the same time; what came of it."""
+def _exchange(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
+    """Send a message to each process at the same time; return their results."""
     for driver, message in zip(drivers, messages, strict=True):
         driver.send(message)
     replies = []
@@ -92,17 +81,19 @@ def _ask(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[Any]:
         if not driver.poll(_MOST_SECONDS):
             raise MachineError(f"no answer within {_MOST_SECONDS:g} s: it hangs")
         replies.append(driver.recv())
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply if isinstance(reply, DuokaError | RuntimeError) else RuntimeError(reply)
-    return replies
+    try:
+        return [open_result(reply) for reply in replies]
+    except (DuokaError, RuntimeError):
+        raise
+    except Exception as error:  # of the model's code: an OSError isn't the loss of the process
+        raise RuntimeError(error) from error
 
 
-# ── in the process of a copy ──
+# ── in the process of a replica ──
 
 
-class _Copy:
-    """A copy of a model that answers."""
+class _Replica:
+    """A replica of a model in this process."""
 
     def __init__(self, plan: Plan, trust_remote_code: bool) -> None:
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
@@ -113,54 +104,50 @@ class _Copy:
         self._engine = Engine(plan, warm_up="largest", trust_remote_code=trust_remote_code)
 
     def rates(self, requests: int, prompt_tokens: int, new_tokens: int) -> Rates:
-        """Those of answers to so many requests at once, in rounds; the first one isn't counted."""
+        """Measure the rates of concurrent requests: the medians of rounds after a warm-up."""
         rounds = []
         for _ in range(_ROUNDS + 1):
-            first, _ = self._seconds(requests, prompt_tokens, 1)
+            prefill, _ = self._seconds(requests, prompt_tokens, 1)
             seconds, idle = self._seconds(requests, prompt_tokens, new_tokens)
-            rounds.append((first, max(seconds - first, 1e-9), idle))
-        first, decode, idle = map(statistics.median, zip(*rounds[1:], strict=True))
+            rounds.append((prefill, max(seconds - prefill, 1e-9), idle))
+        prefill, decode, idle = map(statistics.median, zip(*rounds[1:], strict=True))
         return Rates(
-            prefill_tokens_per_second=requests * prompt_tokens / first,
-            first_token_seconds=first,
+            prefill_tokens_per_second=requests * prompt_tokens / prefill,
+            first_token_seconds=prefill,
             many_tokens_per_second=requests * (new_tokens - 1) / decode,
             idle_share=None if math.isnan(idle) else idle,
         )
 
     def _seconds(self, requests: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float]:
-        """What answers take, and for which share of that GPUs are idle; NaN where nobody knows."""
+        """Return the seconds of generations, and the idle share of the GPUs or NaN."""
         params = SamplingParams(max_new_tokens=new_tokens, min_new_tokens=new_tokens)
         prompts = [self._random.choices(self._tokens, k=prompt_tokens) for _ in range(requests)]
-        before, begin = self._engine.busy_seconds(), time.perf_counter()
+        busy_at_start, start = self._engine.busy_seconds(), time.perf_counter()
         self._engine.generate(prompts, params)
-        seconds, after = time.perf_counter() - begin, self._engine.busy_seconds()
-        busy = [after[device] - before[device] for device in after]
+        seconds, busy_at_end = time.perf_counter() - start, self._engine.busy_seconds()
+        busy = [busy_at_end[device] - busy_at_start[device] for device in busy_at_end]
         return seconds, max(0.0, 1 - sum(busy) / len(busy) / seconds) if busy else math.nan
 
     def close(self) -> list[PeakBytes]:
-        """End, and tell the peaks of memory."""
+        """Close the engine, and return the peaks of memory."""
         self._engine.close()
         return self._engine.peaks()
 
 
 def main() -> None:
-    """The entry of a process: the socket of who measures is its last argument."""
-    end_with_parent()
-    with suppress(EOFError, OSError):  # nobody measures any more
-        _serve(Connection(int(sys.argv[-1])))
-    os._exit(0)
+    """Run the worker process."""
+    run_with_channel(_serve)
 
 
 def _serve(driver: Connection) -> None:
-    copy: _Copy | None = None
+    replicas: list[_Replica] = []
+
+    def reply() -> object:
+        if not replicas:
+            replicas.append(_Replica(*message))
+            return None
+        return replicas[0].close() if message is None else replicas[0].rates(*message)
+
     while True:
         message = driver.recv()
-        reply: object = None
-        try:
-            if copy is None:
-                copy = _Copy(*message)
-            else:
-                reply = copy.close() if message is None else copy.rates(*message)
-        except Exception as error:
-            reply = portable(error)
-        driver.send(reply)
+        send_result(driver, reply)

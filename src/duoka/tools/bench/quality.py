@@ -1,9 +1,9 @@
-"""Quality: what quantization does to a model, as its perplexity on a person's text.
+"""Quality: the cost of quantization, as a model's perplexity on a text.
 
-The text is read in windows that overlap: in each, the tokens that none before it has scored are
-scored, with at least the overlap before them. A KV cache in 8 bit is read back as answers read it:
-a window then runs in steps, each of which attends to what the cache has kept of those before.
-Models are loaded one after another, each as it would be to generate, and freed before the next one.
+The text is read in overlapping windows. Each window scores the tokens not scored before, with at
+least the overlap as context. A KV cache in 8 bit is read as in generation: a window runs in steps,
+each with attention to the cached keys and values of the steps before. Models are loaded as for
+generation, one after another, and freed before the next one.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ CONTEXT_TOKENS = 512
 MOST_TOKENS = 8192
 _MOST_BYTES = 64 * 2**20
 _FEWEST_TOKENS = 16
-_STEP_TOKENS = 32  # of a window, where a cache is measured
+_STEP_TOKENS = 32  # of a window, to measure a cache
 _ROWS = 64  # logits in float32 at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """How a text is read: each window begins half of its length after the one before."""
+    """Windows of a text: each begins half a length after the previous window."""
 
     context_tokens: int = CONTEXT_TOKENS
     most_tokens: int = MOST_TOKENS
@@ -57,11 +57,17 @@ class Windows:
 
     @property
     def stride_tokens(self) -> int:
-        """By how much each window begins after the one before."""
+        """Distance between the beginnings of two windows."""
         return self.context_tokens // 2
 
+    # Each token is scored once, with at least half a window before it but for the first window's:
+    #
+    #   tokens    0 1 2 3 4 5 6         context 4, stride 2
+    #   window 1  s s s s               scores 0–3
+    #   window 2      . . s s           scores 4, 5 after 2, 3
+    #   window 3          . . s         scores 6 after 4, 5
     def cut(self, num_tokens: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each window's first token, first one to score, and end.
+        """Yield each window's first token, first token to score, and end.
 
         Examples
         --------
@@ -79,9 +85,9 @@ class Windows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One form of a model: the type of its weights, or what they were quantized to.
+    """Perplexity of a form of a model: a type of weights, or a quantization.
 
-    `weight_bytes` are on the devices, scales and padding included.
+    `weight_bytes` are on the devices, with scales and padding.
     """
 
     weights: str
@@ -92,7 +98,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quality:
-    """What was measured; the first score is the unquantized model's."""
+    """Measured perplexities; the first score is the unquantized model's."""
 
     model: str
     file: str
@@ -123,10 +129,10 @@ def measure_quality(
     dtype : {"auto", "float32", "float16", "bfloat16"}
         The type of the unquantized weights.
     cache : {"dynamic", "int8"}
-        With which all but the first model are read. With "int8" that model is one of them.
+        KV cache of all models but the first one. With "int8" the unquantized model is read twice.
     forms : sequence of {"int8", "int4", "nf4"}
     windows : Windows, optional
-        How the text is read; by default as `windows_for` says.
+        Windows of the text; by default `windows_for`.
 
     Raises
     ------
@@ -135,19 +141,17 @@ def measure_quality(
     InfeasibleError
         If a form of the model fits no GPUs of the fleet.
     MachineError
-        If there isn't memory enough for the logits.
+        If memory is too small for the logits.
     """
     for form in forms:
         choose("quantize", form, QUANTIZED)
     windows = windows or windows_for(checkpoint)
-    text = _read(file)  # before its weights are downloaded
+    text = _read(file)  # before the weights are downloaded
     checkpoint = checkpoint.fetch()
     prefix, ids = _tokens(checkpoint, text, file, windows)
     scores = []
-    first: list[tuple[Quantization, Cache]] = [("none", "dynamic")]
-    for form, kind in dict.fromkeys(
-        [*first, ("none", cache), *((later, cache) for later in forms)]
-    ):
+    cases: list[tuple[Quantization, Cache]] = [("none", "dynamic"), ("none", cache)]
+    for form, kind in dict.fromkeys([*cases, *((form, cache) for form in forms)]):
         workload = Workload(
             prompt_tokens=windows.context_tokens - 1,
             new_tokens=1,
@@ -156,10 +160,10 @@ def measure_quality(
             quantize=form,
             cache=kind,
         )
-        say(f"{_called(form)}: planning and loading")
+        say(f"{_form_name(form)}: planning and loading")
         plan = make_plan(checkpoint, fleet, workload)
         model = load(plan, trust_remote_code=checkpoint.trust_remote_code)
-        say(f"{_called(form)}: reading the text")
+        say(f"{_form_name(form)}: reading the text")
         perplexity = _perplexity(model, prefix, ids, windows, kind)
         del model
         gc.collect()
@@ -178,12 +182,12 @@ def measure_quality(
 
 
 def windows_for(checkpoint: Checkpoint) -> Windows:
-    """Windows of `CONTEXT_TOKENS`, or of what the model was made for."""
+    """Return windows of `CONTEXT_TOKENS`, or of the model's shorter context."""
     limit = checkpoint.max_context_tokens
     return Windows(context_tokens=CONTEXT_TOKENS if limit is None else min(limit, CONTEXT_TOKENS))
 
 
-def _called(form: str) -> str:
+def _form_name(form: str) -> str:
     return "unquantized" if form == "none" else form
 
 
@@ -199,7 +203,7 @@ def _read(file: Path) -> str:
 def _tokens(
     checkpoint: Checkpoint, text: str, file: Path, windows: Windows
 ) -> tuple[list[int], list[int]]:
-    """What every text begins with for this model, and the text's own tokens."""
+    """Return the tokens before every text of this model, and the text's own tokens."""
     tokenizer = tokenizer_of(checkpoint)
     prefix: list[int] = tokenizer.encode("")
     ids: list[int] = tokenizer.encode(text, split_special_tokens=True)[len(prefix) :]
@@ -208,12 +212,6 @@ def _tokens(
         raise UsageError(
             f"{file} has {len(ids)} tokens; at least {_FEWEST_TOKENS} are needed",
             hint="give a text like those that the model will read, the longer the better",
-        )
-    if len(prefix) + windows.stride_tokens >= windows.context_tokens:
-        raise UsageError(
-            f"a context of {windows.context_tokens} tokens is too short: every window begins with "
-            f"{len(prefix)} of the model's own",
-            hint="make the context longer",
         )
     return prefix, ids
 
@@ -226,34 +224,34 @@ def _perplexity(
     windows: Windows,
     cache: Cache,
 ) -> float:
-    """The perplexity of a text's tokens; without a prefix the first one has nothing before it."""
-    room = replace(windows, context_tokens=windows.context_tokens - len(prefix))
+    """Compute the perplexity of a text; without a prefix the first token isn't scored."""
+    text_windows = replace(windows, context_tokens=windows.context_tokens - len(prefix))
     device = next(model.get_input_embeddings().parameters()).device
     total, count = 0.0, 0
-    for start, scored, stop in room.cut(len(ids)):
+    for start, scored, stop in text_windows.cut(len(ids)):
         window = torch.tensor([[*prefix, *ids[start:stop]]], device=device)  # [1, tokens]
-        wanted = stop - scored if scored or prefix else stop - 1
+        num_scored = stop - scored if scored or prefix else stop - 1
         try:
-            logits = _last_logits(model, window, wanted + 1, cache)
+            logits = _last_logits(model, window, num_scored + 1, cache)
         except torch.OutOfMemoryError as error:
             raise MachineError(
-                f"not enough memory for the logits of {wanted} tokens: {error}",
+                f"not enough memory for the logits of {num_scored} tokens: {error}",
                 hint="read in smaller windows (--context), or use more GPUs",
             ) from error
-        targets = window[0, -wanted:].to(logits.device)
+        targets = window[0, -num_scored:].to(logits.device)
         for rows, words in zip(logits[:-1].split(_ROWS), targets.split(_ROWS), strict=True):
             total += float(F.cross_entropy(rows.float(), words, reduction="sum"))
-        count += wanted
+        count += num_scored
     return math.exp(total / count)
 
 
 def _last_logits(model: PreTrainedModel, window: Tensor, count: int, kind: Cache) -> Tensor:
-    """[count, vocabulary]: of the last tokens of a window, where the model can make just these."""
+    """Compute the logits [count, vocabulary] of a window's last tokens; others only if needed."""
     accepted = inspect.signature(model.forward).parameters
     if kind == "dynamic":
-        few = {"logits_to_keep": count} if "logits_to_keep" in accepted else {}
-        whole: Tensor = model(input_ids=window, use_cache=False, **few).logits[0, -count:]
-        return whole
+        limit = {"logits_to_keep": count} if "logits_to_keep" in accepted else {}
+        logits: Tensor = model(input_ids=window, use_cache=False, **limit).logits[0, -count:]
+        return logits
     cache = {cache_name(model): new_cache(model, kind), "use_cache": True}
     steps = window.split(_STEP_TOKENS, dim=1)
     return torch.cat([model(input_ids=step, **cache).logits[0] for step in steps])[-count:]

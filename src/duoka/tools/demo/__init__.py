@@ -1,8 +1,8 @@
-"""The demo: everything duoka does, on a small model that is made on the spot.
+"""Demo: all steps of duoka on a small model, trained on the spot.
 
 - `checkpoint`: a checkpoint in ChatGLM3's published format, with a tokenizer and weights of its own
-- `training`: what it learns (`questions.toml`), and how
-- `run`: planned, proved, loaded and asked as anybody does it
+- `training`: the questions to learn (`questions.toml`), and the training
+- `run`: plan, proof, load and questions
 """
 
 from .checkpoint import make_checkpoint

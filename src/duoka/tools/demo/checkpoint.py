@@ -1,4 +1,4 @@
-"""A small checkpoint in the format in which ChatGLM3 is published."""
+"""A small checkpoint in ChatGLM3's published format."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def make_checkpoint(directory: Path, *, report: Report = lambda step, loss: None
 
 
 def write_frame(directory: Path, config: Mapping[str, Any]) -> None:
-    """Write everything but the weights: the configuration, and a tokenizer of its own."""
+    """Write the configuration and a new tokenizer: everything but the weights."""
     directory.mkdir(parents=True, exist_ok=True)
     texts = [text for pair in load_pairs() for text in (pair.question, pair.answer)]
     (directory / "tokenizer.model").write_bytes(train_vocabulary(texts))
@@ -95,13 +95,13 @@ def write_weights(
         model.save_pretrained(directory, max_shard_size=_SHARD_SIZE)
     for file in directory.glob("*.safetensors"):
         set_new_mode(file)
-    # transformers has written its own names for the same things; the published file has others.
+    # transformers has written its own names of the settings; the published file has others.
     _write_json(directory / "config.json", config)
     (directory / "generation_config.json").unlink(missing_ok=True)
 
 
 def fresh_model(config: Mapping[str, Any]) -> chatglm.ChatGLMForCausalLM:
-    """Build a model that knows nothing yet."""
+    """Build an untrained model."""
     model = chatglm.ChatGLMForCausalLM(chatglm.ChatGLMConfig(**config))
     # Larger embeddings and smaller residual branches than usual: a quarter of the steps.
     with torch.no_grad():
@@ -117,18 +117,18 @@ def _train(
 ) -> int:
     tokenizer = load_tokenizer(directory, CONFIG)
     chat = chat_format(tokenizer, CONFIG)
-    return train(model, pairs, lambda some: write_dialogue(some, tokenizer, chat), report)
+    return train(model, pairs, lambda dialogue: write_dialogue(dialogue, tokenizer, chat), report)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A scope without transformers' progress bars."""
-    shown = logging.is_progress_bar_enabled()
+    """Disable transformers' progress bars within a scope."""
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 
@@ -137,7 +137,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def train_vocabulary(texts: Iterable[str]) -> bytes:
-    """Learn the pieces of some texts; return the content of ``tokenizer.model``."""
+    """Train the vocabulary of some texts; return the content of ``tokenizer.model``."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),

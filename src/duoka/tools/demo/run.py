@@ -1,4 +1,4 @@
-"""Plan, prove, load and ask the demo's model, and measure what it took."""
+"""Plan, prove, load and ask the demo's model, and measure its memory."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .training import load_pairs
 FLEET = "virtual:2x6MiB"
 WORKLOAD = Workload(prompt_tokens=96, new_tokens=48, prefill_chunk_tokens=None)
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoAnswer:
-    """What the model was asked, what it said, and what it should say."""
+    """A question, the model's answer, and the expected answer."""
 
     question: str
     answer: str
@@ -42,16 +42,16 @@ class DemoAnswer:
 
     @property
     def is_right(self) -> bool:
-        """Whether it said just that."""
+        """True if the answer is the expected one."""
         return self.answer == self.expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demo:
-    """What the demo did.
+    """Results of the demo.
 
-    `measured` are the peaks over loading, one prompt and answer of the planned lengths, and the
-    questions; `one_gpu` says why one of the GPUs alone doesn't do.
+    `measured` are the peaks over loading, a prompt and answer of the planned lengths, and the
+    questions; `one_gpu` is the refusal of one GPU alone.
     """
 
     plan: Plan
@@ -61,33 +61,33 @@ class Demo:
 
     @property
     def is_right(self) -> bool:
-        """Whether every answer is."""
+        """True if every answer is right."""
         return all(answer.is_right for answer in self.answers)
 
 
-def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
+def run_demo(directory: Path, *, report: Report = lambda text: None) -> Demo:
     """Make the model, plan it on two virtual GPUs, prove, load, ask, measure."""
-    tell("training a small ChatGLM3 on questions about several GPUs")
+    report("training a small ChatGLM3 on questions about several GPUs")
     make_checkpoint(
-        directory, report=lambda step, loss: tell(f"training step {step}, loss {loss:.3f}")
+        directory, report=lambda step, loss: report(f"training step {step}, loss {loss:.3f}")
     )
-    tell("planning")
+    report("planning")
     plan = make_plan(directory, _fleet(), WORKLOAD)
     one_gpu = _refusal(plan, directory)
-    tell("proving the plan, and loading")
+    report("proving the plan, and loading")
     devices.materialise(plan.fleet)
     for device in plan.devices:
         devices.reset_peaks(device)
     model = load(plan)
-    tell("answering")
+    report("answering")
     _fill(model)
-    answers = _ask(model, PromptReader.open(Checkpoint.open(directory), plan.workload))
+    answers = _generate_answers(model, PromptReader.open(Checkpoint.open(directory), plan.workload))
     return Demo(
         plan=plan,
         answers=answers,
         measured=Measured(
             devices=tuple(filter(None, map(devices.peak_bytes, plan.devices))),
-            # One answer was as long as planned, whatever the questions are.
+            # One answer had the planned length, whatever the questions are.
             context_tokens=WORKLOAD.context_tokens,
         ),
         one_gpu=one_gpu,
@@ -95,13 +95,13 @@ def run_demo(directory: Path, *, tell: Tell = lambda text: None) -> Demo:
 
 
 def _fleet() -> Fleet:
-    """GPUs so small that cuBLAS's workspace has no room there: without it."""
+    """Return GPUs too small for cuBLAS's workspace, without a workspace."""
     fleet = Fleet.parse(FLEET)
     return replace(fleet, devices=tuple(replace(gpu, workspace_bytes=0) for gpu in fleet.devices))
 
 
 def _refusal(plan: Plan, directory: Path) -> str:
-    """Plan for one of the two GPUs, which must fail; what would fit instead isn't looked for."""
+    """Plan for one of the two GPUs, and return the refusal; no alternatives are searched."""
     profile = profile_checkpoint(Checkpoint.open(directory), WORKLOAD)
     single = Fleet(devices=plan.fleet.devices[:1])
     try:
@@ -112,14 +112,14 @@ def _refusal(plan: Plan, directory: Path) -> str:
 
 
 def _fill(model: Any) -> None:
-    """One answer at the planned lengths, for memory to be measured at what was forecast."""
+    """Generate an answer of the planned length, to measure memory at the forecast."""
     shape = (WORKLOAD.batch, WORKLOAD.prompt_tokens)
     ids = torch.ones(shape, dtype=torch.long, device=model.device)
     model.generate(ids, max_new_tokens=WORKLOAD.new_tokens, eos_token_id=None, do_sample=False)
 
 
-def _ask(model: Any, reader: PromptReader) -> tuple[DemoAnswer, ...]:
-    """The answers by transformers' own `generate`."""
+def _generate_answers(model: Any, reader: PromptReader) -> tuple[DemoAnswer, ...]:
+    """Answer the questions by transformers' own `generate`."""
     answers = []
     for pair in load_pairs():
         if pair.ask:

@@ -1,7 +1,7 @@
-"""Training of the demo's model: until it knows every answer by heart.
+"""Training of the demo's model, until every answer is memorised.
 
-Dialogues are built by the prompt format that the model is talked to with later, so what is
-learnt is what is asked.
+Dialogues are built by the prompt format of the later chat, so the model learns the very tokens of
+the later questions.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _DECAY_STEPS = 70
 _LOWEST_RATE = 0.1  # of the peak
 _CHECK_EVERY = 10
 _MAX_STEPS = 500
-# Every right token must lead the next one by this much in the logits: far more than what
-# other kernels or 16 bit change, so that the answers are the same on every machine.
+# Every right token must lead the next one by this much in the logits: far more than other kernels
+# or 16 bit change, so that the answers are the same on every machine.
 _MARGIN = 1.0
 _IGNORED = -100
 
@@ -41,7 +41,7 @@ Report = Callable[[int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """Token ids of a dialogue; the target is -100 where nothing is to be learnt."""
+    """Token ids of a dialogue; the target is -100 for tokens not to learn."""
 
     ids: list[int]
     targets: list[int]
@@ -50,21 +50,21 @@ class Dialogue:
 def write_dialogue(
     pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat
 ) -> Dialogue:
-    """Build the ids of questions and answers that follow one another."""
+    """Build the ids of consecutive questions and answers."""
     ids: list[int] = []
     targets: list[int] = []
-    said: list[ChatMessage] = []
+    messages: list[ChatMessage] = []
     for pair in pairs:
-        said.append(ChatMessage(role="user", content=pair.question))
-        question = chat.prompt(said)[len(ids) :]
-        # An answer ends where the user speaks again: in a role token, which is asked[0] there.
+        messages.append(ChatMessage(role="user", content=pair.question))
+        question = chat.prompt(messages)[len(ids) :]
+        # An answer ends with the user's next role token, the first token of the next question.
         targets += [question[0] if ids else _IGNORED] + [_IGNORED] * (len(question) - 1)
         # As in the published model: an empty line of metadata, then the content.
         answer = [*text_ids(tokenizer, "\n"), *text_ids(tokenizer, pair.answer)]
         ids += [*question, *answer]
         targets += answer
-        said.append(ChatMessage(role="assistant", content=pair.answer))
-    end = chat.prompt([*said, ChatMessage(role="user", content="")])[len(ids)]
+        messages.append(ChatMessage(role="assistant", content=pair.answer))
+    end = chat.prompt([*messages, ChatMessage(role="user", content="")])[len(ids)]
     return Dialogue([*ids, end], [*targets, end])
 
 
@@ -74,8 +74,8 @@ def train(
     write: Callable[[Sequence[Pair]], Dialogue],
     report: Report,
 ) -> int:
-    """Train until every answer is known."""
-    optimizers, alone = _optimizers(model), [write([pair]) for pair in pairs]
+    """Train until every answer is memorised."""
+    optimizers, single_dialogues = _optimizers(model), [write([pair]) for pair in pairs]
     for step, dialogues in enumerate(_batches(pairs, write), start=1):
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
@@ -89,7 +89,9 @@ def train(
             optimizer.zero_grad(set_to_none=True)
         report(step, loss.item())
         if step >= _DECAY_STEPS // 2 and step % _CHECK_EVERY == 0:
-            margins = [margin for some in _cut(alone) for margin in measure(model, some)]
+            margins = [
+                margin for batch in _cut(single_dialogues) for margin in measure(model, batch)
+            ]
             if min(margins) >= _MARGIN or step >= _MAX_STEPS:
                 return step
     raise AssertionError("the batches never end")
@@ -98,24 +100,26 @@ def train(
 def _batches(
     pairs: Sequence[Pair], write: Callable[[Sequence[Pair]], Dialogue]
 ) -> Iterator[Sequence[Dialogue]]:
-    """Deal the pairs into dialogues of one round, and some of two, without end."""
+    """Yield batches of dialogues, of one round and some of two, without end."""
     rng = random.Random(_SEED)
     while True:
-        left = list(pairs)
-        rng.shuffle(left)
+        remaining = list(pairs)
+        rng.shuffle(remaining)
         dialogues = []
-        while left:
+        while remaining:
             rounds = rng.choice((1, 1, 2))
-            dialogues.append(write(left[:rounds]))
-            del left[:rounds]
+            dialogues.append(write(remaining[:rounds]))
+            del remaining[:rounds]
         yield from _cut(dialogues)
 
 
+# The answers must be the same on every machine, so training goes on until every right token leads
+# by a margin that other kernels and 16 bit don't change; that takes far fewer steps with Muon.
 def _optimizers(model: nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
-    """Optimizers and their peak rates: Muon for the layers' matrices, AdamW for all the rest.
+    """Return Muon for the layers' matrices and AdamW for the rest, each with its peak rate.
 
-    Muon makes every direction of a matrix's step as long as any other (Jordan, 2024): facts are
-    learnt by heart in a third of the steps that AdamW alone takes.
+    Muon gives all directions of a matrix's step equal length (Jordan, 2024): facts are memorised in
+    a third of the steps of AdamW alone.
     """
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
@@ -129,15 +133,18 @@ def _optimizers(model: nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
 
 @torch.no_grad()
 def measure(model: nn.Module, dialogues: Sequence[Dialogue]) -> list[float]:
-    """By how much the right token leads, at the least, in each dialogue; negative where not."""
+    """Return each dialogue's smallest lead of a right token's logit; negative if wrong."""
     ids, targets = pad(dialogues)
     output: Any = model(input_ids=ids)
-    logits, wanted = output.logits[:, :-1], targets[:, 1:, None]  # [batch, tokens, vocabulary or 1]
-    learnt = wanted != _IGNORED
-    wanted = wanted.clamp(min=0)
-    right = logits.gather(2, wanted)
-    best_other = logits.scatter(2, wanted, -torch.inf).amax(2, keepdim=True)
-    margins: list[float] = (right - best_other).where(learnt, torch.inf).amin((1, 2)).tolist()
+    logits, right_ids = (
+        output.logits[:, :-1],
+        targets[:, 1:, None],
+    )  # [batch, tokens, vocabulary or 1]
+    is_learnt = right_ids != _IGNORED
+    right_ids = right_ids.clamp(min=0)
+    right = logits.gather(2, right_ids)
+    best_other = logits.scatter(2, right_ids, -torch.inf).amax(2, keepdim=True)
+    margins: list[float] = (right - best_other).where(is_learnt, torch.inf).amin((1, 2)).tolist()
     return margins
 
 
@@ -147,7 +154,7 @@ def _cut(dialogues: Sequence[Dialogue]) -> Iterator[Sequence[Dialogue]]:
 
 
 def pad(dialogues: Sequence[Dialogue]) -> tuple[Tensor, Tensor]:
-    """Ids and targets, [batch, tokens]. Padding on the right needs no mask in a causal model."""
+    """Pad ids and targets to [batch, tokens] on the right, where a causal model needs no mask."""
     longest = max(len(dialogue.ids) for dialogue in dialogues)
     gaps = [longest - len(dialogue.ids) for dialogue in dialogues]
     ids = [d.ids + [0] * gap for d, gap in zip(dialogues, gaps, strict=True)]
@@ -156,13 +163,13 @@ def pad(dialogues: Sequence[Dialogue]) -> tuple[Tensor, Tensor]:
 
 
 def _schedule(step: int) -> float:
-    """A factor on the learning rate: up, then down in a line, then low."""
+    """Return the factor of the learning rate: linearly up, linearly down, then low."""
     return max(min(step / _WARMUP_STEPS, 1 - step / _DECAY_STEPS), _LOWEST_RATE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One question and its answer; `ask`: whether the demo asks it in the end."""
+    """A question and its answer; `ask` is True for the demo's own questions."""
 
     question: str
     answer: str

@@ -1,13 +1,13 @@
-"""The doctor: what is wrong with a machine, what that means, and what to do.
+"""Doctor: checks of the machine and of a model, each with findings, consequences and advice.
 
-A check says what it found and what follows; one that fails doesn't stop the others.
+A check that fails doesn't stop the others.
 
 - `diagnose`: all checks, in their order
-- `facts`: what several of them look at, and what they say
-- `gpus`: what the driver knows of the GPUs
-- `devices`: what torch and the devices do; `device_tests`: tried in another process
-- `host`: memory, limits, libraries
-- `model`: a checkpoint, its disk, and whether it fits
+- `facts`: shared facts, findings, and the start of tests on devices
+- `gpus`: driver, visibility, memory, health, PCIe
+- `devices`: torch's build and the tests' outcomes; `device_tests`: the tests, in a child process
+- `host`: memory, shared memory, libraries
+- `model`: checkpoint, hashes, plan
 - `bundle`: a report to attach, without names and secrets
 """
 

@@ -1,18 +1,13 @@
-"""A report that can be attached where everybody reads it: nothing in it says whose machine it is.
-
-How tokens and passwords are found in a text is known to whoever writes it.
-"""
+"""Report to attach to a question, without identities: names, home directories, UUIDs are masked."""
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
 import platform
 import re
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +17,7 @@ from duoka.base.serialization import to_dict
 from .diagnose import Diagnosis
 
 _HIDDEN = "***"
-# What of the environment decides how a model runs.
+# Variables that decide how a model runs.
 _VARIABLES = re.compile(
     r"(?!.*(?:TOKEN|KEY|SECRET|PASSWORD))(CUDA|NCCL|NVIDIA|TORCH|PYTORCH|OMP|MKL|DUOKA|TRANSFORMERS)_\w+|LD_LIBRARY_PATH|LD_PRELOAD|"
     r"HF_(HOME|HUB_CACHE|HUB_OFFLINE|ENDPOINT)"
@@ -35,9 +30,9 @@ _PLAIN = frozenset({"root", "localhost", "user", "ubuntu"})  # nobody's name
 
 
 def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
-    """The diagnosis, the libraries and the settings as JSON, with all names masked.
+    """Write diagnosis, libraries and settings as JSON, with all names masked.
 
-    `redact` takes tokens and passwords out of a text.
+    `redact` removes tokens and passwords from a text.
     """
     report: dict[str, Any] = {
         "duoka_doctor": 1,
@@ -54,10 +49,8 @@ def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
     home = os.path.expanduser("~")  # noqa: PTH111 (Path.home raises where there is none)
     names = {socket.gethostname(), Path(home).name}
     names |= {os.environ.get(name, "") for name in ("HOSTNAME", "USER", "LOGNAME", "SUDO_USER")}
-    with suppress(OSError, KeyError):
-        names.add(getpass.getuser())
     names = {*names, *(name.partition(".")[0] for name in names)} - _PLAIN
-    # What has one letter is in every text.
+    # A name of one letter is in every text.
     words = "|".join(re.escape(n) for n in sorted(names, key=len, reverse=True) if len(n) > 1)
     private = re.compile(rf"(?<![A-Za-z0-9])(?:{words})(?![A-Za-z0-9])") if words else _UUID
 
@@ -66,13 +59,13 @@ def bundle(diagnosis: Diagnosis, redact: Callable[[str], str]) -> str:
         text = _UUID.sub(_HIDDEN, _HOMES.sub(rf"\1{_HIDDEN}", text))
         return private.sub(_HIDDEN, text)
 
-    return json.dumps(_changed(report, mask), ensure_ascii=False, indent=1) + "\n"
+    return json.dumps(_map_texts(report, mask), ensure_ascii=False, indent=1) + "\n"
 
 
-def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with every text in it changed."""
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Apply a function to every text in a JSON value."""
     if isinstance(value, dict):
-        return {key: _changed(item, change) for key, item in value.items()}
+        return {key: _map_texts(item, change) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_changed(item, change) for item in value]
+        return [_map_texts(item, change) for item in value]
     return change(value) if isinstance(value, str) else value

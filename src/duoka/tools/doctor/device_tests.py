@@ -1,7 +1,7 @@
-"""Tests on the devices themselves, in a process of its own: CUDA may hang in it, or be lost.
+"""Tests on the devices, in a child process: CUDA may hang there, or be lost.
 
-It is started with a list of tests, and writes a line of JSON first about torch and then for each
-test. A test that raises is its last one: after an error CUDA isn't to be trusted any more.
+The process takes a list of tests, and writes a line of JSON about torch and then after each test.
+A test that raises ends the process: after an error CUDA is unreliable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Outcome = dict[str, Any]
 
 
 def main() -> None:
-    """Run the tests that the first argument lists."""
+    """Run the tests listed in the first argument."""
     request = json.loads(sys.argv[1])
     _write(about_torch())
     if request["capacities_bytes"]:
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def about_torch() -> Outcome:
-    """What torch is built for, and which GPUs it sees."""
+    """Report torch's build and its visible GPUs."""
     about: Outcome = {"version": torch.__version__, "cuda": torch.version.cuda, "uuids": []}
     try:
         torch.cuda.init()
@@ -58,13 +58,13 @@ def about_torch() -> Outcome:
 
 def _test_matrix(name: str) -> Outcome:
     generator = torch.Generator().manual_seed(0)
-    one, other = (
+    factor, other_factor = (
         torch.randn(_WIDTH, _WIDTH, generator=generator).to(torch.bfloat16) for _ in range(2)
     )
-    expected = one.double() @ other.double()
-    product = (one.to(name) @ other.to(name)).cpu().double()
+    expected = factor.double() @ other_factor.double()
+    product = (factor.to(name) @ other_factor.to(name)).cpu().double()
     difference = float((product - expected).abs().max() / expected.abs().max())
-    is_right = difference <= _MOST_ERROR  # what is no number isn't
+    is_right = difference <= _MOST_ERROR  # False for NaN
     return {"fault": "" if is_right else f"it is off by {difference:.0%}"}
 
 
@@ -81,7 +81,7 @@ def _test_copy(source: str, target: str) -> Outcome:
 
 
 def _seconds(source: str, target: str, size: int, copies: int) -> float:
-    """Seconds of a copy, in the best of a few rounds."""
+    """Measure the seconds of a copy, the best of a few rounds."""
     sent, received = (torch.zeros(size, dtype=torch.uint8, device=n) for n in (source, target))
     rounds = []
     for _ in range(_ROUNDS + 1):  # the first one is warming up

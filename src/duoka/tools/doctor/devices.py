@@ -1,4 +1,4 @@
-"""What torch is built for, what bytes do between devices, and whether these compute rightly."""
+"""Device checks: torch's build, products of matrices, and copies between devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from duoka.base.units import format_count
 from duoka.hardware import cuda_driver, nvml
 
-from .facts import Facts, Finding, by_gpu, named, or_ok
+from .facts import Facts, Finding, by_gpu, join_names, or_ok
 
 _LOST_BYTES = (
     "what one GPU copies to the other is lost and nobody reports it: models that are spread over "
@@ -25,7 +25,7 @@ _NO_COPY = (
 
 
 def check_torch(facts: Facts) -> Iterator[Finding]:
-    """Whether torch's build fits the driver and each GPU."""
+    """Compare torch's build with the driver and each GPU."""
     about = facts.probed.torch
     version, cuda = about.get("version"), about.get("cuda")
     if version is None:
@@ -43,32 +43,32 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
 
 
 def _build(facts: Facts, about: Mapping[str, Any], cuda: str) -> Iterator[Finding]:
-    known = facts.machine and facts.machine.cuda_version
+    newest = facts.machine and facts.machine.cuda_version
     built = tuple(int(part) for part in cuda.split(".")[:2])
-    if known and known < built:
-        text = f"torch is built for CUDA {cuda}, and the driver knows {known[0]}.{known[1]}"
-        if known[0] < built[0]:
-            advice = f"update the NVIDIA driver, or install a torch for CUDA {known[0]}"
+    if newest and newest < built:
+        text = f"torch is built for CUDA {cuda}, and the driver knows {newest[0]}.{newest[1]}"
+        if newest[0] < built[0]:
+            advice = f"update the NVIDIA driver, or install a torch for CUDA {newest[0]}"
             yield Finding("error", text, "torch can't use a GPU over it", advice)
         else:
             meaning = "that works but for kernels that are compiled when they are first used"
             yield Finding("note", text, meaning)
-    visible = {one.gpu.index: one.gpu for one in facts.present if one.torch_name}
+    visible = {present.gpu.index: present.gpu for present in facts.present if present.torch_name}
     yield from by_gpu(visible.values(), partial(_kernels, about.get("architectures", [])))
-    there, uuids = cuda_driver.visible_uuids(), about["uuids"]
-    if about.get("error") and there:
-        meaning = f"{format_count(len(there), 'GPU')} are visible to CUDA's driver"
+    visible_uuids, uuids = cuda_driver.visible_uuids(), about["uuids"]
+    if about.get("error") and visible_uuids:
+        meaning = f"{format_count(len(visible_uuids), 'GPU')} are visible to CUDA's driver"
         yield Finding("error", f"torch starts no CUDA: {about['error']}", meaning)
-    elif len(uuids) != len(there):
-        text = f"torch sees {len(uuids)} GPUs, and CUDA's driver {len(there)}"
+    elif len(uuids) != len(visible_uuids):
+        text = f"torch sees {len(uuids)} GPUs, and CUDA's driver {len(visible_uuids)}"
         meaning = "torch leaves out what it can't use"
         yield Finding("warning", text, meaning, "look at the GPUs' checks above")
 
 
 def _kernels(listed: Sequence[str], gpu: nvml.NvmlGpu) -> Iterator[Finding]:
-    """Whether the wheel has kernels for a GPU: its own, or some that can be translated."""
+    """Report a GPU without kernels in the wheel, binary or translatable (PTX)."""
     capability = gpu.compute_capability
-    if listed and capability and not any(_runs(one, capability) for one in listed):
+    if listed and capability and not any(_runs(kernels, capability) for kernels in listed):
         text = (
             f"{gpu.name} has compute capability {capability[0]}.{capability[1]}, and this torch "
             f"has kernels for {', '.join(listed)}"
@@ -79,14 +79,14 @@ def _kernels(listed: Sequence[str], gpu: nvml.NvmlGpu) -> Iterator[Finding]:
 
 
 def _runs(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether kernels for an architecture run on a card: of its generation, or translated."""
+    """Return True if kernels of an architecture run on a card, directly or translated (PTX)."""
     kind, _, digits = architecture.rstrip("af").partition("_")
     built = int(digits[:-1]), int(digits[-1])
     return built <= capability and (kind == "compute" or built[0] == capability[0])
 
 
 def check_matrices(facts: Facts) -> Iterator[Finding]:
-    """Whether a product in bfloat16 is on each device what the processor makes of it."""
+    """Compare a product in bfloat16 on each device with the processor's."""
     outcomes = _outcomes(facts, "matrix")
     for name, outcome in outcomes.items():
         if outcome.get("fault"):
@@ -101,7 +101,7 @@ def check_matrices(facts: Facts) -> Iterator[Finding]:
 
 
 def check_copies(facts: Facts) -> Iterator[Finding]:
-    """Whether bytes arrive, between each two devices in each direction, and how fast."""
+    """Check copies between each ordered pair of devices, and report their speed."""
     outcomes = _outcomes(facts, "copy")
     broken: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for pair, outcome in outcomes.items():
@@ -137,9 +137,9 @@ def _untested(outcomes: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
         if "skipped" in outcome:
             reasons[outcome["skipped"]].append(names)
     for reason, pairs in reasons.items():
-        yield Finding("skipped", f"{named(pairs)}: {reason}")
+        yield Finding("skipped", f"{join_names(pairs)}: {reason}")
 
 
 def _range(numbers: Sequence[float]) -> str:
-    least, most = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
-    return least if least == most else f"{least} to {most}"
+    lowest, highest = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return lowest if lowest == highest else f"{lowest} to {highest}"

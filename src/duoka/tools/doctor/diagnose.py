@@ -1,4 +1,4 @@
-"""Diagnosing: which checks there are, in which order, and on which machines."""
+"""Diagnosis: the checks, their order, and their conditions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,10 @@ _GPU_CHECKS = (
     ("GPUs", "memory", gpus.check_memory),
     ("GPUs", "health", gpus.check_state),
     ("links", "PCIe", gpus.check_pcie),
-    ("links", "reach", gpus.check_reach),
 )
 _HOST_CHECKS = (
     ("host", "memory", host.check_host_memory),
     ("host", "shared memory", host.check_shared_memory),
-    ("host", "limits", host.check_limits),
     ("software", "libraries", host.check_versions),
 )
 _DEVICE_CHECKS = (
@@ -35,7 +33,7 @@ _DEVICE_CHECKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examined:
-    """A check, and all that it found."""
+    """A check and its findings."""
 
     group: str
     name: str
@@ -44,29 +42,28 @@ class Examined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """All checks, in the order in which they ran."""
+    """All checks, in their order."""
 
     checks: tuple[Examined, ...]
 
     @property
     def severity(self) -> Severity:
-        """The worst that was found; "ok" where nothing is wrong."""
+        """The severity of the worst finding; "ok" where nothing is wrong."""
         severities = {finding.severity for check in self.checks for finding in check.findings}
         return next((bad for bad in BAD if bad in severities), "ok")
 
 
 def diagnose(
-    which: str | None = None, named: ModelFacts | None = None, *, root: Path = Path("/")
+    which: str | None = None, model_facts: ModelFacts | None = None, *, root: Path = Path("/")
 ) -> Diagnosis:
-    """Look at this machine, and at a model on it.
+    """Examine this machine, and a model on it.
 
-    `which` are the GPUs that tests run on and the model is planned for, by default all of this
-    machine.
+    `which` names the GPUs to test and to plan the model for, by default all of this machine.
     """
-    return Diagnosis(checks=tuple(_examine_all(Facts(which, root), named)))
+    return Diagnosis(checks=tuple(_examine_all(Facts(which, root), model_facts)))
 
 
-def _examine_all(facts: Facts, named: ModelFacts | None) -> Iterator[Examined]:
+def _examine_all(facts: Facts, model_facts: ModelFacts | None) -> Iterator[Examined]:
     yield _examine("GPUs", "driver", gpus.check_driver, facts)
     if facts.gpus is not None:
         yield _examine("GPUs", "--gpus", gpus.check_named, facts)
@@ -76,22 +73,22 @@ def _examine_all(facts: Facts, named: ModelFacts | None) -> Iterator[Examined]:
         checks += _DEVICE_CHECKS
     for group, name, check in checks:
         yield _examine(group, name, check, facts)
-    if named is not None:
-        yield _examine("model", "checkpoint", model.check_whole, named)
-        yield _examine("model", "hashes", model.check_hashes, named)
-        yield _examine("model", "fit", model.check_fit, named, facts)
+    if model_facts is not None:
+        yield _examine("model", "checkpoint", model.check_whole, model_facts)
+        yield _examine("model", "hashes", model.check_hashes, model_facts)
+        yield _examine("model", "fit", model.check_fit, model_facts, facts)
 
 
 def _examine(
     group: str, name: str, check: Callable[..., Iterable[Finding]], *facts: object
 ) -> Examined:
-    """Run a check; what it raises is what it found, and the next one runs all the same."""
+    """Run a check; an exception becomes a finding, and the next check runs all the same."""
     findings: list[Finding] = []
     try:
         findings.extend(check(*facts))
     except DuokaError as error:
         findings.append(Finding("error", str(error), advice=error.hint or ""))
-    except Exception as error:  # whatever a driver, a file or a library may come up with
+    except Exception as error:  # a driver, a file or a library may raise anything
         text = f"the check itself failed: {type(error).__name__}: {error}"
         findings.append(Finding("error", text, advice="please report it, with --bundle FILE"))
     return Examined(group=group, name=name, findings=tuple(findings))

@@ -1,6 +1,7 @@
-"""Facts: what several checks look at, asked of the machine once; and what a check says.
+"""Facts shared by several checks; the finding; and the tests on devices.
 
-The tests on devices are run in another process, again without one that hangs or ends CUDA.
+The tests run in a child process. A test that hangs or ends CUDA is recorded as failed, and the
+remaining tests run in a new process, at most four times.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 Test: TypeAlias = tuple[str, ...]
-"""Its kind, "matrix" or "copy", and the devices' names."""
+"""Kind of test, "matrix" or "copy", and the devices' names."""
 Severity: TypeAlias = Literal["ok", "note", "skipped", "warning", "error"]
 BAD: tuple[Severity, ...] = ("error", "warning")
 _MOST_NAMES = 6
@@ -33,11 +34,7 @@ _MOST_STARTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check found.
-
-    `text` says what there is, `meaning` what follows from it, `advice` what to do; `figures` are
-    what was measured, for programs.
-    """
+    """Finding of a check: the fact, its consequence, the advice; `figures` are measured values."""
 
     severity: Severity
     text: str
@@ -48,14 +45,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """What torch says of itself, and what came of each test."""
+    """Facts about torch's build, and the outcome of each test on devices."""
 
     torch: Mapping[str, Any]
     outcomes: Mapping[Test, Mapping[str, Any]]
 
 
 class Facts:
-    """The machine: `machine` is None until NVML has answered, and where it never does."""
+    """Facts about the machine; `machine` is None until NVML has answered."""
 
     def __init__(self, gpus: str | None, root: Path) -> None:
         self.gpus = gpus
@@ -64,57 +61,58 @@ class Facts:
 
     @property
     def cards(self) -> Sequence[nvml.NvmlGpu]:
-        """The GPUs that answer and are meant."""
+        """Answering GPUs named by ``--gpus``, or all."""
         gpus = () if self.machine is None else self.machine.gpus
         return [gpu for gpu in gpus if self.is_meant(gpu.index)]
 
     def is_meant(self, index: int) -> bool:
-        """Return True for a GPU that ``--gpus`` names, and for every one where it names none."""
-        return not self._named or index in self._named
+        """Return True for a GPU named by ``--gpus``, and without names for every GPU."""
+        return not self._named_indices or index in self._named_indices
 
     @cached_property
-    def _named(self) -> set[int]:
+    def _named_indices(self) -> set[int]:
         uuids = {gpu.uuid for gpu in self.fleet.devices} if self.gpus and self.fleet else ()
         return {gpu.gpu.index for gpu in self.present if gpu.part.uuid in uuids}
 
     @cached_property
     def present(self) -> list[PresentGpu]:
-        """All GPUs, with why one can't be used."""
+        """All GPUs, each with the reason if unusable."""
         return detect.survey()[0]
 
     @cached_property
     def fleet(self) -> Fleet | None:
-        """The devices that are meant; None where there is none to be had."""
+        """Devices named by ``--gpus``; None without any."""
         with suppress(FleetError):
             return Fleet.parse(self.gpus or "all") if self.gpus or self.machine else None
         return None
 
     @property
     def testable(self) -> Sequence[Device]:
-        """The devices, real or virtual, that something can be tried on."""
+        """Devices, real or virtual, to run tests on."""
         devices = self.fleet.devices if self.fleet is not None else ()
         return devices if all(gpu.uuid or gpu.name.startswith("vgpu") for gpu in devices) else ()
 
     @cached_property
     def probed(self) -> Probed:
-        """What torch and the devices did when they were tested."""
+        """Outcomes of the tests of torch and the devices."""
         return probe(self.testable)
 
 
 def by_gpu(
     gpus: Iterable[nvml.NvmlGpu], check: Callable[[nvml.NvmlGpu], Iterable[Finding]]
 ) -> Iterator[Finding]:
-    """What a check says of each GPU; of several that are alike once."""
+    """Run a check on each GPU; merge equal findings into one."""
     indices: dict[Finding, list[int]] = {}
     for gpu in gpus:
         for finding in check(gpu):
             indices.setdefault(finding, []).append(gpu.index)
     for finding, numbers in indices.items():
-        yield replace(finding, text=f"{numbered(numbers)}: {finding.text}")
+        plural = "s" if len(numbers) > 1 else ""
+        yield replace(finding, text=f"GPU{plural} {', '.join(map(str, numbers))}: {finding.text}")
 
 
 def or_ok(findings: Iterable[Finding], text: str) -> Iterator[Finding]:
-    """What was found, and where nothing of it is bad, what is all right."""
+    """Yield findings, and a closing "ok" if none is a warning or an error."""
     is_bad = False
     for finding in findings:
         is_bad |= finding.severity in BAD
@@ -123,19 +121,20 @@ def or_ok(findings: Iterable[Finding], text: str) -> Iterator[Finding]:
         yield Finding("ok", text)
 
 
-def named(names: Iterable[object]) -> str:
-    """Names in a list that stays short."""
+def join_names(names: Iterable[object]) -> str:
+    """Join names, at most six of them."""
     texts = [*map(str, names)]
-    more = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
-    return ", ".join(texts[:_MOST_NAMES]) + more
+    rest = f" and {len(texts) - _MOST_NAMES} more" if len(texts) > _MOST_NAMES else ""
+    return ", ".join(texts[:_MOST_NAMES]) + rest
 
 
-def numbered(indices: Iterable[int]) -> str:
-    """GPUs by their numbers."""
-    numbers = [*map(str, indices)]
-    return f"GPU{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
-
-
+# A test can hang in the driver, or end CUDA for its process. So a child runs the tests in order,
+# and writes a line of JSON about torch and then one after each test. When it hangs or dies, the
+# number of lines tells which test it was: that one has failed, and a new child gets the remaining
+# ones.
+#
+#   tests  matrix 0, matrix 1, copy 0→1, copy 1→0      lines: torch, matrix 0, matrix 1, then killed
+#   next   copy 1→0                                    copy 0→1 "didn't end within 102 seconds"
 def probe(devices: Sequence[Device]) -> Probed:
     """Test each device, and each ordered pair of them."""
     names = [device.name for device in devices]
@@ -159,7 +158,7 @@ def probe(devices: Sequence[Device]) -> Probed:
 
 
 def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
-    """What a process wrote, whole lines of its own, and how it ended if that wasn't by itself."""
+    """Return the complete lines of a test process, and the description of its failure."""
     seconds = _START_SECONDS + _TEST_SECONDS * len(request["tests"])
     command = [sys.executable, "-m", "duoka.tools.doctor.device_tests", json.dumps(request)]
     try:
@@ -168,8 +167,8 @@ def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
         )
         output, ending = done.stdout, ""
         if done.returncode:
-            last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-            ending = f"its process ended with {done.returncode} {' '.join(last)[:200]}".strip()
+            last_line = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+            ending = f"its process ended with {done.returncode} {' '.join(last_line)[:200]}".strip()
     except subprocess.TimeoutExpired as error:
         output, ending = error.stdout or b"", f"it didn't end within {seconds} seconds"
     lines = output.rpartition(b"\n")[0].splitlines()

@@ -1,8 +1,8 @@
-"""What the driver knows of the GPUs: which there are, who uses them, how they are and joined."""
+"""GPU checks: driver, visibility, memory, health and PCIe lanes, by the driver and CUDA."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +12,7 @@ from duoka.hardware import cuda_driver, nvml
 from duoka.hardware.detect import PresentGpu
 from duoka.hardware.fleet import Fleet
 
-from .facts import Facts, Finding, Severity, by_gpu, named, or_ok
+from .facts import Facts, Finding, Severity, by_gpu, join_names, or_ok
 
 _NVIDIA, _DISPLAYS = "0x10de", "0x03"
 _MUCH_MEMORY = 0.1
@@ -26,11 +26,11 @@ _FELL_OFF = (
 
 
 def check_driver(facts: Facts) -> Iterator[Finding]:
-    """Whether there is a driver that answers, and every card does."""
+    """Check that the driver and every card answer."""
     try:
         facts.machine = machine = nvml.read()
     except nvml.NoDriverError as missing:
-        number = _on_bus(facts.root)
+        number = _count_on_bus(facts.root)
         if number:
             text = f"there is {format_count(number, 'GPU')} of NVIDIA's, and no driver for it"
             yield Finding("error", text, str(missing), missing.hint or "")
@@ -40,17 +40,17 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
         yield Finding("note", "no NVIDIA GPU is here", meaning, advice)
         return
     cuda = machine.cuda_version
-    known = f", CUDA {cuda[0]}.{cuda[1]}" if cuda else ""
+    version = f", CUDA {cuda[0]}.{cuda[1]}" if cuda else ""
     products = Counter(gpu.name for gpu in machine.gpus)
     texts = [f"{count} × {name}" for name, count in products.items()]
-    yield Finding("ok", f"driver {machine.driver_version}{known}: {', '.join(texts) or 'no GPU'}")
+    yield Finding("ok", f"driver {machine.driver_version}{version}: {', '.join(texts) or 'no GPU'}")
     for lost in (gpu for gpu in machine.lost if facts.is_meant(gpu.index)):
         text = f"GPU {lost.index} doesn't answer: {lost.reason}"
         yield Finding("error", text, "it can't be used", _FELL_OFF)
 
 
-def _on_bus(root: Path) -> int:
-    """How many GPUs of NVIDIA's the PCI bus has, with a driver or without."""
+def _count_on_bus(root: Path) -> int:
+    """Count NVIDIA's GPUs on the PCI bus, with a driver or without."""
     count = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
@@ -59,50 +59,50 @@ def _on_bus(root: Path) -> int:
     return count
 
 
+def check_named(facts: Facts) -> Iterator[Finding]:
+    """Check the GPUs named by ``--gpus``."""
+    yield Finding("ok", f"{facts.gpus} is {join_names(Fleet.parse(facts.gpus or 'all').names)}")
+
+
 def check_visible(facts: Facts) -> Iterator[Finding]:
-    """Whether CUDA sees what NVML sees, under which numbers, and it can be used."""
+    """Compare CUDA's GPUs and their numbers with NVML's."""
     for gpu in facts.present:
         trouble = gpu.trouble
-        # `check_driver` has told of the lost ones.
+        # `check_driver` has reported the lost ones.
         if trouble is not None and trouble.state != "lost" and facts.is_meant(gpu.gpu.index):
             severity: Severity = "note" if trouble.state in _KNOWN_STATES else "warning"
             text = f"{gpu.label}: {trouble.reason}"
             yield Finding(severity, text, "it isn't used", trouble.advice)
-    known = {gpu.part.uuid.lower().partition("-")[2] for gpu in facts.present}
+    uuids = {gpu.part.uuid.lower().partition("-")[2] for gpu in facts.present}
     unknown = [
-        f"cuda:{at}" for at, uuid in enumerate(cuda_driver.visible_uuids()) if uuid not in known
+        f"cuda:{at}" for at, uuid in enumerate(cuda_driver.visible_uuids()) if uuid not in uuids
     ]
     if unknown:
         text = f"CUDA sees {', '.join(unknown)}, which NVML doesn't know"
         yield Finding("warning", text, "nobody can tell how much memory is free there")
-    seen = [gpu for gpu in facts.present if gpu.torch_name is not None]
-    moved = [gpu for gpu in seen if gpu.torch_name != f"cuda:{gpu.gpu.index}"]
-    if moved:
-        texts = [f"{gpu.torch_name} is nvidia-smi's GPU {gpu.gpu.index}" for gpu in moved]
-        text = f"CUDA's numbers aren't nvidia-smi's: {named(texts)}"
+    visible = [gpu for gpu in facts.present if gpu.torch_name is not None]
+    renumbered = [gpu for gpu in visible if gpu.torch_name != f"cuda:{gpu.gpu.index}"]
+    if renumbered:
+        texts = [f"{gpu.torch_name} is nvidia-smi's GPU {gpu.gpu.index}" for gpu in renumbered]
+        text = f"CUDA's numbers aren't nvidia-smi's: {join_names(texts)}"
         advice = "--gpus means nvidia-smi's; for other programs set CUDA_DEVICE_ORDER=PCI_BUS_ID"
-        yield Finding("note", text, _renumbering(moved), advice)
-    elif seen and not unknown:
-        yield Finding("ok", f"CUDA sees {format_count(len(seen), 'GPU')}, in nvidia-smi's order")
+        yield Finding("note", text, _explain_numbers(renumbered), advice)
+    elif visible and not unknown:
+        yield Finding("ok", f"CUDA sees {format_count(len(visible), 'GPU')}, in nvidia-smi's order")
 
 
-def _renumbering(moved: Sequence[PresentGpu]) -> str:
-    """Why CUDA has other numbers."""
+def _explain_numbers(renumbered: Sequence[PresentGpu]) -> str:
+    """Explain why CUDA's numbers differ from nvidia-smi's."""
     value = cuda_driver.restriction()
     if value is not None:
         return f"{cuda_driver.VARIABLE}={value}"
-    numbers = [int((gpu.torch_name or ":0").partition(":")[2]) for gpu in moved]
+    numbers = [int((gpu.torch_name or ":0").partition(":")[2]) for gpu in renumbered]
     is_shifted = numbers == sorted(numbers)
     return "it doesn't count what it doesn't see" if is_shifted else "it counts the fastest first"
 
 
-def check_named(facts: Facts) -> Iterator[Finding]:
-    """Whether the GPUs that were named can be had."""
-    yield Finding("ok", f"{facts.gpus} is {named(Fleet.parse(facts.gpus or 'all').names)}")
-
-
 def check_memory(facts: Facts) -> Iterator[Finding]:
-    """Who else has memory of a GPU."""
+    """List other processes with memory of a GPU."""
     for gpu in facts.cards:
         total, free = gpu.total_bytes or 0, gpu.free_bytes or 0
         texts = [
@@ -115,7 +115,7 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
             used = sum(process.used_bytes or 0 for process in gpu.processes)
             severity: Severity = "warning" if used > _MUCH_MEMORY * total else "note"
             advice = "end it, or leave the GPU out"
-            yield Finding(severity, f"GPU {gpu.index}: {named(texts)}", meaning, advice)
+            yield Finding(severity, f"GPU {gpu.index}: {join_names(texts)}", meaning, advice)
         elif total and not gpu.is_mig and total - free > _UNSEEN_BYTES:
             text = f"GPU {gpu.index}: nobody seen here has {format_bytes(total - free)}"
             advice = "look outside of this container, or for a dead process"
@@ -150,7 +150,7 @@ def _state(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
 
 
 def check_pcie(facts: Facts) -> Iterator[Finding]:
-    """Whether each card is connected as well as it could be."""
+    """Check that every card uses all its PCIe lanes."""
     connected = [gpu for gpu in facts.cards if gpu.pcie_lanes]
     text = f"all lanes of PCIe on {format_count(len(connected), 'GPU')}"
     return or_ok(by_gpu(connected, _pcie), text) if connected else iter(())
@@ -165,19 +165,3 @@ def _pcie(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
         )
         advice = "put it into a full slot; look at risers, and at the BIOS's bifurcation"
         yield Finding("warning", f"{lanes} of {all_lanes} lanes of PCIe", meaning, advice)
-
-
-def check_reach(facts: Facts) -> Iterator[Finding]:
-    """Whether GPUs reach one another's memory, as the driver says."""
-    pairs: dict[str, list[str]] = defaultdict(list)
-    for gpu in facts.cards:
-        for index, reason in gpu.reach.items():
-            pairs[reason].append(f"{gpu.index}→{index}")
-    reached = pairs.pop("", [])
-    for reason, texts in pairs.items():
-        text = f"{named(texts)}: no direct way to the other's memory: {reason}"
-        meaning = "copies go through the host's memory, which the driver does by itself"
-        advice = "where a program that uses NCCL hangs over it: NCCL_P2P_DISABLE=1"
-        yield Finding("note", text, meaning, advice)
-    if reached and not pairs:
-        yield Finding("ok", "all reach one another's memory directly, as the driver says")

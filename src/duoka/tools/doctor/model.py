@@ -1,4 +1,4 @@
-"""A model: whether its checkpoint is whole, and whether it fits."""
+"""Model checks: complete checkpoint, hashes, and a plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 class ModelFacts:
-    """A model that was named, and how `duoka plan` plans for it."""
+    """A model, and a function to plan it as `duoka plan` does."""
 
     def __init__(self, model: str, make_plan: Callable[[], Plan]) -> None:
         self.model = model
@@ -29,13 +29,13 @@ class ModelFacts:
         self.checkpoint: Checkpoint | None = None
 
     def files(self) -> list[Path]:
-        """The files with weights that are on this machine."""
+        """Files with weights on this machine."""
         files = () if self.checkpoint is None else self.checkpoint.files
         return [file for file in files if file.exists()]
 
 
 def check_whole(facts: ModelFacts) -> Iterator[Finding]:
-    """Whether all is there, of the size and with the tensors that headers and index tell of."""
+    """Check that all files are there, and agree with headers and index."""
     facts.checkpoint = checkpoint = Checkpoint.open(facts.model)
     if not checkpoint.has_weights:
         meaning = "it can be planned for, and not loaded"
@@ -52,23 +52,23 @@ def check_whole(facts: ModelFacts) -> Iterator[Finding]:
 
 
 def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
-    """Whether the files have the content that the Hub tells of, as far as a download left word."""
-    known = [(file, digest) for file in facts.files() if (digest := _known_hash(file))]
-    for file, digest in known:
+    """Compare the files with hashes left by a download from the Hub."""
+    hashes = [(file, digest) for file in facts.files() if (digest := _known_hash(file))]
+    for file, digest in hashes:
         say(f"comparing the hash of {file.name}")
         published = RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag=digest)
         if not is_right(file, published):
             text = f"{file.name} isn't what was published"
             advice = "fetch it again: remove the file and run the download once more"
             yield Finding("error", text, "it is damaged", advice)
-    if known:
-        yield Finding("ok", f"the hashes of {format_count(len(known), 'file')} were compared")
+    if hashes:
+        yield Finding("ok", f"the hashes of {format_count(len(hashes), 'file')} were compared")
     elif facts.files():
         yield Finding("skipped", "no hash is known: nothing that was downloaded with it tells one")
 
 
 def _known_hash(file: Path) -> str:
-    """What huggingface_hub's cache, or its download into a directory, says of a content."""
+    """Find a file's hash in huggingface_hub's cache, or in its download's metadata."""
     metadata = file.parent / ".cache/huggingface/download" / f"{file.name}.metadata"
     names = [file.readlink().name] if file.is_symlink() else []
     with suppress(OSError, ValueError):
@@ -77,9 +77,9 @@ def _known_hash(file: Path) -> str:
 
 
 def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
-    """Whether it fits, how, and if not, what would."""
+    """Check that the model fits; if not, list alternatives."""
     if facts.checkpoint is None:
-        return  # why, is told already
+        return  # `check_whole` has reported why
     if machine.fleet is None:
         advice = "name some: --gpus 24GiB,12GiB"
         yield Finding("skipped", "there is no GPU to plan for", advice=advice)
@@ -93,10 +93,10 @@ def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
         advice = "\n".join(ways) or problem.hint or ""
         yield Finding("error", str(problem), "it can't be loaded as it is", advice)
         return
-    least = min(stage.free_bytes for stage in plan.forecast.devices)
+    free_bytes = min(stage.free_bytes for stage in plan.forecast.devices)
     text = (
         f"it fits on {', '.join(plan.devices)} with {plan.workload.context_tokens} tokens, in "
-        f"{plan.workload.dtype}; {format_bytes(least)} free on the fullest "
+        f"{plan.workload.dtype}; {format_bytes(free_bytes)} free on the fullest "
         f"({shlex.join(command)} shows it)"
     )
     yield Finding("ok", text)

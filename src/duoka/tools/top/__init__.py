@@ -1,9 +1,8 @@
-"""Top: every GPU now: whose its memory is, beside the plan's forecast, and what it is doing.
+"""Top: memory of every GPU by owner and kind, beside the plan's forecast, and activity.
 
-It reads what the driver and duoka's processes say, and imports no torch.
+Reads the driver and the reports of duoka's processes, without importing torch.
 
-- `snapshot`: all that is known at one moment, and for how long the memory will do
-- `show`: that for people
-- `record`: that into a file of rows, and for Prometheus
-- `plot`: a recorded file as a picture
+- `snapshot`: the state of all GPUs at a moment
+- `show`: a snapshot for people
+- `record`: snapshots as rows of a CSV file
 """

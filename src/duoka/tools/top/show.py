@@ -1,4 +1,4 @@
-"""GPUs at one moment, for people: a bar for each, what each process has beside its forecast."""
+"""View of a snapshot: a bar per GPU, and each process' memory beside the plan's forecast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import datetime
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from duoka.base.units import format_bytes, format_seconds, unit_for
+from duoka.base.units import format_bytes, unit_for
 from duoka.hardware.nvml import Activity
 from duoka.report.terminal.plan import KINDS, draw_bar, draw_legend
 
@@ -21,20 +21,20 @@ _MOST_OTHERS = 4
 
 
 class View:
-    """What rich prints for a snapshot; `way_out` says how one leaves, where that isn't plain."""
+    """Renderable of a snapshot; `suffix` ends the first line."""
 
-    def __init__(self, snapshot: GpuSnapshot, way_out: str = "") -> None:
+    def __init__(self, snapshot: GpuSnapshot, suffix: str = "") -> None:
         self._snapshot = snapshot
-        self._way_out = way_out
+        self._suffix = suffix
         processes = [process for gpu in snapshot.gpus for process in gpu.processes]
         stages = [stage.kinds for p in processes for stage in (p.measured, p.forecast)]
-        there = {kind for stage in stages for kind, size in stage.items() if size}
-        self._kinds = [kind for kind in KINDS if kind in there or (stages and kind in _ALWAYS)]
+        present = {kind for stage in stages for kind, size in stage.items() if size}
+        self._kinds = [kind for kind in KINDS if kind in present or (stages and kind in _ALWAYS)]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         snapshot = self._snapshot
         moment = datetime.fromisoformat(snapshot.time).astimezone()
-        yield Text(f"duoka top · {moment:%H:%M:%S}{self._way_out}", style="bold")
+        yield Text(f"duoka top · {moment:%H:%M:%S}{self._suffix}", style="bold")
         yield from map(Text, snapshot.notes)
         if not any(gpu.processes for gpu in snapshot.gpus):
             yield Text("no process of duoka's runs for this user")
@@ -57,7 +57,7 @@ class View:
         yield from _remarks(gpu)
 
     def _table(self, gpu: GpuNow) -> Iterator[Text]:
-        """What each process has now, and beneath it what its plan forecasts for its peak."""
+        """Yield the memory of each process now, and at its plan's peak."""
         sizes = [p.forecast.budget_bytes for p in gpu.processes]
         unit, divisor = unit_for(max(*sizes, gpu.reserved_bytes))
         names = [*(KINDS[kind].column for kind in self._kinds), "reserved"]
@@ -86,7 +86,7 @@ def _heading(gpu: GpuNow) -> Text:
 
 
 def _facts(activity: Activity) -> Iterator[str]:
-    """What a GPU is doing."""
+    """Describe a GPU's activity."""
     if activity.utilization is not None:
         yield f"{activity.utilization:.0%}"
     if activity.temperature_celsius is not None:
@@ -97,12 +97,12 @@ def _facts(activity: Activity) -> Iterator[str]:
 
 
 def _remarks(gpu: GpuNow) -> Iterator[Text]:
-    """Who else is there, and for how long the memory will do."""
+    """Describe other processes, and the memory free at the plan's peak."""
     pids = {process.pid for process in gpu.processes}
     neighbours = [p for p in (gpu.activity.processes if gpu.activity else ()) if p.pid not in pids]
-    for other in neighbours[:_MOST_OTHERS]:
-        size = "" if other.used_bytes is None else f" has {format_bytes(other.used_bytes)}"
-        yield Text(f"{other.name or 'a process'} (pid {other.pid}){size}")
+    for process in neighbours[:_MOST_OTHERS]:
+        size = "" if process.used_bytes is None else f" has {format_bytes(process.used_bytes)}"
+        yield Text(f"{process.name or 'a process'} (pid {process.pid}){size}")
     if len(neighbours) > _MOST_OTHERS:
         yield Text(f"and {len(neighbours) - _MOST_OTHERS} more processes")
     spare = gpu.spare_bytes
@@ -111,6 +111,3 @@ def _remarks(gpu: GpuNow) -> Iterator[Text]:
         if spare < 0:
             text = f"allocations will fail: {format_bytes(-spare)} are missing at the plan's peak"
         yield Text(text, style="bold red" if spare < 0 else "")
-    if gpu.seconds_left is not None:
-        left = format_seconds(gpu.seconds_left)
-        yield Text(f"at the pace of the last minute the next doesn't fit in {left}", style="yellow")

@@ -1,4 +1,4 @@
-"""Samples → steps and micro-batches: the same ones whatever trains them, from any step on."""
+"""Samples → optimizer steps and micro-batches, independent of the number of GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingMicroBatch:
-    """Rows of samples that run at once: one sample each, or several that are packed."""
+    """Rows that run at a time: one sample each, or several packed ones."""
 
     dataset: Dataset
     rows: tuple[tuple[int, ...], ...]
@@ -30,12 +30,12 @@ class TrainingMicroBatch:
 
     @property
     def trained_tokens(self) -> int:
-        """What its mean loss is to be weighted by."""
+        """Weight of the micro-batch's mean loss."""
         return sum(int(self.dataset.trained_tokens[list(row)].sum()) for row in self.rows)
 
     @property
     def tokens(self) -> int:
-        """How many tokens its samples have."""
+        """Number of tokens of its samples."""
         return sum(int(self.dataset.lengths[list(row)].sum()) for row in self.rows)
 
     @property
@@ -45,10 +45,10 @@ class TrainingMicroBatch:
 
     @property
     def length(self) -> int:
-        """How long its rows are with their padding.
+        """Padded length of its rows.
 
-        The least of the dataset's `row_lengths` that holds the longest row; with packing always
-        one more than the dataset's ``seq_length``.
+        The smallest of the dataset's `row_lengths` that holds the longest row; with packing always
+        the dataset's ``seq_length`` plus one.
         """
         if self.packing:
             # One more, which is padding: where positions begin again in every row, models always
@@ -88,18 +88,18 @@ class TrainingMicroBatch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OptimizerStep:
-    """What the optimizer makes one step of."""
+    """Micro-batches of one optimizer step."""
 
     epoch: int
     micro_batches: tuple[TrainingMicroBatch, ...]
 
     @property
     def trained_tokens(self) -> int:
-        """What the sum of all its micro-batches' weighted gradients is to be divided by."""
+        """Divisor of the sum of weighted gradients over all micro-batches."""
         return sum(micro_batch.trained_tokens for micro_batch in self.micro_batches)
 
     def of_replica(self, replica: int, replicas: int) -> tuple[TrainingMicroBatch, ...]:
-        """The micro-batches of one replica; the last step of an epoch may have none for some."""
+        """Return the micro-batches of a replica; in the last step of an epoch there may be none."""
         return self.micro_batches[replica::replicas]
 
 
@@ -141,16 +141,16 @@ class Batches:
 
     @property
     def num_rows(self) -> int:
-        """Samples, or rows of packed ones."""
+        """Number of samples, or of packed rows."""
         return len(self.dataset) if self._packs is None else len(self._packs)
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in which every row comes once."""
+        """Number of steps per epoch."""
         return math.ceil(self.num_rows / self.batch)
 
     def __getitem__(self, number: int) -> OptimizerStep:
-        """The step of a number, counted from 0."""
+        """Return a step by number, from 0."""
         epoch, place = divmod(number, self.steps_per_epoch)
         if self._cached[0] != epoch:
             self._cached = epoch, self._order(self.num_rows, epoch)
@@ -170,7 +170,7 @@ class Batches:
         )
 
     def _order(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
-        """So many numbers as they come in an epoch."""
+        """Return a permutation for an epoch."""
         if self._seed is None:
             return np.arange(number)
         # Of two numbers, so that no seed's epoch is another seed's.

@@ -1,4 +1,4 @@
-"""All samples of some files, in arrays, and every row of them that can't be used."""
+"""All samples of some files as arrays, and all unusable rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """A row that can't be used, and why."""
+    """An unusable row and the reason."""
 
     file: str
     line: int
@@ -74,12 +74,12 @@ class Dataset:
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """How many tokens each sample has."""
+        """Number of tokens of each sample."""
         return np.diff(self.ends, prepend=0)
 
     @cached_property
     def trained_tokens(self) -> npt.NDArray[np.int64]:
-        """How many of them are trained."""
+        """Number of trained tokens of each sample."""
         starts = self.ends - self.lengths
         return np.add.reduceat(self.is_trained, starts, dtype=np.int64)
 
@@ -88,7 +88,7 @@ class Dataset:
         """Lengths to pad rows of one sample to: the fewest, 32 at most, that add 5 % or less.
 
         An optimal partition of the sorted lengths into groups, each padded to its longest, by
-        dynamic programming over the number of groups: `least[j]` is the fewest tokens of all rows
+        dynamic programming over the number of groups: `minima[j]` is the fewest tokens of all rows
         of the first j lengths, and `starts[n][j]` where the last of their n + 2 groups begins. Of
         [10, 11, 50, 90] one group has 360 tokens, two have 202 and three 162, 161 of which are no
         padding.
@@ -106,11 +106,11 @@ class Dataset:
         # costs[i, j]: all tokens of a group from the i-th length up to, not with, the j-th.
         costs = (rows - rows[:, None]) * np.append(0, tops)
         costs[np.tril_indices(len(rows))] = 2**57  # no group; 32 of them are still a number
-        least = costs[0]
+        minima = costs[0]
         starts: list[npt.NDArray[np.int64]] = []
-        while least[-1] > 1.05 * len(self.ids) and len(starts) < min(_MOST_LENGTHS, len(tops)) - 1:
-            starts.append((least[:, None] + costs).argmin(axis=0))
-            least = (least[:, None] + costs).min(axis=0)
+        while minima[-1] > 1.05 * len(self.ids) and len(starts) < min(_MOST_LENGTHS, len(tops)) - 1:
+            starts.append((minima[:, None] + costs).argmin(axis=0))
+            minima = (minima[:, None] + costs).min(axis=0)
         stops = [len(tops)]
         for start in reversed(starts):
             stops.insert(0, int(start[stops[0]]))
@@ -118,23 +118,23 @@ class Dataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of the samples: a run that goes on must go on with the same ones."""
+        """Hash of the samples, which must be equal when a run is resumed."""
         digest = hashlib.sha256()
         for name in ("ids", "is_trained", "ends"):
             digest.update(np.ascontiguousarray(getattr(self, name)).data)
         return digest.hexdigest()
 
     def tokens(self, sample: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """A sample's ids, and which of them are trained."""
+        """Return a sample's token ids and which of them are trained."""
         span = slice(int(self.ends[sample] - self.lengths[sample]), int(self.ends[sample]))
         return self.ids[span], self.is_trained[span]
 
     def place(self, sample: int) -> str:
-        """File and line of a sample."""
+        """Return file and line of a sample."""
         return f"{self.files[self.file_numbers[sample]]}:{self.lines[sample]}"
 
     def save(self, path: Path) -> None:
-        """Write the samples into a file, for processes that share them; bad rows aren't in it."""
+        """Write the samples to a file for processes that share them; bad rows are omitted."""
         names = "files", "seq_length", "has_row_lengths"
         save_file(
             {name: from_numpy(getattr(self, name)) for name in _ARRAYS},
@@ -145,12 +145,12 @@ class Dataset:
 
     @classmethod
     def load(cls, path: Path) -> Dataset:
-        """Map a file of `save` into memory: however many processes do, its pages are there once.
+        """Map a file of `save` into memory, shared by all processes.
 
         Raises
         ------
         FormatError
-            If it isn't there, is damaged, or none of these.
+            If the file is missing, damaged, or of another kind.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -173,11 +173,11 @@ def read_dataset(
     train_on: TrainOn = "all",
     skip_bad: bool = False,
 ) -> Dataset:
-    """Read files, or all files of directories, and write their samples for a model's format.
+    """Read files, or all files of directories, as samples in a model's format.
 
-    Documents are cut to the sequence length; chats and completions aren't: the model would learn
-    answers that have no end. Trained is every answer of a chat, or the last one. With `skip_bad`
-    rows are left out that can't be used, instead of refusing all.
+    Documents are cut to the sequence length; conversations and completions are not, because the
+    model would learn answers without an end. Trained are all answers of a conversation, or the last
+    one. With `skip_bad` unusable rows are skipped instead of refused.
     """
     if seq_length < _LEAST_TOKENS:
         raise UsageError(f"seq_length is {seq_length}; at least {_LEAST_TOKENS} tokens are trained")
@@ -197,14 +197,14 @@ def read_dataset(
 
 
 def _refusal(bad: Sequence[BadRow], num_rows: int) -> str:
-    """How many rows can't be used, and the first of them."""
-    shown = "".join(f"\n  {row}" for row in bad[:_MOST_SHOWN])
-    more = f"\n  … and {len(bad) - _MOST_SHOWN} more" if len(bad) > _MOST_SHOWN else ""
-    return f"{len(bad)} of {num_rows} rows can't be used{shown}{more}"
+    """Build the error with the number of unusable rows and the first of them."""
+    listed = "".join(f"\n  {row}" for row in bad[:_MOST_SHOWN])
+    remainder = f"\n  … and {len(bad) - _MOST_SHOWN} more" if len(bad) > _MOST_SHOWN else ""
+    return f"{len(bad)} of {num_rows} rows can't be used{listed}{remainder}"
 
 
 class _Collector:
-    """Takes rows in; what is kept of each are a few numbers, and its tokens."""
+    """Collects rows as a few numbers and their tokens."""
 
     def __init__(self, chat: ChatFormat, seq_length: int, train_on: TrainOn) -> None:
         self.num_rows = 0
@@ -217,7 +217,7 @@ class _Collector:
         self._file_numbers, self._lines = array("i"), array("q")
 
     def take(self, row: DataRow, file_number: int, file: str) -> None:
-        """Add a row's samples, all or none."""
+        """Add all samples of a row, or none."""
         self.num_rows += 1
         num_samples, num_tokens = len(self.ends), len(self._ids)
         reason = row.problem
@@ -241,8 +241,8 @@ class _Collector:
             del self._ids[num_tokens:], self._is_trained[num_tokens:]
 
     def _samples(self, row: DataRow) -> Iterator[TrainingSample]:
-        said = row.value if isinstance(row.value, Document) else read_row(row.value)
-        return row_samples(said, self._chat, self._seq_length, self._train_on)
+        content = row.value if isinstance(row.value, Document) else read_row(row.value)
+        return row_samples(content, self._chat, self._seq_length, self._train_on)
 
     def _add(self, sample: TrainingSample) -> None:
         ids, is_trained = sample
@@ -257,7 +257,7 @@ class _Collector:
         self.ends.append(len(self._ids))
 
     def dataset(self, files: tuple[str, ...]) -> Dataset:
-        """The samples; the arrays are handed over, not copied."""
+        """Return the dataset; the arrays are moved, not copied."""
         return Dataset(
             ids=np.frombuffer(self._ids, np.int32),
             is_trained=np.frombuffer(self._is_trained, np.bool_),

@@ -1,4 +1,4 @@
-"""Files of training data → their rows, one at a time; what a row means is `rows`' own."""
+"""Files of training data → rows, one at a time; `rows` interprets them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DAMAGED = "from here on the table can't be read"
 
 
 class DataRow(NamedTuple):
-    """What stands in one place of a file; with a problem where it can't be read."""
+    """Content of a row, or the problem that makes it unreadable."""
 
     line: int
     value: Mapping[str, Any] | Document
@@ -37,30 +37,30 @@ class DataRow(NamedTuple):
 
 
 def data_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files that are named, those of a directory in the order of their names."""
+    """Return the named files, and those of named directories in alphabetical order."""
     files: list[Path] = []
     for path in map(Path, paths):
         try:
-            inside = _files_inside(path) if path.is_dir() else [path] if path.exists() else []
+            children = _files_inside(path) if path.is_dir() else [path] if path.exists() else []
         except OSError as error:
             raise UsageError(f"{path} can't be read: {why(error)}", hint=_HINT) from error
-        if not inside:
+        if not children:
             raise UsageError(f"there is no training data at {path}", hint=_HINT)
-        if path.suffix not in _SUFFIXES and inside == [path]:
+        if path.suffix not in _SUFFIXES and children == [path]:
             raise UsageError(f"{path} is no file of training data by its name", hint=_HINT)
-        files += inside
+        files += children
     return files
 
 
 def _files_inside(directory: Path) -> list[Path]:
-    """The files of rows in a directory; texts only where it has no others: most are a README."""
+    """Return the data files of a directory; text files only if there are no others."""
     files = [file for file in sorted(directory.rglob("*")) if file.is_file()]
     rows = [file for file in files if file.suffix in (*_LINES, *_TABLES)]
     return rows or [file for file in files if file.suffix in _TEXTS]
 
 
 def read_rows(path: Path) -> Iterator[DataRow]:
-    """Read a file's rows, with the line that each begins in; of Parquet and lists its number."""
+    """Read the rows of a file with their line numbers (for Parquet and lists their index)."""
     try:
         if path.suffix == ".csv":
             yield from _csv_rows(path)
@@ -79,7 +79,7 @@ def read_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _line_rows(path: Path) -> Iterator[DataRow]:
-    """Read one JSON object a line; empty lines are none."""
+    """Read one JSON object per line, skipping empty lines."""
     with open_regular(path) as file:
         number = 0
         while line := file.readline(_MOST_LINE_BYTES):
@@ -105,7 +105,7 @@ def _is_list(path: Path) -> bool:
 
 
 def _list_rows(path: Path) -> Iterator[DataRow]:
-    """Read a JSON list, whose items are counted."""
+    """Read the items of a JSON list."""
     for number, item in enumerate(json.loads(read_bytes(path, most_bytes=_MOST_LIST_BYTES)), 1):
         if isinstance(item, dict):
             yield DataRow(number, item)
@@ -114,14 +114,14 @@ def _list_rows(path: Path) -> Iterator[DataRow]:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """Read a text in pieces that end where a line does."""
+    """Read a text in pieces that end at line ends."""
     with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
         while piece := file.read(_PIECE_CHARACTERS):
             yield piece + file.readline(_PIECE_CHARACTERS)
 
 
 def _csv_rows(path: Path) -> Iterator[DataRow]:
-    """Read a table whose first line names the columns; all that is in it is text."""
+    """Read a table; the first line names the columns, all values are strings."""
     with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         names: list[str] = []

@@ -33,7 +33,7 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def refuse_packing(config: PretrainedConfig) -> None:
-    """Raise UsageError unless a model is known to keep packed samples apart."""
+    """Raise UsageError unless a test has shown that a model keeps packed samples apart."""
     kinds = getattr(config, "layer_types", None) or ()
     if config.model_type not in FAMILIES or not set(kinds) <= set(_ATTENTION):
         raise UsageError(
@@ -44,10 +44,10 @@ def refuse_packing(config: PretrainedConfig) -> None:
 
 
 def pack(lengths: npt.NDArray[np.int64], order: Sequence[int], most_tokens: int) -> list[list[int]]:
-    """Put samples together, the longest first, each where it leaves the least space.
+    """Pack samples into rows by best fit decreasing.
 
-    This is best fit decreasing, which needs at most 11/9 of the fewest rows that are possible
-    (Johnson, 1974). Among samples of one length those come first that do in `order`.
+    It needs at most 11/9 of the minimal number of rows (Johnson, 1974). Samples of equal length
+    keep the order of `order`.
     """
     packs: list[list[int]] = []
     by_space: dict[int, list[int]] = {}  # how much is left → of which packs
@@ -56,16 +56,16 @@ def pack(lengths: npt.NDArray[np.int64], order: Sequence[int], most_tokens: int)
         length = int(lengths[sample])
         at = bisect_left(spaces, length)
         if at == len(spaces):
-            space, chosen = most_tokens, len(packs)
+            space, index = most_tokens, len(packs)
             packs.append([])
         else:
             space = spaces[at]
-            chosen = by_space[space].pop()
+            index = by_space[space].pop()
             if not by_space[space]:
                 del spaces[at]
-        packs[chosen].append(sample)
-        left = space - length
-        if not by_space.setdefault(left, []):
-            insort(spaces, left)
-        by_space[left].append(chosen)
+        packs[index].append(sample)
+        space_left = space - length
+        if not by_space.setdefault(space_left, []):
+            insort(spaces, space_left)
+        by_space[space_left].append(index)
     return packs

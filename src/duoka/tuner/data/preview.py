@@ -1,4 +1,4 @@
-"""The first samples, for people to look at before anything is learnt from them."""
+"""Preview of the first samples, for review before training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MARKS = ("⟦", "⟧")
 def render_preview(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, number: int = 3
 ) -> RenderableType:
-    """Show what there is to learn from, and the first samples as the model will see them."""
+    """Render the size of the data and the first samples as the model will see them."""
     samples = (_sample(dataset, tokenizer, at) for at in range(min(number, len(dataset))))
     return Group(*_summary(dataset), *samples)
 
@@ -44,7 +44,7 @@ def _summary(dataset: Dataset) -> Iterator[Text]:
 
 
 def _sample(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, at: int) -> Text:
-    """A sample's tokens as text, those that are trained between marks."""
+    """Format a sample as text with marks around the trained tokens."""
     ids, is_trained = dataset.tokens(at)
     heading = f"{dataset.place(at)}  {len(ids)} tokens, {int(is_trained.sum())} trained"
     text = Text(f"\n{heading}\n", style="bold")

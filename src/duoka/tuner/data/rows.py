@@ -59,9 +59,9 @@ _CONTEXTS = ("system", "tools", "functions", "history", "system_prompt", "docume
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Messages in turn, and the tools that the assistant may call.
+    """Messages in order, and the tools the assistant may call.
 
-    The messages at `unweighted` aren't to be learnt: OpenAI's ``weight`` of 0.
+    Messages at `unweighted` are not trained: OpenAI's ``weight`` of 0.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -71,7 +71,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:
-    """A text, and how it goes on, which is to be learnt."""
+    """A prompt and its completion, which is trained."""
 
     prompt: str
     completion: str
@@ -79,13 +79,13 @@ class PromptCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text all of which is to be learnt; a long one comes in pieces."""
+    """A text that is trained as a whole; a long one is given in pieces."""
 
     pieces: Iterable[str]
 
 
 def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
-    """Recognise a row; UsageError says why it is none of the known kinds, or a damaged one."""
+    """Recognize the kind of a row; UsageError if it is unknown or damaged."""
     for key, is_learnt in _marks(row).items():
         if not is_learnt:
             raise UsageError(f"{key!r} is {row[key]}: the row is not to be learnt")
@@ -99,22 +99,22 @@ def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
         if isinstance(row["prompt"], list) and isinstance(row["completion"], list):
             return _chat([*row["prompt"], *row["completion"]], row)
         _refuse_unread(row)
-        return PromptCompletion(_text(row, "prompt"), _said(row, "completion"))
+        return PromptCompletion(_text(row, "prompt"), _nonempty_text(row, "completion"))
     if row.get("text") is not None:
         _refuse_unread(row)
-        return Document([_said(row, "text")])
-    shown = ", ".join(list(row)[:_MOST_SHOWN_KEYS]) or "none"
-    raise UsageError(f"its keys are {shown}; known are {_KEYS}")
+        return Document([_nonempty_text(row, "text")])
+    key_names = ", ".join(list(row)[:_MOST_SHOWN_KEYS]) or "none"
+    raise UsageError(f"its keys are {key_names}; known are {_KEYS}")
 
 
 def _words(key: object) -> set[str]:
     return {word.lower() for word in _WORDS.findall(str(key))}
 
 
-def _marks(said: Mapping[str, Any]) -> dict[str, bool]:
-    """Read what a row or message says of being learnt, by the key that says it."""
+def _marks(fields: Mapping[str, Any]) -> dict[str, bool]:
+    """Read the training flags of a row or message by key."""
     marks = {}
-    for key, value in said.items():
+    for key, value in fields.items():
         words = _words(key)
         if value is None or value in ("", [], {}):
             continue
@@ -137,24 +137,24 @@ def _marks(said: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _refuse_unread(row: Mapping[str, Any], *read: str) -> None:
-    """Refuse what stands before an answer where it would be passed over."""
+    """Refuse content before an answer that would be ignored."""
     for key in _CONTEXTS:
         if row.get(key) and key not in read:
             raise UsageError(f"{key!r} isn't read here; write the row as messages")
 
 
-def _chat(said: Sequence[Any], row: Mapping[str, Any]) -> Chat:
+def _chat(messages_in: Sequence[Any], row: Mapping[str, Any]) -> Chat:
     _refuse_unread(row, "system", "tools", "functions")
     messages: list[ChatMessage] = []
     unweighted = set()
-    first = said[0] if said else None
+    first_message = messages_in[0] if messages_in else None
     tools = row.get("tools") or row.get("functions")  # older ones of OpenAI
-    if isinstance(first, Mapping) and first.get("tools") and not tools:
-        tools = first["tools"]  # as of GLM-4's demo of fine-tuning
+    if isinstance(first_message, Mapping) and first_message.get("tools") and not tools:
+        tools = first_message["tools"]  # as of GLM-4's demo of fine-tuning
     row = {**row, "tools": tools}
     if row.get("system"):
         messages.append(ChatMessage(role="system", content=_text(row, "system")))
-    for number, message in enumerate(said, start=1):
+    for number, message in enumerate(messages_in, start=1):
         try:
             if not isinstance(message, Mapping):
                 raise UsageError("it is no object")
@@ -171,31 +171,31 @@ def _chat(said: Sequence[Any], row: Mapping[str, Any]) -> Chat:
     return _checked(messages, row, frozenset(unweighted))
 
 
-def _messages(said: Mapping[str, Any]) -> Iterator[ChatMessage]:
-    """Read one message, of ShareGPT, ChatGLM3's demo of fine-tuning, or OpenAI."""
-    for key in said:
-        if said[key] and _words(key) & _REASONING:
+def _messages(fields: Mapping[str, Any]) -> Iterator[ChatMessage]:
+    """Read a message of ShareGPT, ChatGLM3's fine-tuning demo, or OpenAI."""
+    for key in fields:
+        if fields[key] and _words(key) & _REASONING:
             raise UsageError(
                 f"{key!r} isn't read; write it into the content, as the model is to say it"
             )
-    if "from" in said and "role" not in said:
-        speaker, content = said["from"], said.get("value")
+    if "from" in fields and "role" not in fields:
+        speaker, content = fields["from"], fields.get("value")
         if speaker == "function_call":
             yield ChatMessage(
                 role="assistant", content="", tool_call=read_tool_call(_json(content))
             )
         else:
             yield read_message({"role": _ROLES.get(str(speaker), speaker), "content": content})
-    elif said.get("role") == "tool" and said.get("parameters") is not None:
-        name, parameters = said.get("name"), said["parameters"]
+    elif fields.get("role") == "tool" and fields.get("parameters") is not None:
+        name, parameters = fields.get("name"), fields["parameters"]
         call = read_tool_call({"name": name, "arguments": parameters})
         yield ChatMessage(role="assistant", content="", tool_call=call)
-        result = said.get("observation")
+        result = fields.get("observation")
         content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         yield ChatMessage(role="observation", content=content)
     else:
-        role, calls = said.get("role"), said.get("tool_calls") or said.get("function_call")
-        yield read_message({**said, "role": _ROLES.get(str(role), role), "tool_calls": calls})
+        role, calls = fields.get("role"), fields.get("tool_calls") or fields.get("function_call")
+        yield read_message({**fields, "role": _ROLES.get(str(role), role), "tool_calls": calls})
 
 
 def _alpaca(row: Mapping[str, Any]) -> Iterator[ChatMessage]:
@@ -218,21 +218,23 @@ def _checked(
     row: Mapping[str, Any],
     unweighted: frozenset[int] = frozenset(),
 ) -> Chat:
-    """Refuse an order in which nobody talks, and answers that say nothing."""
-    before = ""
+    """Refuse an impossible order of roles, and empty answers."""
+    previous_role = ""
     for number, message in enumerate(messages, start=1):
         role = message.role
         if (
-            (role == "system" and before)
-            or (role == "assistant" and before in ("", "system"))
-            or (role == "observation" and before not in ("assistant", "observation"))
+            (role == "system" and previous_role)
+            or (role == "assistant" and previous_role in ("", "system"))
+            or (role == "observation" and previous_role not in ("assistant", "observation"))
         ):
-            after = f"after one of role {before!r}" if before else "at the beginning"
-            raise UsageError(f"message {number} of role {role!r} can't stand {after}")
+            position = (
+                f"after one of role {previous_role!r}" if previous_role else "at the beginning"
+            )
+            raise UsageError(f"message {number} of role {role!r} can't stand {position}")
         if role == "assistant" and not message.content.strip() and message.tool_call is None:
             raise UsageError(f"message {number} is an empty answer")
-        before = role
-    if before != "assistant":
+        previous_role = role
+    if previous_role != "assistant":
         raise UsageError("there is no answer at its end" if messages else "there are no messages")
     tools = tuple(map(_json, _list_of(row.get("tools"), "tools")))
     calls = [message.tool_call.arguments for message in messages if message.tool_call]
@@ -243,7 +245,7 @@ def _checked(
 
 
 def _list_of(value: Any, key: str) -> Sequence[Any]:
-    """A list, or the JSON of one: some tables and ShareGPT's tools have it as a text."""
+    """Return a list, or parse one from JSON (in some tables, and ShareGPT's tools)."""
     items = _json(value) if isinstance(value, str) and value.strip() else value or []
     if not isinstance(items, list | tuple):
         raise UsageError(f"{key!r} is no list")
@@ -251,7 +253,7 @@ def _list_of(value: Any, key: str) -> Sequence[Any]:
 
 
 def _json(value: Any) -> Any:
-    """A value, read from JSON where it is a text."""
+    """Return a value, parsed from JSON if it is text."""
     if not isinstance(value, str):
         return value
     try:
@@ -268,7 +270,7 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     return text
 
 
-def _said(row: Mapping[str, Any], key: str) -> str:
+def _nonempty_text(row: Mapping[str, Any], key: str) -> str:
     text = _text(row, key)
     if not text.strip():
         raise UsageError(f"{key!r} is empty")

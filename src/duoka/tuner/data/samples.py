@@ -1,4 +1,4 @@
-"""What a row says → token ids, and which of them are trained."""
+"""Row → token ids, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .rows import Chat, Document, PromptCompletion
 def row_samples(
     row: Chat | PromptCompletion | Document, chat: ChatFormat, seq_length: int, train_on: TrainOn
 ) -> Iterator[TrainingSample]:
-    """Write a row's samples; only those of a document are cut to the sequence length.
+    """Yield the samples of a row; only documents are cut to the sequence length.
 
-    UsageError is raised where the model's format has no place for what the row says.
+    UsageError is raised if the model's format cannot represent the row.
     """
     if isinstance(row, Chat):
         yield from chat_samples(row, chat, seq_length, train_on)
@@ -33,12 +33,11 @@ def row_samples(
 def chat_samples(
     row: Chat, chat: ChatFormat, seq_length: int, train_on: TrainOn
 ) -> list[TrainingSample]:
-    """Write a chat's answers, each after what the model will have before it.
+    """Yield samples of a conversation, each answer after the context the model will have.
 
-    Answers share a sample as long as each one's context begins with the sample before it. Where it
-    doesn't, because a template leaves the reasoning of earlier answers out or because an answer
-    ends otherwise when nothing follows, the next sample begins. A sample that is longer than
-    `seq_length` is the last one.
+    Answers share a sample while the context of each begins with the sample so far. Otherwise, if a
+    template drops earlier reasoning or ends an answer differently, a new sample begins. A sample
+    longer than `seq_length` is the last one.
     """
     answers = [
         at
@@ -62,7 +61,7 @@ def chat_samples(
 
 
 def _next_role(messages: tuple[ChatMessage, ...], at: int) -> Role:
-    """Who speaks after a message; after the last one the tool that it calls, or the user."""
+    """Return the next speaker; after the last message the called tool, or the user."""
     if at + 1 < len(messages):
         return messages[at + 1].role
     calls = messages[at].tool_call is not None or messages[at].metadata
@@ -70,10 +69,10 @@ def _next_role(messages: tuple[ChatMessage, ...], at: int) -> Role:
 
 
 def _completion_sample(row: PromptCompletion, tokenizer: PreTrainedTokenizerBase) -> TrainingSample:
-    """Write a prompt and its completion; tokens that have a part of both are trained."""
+    """Build the sample of a prompt and its completion; tokens across the boundary are trained."""
     ids = text_ids(tokenizer, row.prompt + row.completion)
     num_shared = common_length(text_ids(tokenizer, row.prompt), ids)
-    start, end = _around(tokenizer)
+    start, end = _boundary_tokens(tokenizer)
     context = len(start) + num_shared
     ids = [*start, *ids, end]
     return TrainingSample(ids, [False] * context + [True] * (len(ids) - context))
@@ -82,8 +81,8 @@ def _completion_sample(row: PromptCompletion, tokenizer: PreTrainedTokenizerBase
 def _document_samples(
     row: Document, tokenizer: PreTrainedTokenizerBase, seq_length: int
 ) -> Iterator[TrainingSample]:
-    """Cut a document, with the end of text behind it, into samples of the sequence length."""
-    start, end = _around(tokenizer)
+    """Split a document, with end of text appended, into samples of the sequence length."""
+    start, end = _boundary_tokens(tokenizer)
 
     def cut(ids: list[int]) -> Iterator[TrainingSample]:
         for at in range(0, len(ids), seq_length):
@@ -100,8 +99,8 @@ def _document_samples(
         yield from cut([*ids, end])
 
 
-def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """The tokens that the tokenizer begins a text with, and the one that ends it."""
+def _boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
+    """Return the tokenizer's start tokens, and its end token."""
     end = tokenizer.eos_token_id
     if not isinstance(end, int):
         raise CheckpointError("the tokenizer has no token that ends a text")

@@ -1,0 +1,308 @@
+"""Tracing generation: rules for any prompt and answer, or the steps of certain workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from torch import nn
+
+from duoka.forecast.profile import Phase, Profile, Regime
+from duoka.forecast.workload import Workload
+from duoka.runtime.dispatch.arguments import to_device
+from duoka.runtime.encode_images import reads_in_chunks
+from duoka.runtime.image_inputs import prompts_for
+from duoka.runtime.steps import Stepper
+
+from .assemble import EVERYWHERE, RegimeTraces, TraceSpec
+from .blocks import find_groups
+from .fit import RecordedStep, Unlike
+from .probe_sizes import ProbeRun, crossing_runs, image_runs, plain_runs
+from .recorded import RecordedPass
+from .tracer import FAILURES, LOOKED_AT_TOKENS, PROBED_TOKENS, Irregular, Tracer
+
+_SHORTEST_RANGE = 256
+# Between the recorded steps of one workload, so many tokens are filled in at a time.
+_FILLED_TOKENS = 128
+# Of the chunks of a prompt with images, so many are recorded besides the first and the last ones.
+_MOST_CHUNKS = 28
+
+
+def trace(model: nn.Module, spec: TraceSpec) -> Profile:
+    """Record the steps of a causal language model, and return rules for all workloads."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise Irregular("what an encoder and its decoder cost depends on two lengths")
+    tracer = GenerationTracer(model, spec)
+    return tracer.trace(tracer.rules, tracer.irregular)
+
+
+def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Workload]) -> Profile:
+    """Record the steps of certain workloads, and return a profile of these."""
+    tracer = GenerationTracer(model, spec)
+    return tracer.trace(partial(tracer.points_of, workloads))
+
+
+def trace_call(
+    model: nn.Module, spec: TraceSpec, inputs: Mapping[str, Any] | Sequence[Any]
+) -> Profile:
+    """Record a call of any module on example inputs, and return a profile of this call."""
+    tracer = _CallTracer(model, spec)
+    tracer.inputs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+    return tracer.trace(tracer.schedule)
+
+
+class _CallTracer(Tracer):
+    """Records a call of a module."""
+
+    skip = False
+    # Labels are moved to the logits, as a classifier's code moves what it knows of its inputs.
+    hears_moves = True
+    inputs: tuple[Any, Any]
+
+    def start(self) -> None:
+        self.observe(find_groups(self.model, self._call, hears_moves=True))
+
+    def schedule(self) -> Iterator[RegimeTraces]:
+        """Yield the regime of the call."""
+        with self.recorder as recorder:
+            sample = RecordedStep("prefill", 1, 0, 0, recorder.record(self._call))
+        yield self.fit(_regime("prefill", is_batched=False), [sample])
+
+    def _call(self) -> None:
+        args, kwargs = self.inputs
+        self.model(*to_device(args, self.device), **to_device(kwargs, self.device))
+
+
+class GenerationTracer(Tracer):
+    """Records prefill and decode steps, and passes that encode images."""
+
+    has_cache = False
+
+    def __init__(self, model: nn.Module, spec: TraceSpec) -> None:
+        super().__init__(model, spec, prompts_for(model, spec.conditions))
+
+    def start(self) -> None:
+        """Find the blocks in a short prefill."""
+        run = partial(self._looked_at, max(LOOKED_AT_TOKENS, self.least_tokens))
+        self.observe(self.find_blocks(run, encodes_apart=bool(self.stepper(1).passes)))
+
+    def _looked_at(self, tokens: int) -> None:
+        self.stepper(1).step(tokens)
+
+    def stepper(self, batch: int) -> Stepper:
+        """Return steps over an empty cache."""
+        conditions = self.spec.conditions
+        return Stepper(self.model, batch, self.device, conditions=conditions, prompts=self.prompts)
+
+    def rules(self) -> Iterator[RegimeTraces]:
+        """Yield regimes for every possible step, in order of precedence."""
+        cells = list(self.ranges())
+        if self.spec.conditions.image_chunk_tokens is not None:
+            raise Unlike("what a chunk costs depends on which images are in it")
+        yield from self._regimes(cells, is_batched=False)
+        if self.spec.conditions.vision_batch is not None:
+            return  # the batch decides on the passes
+        try:
+            yield from list(self._regimes(cells, is_batched=True))
+        except Unlike:
+            # A tower that takes its images one by one does other things in each batch.
+            if self.prompts is None:
+                raise
+
+    def _regimes(
+        self, cells: Sequence[tuple[int, int]], *, is_batched: bool
+    ) -> Iterator[RegimeTraces]:
+        for earlier, later in combinations(cells, 2):
+            yield from self._crossing(is_batched, earlier, later)
+        for start, stop in cells:
+            yield from self._cell(is_batched, start, stop)
+
+    def profile(self, regimes: Sequence[RegimeTraces]) -> Profile:
+        """Return the profile with these regimes."""
+        in_chunks = self.prompts is not None and reads_in_chunks(self.model)
+        return replace(super().profile(regimes), reads_images_in_chunks=in_chunks)
+
+    def points_of(self, workloads: Sequence[Workload]) -> list[RegimeTraces]:
+        """Return regimes for the steps of some workloads."""
+        try:
+            return self._points_of(workloads, _FILLED_TOKENS)
+        except FAILURES:
+            if self.has_cache:
+                with suppress(*FAILURES):  # it may take one token at a time, once it has a cache
+                    return self._points_of(workloads, 1)
+            raise
+
+    def _points_of(self, workloads: Sequence[Workload], filled_tokens: int) -> list[RegimeTraces]:
+        points = [it for work in workloads for it in self._points(work, filled_tokens)]
+        return [*{(it.phase, it.query, it.keys): (it, t) for it, t in points}.values()]
+
+    def _points(self, workload: Workload, filled_tokens: int) -> Iterator[RegimeTraces]:
+        """Yield regimes for the steps of a workload; each holds back to the step before."""
+        is_batched = workload.batch > 1
+        steps = _choose_chunks(workload.chunks(), has_images=self.prompts is not None)
+        stepper = Stepper.of(self.model, workload, self.device, self.prompts)
+        earlier, self.has_cache = 0, False
+        with self.recorder as recorder:
+            recorder.forget()
+            for sample in self._encoded(stepper):
+                yield self.fit(_pass_regime(sample, is_batched), [sample])
+            for query, past in [*steps, *_decodes(workload)]:
+                while stepper.past < past:
+                    # Recorded and thrown away: what is skipped must be skipped here as well.
+                    tokens = min(past - stepper.past, max(query, filled_tokens))
+                    recorder.record(partial(stepper.step, tokens))
+                phase: Phase = "prefill" if not past else "extend" if query > 1 else "decode"
+                sample = self._recorded(stepper, phase, query)
+                self.has_cache = True
+                keys = (earlier + 1, sample.keys + 1)
+                yield self.fit(
+                    _regime(phase, is_batched, query=(query, query + 1), keys=keys), [sample]
+                )
+                earlier = sample.keys
+                if earlier == workload.prompt_tokens:
+                    for sample in self._released(stepper):
+                        yield self.fit(_regime("release", is_batched, query=(0, 1)), [sample])
+
+    def _recorded(self, stepper: Stepper, phase: Phase, tokens: int) -> RecordedStep:
+        """Record a step of so many tokens, or of so many images."""
+        is_alone = stepper.batch == tokens == 1 and phase != "encode"
+        recorded = self.recorder.record(partial(stepper.take, phase, tokens), is_alone=is_alone)
+        keys = stepper.past if phase != "release" else 0
+        return RecordedStep(phase, stepper.batch, tokens, keys, recorded)
+
+    def _encoded(self, stepper: Stepper) -> Iterator[RecordedStep]:
+        """Record the passes that encode images; their keys are the images so far."""
+        encoded = 0
+        for images in stepper.passes:
+            encoded += images
+            yield replace(self._recorded(stepper, "encode", images), keys=encoded)
+
+    def _released(self, stepper: Stepper) -> Iterator[RecordedStep]:
+        """Record how features of images end, if there are any, once their prompt is read."""
+        if stepper.passes:
+            yield self._recorded(stepper, "release", 0)
+
+    def _cell(self, is_batched: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
+        """Yield the regimes of a range, for a single sequence or several."""
+        # What is asked of a model made for few tokens must not be more than it can do.
+        high = min(stop, self.longest + 1, start + PROBED_TOKENS)
+        runs = list(plain_runs(is_batched, start, high))
+        if self.prompts is not None:
+            runs = list(image_runs(runs, self.least_tokens))
+        samples = _Samples(runs, self._record)
+        for phase in dict.fromkeys(sample.phase for sample in samples.all):
+            if phase == "encode":
+                yield from self._passes(samples.all, is_batched)
+                continue
+            yield from self._split(_regime(phase, is_batched, keys=(start, stop)), samples)
+
+    def _passes(self, samples: Sequence[RecordedStep], is_batched: bool) -> Iterator[RegimeTraces]:
+        """Yield the regimes of the passes that encode images."""
+        encoding = [sample for sample in samples if sample.phase == "encode"]
+        if self.spec.conditions.vision_batch is None:  # one pass, with all images of the batch
+            yield self.fit(_regime("encode", is_batched), encoding)
+            return
+        for keys in dict.fromkeys(sample.keys for sample in encoding):
+            equal_passes = [sample for sample in encoding if sample.keys == keys]
+            yield self.fit(_pass_regime(equal_passes[0], is_batched), equal_passes)
+
+    def _crossing(
+        self, is_batched: bool, earlier: tuple[int, int], later: tuple[int, int]
+    ) -> Iterator[RegimeTraces]:
+        """Yield the regime of steps from a range into a later range."""
+        high = min(later[1], self.longest + 1, later[0] + PROBED_TOKENS)
+        if high - later[0] < _SHORTEST_RANGE:
+            return
+        samples = _Samples(list(crossing_runs(is_batched, earlier, (later[0], high))), self._record)
+        past = (max(earlier[0], 1), earlier[1])
+        yield from self._split(_regime("extend", is_batched, past=past, keys=later), samples)
+
+    def _split(self, regime: Regime, samples: _Samples) -> Iterator[RegimeTraces]:
+        """Yield the regime, or two if costs depend on the alignment of masks."""
+        with suppress(Unlike):
+            yield self.fit(regime, samples.all)
+            return
+        samples.complete()
+        for aligned in (False, True):
+            yield self.fit(replace(regime, aligned=aligned), samples.where(aligned))
+
+    def _record(self, runs: Iterable[ProbeRun]) -> list[RecordedStep]:
+        samples: list[RecordedStep] = []
+        extended: RecordedPass | None = None
+        with self.recorder as recorder:
+            for run in runs:
+                stepper = self.stepper(run.batch)
+                recorder.forget()
+                samples.extend(self._encoded(stepper))
+                for number, (phase, tokens) in enumerate(run.steps):
+                    sample = self._recorded(stepper, phase or "extend", tokens)
+                    if phase is not None:
+                        samples.append(sample)
+                    if phase == "extend" and not sample.is_aligned:
+                        extended = extended or sample.recorded
+                        if not sample.recorded.is_like(extended):
+                            raise Unlike("the model's code loops over the tokens")
+                    if number == 0:
+                        samples.extend(self._released(stepper))
+        return samples
+
+
+class _Samples:
+    """The samples of a range of lengths: unaligned lengths, and some aligned ones."""
+
+    def __init__(
+        self, runs: Sequence[ProbeRun], record: Callable[[list[ProbeRun]], list[RecordedStep]]
+    ) -> None:
+        first_run, *self._rest = (run.aligned() for run in runs)
+        self._record = record
+        self.all = record([*runs, first_run])
+
+    def complete(self) -> None:
+        """Add the remaining aligned samples."""
+        self.all += self._record(self._rest)
+        self._rest = []
+
+    def where(self, aligned: bool) -> list[RecordedStep]:
+        """Return the samples with aligned, or with unaligned keys."""
+        return [sample for sample in self.all if sample.is_aligned == aligned]
+
+
+def _choose_chunks(chunks: Sequence[tuple[int, int]], *, has_images: bool) -> list[tuple[int, int]]:
+    """Choose the chunks to record: the first two and the last two, of prompts with images more.
+
+    Between two of them the later one is replayed; what a chunk leaves in the allocator's cache
+    depends on its length of the KV cache, and on the images in it.
+    """
+    if len(chunks) <= 4:
+        return [*chunks]
+    middle = chunks[2:-2] if has_images else ()
+    every = max(1, -(-len(middle) // _MOST_CHUNKS))
+    return [*chunks[:2], *middle[::every], *chunks[-2:]]
+
+
+def _decodes(workload: Workload) -> list[tuple[int, int]]:
+    """Return the first two and the last two decode steps as (query tokens, past tokens)."""
+    pasts = range(workload.prompt_tokens, workload.context_tokens - 1)
+    decodes = pasts if len(pasts) <= 4 else [*pasts[:2], *pasts[-2:]]
+    return [(1, past) for past in decodes]
+
+
+def _regime(
+    phase: Phase,
+    is_batched: bool,
+    *,
+    query: tuple[int, int] = EVERYWHERE,
+    past: tuple[int, int] = EVERYWHERE,
+    keys: tuple[int, int] = EVERYWHERE,
+) -> Regime:
+    return Regime(phase=phase, is_batched=is_batched, query=query, past=past, keys=keys)
+
+
+def _pass_regime(sample: RecordedStep, is_batched: bool) -> Regime:
+    """Return the regime of a pass over so many images, after so many others."""
+    query, keys = (sample.query, sample.query + 1), (sample.keys, sample.keys + 1)
+    return _regime("encode", is_batched, query=query, keys=keys)

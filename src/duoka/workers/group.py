@@ -1,0 +1,149 @@
+"""A group of worker processes on this machine, watched and ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from multiprocessing import Pipe
+from types import TracebackType
+
+from .process import WorkerProcess, describe_exit, wait_for_all
+from .worker import LOST
+
+_POLL_SECONDS = 0.1
+# After the loss of one worker the others notice by themselves, or they are ended.
+_GRACE_SECONDS = 10.0
+_LOSS_SECONDS = 2.0
+_SETTINGS = {
+    # As PyTorch 2.13 has it and 2.11 hasn't: products with a bias take no workspace of their own,
+    # which no forecast knows of.
+    "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1",
+    # PyTorch logs that memory ran out beside raising it.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+class WorkerGroup:
+    """Processes of a Python module, each with a rank.
+
+    A worker finds its rank in the environment variables that torchrun sets as well.
+
+    Parameters
+    ----------
+    module : str
+        Run as ``python -m``.
+    size : int
+    arguments : sequence of str
+    threads : int, optional
+        Of PyTorch in each process; by default the processors are shared equally.
+    environment : mapping of str to str, optional
+        Variables beside those of this process.
+    descriptors : sequence of sequence of int, optional
+        Open files for each worker, which inherits them.
+    has_channels : bool
+        Open a channel to each worker: `channels[rank]` is the parent's end, and the number of the
+        other end is the worker's last argument.
+
+    Raises
+    ------
+    OSError
+        If a process can't be started; no other is left then.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        size: int,
+        arguments: Sequence[str] = (),
+        *,
+        threads: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[Sequence[int]] | None = None,
+        has_channels: bool = False,
+    ) -> None:
+        threads = threads or max(1, len(os.sched_getaffinity(0)) // size)
+        defaults = {"OMP_NUM_THREADS": str(threads), **_SETTINGS}
+        sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        shared = {**defaults, **os.environ, **(environment or {}), **sizes}
+        command = [sys.executable, "-m", module, *arguments]
+        pipes = [Pipe() for _ in range(size if has_channels else 0)]
+        self.channels = [parent_end for parent_end, _ in pipes]
+        self._processes: list[WorkerProcess] = []
+        with ExitStack() as on_failure, ExitStack() as for_workers:
+            on_failure.callback(self.end)
+            for _, worker_end in pipes:
+                for_workers.enter_context(worker_end)
+            for rank in range(size):
+                ends = [pipes[rank][1].fileno()] if has_channels else []
+                process = WorkerProcess(
+                    [*command, *map(str, ends)],
+                    environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    descriptors=[*ends, *(descriptors[rank] if descriptors else ())],
+                )
+                self._processes.append(process)
+            on_failure.pop_all()
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end()
+
+    def wait(self) -> dict[int, int]:
+        """Wait for the end of all workers; the first failure ends the others.
+
+        Returns
+        -------
+        dict of int to int
+            The exit codes of the first failures, by rank; a negative code is the signal that ended
+            a process.
+        """
+        while True:
+            codes = self.exit_codes()
+            if failures := {rank: code for rank, code in codes.items() if code}:
+                self.end(_GRACE_SECONDS)
+                return failures
+            if len(codes) == len(self._processes):
+                return {}
+            time.sleep(_POLL_SECONDS)
+
+    def exit_codes(self, wait_seconds: float = 0.0) -> dict[int, int]:
+        """Return the exit codes by rank of the workers that end within so many seconds."""
+        codes = wait_for_all(self._processes, wait_seconds)
+        return {rank: code for rank, code in enumerate(codes) if code is not None}
+
+    def find_loss(self, rank: int) -> tuple[int, str]:
+        """Find the worker whose end broke the channel of a rank, and describe its end.
+
+        The channels are closed, so that all workers end. Those that end because of another one have
+        the exit code `LOST`.
+        """
+        self._close_channels()
+        codes = self.exit_codes(_LOSS_SECONDS)
+        culprit = next((rank for rank, code in codes.items() if code not in (0, LOST)), rank)
+        return culprit, describe_exit(codes.get(culprit))
+
+    def terminate(self) -> None:
+        """Send SIGTERM to all workers: they save their state and leave."""
+        for process in self._processes:
+            process.send_signal(signal.SIGTERM)
+
+    def end(self, grace_seconds: float = 0.0) -> None:
+        """Close the channels, and leave no process behind after the grace period."""
+        self._close_channels()
+        wait_for_all(self._processes, grace_seconds)
+        for process in self._processes:
+            process.end()
+
+    def _close_channels(self) -> None:
+        for channel in self.channels:
+            channel.close()

@@ -1,0 +1,75 @@
+"""What one commit tests, and what it leaves to `make nightly`.
+
+Two things go by turn: the rare families of transformers, a sixth each time, and the cases of a
+parametrized test that are marked slow, a sixth and at least one. The commit's hash selects one of
+six turns, so a commit always tests the same. DUOKA_TURN=k selects turn k, and DUOKA_TURN=all, which
+`make nightly` sets, tests all. A few tests that take minutes are for the night alone (NIGHTLY).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+PARTS = 6
+VARIABLE = "DUOKA_TURN"
+
+Case = TypeVar("Case")
+
+
+def commit_turn(directory: Path) -> str:
+    """Return the part that the commit of a checkout selects; "0" outside a checkout."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "0"
+    return str(int(done.stdout, 16) % PARTS)
+
+
+def in_turn(cases: Sequence[Case], parts: int = PARTS, turn: str | None = None) -> list[Case]:
+    """Return every `parts`-th case, beginning with the one whose turn it is."""
+    turn = turn or os.environ[VARIABLE]
+    return list(cases if turn == "all" else cases[int(turn) % parts :: parts])
+
+
+_PREEMPTED = "tests/engine/test_engine.py::test_preempted_answers_are_those_of_an_engine_with_room"
+NIGHTLY = {
+    # A run is killed in the middle, and goes on: each commit does so without new processes.
+    "tests/tuner/test_tune.py::test_a_run_goes_on_wherever_it_was_killed": (
+        "tests/tuner/test_checkpoints.py",
+        "tests/tuner/test_tune.py::test_ctrl_c_saves_and_leaves",
+    ),
+    "tests/tuner/test_machines.py::test_a_run_goes_on_where_torchrun_starts_it_again": (
+        "tests/tuner/test_machines.py::test_two_machines",
+    ),
+    "tests/tuner/test_machines.py::test_a_run_that_torchrun_stops_has_no_result_yet": (
+        "tests/tuner/test_machines.py::test_two_machines",
+        "tests/tuner/test_tune.py::test_ctrl_c_saves_and_leaves",
+    ),
+    # A server loses a part: each commit kills an engine.
+    "tests/serve/test_server.py::test_a_stage_that_dies_ends_its_engine": (
+        "tests/serve/test_server.py::test_an_engine_that_dies_is_told_and_started_again",
+        "tests/engine/test_staged_executor.py::test_a_process_that_is_killed_ends_the_engine",
+    ),
+    "tests/serve/test_server.py::test_a_copy_that_dies_loses_its_own_requests_alone": (
+        "tests/serve/test_server.py::test_an_engine_that_dies_is_told_and_started_again",
+        "tests/serve/test_pool.py",
+    ),
+    "tests/serve/test_server.py::test_streams_that_a_lost_terminal_cuts_are_told": (
+        "tests/serve/test_server.py::test_a_second_ctrl_c_waits_for_nobody",
+    ),
+    # Half a minute of two processes.
+    f"{_PREEMPTED}[paged-True]": (
+        _PREEMPTED,
+        "tests/engine/test_staged_executor.py::test_processes_answer_as_one_does",
+    ),
+    # Models at full size.
+    "tests/api/test_towers.py::test_a_vision_model_at_full_size_learns_from_a_picture": (
+        "tests/api/test_towers.py::test_training_on_a_picture_is_checked_where_the_picture_fits",
+    ),
+}
+"""Tests that no commit runs, and those of each commit that hold the same promise."""
