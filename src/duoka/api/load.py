@@ -127,7 +127,7 @@ class OpenedModel:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model without data, on meta; `load_proved` fills it."""
+        """The model without data, on meta; `load_proved` takes it and fills it."""
         return build_model(self.checkpoint, self._workload)
 
     @cached_property
@@ -185,6 +185,7 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
 def _load_weights(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
     """Return the model with its weights on the planned devices."""
     model, checkpoint = opened.model, opened.checkpoint
+    del opened.model  # its memory is free as soon as the caller drops it
     dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
         make_text_trainable(model, plan.workload, has_adapters=False)
