@@ -175,7 +175,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
         )
     _refuse_together(options)
     gpus = options.gpus or planning.ALL_GPUS
-    planning.look_at_cards(gpus)
+    planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model, to_run=True)
     with heard_by(_say):
         from duoka.tuner.settings import TuneSettings
