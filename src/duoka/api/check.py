@@ -82,7 +82,7 @@ def check(
     fleet: Fleet | str | None = None,
     images: Sequence[tuple[int, int]] = (),
 ) -> CheckReport:
-    """Run a model's own code on a placement's virtual GPUs, and say all that is wrong with it.
+    """Run a model's own code on virtual GPUs and report all faults.
 
     No weight is read and no GPU is touched. After a fault the run goes on with the tensors moved,
     so that one check reports every fault, each with the line of code that it stands in.

@@ -127,7 +127,7 @@ class OpenedModel:
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """The model without data, on meta; `load_proved` takes it and fills it."""
+        """Model without data, on meta; `load_proved` takes and fills it."""
         return build_model(self.checkpoint, self._workload)
 
     @cached_property

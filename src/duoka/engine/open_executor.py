@@ -1,4 +1,4 @@
-"""What computes the steps of a plan: one process, or one for each of its GPUs."""
+"""Open the executor of a plan: in this process, or in one process per GPU."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def open_executor(
 
 
 def capacity_of(plan: Plan) -> Capacity:
-    """What the memory of a plan for generating is there for."""
+    """Return the capacity that a plan for generating reserves memory for."""
     workload = plan.workload
     if workload.is_paged:
         return Capacity.of(workload)
@@ -88,7 +88,7 @@ def capacity_of(plan: Plan) -> Capacity:
 
 
 def _routes(plan: Plan, opened: OpenedModel) -> Routes:
-    """What crosses between a plan's stages; refused where each can't have its own process."""
+    """Return the tensors sent between a plan's stages; UsageError if stages cannot be processes."""
     if len(plan.devices) == 1:
         raise UsageError(
             "a process for each GPU is wanted, and the plan has one GPU",
