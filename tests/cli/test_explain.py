@@ -139,7 +139,7 @@ def test_the_command_of_a_plan_makes_it_again(tiny: Path, program: Program) -> N
 @pytest.mark.slow
 def test_the_command_of_a_training_plan_makes_it_again(tiny: Path, program: Program) -> None:
     options = ("--train", "lora", "--lora-rank", "4", "--optimizer", "sgd", "--context", "32")
-    more = ("--micro-batches", "2", "--schedule", "gpipe", "--gradient-checkpointing")
+    more = ("--micro-batches", "2", "--schedule", "gpipe", "--checkpointing")
     done = program("plan", tiny, *GPUS, *options, *more, "--json", "--lora-target", "o_proj")
     made = Plan.from_json(done.stdout)
     again = program(*shlex.split(command(made))[1:], "--json")

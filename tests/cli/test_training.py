@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import duoka
+from duoka.cli.training_options import complete_arguments
 
 from .conftest import GPUS, Program
 
@@ -54,7 +55,7 @@ def test_adapters(tiny: Path, program: Program) -> None:
 
 def test_what_makes_no_sense_is_refused(tiny: Path, program: Program) -> None:
     for said, message in (
-        (("--gradient-checkpointing", "--micro-batches", "2"), "are for training"),
+        (("--checkpointing", "--micro-batches", "2"), "are for training"),
         (("--train", "full", "--lora-rank", "4"), "which has no adapters"),
         (("--train", "some"), "is unknown"),
         (("--train", "full", "--new-tokens", "4"), "training has none"),
@@ -67,3 +68,22 @@ def test_what_makes_no_sense_is_refused(tiny: Path, program: Program) -> None:
         done = program("plan", tiny, *GPUS, *SEQUENCE, *said)
         assert done.returncode == 2, done.stderr
         assert message in done.stderr
+
+
+def test_earlier_names_of_options_are_taken_and_told() -> None:
+    for given, expected, told in (
+        ("plan m --gradient-checkpointing", "plan m --checkpointing", 1),
+        ("tune m d --method=full --seq-length 2K", "tune m d --train=full --context 2K", 2),
+        ("tune m d --train full --checkpointing", "tune m d --train full --checkpointing", 0),
+        ("plan m --train qlora", "plan m --train lora --quantize nf4", 0),
+        ("check m --train=qlora --quantize int8", "check m --train=lora --quantize int8", 0),
+        ("tune m d --train qlora", "tune m d --train qlora", 0),
+        ("check m --train", "check m --train full", 0),
+    ):
+        words, notes = complete_arguments(given.split())
+        assert words == expected.split()
+        assert len(notes) == told
+    assert notes == []
+    assert complete_arguments(["tune", "--method", "lora"])[1] == [
+        "--method is --train now, and goes with the next release"
+    ]

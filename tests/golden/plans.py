@@ -98,23 +98,23 @@ CASES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("llama-8b", "--serve --context 4K --sequences 32", ("24GiB", "2xRTX3090")),
     # Training.
     ("chatglm3-6b", "--train lora --context 2K", ("24GiB", "12GiB,12GiB")),
-    ("chatglm3-6b", "--train lora --context 2K --gradient-checkpointing", ("16GiB", "8GiB,8GiB")),
+    ("chatglm3-6b", "--train lora --context 2K --checkpointing", ("16GiB", "8GiB,8GiB")),
     ("chatglm3-6b", "--train lora --lora-rank 64 --lora-target query_key_value --context 1K",
      ("24GiB", "8GiB,10GiB")),
     ("chatglm3-6b", "--train lora --quantize nf4 --context 2K", ("16GiB", "8GiB,8GiB")),
-    ("chatglm3-6b", "--train full --context 1K --gradient-checkpointing", ("4x24GiB", "2x80GiB")),
+    ("chatglm3-6b", "--train full --context 1K --checkpointing", ("4x24GiB", "2x80GiB")),
     ("chatglm3-6b", "--train full --context 1K --optimizer adafactor", ("3x24GiB",)),
     ("chatglm3-6b", "--train full --context 1K --optimizer adamw8bit --micro-batches 8 "
      "--schedule 1f1b --use-all", ("4x24GiB", "2xA100-40GB-PCIe+2xRTX3090")),
     ("chatglm3-6b", "--train full --context 1K --master-weights", ("4x40GiB",)),
-    ("glm-4-9b-chat", "--train lora --gradient-checkpointing --context 2K --micro-batches 8 "
+    ("glm-4-9b-chat", "--train lora --checkpointing --context 2K --micro-batches 8 "
      "--schedule 1f1b --use-all", ("24GiB,16GiB", "3x16GiB", "2xRTX4090")),
-    ("glm-4-9b-chat", "--train lora --gradient-checkpointing --context 2K --micro-batches 4 "
+    ("glm-4-9b-chat", "--train lora --checkpointing --context 2K --micro-batches 4 "
      "--schedule gpipe --use-all", ("24GiB,16GiB",)),
-    ("glm-4-9b-chat", "--train lora --rows packed --context 4K --gradient-checkpointing",
+    ("glm-4-9b-chat", "--train lora --rows packed --context 4K --checkpointing",
      ("2x24GiB",)),
     ("glm-4-9b-chat", "--train lora --rows unpadded --batch 2 --context 1K "
-     "--gradient-checkpointing",
+     "--checkpointing",
      ("2x24GiB",)),
     # Smaller weights and caches.
     ("chatglm3-6b", "--quantize int8 --context 4K", ("12GiB", "4GiB,6GiB")),

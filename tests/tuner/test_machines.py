@@ -19,7 +19,7 @@ from duoka import Fleet, TuneSettings
 from duoka.tuner import prepare
 from duoka.tuner.run import RunDirectory
 
-SIZES = ["--seq-length", "48", "--batch", "8", "--lr", "1e-2", "--epochs", "2"]
+SIZES = ["--context", "48", "--batch", "8", "--lr", "1e-2", "--epochs", "2"]
 
 
 def test_the_gpus_of_several_machines_have_no_identity() -> None:

@@ -67,7 +67,7 @@ def test_sequences_have_2048_tokens_by_default(
 def test_sequences_are_within_the_models_limit(checkpoint: Checkpoint) -> None:
     with pytest.raises(UsageError, match="of 129 tokens is beyond the model's 128") as refused:
         TuneSettings(seq_length=129).workload(checkpoint)
-    assert refused.value.hint == "--seq-length 128 at most"
+    assert refused.value.hint == "--context 128 at most"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_each_way_fits(tmp_path: Path) -> None:
     again, shorter = ways["checkpointing"], ways["context"]
     assert again.options == ("--checkpointing",)
     name, length = shorter.options
-    assert name == "--seq-length"
+    assert name == "--context"
     plans_for(model, gpus, TuneSettings(seq_length=512, checkpointing=True, **sizes), "auto")
     plans_for(model, gpus, TuneSettings(seq_length=int(length), **sizes), "auto")
 
@@ -49,7 +49,7 @@ def test_a_micro_batch_divides_the_batch_and_is_planned_again(plan: Plan) -> Non
             raise InfeasibleError("more micro-batches are in flight")
         return plan
 
-    error = InfeasibleError("no", ways_out=[way("--batch", "3", "--gradient-checkpointing")])
+    error = InfeasibleError("no", ways_out=[way("--batch", "3", "--checkpointing")])
     (found,) = with_suggestions(error, TuneSettings(batch=8, micro_batch=4), attempt).ways_out
     assert asked == [(2, True, None), (1, True, None)]
     assert found.text == "a micro-batch of 1"

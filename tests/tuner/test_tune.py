@@ -201,7 +201,7 @@ def start(
     command = [
         *(python or sys.executable, "-c", "from duoka.cli import main; main()"),
         *("tune", str(model), str(chats), "--gpus", gpus),
-        *("--save", str(directory), "--seq-length", "48", "--batch", "8", "--epochs", "4"),
+        *("--save", str(directory), "--context", "48", "--batch", "8", "--epochs", "4"),
         *("--lr", "1e-2", "--save-every", "2", *more),
     ]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from duoka.checker.fix import Repairs
     from duoka.report.check_report import CheckReport
 
+_IMAGE_SIZE = "1024x1024"
 _TRAINING_TOKENS = "1"  # a workload answers at least one
 _DIRECTORY = Path("duoka-fixed")
 _THEME = "ansi_dark"
@@ -44,7 +45,10 @@ _fix = partial(flag, panel="How to repair")
 _CheckedOptions = Annotated[
     PlanOptions,
     Only(
-        ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
+        (
+            *("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype"),
+            *("quantize", "images", "image_size"),
+        )
     ),
 ]
 _TRAINING = ("train", "lora_rank", "lora_target", "gradient_checkpointing")
@@ -181,8 +185,11 @@ def check(
     fixes.check()
     output.check()
     how_to_train = training.read()
+    sizes = [options.image_size or _IMAGE_SIZE] * (options.images or 0)
+    images = [picture_size(text) for text in (*(run.image or ()), *sizes)]
+    if options.images:  # its placement is that of a prompt with pictures: see `duoka.check`
+        options = replace(options, images=None, image_size=None)
     arguments = _arguments(model, options, how_to_train)
-    images = [picture_size(text) for text in run.image or ()]
     with working():
         say_import("torch")
         train = how_to_train or False

@@ -41,8 +41,8 @@ _PEERS = {
     "--quantize int8": "load-in-8bit use-8bit",
     "--quantize": "quantization quantization-bit",
     "--dtype": "torch-dtype precision fp16 bf16",
-    "--context": "max-model-len max-seq-len max-seq-length max-length ctx-size context-length",
-    "--seq-length": "max-model-len max-seq-len max-seq-length max-length cutoff-len context",
+    "--context": "max-model-len max-seq-len max-seq-length max-length ctx-size context-length "
+    "cutoff-len",
     "--gpus 0,1": "tensor-parallel-size tp tp-size pipeline-parallel-size pp-size num-gpus devices",
     "--replicas": "data-parallel-size dp-size",
     "--reserve": "gpu-memory-utilization mem-fraction-static",

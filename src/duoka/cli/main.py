@@ -32,8 +32,9 @@ from .plan import plan
 from .plot import plot
 from .serve import serve
 from .suggestions import options_of
+from .terminal import stderr
 from .top import top
-from .training_options import with_method
+from .training_options import complete_arguments
 from .tune import tune
 
 _TEXTS = ("--prompt", "--system")
@@ -136,9 +137,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    words = with_method(sys.argv[1:] if arguments is None else arguments)
+    words, notes = complete_arguments(sys.argv[1:] if arguments is None else arguments)
     state = State()
     try:
+        for note in notes:
+            stderr().print(f"note: {note}", markup=False)
         _refuse_empty(words)
         # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
         with quiet_libraries():

@@ -25,7 +25,13 @@ _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
 _PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
 # Options that can't be called as their fields are.
-_NAMES = {"plan_file": "--plan", "cluster": "--on"}
+_NAMES = {
+    "plan_file": "--plan",
+    "cluster": "--on",
+    "gradient_checkpointing": "--checkpointing",
+    "seq_length": "--context",
+    "method": "--train",
+}
 
 
 PLANNING = "What to plan for"

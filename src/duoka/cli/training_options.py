@@ -19,17 +19,46 @@ _train = partial(option, panel=_PANEL)
 _train_flag = partial(flag, panel=_PANEL)
 
 
-def with_method(arguments: Sequence[str]) -> list[str]:
-    """Complete a bare `duoka check --train` to `--train full`."""
-    words = list(arguments)
-    if next((word for word in words if not word.startswith("-")), "") == "check":
+# Earlier names of options; they go with the next release.
+_RENAMED = {
+    "plan": {"--gradient-checkpointing": "--checkpointing"},
+    "check": {"--gradient-checkpointing": "--checkpointing"},
+    "tune": {"--method": "--train", "--seq-length": "--context"},
+}
+
+
+def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments in today's words, and notes on earlier names of options.
+
+    `duoka check --train` becomes `--train full`, and `--train qlora` adapters on weights in 4 bit.
+    """
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    words, notes = [], []
+    for word in arguments:
+        name, sign, value = word.partition("=")
+        if current := _RENAMED.get(command, {}).get(name):
+            notes.append(f"{name} is {current} now, and goes with the next release")
+        words.append(f"{current or name}{sign}{value}")
+    if command in ("plan", "check"):
+        _split_qlora(words)
+    if command == "check":
         for at in reversed(range(len(words))):
             following = words[at + 1] if at + 1 < len(words) else ""
             # A word that names nothing that is there is meant to be a method.
             is_method = following.isalnum() and not Path(following).exists()
             if words[at] == "--train" and not is_method:
                 words.insert(at + 1, "full")
-    return words
+    return words, notes
+
+
+def _split_qlora(words: list[str]) -> None:
+    """Write ``--train qlora`` as ``--train lora --quantize nf4``, unless a format is given."""
+    for at, word in enumerate(words):
+        pair = words[at - 1 : at + 1]
+        if word == "--train=qlora" or pair == ["--train", "qlora"]:
+            words[at] = word.replace("qlora", "lora")
+            is_quantized = any(word.partition("=")[0] == "--quantize" for word in words)
+            words += [] if is_quantized else ["--quantize", "nf4"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +91,7 @@ class TrainingOptions:
         "every linear layer but the head.",
     )
     gradient_checkpointing: bool = _train_flag(
-        "--gradient-checkpointing",
+        "--checkpointing",
         "Compute activations again in the backward pass instead of keeping them.",
     )
     master_weights: bool = _train_flag(
@@ -99,9 +128,6 @@ class TrainingOptions:
             )
         if self.train is None:
             return None
-        if self.train == "qlora":
-            hint = "it is LoRA beside weights in 4 bit: --train lora --quantize nf4"
-            raise UsageError("method 'qlora' is unknown", hint=hint)
         if self.train == "full":
             hint = "leave it out, or say --train lora"
             adapters = given_options(self, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")

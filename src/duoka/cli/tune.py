@@ -42,6 +42,8 @@ _where = partial(option, panel="Where")
 _run = partial(option, panel="The run")
 _run_flag = partial(flag, panel="The run")
 _NOWHERE = Path("not-saved")  # where nothing is run
+# Options of a file that are called otherwise as fields.
+_FIELDS = {"eval": "eval_data", "context": "seq_length", "train": "method"}
 _PREVIEW = 3
 # What is said of a run and isn't one of its settings.
 _BESIDE = frozenset(
@@ -64,7 +66,9 @@ class TuneOptions:
         values=("all", "last"),
     )
     seq_length: str | None = _data(
-        "TOKENS", "The most tokens of a sequence. By default the longest sample's, at most 2K."
+        "TOKENS",
+        "The most tokens of a sequence. By default the longest sample's, at most 2K.",
+        names=("--context",),
     )
     packing: bool = _data_flag(
         "--packing", "Put several samples into a sequence; none attends to another."
@@ -80,12 +84,13 @@ class TuneOptions:
         "lora (the default: adapters on frozen weights), qlora (on weights in 4 bit) or full "
         "(every parameter).",
         values=("lora", "qlora", "full"),
+        names=("--train",),
     )
     batch: int | None = _how("N", "Sequences that a step is made of. By default 8.", min=1)
     micro_batch: int | None = _how("N", "Sequences that run at once. By default 1.", min=1)
     epochs: int | None = _how("N", "How often each sample comes. By default 1.", min=1)
     steps: int | None = _how("N", "Steps of the optimizer, instead of --epochs.", min=1)
-    lr: float | None = _how("RATE", "The highest learning rate: 1e-4, with --method full 1e-5.")
+    lr: float | None = _how("RATE", "The highest learning rate: 1e-4, with --train full 1e-5.")
     lr_schedule: str | None = _how(
         "NAME", "cosine (the default), linear or constant.", values=("cosine", "linear", "constant")
     )
@@ -150,7 +155,7 @@ def tune(model: ModelOptions, options: TuneOptions) -> None:
 
     [bold]duoka tune[/] ./glm-4-9b-chat train.jsonl --gpus 2x24GiB --save run
 
-    [bold]duoka tune[/] ./chatglm3-6b train.jsonl --method qlora --seq-length 4K --save run
+    [bold]duoka tune[/] ./chatglm3-6b train.jsonl --train qlora --context 4K --save run
 
     [bold]duoka tune[/] --save run --resume
     """
@@ -202,7 +207,7 @@ def _refuse_together(options: TuneOptions) -> None:
     if options.method == "full":
         adapters = given_options(options, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")
         adapters += given_options(options, "adapter")
-        refuse_beside(adapters, "--method full, which has no adapters", "leave either out")
+        refuse_beside(adapters, "--train full, which has no adapters", "leave either out")
     if options.adapter is not None:
         shape = given_options(options, "lora_rank", "lora_alpha", "lora_target")
         refuse_beside(shape, "--adapter, which has its own", "leave either out")
@@ -277,8 +282,8 @@ def _with_config(options: TuneOptions) -> TuneOptions:
         ) from error
     known = {item.name: item for item in fields(options) if item.name != "config"}
     values = {name.replace("-", "_"): value for name, value in content.items()}
-    if "eval" in values:
-        values["eval_data"] = values.pop("eval")
+    for name in values.keys() & _FIELDS.keys():
+        values[_FIELDS[name]] = values.pop(name)
     for name, value in values.items():
         choose(f"{options.config}: the option", name, sorted(known))
         values[name] = _typed(name, value, str(known[name].type), options.config)

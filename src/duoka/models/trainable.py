@@ -30,7 +30,7 @@ _ADAPTED = ".base_layer"
 """The name of the adapted layer below the name that the layer had."""
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, Conv1D)
 _ALL_LINEAR = "all-linear"
-WITHOUT_CHECKPOINTING = "train it without gradient_checkpointing (--gradient-checkpointing)"
+WITHOUT_CHECKPOINTING = "train it without gradient_checkpointing (--checkpointing)"
 
 
 def make_trainable(

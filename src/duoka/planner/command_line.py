@@ -92,7 +92,7 @@ def _knobs(request: PlanRequest) -> Iterator[tuple[str, object, object]]:
         yield "--schedule", training.schedule, _USUAL_TRAINING.schedule
         yield "--rows", training.rows, _USUAL_TRAINING.rows
         yield "--lora-target", training.lora_targets, None
-        yield "--gradient-checkpointing", training.gradient_checkpointing, False
+        yield "--checkpointing", training.gradient_checkpointing, False
         yield "--master-weights", training.master_weights, False
     yield "--objective", request.objective, "auto"
     yield "--use-all", request.use_all, False

@@ -218,7 +218,7 @@ class TuneSettings:
         if self.seq_length is not None and limit is not None and self.seq_length > limit:
             raise UsageError(
                 f"a sequence of {self.seq_length} tokens is beyond the model's {limit}",
-                hint=f"--seq-length {limit} at most",
+                hint=f"--context {limit} at most",
             )
         is_qlora = self.method == "qlora" and self.quantize == "none"
         return Workload(

@@ -28,6 +28,7 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--train": ("method", str),
     "--quantize": ("quantize", str),
 }
+_OPTIONS = {"seq_length": "--context", "method": "--train"}
 _SHARDED = (
     "; to share the optimizer's states among GPUs, export a plan to torchtitan or DeepSpeed "
     "(duoka plan --train full --export)"
@@ -53,7 +54,7 @@ def _as_run(way: WayOut, settings: TuneSettings, attempt: Attempt) -> WayOut | N
     gpus = None
     words = iter(way.options)
     for word in words:
-        if word == "--gradient-checkpointing":
+        if word == "--checkpointing":
             changes["checkpointing"] = True
         elif word == "--gpus":
             gpus = next(words)
@@ -92,6 +93,6 @@ def _in_whole_micro_batches(
 
 def _options(changes: dict[str, Any]) -> Iterator[str]:
     for name, value in changes.items():
-        yield f"--{name.replace('_', '-')}"
+        yield _OPTIONS.get(name, f"--{name.replace('_', '-')}")
         if value is not True:
             yield str(value)
