@@ -27,9 +27,9 @@ from duoka.forecast.profile import Profile
 from duoka.planner.placement import Placement
 from duoka.planner.planner import solve, with_chunks
 from duoka.planner.request import PlanProblem
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
-from duoka.runtime.steps import Stepper
 from duoka.tracing import Irregular, TraceSpec, trace, trace_workload
 
 _LINE = "{:16} {:24} {:>15} {:>3} {:>5} {:>7} {:>13} {:7} {:>9} {:>7} {:>9} {:>7}"

@@ -30,8 +30,8 @@ from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions, Quantization, Training
 from duoka.models.quantization import quantize_model
+from duoka.runtime.call.learner import Learner
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.steps import Learner
 from duoka.tracing import TraceSpec, profile_training
 
 _EVERYWHERE = (0, 2**40)

@@ -30,9 +30,9 @@ from duoka.forecast.profile import (
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
 from duoka.planner.planner import with_chunks
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
-from duoka.runtime.steps import Stepper
 from duoka.tracing import Irregular, TraceSpec, trace, trace_workload
 
 MIB = 2**20

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from duoka import models, virtual
 from duoka.forecast.profile import AllocationTrace, Phase
 from duoka.planner.placement import Placement
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.place_tensors import place
-from duoka.runtime.steps import Stepper
 from duoka.tracing.blocks import ModuleGroup, find_groups
 from duoka.tracing.fit import RecordedStep, fit
 from duoka.tracing.memo import module_signature

@@ -32,7 +32,7 @@ from duoka.runtime import load as loader
 from duoka.runtime.dispatch.copies import try_copies
 from duoka.runtime.dispatch.dispatch import dispatch as spread
 from duoka.runtime.load.adapter import read_adapter
-from duoka.runtime.text_training import make_text_trainable
+from duoka.runtime.prepare_training import prepare_for_training
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
@@ -151,7 +151,7 @@ def _load_weights(plan: Plan, checkpoint: Checkpoint, progress: Progress | None)
     model = build_model(checkpoint, plan.workload)
     dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
-        make_text_trainable(model, plan.workload, has_adapters=False)
+        prepare_for_training(model, plan.workload, has_adapters=False)
     if method_of(checkpoint.config) is not None:
         return loader.load_published(
             checkpoint, model, plan.placement, dtype=dtype, progress=progress

@@ -3,6 +3,7 @@
 - `units`: "24GiB" ↔ bytes; counts and times in words
 - `files`: regular files read within limits, written whole or not at all; the cache's directory
 - `serialization`: frozen dataclasses ↔ JSON, typed and strict
+- `answer_parts`: the parts of an answer: content, reasoning, calls of tools
 - `images`: pictures in files, decoded within limits
 - `web`: pictures at addresses, fetched within limits
 - `progress`: texts about the progress of long calls

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +20,7 @@ from .groups import all_but, with_groups
 from .images import ImageOptions, is_address, with_images
 from .options import AnswerOptions, ModelOptions, PlanOptions, read_stdin, refuse_damaged
 from .suggestions import options_of
-from .terminal import answer, stderr, working
+from .terminal import answer_stream, stderr
 
 if TYPE_CHECKING:
     from duoka.engine.conversation import Conversation
@@ -104,7 +103,7 @@ def _talk_with_a_person(conversation: Conversation) -> None:
 
 
 def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = False) -> bool:
-    """Do what a line says; False if it ends the conversation."""
+    """Handle a line; return False if it ends the conversation."""
     if said is None or said == "/exit":
         return False
     if said == "/clear":
@@ -149,7 +148,7 @@ def _show(conversation: Conversation, name: str) -> None:
 
 
 def _read_prompted() -> str | None:
-    """What a person writes or pastes; None at the end of the input."""
+    """Read typed or pasted lines; None at the end of the input."""
     try:
         lines = [input("> ")]
     except EOFError:
@@ -162,7 +161,7 @@ def _read_prompted() -> str | None:
 
 
 def _read() -> str | None:
-    """One line, or one block, of a file or pipe; None at its end."""
+    """Read a line or a block of a file or pipe; None at its end."""
     line = read_stdin(line=True)
     return _with_block(line, _next_line) if line else None
 
@@ -174,7 +173,7 @@ def _next_line() -> str:
 
 
 def _with_block(text: str, read: Callable[[], str]) -> str:
-    """The text; where it begins a block, with the lines up to the block's end."""
+    """Return the text, with the lines up to the end of a block that it begins."""
     text = text.strip()
     if not text.startswith(_BLOCK):
         return text
@@ -190,10 +189,7 @@ def _answer(conversation: Conversation, question: str) -> None:
     try:
         refuse_damaged(question)
         with closing(conversation.ask(question)) as pieces:
-            with working("reading the question"):
-                first = next(pieces, "")
-            for piece in chain([first], pieces):
-                answer(piece)
+            answer_stream(pieces, "reading the question")
     except UsageError as error:
         # A question that is too long is no reason to leave.
         errors.tell(error)
@@ -204,7 +200,6 @@ def _answer(conversation: Conversation, question: str) -> None:
         known = options_of(typer.main.get_command(app), sys.argv[1:])
         errors.report(error, debug=False, arguments=sys.argv[1:], known=known)
         return
-    answer("\n")
     if conversation.num_forgotten > forgotten:
         rounds = conversation.num_forgotten - forgotten
         text = f"(there is room for no more: the oldest {rounds} round(s) were left out)"

@@ -13,10 +13,10 @@ from torch import nn
 
 from duoka.forecast.profile import Phase, Profile, Regime
 from duoka.forecast.workload import Workload
+from duoka.runtime.call.encode_images import reads_in_chunks
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.arguments import to_device
-from duoka.runtime.encode_images import reads_in_chunks
 from duoka.runtime.image_inputs import prompts_for
-from duoka.runtime.steps import Stepper
 
 from .assemble import EVERYWHERE, RegimeTraces, TraceSpec
 from .blocks import find_groups
