@@ -25,8 +25,9 @@ import duoka
 from duoka import models, virtual
 from duoka.forecast.profile import Profile
 from duoka.planner.placement import Placement
-from duoka.planner.planner import solve, with_chunks
+from duoka.planner.planner import with_chunks
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
@@ -222,7 +223,7 @@ def run(pair: Pair, known: dict[Any, Profile]) -> Iterator[dict[str, Any]]:
     """Plan and measure one pair, and print a line for each of its devices."""
     start = time.perf_counter()
     problem = PlanProblem(fleet=pair.fleet, workload=pair.workload, use_all=True)
-    plan = solve(profile_of(pair, known), problem)
+    plan = find_plan(profile_of(pair, known), problem)
     planned = time.perf_counter()
     for device, allocated, got_allocated, reserved, got_reserved in measure(
         plan, SIZES[pair.model]

@@ -26,8 +26,8 @@ from duoka.checker.prove import prove
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Conditions, Quantization, Training
 from duoka.models.quantization import quantize_model
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.tracing import TraceSpec, profile_training
 
 
@@ -132,7 +132,7 @@ def compare(known: dict[Any, Profile], one: Pair) -> Iterator[tuple[float, float
     profile = profile_of(known, one)
     traced = time.perf_counter()
     fleet = duoka.Fleet.parse(one.gpus)
-    plan = solve(profile, PlanProblem(fleet=fleet, workload=one.workload, use_all=True))
+    plan = find_plan(profile, PlanProblem(fleet=fleet, workload=one.workload, use_all=True))
     planned = time.perf_counter()
     measured = prove(plan, build(one))
     proved = time.perf_counter()

@@ -16,8 +16,8 @@ import duoka
 from duoka import models, virtual
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.runtime import devices
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
@@ -129,7 +129,7 @@ def planned(config: dict[str, Any], workload: duoka.Workload, stages: int) -> du
     spec = TraceSpec(fingerprint="pair", max_context_tokens=32768)
     profile = trace(models.build(config, dtype=torch.bfloat16), spec)
     fleet = Fleet.parse(f"virtual:{stages}x16GiB")
-    return solve(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
+    return find_plan(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
 
 
 def measure(plan: duoka.Plan, stage: str, config: dict[str, Any], device: str) -> devices.PeakBytes:

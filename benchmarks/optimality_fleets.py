@@ -19,11 +19,11 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
-from duoka.planner.max_workload import candidates, find_largest
+from duoka.planner.max_workload import find_largest, sizes_to_try
 from duoka.planner.plan import Plan
-from duoka.planner.planner import attempt
 from duoka.planner.replicas import plan_replicas
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import solve
 
 _LONGEST = 768
 _LARGEST_BATCH = 40
@@ -76,7 +76,7 @@ def _plan(
     if group not in plans:
         fleet = Fleet(devices=tuple(problem.fleet.devices[index] for index in group))
         try:
-            plans[group] = attempt(profile, replace(problem, fleet=fleet, use_all=True))
+            plans[group] = solve(profile, replace(problem, fleet=fleet, use_all=True)) or None
         except UsageError:
             plans[group] = None
     return plans[group]
@@ -100,10 +100,10 @@ def reach_differs(rng: random.Random) -> tuple[bool, str]:
         problem = replace(problem, workload=replace(problem.workload, prompt_tokens=tokens))
     field = "context_tokens" if what == "context" else "batch"
     best = None
-    for number in candidates(profile, problem):
+    for number in sizes_to_try(profile, problem):
         if what == "batch" and number > _LARGEST_BATCH:
             break
-        if attempt(profile, replace(problem, largest=None, workload=_sized(problem, number))):
+        if solve(profile, replace(problem, largest=None, workload=_sized(problem, number))):
             best = number
     found = find_largest(profile, problem)
     got = None if found is None else getattr(found.workload, field)

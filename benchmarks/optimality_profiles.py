@@ -28,8 +28,8 @@ from duoka.forecast.replay import Replay
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
-from duoka.planner.planner import attempt
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import solve
 
 KIB = 2**10
 MIB = 2**20
@@ -253,7 +253,7 @@ def planned_case(rng: random.Random) -> Planned:
     profile = draw_profile(rng)
     problem = draw_question(rng, profile)
     expected = expected_of(profile, problem)
-    plan = attempt(profile, problem)
+    plan = solve(profile, problem) or None
     got = None
     if plan is not None:
         told = plan.value if problem.objective == "headroom" else -plan.value

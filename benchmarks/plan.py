@@ -30,9 +30,9 @@ from duoka.errors import InfeasibleError
 from duoka.forecast.workload import Workload
 from duoka.hardware.device import Device, Link
 from duoka.hardware.fleet import Fleet
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.planner.search import Objective, search
+from duoka.planner.solve import find_plan
 
 MIB = 2**20
 GIB = 2**30
@@ -146,7 +146,7 @@ def time_plans(configs: Path, fleets: list[str]) -> Iterator[dict[str, Any]]:
                 problem = PlanProblem(fleet=Fleet.parse(fleet), workload=workload)
                 start = time.perf_counter()
                 try:
-                    plan = solve(profile, problem)
+                    plan = find_plan(profile, problem)
                     answer = ", ".join(
                         f"{item.device} {format_bytes(item.reserved_bytes)}"
                         for item in plan.forecast.devices

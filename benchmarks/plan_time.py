@@ -28,8 +28,8 @@ from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
-from duoka.planner.planner import attempt
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import solve
 
 LAYERS = (40, 80, 160)
 SHARES = {
@@ -74,7 +74,7 @@ def time_plans(profile: Profile, num_layers: int) -> Iterator[dict[str, Any]]:
                 seconds: list[float] = []
                 while len(seconds) < ROUNDS and sum(seconds) < ENOUGH_SECONDS:
                     start = time.process_time()
-                    plan = attempt(profile, PlanProblem(fleet=fleet, workload=workload))
+                    plan = solve(profile, PlanProblem(fleet=fleet, workload=workload)) or None
                     seconds.append(time.process_time() - start)
                 chunk = None if plan is None else plan.workload.prefill_chunk_tokens
                 yield {

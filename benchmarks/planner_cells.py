@@ -22,8 +22,8 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
-from duoka.planner.planner import attempt
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import solve
 from duoka.tracing.get_profile import profile_checkpoint
 
 NEW_TOKENS = 16
@@ -107,7 +107,7 @@ def judge(subject: Subject, workload: Workload, machines: Sequence[str]) -> Iter
 
 def timed(profile: Profile, problem: PlanProblem) -> tuple[Plan | None, float, float]:
     clock, processor = time.perf_counter(), time.process_time()
-    plan = attempt(profile, problem, leave_room=False)
+    plan = solve(profile, problem, leave_room=False) or None
     return plan, time.perf_counter() - clock, time.process_time() - processor
 
 

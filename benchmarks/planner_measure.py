@@ -21,8 +21,8 @@ from duoka import models, virtual
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
-from duoka.planner.planner import attempt
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import solve
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 
@@ -50,7 +50,7 @@ def _measured(subject: Subject, row: Row) -> Iterator[Row]:
     fleet = Fleet.parse(MACHINES[row["machine"]])
     asked = workload_of(row["context"], row["batch"])
     cell = {name: row[name] for name in ("model", "machine", "context", "batch")}
-    plan = attempt(subject.profile, PlanProblem(fleet=fleet, workload=asked))
+    plan = solve(subject.profile, PlanProblem(fleet=fleet, workload=asked)) or None
     assert plan is not None, "it was found before"
     at = plan.placement.device_map
     told = {each.device: each for each in plan.forecast.devices}

@@ -21,8 +21,8 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
-from duoka.planner.planner import attempt
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import solve
 from duoka.tracing.get_profile import profile_checkpoint
 
 NEW_TOKENS = 512
@@ -61,7 +61,7 @@ def rows(folder: Path) -> Iterator[tuple[str, str, str]]:
         profile = profile_checkpoint(Checkpoint.open(path), workload)
         for machine in machines:
             problem = PlanProblem(fleet=Fleet.parse(machine), workload=workload)
-            plans = [attempt(profile, problem, leave_room=room) for room in (False, True)]
+            plans = [solve(profile, problem, leave_room=room) or None for room in (False, True)]
             yield f"{name} | {context} | {machine}", told(plans[0]), told(plans[1])
 
 

@@ -18,8 +18,8 @@ import torch
 from forecast import Pair, measure, profile_of
 from forecast_models import SIZES
 
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 
 CHUNK = 1024
 LARGE, SMALL = (1120, 1120), (336, 336)
@@ -43,7 +43,7 @@ def row(pair: Pair, way: str) -> str:
     """One way to run a pair: peaks above the weights, and how they were forecast."""
     pair = replace(pair, **WAYS[way])
     problem = PlanProblem(fleet=pair.fleet, workload=pair.workload)
-    plan = solve(profile_of(pair, {}), problem)
+    plan = find_plan(profile_of(pair, {}), problem)
     (stage,) = plan.forecast.devices
     ((_, allocated, got_allocated, reserved, got_reserved),) = measure(plan, SIZES[pair.model])
     return LINE.format(

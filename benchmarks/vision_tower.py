@@ -24,8 +24,8 @@ from forecast_models import SIZES
 import duoka
 from duoka import models, virtual
 from duoka.planner.placement import Placement
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
@@ -97,7 +97,7 @@ def plan_for(gpus: str, shapes: dict[str, Any]) -> duoka.Plan:
     devices = tuple(replace(device, **speeds) for device in fleet.devices)
     spec = TraceSpec(fingerprint="glm-4v-tower", conditions=WORKLOAD.conditions)
     profile = trace_workload(models.build(shapes, dtype=torch.bfloat16), spec, [WORKLOAD])
-    return solve(
+    return find_plan(
         profile, PlanProblem(fleet=replace(fleet, devices=devices), workload=WORKLOAD, use_all=True)
     )
 

@@ -35,9 +35,9 @@ from progress import without_progress
 import duoka
 from duoka.base.environment import VARIABLES
 from duoka.cli.main import run
-from duoka.planner.planner import attempt
 from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import workload_for
+from duoka.planner.solve import solve
 from duoka.tracing.get_profile import profile_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -310,7 +310,7 @@ def test_the_table_is_what_is_planned(
             checkpoint = duoka.Checkpoint.open(config)
             workload = workload_for(checkpoint, workload)
             problem = PlanProblem(fleet=duoka.Fleet.parse(budgets), workload=workload)
-            assert attempt(profile_checkpoint(checkpoint, workload), problem) is None
+            assert not solve(profile_checkpoint(checkpoint, workload), problem)
             continue
         plan = duoka.plan(config, budgets, workload)
         forecast = [device.reserved_bytes / 2**30 for device in plan.forecast.devices]

@@ -51,32 +51,32 @@ class DuokaError(Exception):
 
 
 class UsageError(DuokaError):
-    """An option, size or combination of options that can't be understood."""
+    """Invalid option, size or combination of options."""
 
     exit_code = 2
 
 
 class FleetError(DuokaError):
-    """A device that doesn't exist, is named twice, or none at all."""
+    """Device that does not exist, is named twice, or none at all."""
 
     exit_code = 3
 
 
 class CheckpointError(DuokaError):
-    """A checkpoint that is missing, incomplete or damaged."""
+    """Missing, incomplete or damaged checkpoint."""
 
     exit_code = 4
 
 
 class ModelError(DuokaError):
-    """A model that can't be built or traced."""
+    """Model that cannot be built or traced."""
 
     exit_code = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """What is wrong with a placement or a device map; every list is complete.
+    """Errors of a placement or a device map; every list is complete.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class Faults:
 
 
 class PlacementError(DuokaError):
-    """A placement that doesn't name exactly one device for every parameter and buffer.
+    """Placement without exactly one device for every parameter and buffer.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class PlacementError(DuokaError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WayOut:
-    """Something that would fit instead, which the planner has tried.
+    """A suggestion: a changed request that fits, planned already.
 
     Parameters
     ----------
@@ -214,42 +214,42 @@ class InfeasibleError(DuokaError):
 
 
 class ProofError(DuokaError):
-    """The plan failed on virtual GPUs, before a weight was read."""
+    """Plan that failed on virtual GPUs, before a weight was read."""
 
     exit_code = 8
 
 
 class LoadError(DuokaError):
-    """What was loaded isn't what was expected; nothing stays half-loaded."""
+    """Loaded model differs from the expected one; nothing stays half-loaded."""
 
     exit_code = 9
 
 
 class FormatError(DuokaError):
-    """A plan or profile file of another version, or damaged."""
+    """Plan or profile file of another version, or damaged."""
 
     exit_code = 10
 
 
 class VirtualDeviceError(DuokaError):
-    """Something that a virtual GPU can't do, or a backend that already holds its place."""
+    """Operation that a virtual GPU does not support, or another backend in its place."""
 
     exit_code = 11
 
 
 class MachineError(DuokaError):
-    """What this machine refuses: a full disk, no permission, no memory, a missing library."""
+    """Limit of this machine: full disk, missing permission, memory or library."""
 
     exit_code = 12
 
 
 class GpuLostError(MachineError):
-    """A GPU has failed while a process used it; only another process can use it again."""
+    """GPU that failed while a process used it; only another process can use it again."""
 
     exit_code = 16
 
 
 class TrainingError(DuokaError):
-    """Training that can't go on: a loss that is no number, weights without a gradient."""
+    """Training that cannot continue: a loss that is not finite, weights without a gradient."""
 
     exit_code = 14

@@ -19,8 +19,8 @@ from torch import nn
 import duoka
 from duoka import Constraints, Fleet, Training, Workload, models
 from duoka.checker.prove import prove
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.tools.demo.checkpoint import CONFIG
 from duoka.tracing import TraceSpec, profile_training
 
@@ -173,7 +173,7 @@ def test_training_on_pictures_is_measured_as_it_is_forecast(
             for module in block.modules
         )
         problem = PlanProblem(fleet=fleet, workload=work, constraints=Constraints(pins=pins))
-        plan = solve(profile, problem)
+        plan = find_plan(profile, problem)
         for forecast, measured in zip(plan.forecast.devices, prove(plan, build()), strict=True):
             assert forecast.allocated_bytes == pytest.approx(
                 measured.allocated_bytes, rel=1e-3, abs=2**14

@@ -21,8 +21,8 @@ from duoka.checker.prove import prove
 from duoka.errors import PlacementError, ProofError
 from duoka.forecast.workload import Training
 from duoka.planner.limits import on_fleet
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem, PlanRequest
+from duoka.planner.solve import find_plan
 from duoka.runtime.call.stepper import Stepper
 from duoka.tracing import TraceSpec
 from duoka.tracing.trace_training import trace_training_workload
@@ -40,7 +40,7 @@ def build(name: str = "llama") -> PreTrainedModel:
 def plan() -> Plan:
     fleet = Fleet.parse("2x512MiB")
     problem = PlanProblem(fleet=fleet, workload=LOAD, use_all=True)
-    return solve(tiny.regular("llama"), problem)
+    return find_plan(tiny.regular("llama"), problem)
 
 
 def placed(plan: Plan, **devices: str) -> Plan:
@@ -85,7 +85,7 @@ def test_the_proof_goes_to_the_end_of_the_context(
 @pytest.mark.parametrize("name", only(["mamba2"], ["tied", "window", "mamba2"]))
 def test_plans_of_other_models_pass(name: str) -> None:
     problem = PlanProblem(fleet=Fleet.parse("2x512MiB"), workload=LOAD, use_all=True)
-    plan = solve(tiny.profile_for(name, LOAD), problem)
+    plan = find_plan(tiny.profile_for(name, LOAD), problem)
     assert len(prove(plan, build(name))) == 2
 
 
@@ -173,7 +173,7 @@ def test_a_plan_for_training_is_proved_by_training() -> None:
     spec = TraceSpec(fingerprint="glm", conditions=workload.conditions)
     profile = trace_training_workload(copy.deepcopy(model), spec, workload)
     fleet = Fleet.parse("virtual:3x48MiB")
-    plan = solve(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
+    plan = find_plan(profile, PlanProblem(fleet=fleet, workload=workload, use_all=True))
     measured = prove(plan, model)
     for told, found in zip(plan.forecast.devices, measured, strict=True):
         assert told.device == found.device
@@ -213,7 +213,7 @@ def test_workspaces_are_forecast_as_they_are_taken(
     for config, size in ((":0:0", 0), (":4096:2:16:8", 8_519_680), (":4096:8", 32 * MIB)):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
         problem = on_fleet(PlanRequest(workload=workload, use_all=True), "2x512MiB")
-        plan = solve(profile, problem)
+        plan = find_plan(profile, problem)
         peaks = [peak.allocated_bytes for peak in prove(plan, build())]
         forecast = [told.allocated_bytes for told in plan.forecast.devices]
         taken = size * (2 if trains else 1)

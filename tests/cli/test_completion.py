@@ -76,14 +76,3 @@ def test_bash_completes_duoka(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         check=True,
     )
     assert done.stdout == "int8 int4\ncomplete -o default -F _duoka_completion duoka\n"
-
-
-@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
-def test_fish_completes_duoka(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(["completion", "fish"])
-    (tmp_path / "duoka").write_text(f"#!{sys.executable}\nfrom duoka.cli import main; main()\n")
-    (tmp_path / "duoka").chmod(0o700)
-    script = f"set -x PATH {tmp_path} $PATH; {capsys.readouterr().out}"
-    script += "; complete -C 'duoka plan --cache '"
-    done = subprocess.run(["fish", "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "dynamic\nint8\n"

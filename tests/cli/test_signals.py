@@ -43,7 +43,7 @@ def test_a_second_one_leaves_the_clean_up_alone() -> None:
         "try:\n"
         "    try: press(); time.sleep(30)\n"
         "    finally: press(); press(); time.sleep(0.3); say('clean')\n"
-        "except KeyboardInterrupt: signals.taken(); say('once')\n"
+        "except KeyboardInterrupt: signals.forget(); say('once')\n"
         "time.sleep(0.3); say('on')\n"
         "try: press(); time.sleep(30)\n"
         "except KeyboardInterrupt: say('again')\n"

@@ -13,8 +13,9 @@ from duoka import Fleet, Plan, Workload, models, virtual
 from duoka.forecast.profile import Profile
 from duoka.models.quantization import quantize_model
 from duoka.planner.constraints import Constraints
-from duoka.planner.planner import solve, with_chunks
+from duoka.planner.planner import with_chunks
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.runtime.call.learner import Learner
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
@@ -52,7 +53,7 @@ class Case:
             use_all=not self.offload,
             constraints=Constraints(offload=self.offload),
         )
-        return solve(profile, problem)
+        return find_plan(profile, problem)
 
 
 Peaks = list[tuple[int, int]]

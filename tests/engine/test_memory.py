@@ -33,7 +33,7 @@ SHORT = SamplingParams(max_new_tokens=6)
 def squeezed(plan: duoka.Plan) -> duoka.Plan:
     """The plan on devices whose budgets are what is forecast to be reserved."""
     budgets = {stage.device: stage.reserved_bytes for stage in plan.forecast.devices}
-    return plan.moved(
+    return plan.move_to(
         {
             device.name: replace(device, budget_bytes=budgets.get(device.name, device.budget_bytes))
             for device in plan.fleet.devices
@@ -145,4 +145,4 @@ def test_the_proof_runs_the_worst_step(plan: duoka.Plan) -> None:
         replace(device, budget_bytes=device.budget_bytes - 2**20) for device in plan.fleet.devices
     ]
     with pytest.raises(ProofError, match="overflows"):
-        prove(plan.moved({device.name: device for device in lacking}), model)
+        prove(plan.move_to({device.name: device for device in lacking}), model)

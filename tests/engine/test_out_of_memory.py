@@ -12,7 +12,7 @@ from checkpoints import write_random
 
 import duoka
 from duoka import virtual
-from duoka.api.plan import find_or_trace
+from duoka.api.plan import plan_request
 from duoka.engine import Engine, SamplingParams
 from duoka.planner.out_of_memory import OutOfMemory, look_for_ways
 from duoka.runtime.out_of_memory import explain
@@ -69,12 +69,12 @@ def test_it_is_explained_and_the_next_answer_comes(tmp_path: Path) -> None:
     stage = plan.forecast.devices[1]
     assert error.available_bytes["vgpu:1"] < stage.reserved_bytes
     # With so little on one of them another cut is found.
-    look_for_ways(error, find_or_trace)
+    look_for_ways(error, plan_request)
     assert error.hint is not None
     assert error.hint.startswith("there is a plan for what there is now (vgpu:0 256.00 MiB, vgpu:1")
     # With as little on both none is, but there are ways.
     error.available_bytes["vgpu:0"] = error.available_bytes["vgpu:1"]
-    look_for_ways(error, find_or_trace)
+    look_for_ways(error, plan_request)
     assert 0 < len(error.ways_out) <= 3
 
 

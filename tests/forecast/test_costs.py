@@ -22,9 +22,9 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.replay_training import in_flight, replay_of
 from duoka.forecast.workload import OPTIMIZERS
 from duoka.hardware.device import Link
-from duoka.planner.planner import attempt, solve
 from duoka.planner.request import PlanProblem
 from duoka.planner.search import NoPlacement, PlacementLimits, search
+from duoka.planner.solve import find_plan, solve
 
 MIB = 2**20
 
@@ -203,7 +203,7 @@ def test_every_objective_is_reached(seed: int, schedule: str) -> None:
             objective="auto" if balanced else objective,  # type: ignore[arg-type]
             constraints=Constraints(strategy="balanced" if balanced else "auto"),
         )
-        plan = attempt(profile, problem)
+        plan = solve(profile, problem) or None
         assert (plan is None) == (expected is None)
         if plan is None or expected is None:
             continue
@@ -221,7 +221,7 @@ FLEET = Fleet.parse("virtual:3x120MiB")
 
 def test_the_first_stage_holds_the_most_micro_batches() -> None:
     workload = load(1, method="full", optimizer="sgd", micro_batches=8, schedule="1f1b")
-    plan = solve(PROFILE, PlanProblem(fleet=FLEET, workload=workload, use_all=True))
+    plan = find_plan(PROFILE, PlanProblem(fleet=FLEET, workload=workload, use_all=True))
     numbers = [list(plan.device_map.values()).count(name) for name in plan.devices]
     assert numbers == sorted(numbers)
     assert numbers[0] < numbers[-1]
@@ -243,5 +243,5 @@ def test_pins_hold_where_places_count() -> None:
 def test_what_does_not_fit() -> None:
     workload = load(1, method="full", micro_batches=8, schedule="1f1b")
     with pytest.raises(InfeasibleError, match="does not fit") as caught:
-        solve(PROFILE, PlanProblem(fleet=Fleet.parse("virtual:2x30MiB"), workload=workload))
+        find_plan(PROFILE, PlanProblem(fleet=Fleet.parse("virtual:2x30MiB"), workload=workload))
     assert caught.value.shortfall_bytes > 0

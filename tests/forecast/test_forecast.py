@@ -25,8 +25,8 @@ from duoka.forecast.profile import Profile
 from duoka.forecast.replay import Replay
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.planner.constraints import Constraints
-from duoka.planner.planner import attempt, solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan, solve
 from duoka.tracing import TraceSpec, trace_workload
 
 ONE, TWO = "virtual:1GiB", "virtual:2x1GiB"
@@ -86,7 +86,7 @@ CASES = [
 )
 def test_forecast_is_what_is_measured(name: str, fleet: str, workload: Workload) -> None:
     devices = Fleet.parse(fleet)
-    plan = solve(
+    plan = find_plan(
         tiny.profile_for(name, workload),
         PlanProblem(fleet=devices, workload=workload, use_all=True),
     )
@@ -110,7 +110,7 @@ def test_a_cut_behind_an_embedding_is_measured_as_it_is_forecast(name: str) -> N
         for module in block
     )
     problem = PlanProblem(fleet=devices, workload=workload, constraints=Constraints(pins=pins))
-    plan = solve(profile, problem)
+    plan = find_plan(profile, problem)
     measured = tiny.measure(plan, tiny.CONFIGS[name])
     for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):
         assert forecast.allocated_bytes == pytest.approx(allocated, rel=0.001)
@@ -144,7 +144,7 @@ def test_a_cut_in_a_tower_is_measured_as_it_is_forecast(
     problem = PlanProblem(
         fleet=Fleet.parse(TWO), workload=workload, constraints=Constraints(pins=pins)
     )
-    plan = solve(profile, problem)
+    plan = find_plan(profile, problem)
     for forecast, measured in zip(plan.forecast.devices, tiny.measure(plan, config), strict=True):
         told = forecast.allocated_bytes, forecast.reserved_bytes
         for one, other in zip(told, measured, strict=True):
@@ -155,11 +155,11 @@ def test_a_forecast_holds_on_a_device_that_is_hardly_large_enough() -> None:
     """Where cached memory must be given back, what fits is still told apart from what doesn't."""
     workload = load(1333, 6)
     profile = tiny.regular("llama")
-    roomy = solve(profile, PlanProblem(fleet=Fleet.parse(ONE), workload=workload))
+    roomy = find_plan(profile, PlanProblem(fleet=Fleet.parse(ONE), workload=workload))
     (enough,) = roomy.forecast.devices
     budgets = range(-(-enough.allocated_bytes // MIB), enough.reserved_bytes // MIB)
     tried = (
-        attempt(profile, PlanProblem(fleet=tiny.fleet(budget), workload=workload))
+        solve(profile, PlanProblem(fleet=tiny.fleet(budget), workload=workload))
         for budget in budgets
     )
     plan = next(found for found in tried if found is not None)
@@ -172,7 +172,7 @@ def test_a_forecast_holds_on_a_device_that_is_hardly_large_enough() -> None:
 @pytest.mark.slow
 def test_parts_add_up() -> None:
     workload = load(1333, 6, batch=2)
-    plan = solve(tiny.regular("glm"), PlanProblem(fleet=Fleet.parse(ONE), workload=workload))
+    plan = find_plan(tiny.regular("glm"), PlanProblem(fleet=Fleet.parse(ONE), workload=workload))
     (device,) = plan.forecast.devices
     parts = device.weight_bytes + device.kv_cache_bytes + device.activation_bytes
     assert parts == device.allocated_bytes

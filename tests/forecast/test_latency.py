@@ -17,8 +17,8 @@ from duoka.forecast.latency import LAUNCH_SECONDS, LatencyModel, rate
 from duoka.forecast.profile import BlockKind, Profile
 from duoka.forecast.replay_training import replay_of
 from duoka.hardware.device import Link
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 
 # A made-up block computes 1000 operations for a token, moves 10 bytes, and starts no kernel; what
 # it hands on is 1024 bytes for a token.
@@ -108,7 +108,9 @@ def test_no_speeds_no_seconds() -> None:
     unknown = Device(name="vgpu:0", budget_bytes=100 * MIB)
     assert costs.seconds(unknown) is None
     assert costs.latency.seconds_of([("vgpu:0", 0, 5)], Fleet(devices=(unknown,))) is None
-    assert solve(LAYERS, PlanProblem(fleet=Fleet(devices=(unknown,)), workload=load(9, 2))).forecast
+    assert find_plan(
+        LAYERS, PlanProblem(fleet=Fleet(devices=(unknown,)), workload=load(9, 2))
+    ).forecast
 
 
 def test_rates_are_those_of_the_dtype() -> None:
@@ -196,7 +198,7 @@ def test_the_planner_optimises_what_the_forecast_says(name: str, objective: str)
         speed=3e8,
     )
     problem = PlanProblem(fleet=fleet, workload=load(333, 40), objective=objective)  # type: ignore[arg-type]
-    plan = solve(tiny.regular(name), replace(problem, use_all=True))
+    plan = find_plan(tiny.regular(name), replace(problem, use_all=True))
     seconds = plan.forecast.seconds
     assert seconds is not None
     assert len(seconds.stages) == 2

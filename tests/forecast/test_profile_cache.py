@@ -102,13 +102,13 @@ def test_a_cached_profile_is_planned_without_torch() -> None:
     code = """
 import sys
 from duoka import Fleet, Workload
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.forecast.profile_cache import find_profile
+from duoka.planner.solve import find_plan
 
 workload = Workload(prompt_tokens=100, new_tokens=10, dtype="bfloat16")
 profile = find_profile("made up", workload)
-plan = solve(profile, PlanProblem(fleet=Fleet.parse("virtual:2x1GiB"), workload=workload))
+plan = find_plan(profile, PlanProblem(fleet=Fleet.parse("virtual:2x1GiB"), workload=workload))
 print(plan.devices)
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """

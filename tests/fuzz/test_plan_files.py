@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -23,17 +24,19 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.planner.compare import compare
 from duoka.planner.plan import Plan
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.report.export import TOOLS, export
 from duoka.report.html import render_page
 from duoka.report.terminal import render_comparison, render_plan
 
-_PLAN = solve(
-    tiny.made_up([30 * tiny.MIB] * 5, tiny.Costs(cache=512)),
-    PlanProblem(
-        fleet=tiny.fleet(120, 100),
-        workload=Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16"),
+_PLAN = replace(
+    find_plan(
+        tiny.made_up([30 * tiny.MIB] * 5, tiny.Costs(cache=512)),
+        PlanProblem(
+            fleet=tiny.fleet(120, 100),
+            workload=Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16"),
+        ),
     ),
     source="模型/glm",
 )

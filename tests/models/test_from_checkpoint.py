@@ -23,9 +23,9 @@ from duoka.models.conversion import published_tensors
 from duoka.models.from_checkpoint import build_model
 from duoka.models.quantization import num_bytes
 from duoka.planner.constraints import Constraints
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import workload_for
+from duoka.planner.solve import find_plan
 from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 
@@ -84,7 +84,7 @@ def test_auto_is_the_first_that_fits(glm: Checkpoint, budget: str, chosen: str) 
     profile = profile_cache.find_profile(glm.fingerprint, plan.workload)
     assert profile is not None
     asked = PlanProblem(fleet=duoka.Fleet.parse(f"virtual:{budget}"), workload=plan.workload)
-    assert solve(profile, asked).forecast == plan.forecast
+    assert find_plan(profile, asked).forecast == plan.forecast
 
 
 def test_a_model_that_is_there_already_is_not_quantized() -> None:

@@ -16,11 +16,11 @@ from duoka import Checkpoint, Workload
 from duoka.cli import planning
 from duoka.cli.main import run
 from duoka.planner.command_line import change, command
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem, PlanRequest
+from duoka.planner.solve import find_plan
 from duoka.tools.demo.checkpoint import CONFIG
 
-PLAN = solve(
+PLAN = find_plan(
     tiny.made_up([tiny.MIB] * 3),
     PlanProblem(fleet=tiny.fleet(100), workload=Workload(dtype="bfloat16")),
 )
@@ -55,7 +55,7 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
         seen.append(request)
         raise typer.Exit
 
-    monkeypatch.setattr(planning, "_plan", note)
+    monkeypatch.setattr(planning, "plan_request", note)
 
     def understood(line: str) -> PlanRequest:
         assert run(shlex.split(line)[1:]) == 0

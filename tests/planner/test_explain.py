@@ -17,12 +17,11 @@ from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.explain import Alternative, Explanation
-from duoka.planner.modes import find as answer
 from duoka.planner.plan import Plan
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.planner.search import search
 from duoka.planner.search.dynamic_programme import BlockRange
+from duoka.planner.solve import find_plan
 
 WORKLOAD = Workload(prompt_tokens=1000, new_tokens=24, prefill_chunk_tokens=None, dtype="bfloat16")
 PROFILE = made_up([12 * MIB, *[8 * MIB] * 10, 20 * MIB], Costs(cache=4096))
@@ -30,7 +29,7 @@ CARDS = "MyCard:{}MiB,900GB/s,70TFLOPs+Other:{}MiB,450GB/s,70TFLOPs"
 
 
 def planned(gpus: Fleet, workload: Workload = WORKLOAD, profile: Profile = PROFILE) -> Plan:
-    return solve(profile, PlanProblem(fleet=gpus, workload=workload))
+    return find_plan(profile, PlanProblem(fleet=gpus, workload=workload))
 
 
 def stages_of(parts: Sequence[tuple[str, Sequence[str]]], gpus: Fleet) -> tuple[BlockRange, ...]:
@@ -103,7 +102,9 @@ def test_one_gpu_less_is_missing_something() -> None:
     needed = whole.requested_bytes(0, whole.num_blocks, 1 << 50)
     assert needed is not None
     assert 0 < found.missing_bytes <= needed - 100 * MIB
-    everything = solve(PROFILE, PlanProblem(fleet=fleet(300, 300), workload=WORKLOAD, use_all=True))
+    everything = find_plan(
+        PROFILE, PlanProblem(fleet=fleet(300, 300), workload=WORKLOAD, use_all=True)
+    )
     assert explain(everything, PROFILE).fewer is None
 
 
@@ -154,7 +155,7 @@ def test_a_step_of_training_has_one_shortest_time() -> None:
     profile = rehearsing.made_up([layer] * 6)
     load = rehearsing.load(1, method="full", micro_batches=8, schedule="1f1b")
     problem = PlanProblem(fleet=gpus, workload=load, objective="throughput", use_all=True)
-    plan = solve(profile, problem)
+    plan = find_plan(profile, problem)
     found = explain(plan, profile)
     assert (found.work, found.objective, found.value) == ("step", "throughput", plan.value)
     assert not [other for other in found.alternatives if "shortest time" in other.name]
@@ -171,12 +172,12 @@ def test_a_map_by_hand_is_explained_as_far_as_it_goes() -> None:
     gpus = fleet(150, 150)
     zigzag = {f"block.{number}": number % 2 for number in range(12)}
     problem = PlanProblem(fleet=gpus, workload=WORKLOAD, device_map=DeviceMap.of(zigzag))
-    found = explain(answer(PROFILE, problem), PROFILE)
+    found = explain(find_plan(PROFILE, problem), PROFILE)
     assert (found.objective, found.changes, len(found.crossings)) == ("given", (), 11)
     assert named(found, "the most headroom, on as few GPUs").fits
     halves = {f"block.{number}": int(number > 3) for number in range(12)}
     problem = replace(problem, device_map=DeviceMap.of(halves))
-    found = explain(answer(PROFILE, problem), PROFILE)
+    found = explain(find_plan(PROFILE, problem), PROFILE)
     assert {change.outcome for change in found.changes} == {"better", "worse"}
 
 

@@ -22,9 +22,8 @@ from duoka.forecast.profile_cache import keep_profile
 from duoka.forecast.replay import Replay
 from duoka.planner import resolve
 from duoka.planner.device_map import DeviceMap
-from duoka.planner.modes import find as answer
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
 LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
@@ -51,11 +50,11 @@ def scattered(profile: Profile, num_devices: int, seed: int) -> dict[str, int]:
 
 def test_a_plan_says_what_the_map_says() -> None:
     device_map = {"": 1, "block.0": 0, "block.7": 0}
-    plan = answer(LAYERS, ask(device_map, 300, 400), source="there")
+    plan = find_plan(LAYERS, ask(device_map, 300, 400))
     assert plan.device_map == {
         f"block.{n}": "vgpu:0" if n in (0, 7) else "vgpu:1" for n in range(8)
     }
-    assert (plan.objective, plan.source) == ("given", "there")
+    assert plan.objective == "given"
     free = [device.free_bytes for device in plan.forecast.devices]
     assert plan.value == min(free)
     assert plan.binding_device == plan.forecast.devices[free.index(min(free))].device
@@ -68,8 +67,8 @@ def test_a_plan_says_what_the_map_says() -> None:
 def test_duokas_own_plan_by_hand_is_forecast_the_same(
     profile: Profile, budgets: tuple[int, ...]
 ) -> None:
-    own = solve(profile, replace(ask({}, *budgets), device_map=None, use_all=True))
-    plan = answer(profile, ask(own.device_map, *budgets))
+    own = find_plan(profile, replace(ask({}, *budgets), device_map=None, use_all=True))
+    plan = find_plan(profile, ask(own.device_map, *budgets))
     assert plan.forecast == own.forecast
     assert plan.placement == own.placement
     assert own.value == min(device.headroom_bytes for device in plan.forecast.devices)
@@ -83,8 +82,10 @@ def test_a_map_to_train_with_is_forecast_by_places_too(schedule: str) -> None:
     layer = rehearsing.Layer(weight=2 * MIB, result=MIB, saved=6 * MIB)
     profile = rehearsing.made_up([layer] * 6)
     load = rehearsing.load(1, method="full", micro_batches=8, schedule=schedule)
-    own = solve(profile, replace(ask({}, 200, 190, 180, load=load), device_map=None, use_all=True))
-    plan = answer(profile, ask(own.device_map, 200, 190, 180, load=load))
+    own = find_plan(
+        profile, replace(ask({}, 200, 190, 180, load=load), device_map=None, use_all=True)
+    )
+    plan = find_plan(profile, ask(own.device_map, 200, 190, 180, load=load))
     assert (plan.forecast, plan.placement) == (own.forecast, own.placement)
     assert own.value == min(device.headroom_bytes for device in plan.forecast.devices)
     held = [device.activation_bytes // (6 * MIB) for device in plan.forecast.devices]
@@ -98,8 +99,8 @@ def test_a_map_on_more_unequal_gpus_than_can_be_searched_is_answered(num_blocks:
     turns = {f"block.{n}": n for n in range(num_blocks)}
     problem = ask(turns, *[90 + n / 4 for n in range(21)])
     with pytest.raises(UsageError, match="sets of"):
-        solve(layers, replace(problem, device_map=None))
-    plan = answer(layers, problem)
+        find_plan(layers, replace(problem, device_map=None))
+    plan = find_plan(layers, problem)
     assert plan.device_map == {f"block.{n}": f"vgpu:{n}" for n in range(num_blocks)}
     assert plan.value == min(device.free_bytes for device in plan.forecast.devices)
     assert not [reason for reason in plan.why if "duoka's own plan" in reason.text]
@@ -107,14 +108,14 @@ def test_a_map_on_more_unequal_gpus_than_can_be_searched_is_answered(num_blocks:
 
 def test_the_reasons_count_crossings() -> None:
     turns = {f"block.{n}": n % 2 for n in range(8)}
-    first, second = answer(LAYERS, ask(turns, 600, 600)).why
+    first, second = find_plan(LAYERS, ask(turns, 600, 600)).why
     assert "crosses between devices 7 times" in first.text
     assert "uses vgpu:0: nothing crosses" in second.text
-    own = solve(LAYERS, replace(ask({}, 600, 600), device_map=None))
-    (only,) = answer(LAYERS, ask(own.device_map, 600, 600)).why
+    own = find_plan(LAYERS, replace(ask({}, 600, 600), device_map=None))
+    (only,) = find_plan(LAYERS, ask(own.device_map, 600, 600)).why
     assert "nothing crosses between devices" in only.text
     # To the embedding's device, where a tied head is.
-    (told, *_) = answer(TIED, ask({"": 1, "block.0": 0, "block.5": 0}, 600, 600)).why
+    (told, *_) = find_plan(TIED, ask({"": 1, "block.0": 0, "block.5": 0}, 600, 600)).why
     assert "crosses between devices 2 times" in told.text
 
 
@@ -131,11 +132,11 @@ def test_speeds_are_those_of_each_blocks_device() -> None:
     problem = replace(ask({"": 0}, 1), fleet=Fleet(devices=devices))
     seconds = []
     for device_map in ({"": 0}, {f"block.{n}": n % 2 for n in range(8)}, {"": 1}):
-        plan = answer(LAYERS, replace(problem, device_map=DeviceMap.of(device_map)))
+        plan = find_plan(LAYERS, replace(problem, device_map=DeviceMap.of(device_map)))
         assert plan.forecast.seconds is not None
         seconds.append(plan.forecast.seconds.total_seconds)
     assert seconds[1] == pytest.approx((seconds[0] + seconds[2]) / 2)
-    assert answer(LAYERS, ask({"": 0}, 600)).forecast.seconds is None
+    assert find_plan(LAYERS, ask({"": 0}, 600)).forecast.seconds is None
 
 
 HUNGRY = tiny.made_up([40 * MIB] * 4, tiny.Costs(cache=256, result=8192, work=32768))
@@ -143,18 +144,18 @@ HUNGRY = tiny.made_up([40 * MIB] * 4, tiny.Costs(cache=256, result=8192, work=32
 
 def test_the_largest_chunk_that_fits() -> None:
     load = replace(LOAD, prompt_tokens=4000, prefill_chunk_tokens="auto")
-    plan = answer(HUNGRY, ask({"": 0}, 300, load=load))
+    plan = find_plan(HUNGRY, ask({"": 0}, 300, load=load))
     assert plan.workload.prefill_chunk_tokens == 2048
     assert any("chunks of 2048 tokens" in reason.text for reason in plan.why)
     assert plan.request.workload.prefill_chunk_tokens == "auto"
-    whole = answer(HUNGRY, ask({"": 0}, 900, load=load))
+    whole = find_plan(HUNGRY, ask({"": 0}, 900, load=load))
     assert whole.workload.prefill_chunk_tokens is None
 
 
 def test_what_does_not_fit_is_refused_device_by_device() -> None:
     device_map = {"": 1, "block.0": 0, "block.1": 2}
     with pytest.raises(InfeasibleError) as caught:
-        answer(LAYERS, ask(device_map, 50, 100, 300))
+        find_plan(LAYERS, ask(device_map, 50, 100, 300))
     told = str(caught.value)
     assert "vgpu:0 needs" in told
     assert "vgpu:1 needs" in told
@@ -163,7 +164,7 @@ def test_what_does_not_fit_is_refused_device_by_device() -> None:
     with pytest.raises(InfeasibleError) as caught:
         resolve.answer(LAYERS, ask({"": 0}, 240, 300))
     assert "duoka's own plan instead of the map" in str(caught.value.hint)
-    own = solve(LAYERS, replace(ask({}, 240, 300), device_map=None))
+    own = find_plan(LAYERS, replace(ask({}, 240, 300), device_map=None))
     for device in own.devices:
         assert device in str(caught.value.hint)
 
@@ -181,7 +182,7 @@ def test_fragmentation_is_told_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         InfeasibleError, match=r"vgpu:1 its 600.00 MiB are too fragmented"
     ) as caught:
-        answer(LAYERS, ask({"": 1}, 600, 600))
+        find_plan(LAYERS, ask({"": 1}, 600, 600))
     assert caught.value.shortfall_bytes > 0
 
 
@@ -191,11 +192,11 @@ def test_what_goes_with_a_map() -> None:
         replace(ask({"": 0}, 600), objective="headroom"),
     ):
         with pytest.raises(UsageError, match="nothing is left to optimise"):
-            answer(LAYERS, problem)
+            find_plan(LAYERS, problem)
     with pytest.raises(UsageError, match="was made for 512"):
-        answer(replace(LAYERS, max_context_tokens=512), ask({"": 0}, 600))
+        find_plan(replace(LAYERS, max_context_tokens=512), ask({"": 0}, 600))
     with pytest.raises(PlacementError) as caught:
-        answer(LAYERS, ask({"block.0": 0}, 600))
+        find_plan(LAYERS, ask({"block.0": 0}, 600))
     assert len(caught.value.missing) == 7
 
 
@@ -206,10 +207,11 @@ def test_a_map_is_planned_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_pat
 import sys
 from duoka import Fleet, Workload
 from duoka.errors import PlacementError
-from duoka.planner.modes import find as answer
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.forecast.profile_cache import find_profile
+from duoka.planner.solve import find_plan
 
 load = Workload(prompt_tokens=100, new_tokens=10, dtype="bfloat16")
 profile = find_profile("made up", load)
@@ -217,7 +219,7 @@ fleet = Fleet.parse("virtual:2x1GiB")
 for given in ({"": 0, "block.1": 1}, {"block.1": 1}):
     problem = PlanProblem(fleet=fleet, workload=load, device_map=DeviceMap.of(given))
     try:
-        print(answer(profile, problem).devices)
+        print(find_plan(profile, problem).devices)
     except PlacementError as error:
         print(len(error.missing))
 print([name for name in ("torch", "transformers") if name in sys.modules])
@@ -237,7 +239,7 @@ def test_scattered_blocks_are_forecast_exactly(name: str, load: Workload) -> Non
     profile = tiny.profile_for(name, load)
     for seed in range(2):
         device_map = scattered(profile, 3, seed)
-        plan = answer(profile, ask(device_map, 512, 512, 512, load=load))
+        plan = find_plan(profile, ask(device_map, 512, 512, 512, load=load))
         forecast = [(d.allocated_bytes, d.reserved_bytes) for d in plan.forecast.devices]
         assert forecast == tiny.measure(plan, tiny.CONFIGS[name]), (name, seed)
 
@@ -248,11 +250,13 @@ def test_scattered_blocks_are_forecast_exactly(name: str, load: Workload) -> Non
 def test_the_cpu_computes_only_where_a_map_says_so() -> None:
     fleet = Fleet(devices=(*tiny.fleet(330, 330).devices, Device(name="cpu", budget_bytes=2**40)))
     problem = replace(ask({}, 1), fleet=fleet, device_map=None)
-    own = solve(LAYERS, problem)
+    own = find_plan(LAYERS, problem)
     assert "cpu" not in own.devices
     assert "The CPU computes nothing" in own.why[-1].text
-    assert own == replace(solve(LAYERS, replace(problem, fleet=tiny.fleet(330, 330))), why=own.why)
-    plan = answer(LAYERS, replace(problem, device_map=DeviceMap.of({"": 0, "block.7": "cpu"})))
+    assert own == replace(
+        find_plan(LAYERS, replace(problem, fleet=tiny.fleet(330, 330))), why=own.why
+    )
+    plan = find_plan(LAYERS, replace(problem, device_map=DeviceMap.of({"": 0, "block.7": "cpu"})))
     assert plan.devices == ("vgpu:0", "cpu")
     alone = Fleet(devices=fleet.devices[2:])
-    assert solve(LAYERS, replace(problem, fleet=alone)).devices == ("cpu",)
+    assert find_plan(LAYERS, replace(problem, fleet=alone)).devices == ("cpu",)

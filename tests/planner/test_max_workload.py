@@ -19,10 +19,9 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.device_map import DeviceMap
-from duoka.planner.max_workload import candidates, find_largest
-from duoka.planner.modes import find as answer
-from duoka.planner.planner import attempt
+from duoka.planner.max_workload import find_largest, sizes_to_try
 from duoka.planner.request import Largest, PlanProblem
+from duoka.planner.solve import find_plan, solve
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16")
 
@@ -34,7 +33,7 @@ def ask(*budgets_mib: float, largest: Largest = "context", load: Workload = LOAD
 def scan(profile: Profile, problem: PlanProblem) -> int | None:
     """The largest candidate that fits, by trying each of them from scratch."""
     best = None
-    for number in candidates(profile, problem):
+    for number in sizes_to_try(profile, problem):
         load = problem.workload
         if problem.largest == "batch":
             load = replace(load, batch=number)
@@ -46,14 +45,14 @@ def scan(profile: Profile, problem: PlanProblem) -> int | None:
             constraints=problem.constraints,
             use_all=problem.use_all,
         )
-        if attempt(profile, fresh) is not None:
+        if solve(profile, fresh):
             best = number
     return best
 
 
 def told(profile: Profile, problem: PlanProblem) -> int | None:
     plan = find_largest(profile, problem)
-    if plan is None:
+    if not plan:
         return None
     load = plan.workload
     return load.batch if problem.largest == "batch" else load.context_tokens
@@ -101,10 +100,10 @@ def test_the_largest_batch_is_that_of_a_scan(
     most = max(sum(budgets) * MIB // caches, above) + 1
     for number in range(above, most + 1):
         fresh = replace(problem.workload, batch=number)
-        assert attempt(profile, PlanProblem(fleet=problem.fleet, workload=fresh)) is None
+        assert not solve(profile, PlanProblem(fleet=problem.fleet, workload=fresh))
     if found is not None:
         fits = replace(problem.workload, batch=found)
-        assert attempt(profile, PlanProblem(fleet=problem.fleet, workload=fits)) is not None
+        assert solve(profile, PlanProblem(fleet=problem.fleet, workload=fits))
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
@@ -130,7 +129,7 @@ def test_the_largest_batch_to_train_with_is_that_of_a_scan(seed: int, schedule: 
         number
         # All that is saved of a micro-batch is somewhere at once.
         for number in range(1, sum(budgets) * MIB // sum(each.saved for each in made) + 1)
-        if attempt(profile, PlanProblem(fleet=problem.fleet, workload=replace(load, batch=number)))
+        if solve(profile, PlanProblem(fleet=problem.fleet, workload=replace(load, batch=number)))
     ]
     assert told(profile, problem) == max(fits, default=None)
 
@@ -139,25 +138,24 @@ LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 4, 60 * MIB], tiny.Costs(cache=20
 
 
 def test_the_plan_says_what_was_asked() -> None:
-    plan = answer(LAYERS, ask(240, 200), source="here")
+    plan = find_plan(LAYERS, ask(240, 200))
     assert plan.request.largest == "context"
     assert plan.workload.context_tokens % 64 == 0
     assert plan.workload.new_tokens == 40
-    assert plan.source == "here"
     tokens = plan.workload.context_tokens
     reason = f"The longest context that fits is {tokens} tokens, in steps of 64: memory is what"
     assert plan.why[0].text.startswith(reason)
-    batch = answer(LAYERS, ask(240, 200, largest="batch"))
+    batch = find_plan(LAYERS, ask(240, 200, largest="batch"))
     assert batch.why[0].text.startswith(
         f"The largest batch that fits 740 tokens each is {batch.workload.batch}: memory"
     )
     more = replace(LOAD, prompt_tokens=plan.workload.prompt_tokens + 64)
-    assert attempt(LAYERS, PlanProblem(fleet=tiny.fleet(240, 200), workload=more)) is None
+    assert not solve(LAYERS, PlanProblem(fleet=tiny.fleet(240, 200), workload=more))
 
 
 def test_the_models_limit_is_one_of_the_contexts() -> None:
     profile = replace(LAYERS, max_context_tokens=1000)
-    plan = answer(profile, ask(2000))
+    plan = find_plan(profile, ask(2000))
     assert plan.workload.context_tokens == 1000
     assert plan.why[0].text == "The longest context is 1000 tokens: the model was made for no more."
 
@@ -166,11 +164,11 @@ def test_what_a_profile_does_not_know_is_told() -> None:
     known = (0, 512)
     regimes = tuple(replace(each, keys=known) for each in LAYERS.regimes)
     with pytest.raises(UsageError, match="is not in the profile of MadeUp, which ends at 511"):
-        answer(replace(LAYERS, regimes=regimes), ask(240, 200))
+        find_plan(replace(LAYERS, regimes=regimes), ask(240, 200))
 
 
 def test_contexts_are_finer_where_they_are_short() -> None:
-    numbers = list(candidates(replace(LAYERS, max_context_tokens=20_000), ask(100)))
+    numbers = list(sizes_to_try(replace(LAYERS, max_context_tokens=20_000), ask(100)))
     assert numbers[:2] == [64, 128]
     assert numbers[255:258] == [16_384, 16_640, 16_896]
     assert numbers[-1] == 20_000
@@ -178,7 +176,7 @@ def test_contexts_are_finer_where_they_are_short() -> None:
 
 def test_nothing_fits_at_all() -> None:
     with pytest.raises(InfeasibleError, match="does not fit"):
-        answer(LAYERS, ask(50))
+        find_plan(LAYERS, ask(50))
 
 
 def questions() -> Iterator[tuple[PlanProblem, str]]:
@@ -190,4 +188,4 @@ def questions() -> Iterator[tuple[PlanProblem, str]]:
 @pytest.mark.parametrize(("problem", "message"), list(questions()), ids=["map", "new"])
 def test_what_makes_no_sense_is_refused(problem: PlanProblem, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        answer(replace(LAYERS, max_context_tokens=8_000), problem)
+        find_plan(replace(LAYERS, max_context_tokens=8_000), problem)

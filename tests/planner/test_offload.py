@@ -25,8 +25,8 @@ from duoka.errors import FleetError, FormatError, InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.offload import candidates, offloadable, weight_bytes
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.tracing import TraceSpec, trace
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
@@ -47,7 +47,7 @@ def names(*blocks: int) -> tuple[str, ...]:
 
 def fits(profile: Profile, problem: PlanProblem) -> bool:
     try:
-        solve(profile, replace(problem, constraints=Constraints()))
+        find_plan(profile, replace(problem, constraints=Constraints()))
     except InfeasibleError:
         return False
     return True
@@ -65,19 +65,19 @@ def all_that_fit(profile: Profile, *budgets: float) -> list[int]:
 def test_nothing_is_offloaded_where_all_fits() -> None:
     asked = ask(400)
     assert (
-        solve(LAYERS, asked).placement
-        == solve(LAYERS, replace(asked, constraints=Constraints())).placement
+        find_plan(LAYERS, asked).placement
+        == find_plan(LAYERS, replace(asked, constraints=Constraints())).placement
     )
-    assert solve(LAYERS, asked).offloaded == ()
+    assert find_plan(LAYERS, asked).offloaded == ()
 
 
 def test_nothing_is_offloaded_unless_asked() -> None:
     with pytest.raises(InfeasibleError):
-        solve(LAYERS, ask(300, constraints=Constraints()))
+        find_plan(LAYERS, ask(300, constraints=Constraints()))
 
 
 def test_layers_are_offloaded_rather_than_a_large_head() -> None:
-    plan = solve(LAYERS, ask(345))
+    plan = find_plan(LAYERS, ask(345))
     # 60 + 60 + 40 * 6 = 360 MiB; of what is offloaded two layers' worth is taken for buffers
     assert plan.offloaded == names(4, 5, 6)
     assert plan.forecast.host_bytes == 120 * MIB
@@ -88,7 +88,7 @@ def test_layers_are_offloaded_rather_than_a_large_head() -> None:
 
 
 def test_the_buffers_are_for_what_is_on_the_same_gpu() -> None:
-    plan = solve(LAYERS, ask(200, 150))
+    plan = find_plan(LAYERS, ask(200, 150))
     placed = dict(plan.placement.entries)
     assert plan.offloaded
     for device in plan.forecast.devices:
@@ -109,7 +109,7 @@ def test_nothing_less_would_do(budgets: list[int], weights: list[int], cache: in
     profile = tiny.made_up([weight * MIB for weight in weights], tiny.Costs(cache=cache))
     sizes = all_that_fit(profile, *budgets)
     try:
-        plan = solve(profile, ask(*budgets))
+        plan = find_plan(profile, ask(*budgets))
     except InfeasibleError:
         assert not sizes
         return
@@ -129,7 +129,7 @@ def test_small_tensors_free_more_than_their_bytes() -> None:
         ),
     )
     budget = next(each for each in range(40, 8, -1) if not fits(profile, ask(each)))
-    plan = solve(profile, ask(budget))
+    plan = find_plan(profile, ask(budget))
     assert plan.forecast.host_bytes == min(all_that_fit(profile, budget)) > 0
 
 
@@ -146,9 +146,9 @@ def test_the_host_has_its_limit_too() -> None:
     gpu, host = Device(name="vgpu:0", budget_bytes=345 * MIB), Device(name="cpu", budget_bytes=1)
     fleet = Fleet(devices=(gpu, host))
     with pytest.raises(InfeasibleError):
-        solve(LAYERS, replace(ask(1), fleet=fleet))
+        find_plan(LAYERS, replace(ask(1), fleet=fleet))
     fleet = replace(fleet, devices=(gpu, replace(host, budget_bytes=200 * MIB)))
-    plan = solve(LAYERS, replace(ask(1), fleet=fleet))
+    plan = find_plan(LAYERS, replace(ask(1), fleet=fleet))
     assert plan.offloaded
     assert "host-unknown" not in [reason.kind for reason in plan.why]
 
@@ -157,7 +157,7 @@ def test_seconds_are_those_of_the_link() -> None:
     fleet = Fleet.parse("RTX 3060")
     (card,) = fleet.devices
     fleet = replace(fleet, devices=(replace(card, budget_bytes=345 * MIB),))
-    plan = solve(LAYERS, replace(ask(1), fleet=fleet))
+    plan = find_plan(LAYERS, replace(ask(1), fleet=fleet))
     rate = card.host_bytes_per_second
     assert rate is not None
     assert 10e9 < rate < 25e9  # PCIe 4.0, 16 lanes, and what a copy gets of it
@@ -179,7 +179,7 @@ def test_gpus_that_differ_in_their_link_to_the_host_are_not_exchanged() -> None:
         for number, rate in enumerate((1e9, 1e11))
     ]
     for devices in (cards, cards[::-1]):
-        plan = solve(
+        plan = find_plan(
             LAYERS, replace(ask(1), fleet=Fleet(devices=tuple(devices)), objective="latency")
         )
         assert plan.offloaded
@@ -201,7 +201,7 @@ def deep() -> Profile:
 def test_the_forecast_is_what_is_measured(case: tuple[int, int, tuple[int, ...]]) -> None:
     prompt, new, budgets = case
     work = replace(LOAD, prompt_tokens=prompt, new_tokens=new)
-    plan = solve(deep(), replace(ask(*budgets), workload=work))
+    plan = find_plan(deep(), replace(ask(*budgets), workload=work))
     assert len(plan.offloaded) > 2
     measured = prove(plan, models.build(DEEP, dtype=torch.bfloat16))
     for device, found in zip(plan.forecast.devices, measured, strict=True):
@@ -216,7 +216,7 @@ def test_the_forecast_is_what_is_measured(case: tuple[int, int, tuple[int, ...]]
 
 
 def test_a_plan_names_only_what_is_placed() -> None:
-    plan = solve(LAYERS, ask(345))
+    plan = find_plan(LAYERS, ask(345))
     with pytest.raises(FormatError, match="isn't placed"):
         replace(plan, offloaded=("block.99",))
 

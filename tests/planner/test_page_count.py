@@ -20,6 +20,7 @@ from duoka.forecast.serving import least_pages
 from duoka.planner.page_count import with_pages
 from duoka.planner.planner import with_chunks
 from duoka.planner.room import room_bytes
+from duoka.planner.search import resolve_objective
 
 WORK = duoka.Workload(
     cache="paged", batch=4, prompt_tokens=100, new_tokens=28, dtype="float32",
@@ -165,6 +166,12 @@ def test_steps_shrink_where_large_ones_do_not_fit() -> None:
     assert chunks == [128]
     large = replace(WORK, prompt_tokens=4000, prefill_chunk_tokens="auto")
     assert [work.prefill_chunk_tokens for work in with_chunks(large)] == [2048, 1024, 512]
+
+
+def test_a_number_of_pages_leaves_headroom_to_optimise(profile: Profile) -> None:
+    fleet = duoka.Fleet.parse("virtual:2x64MiB")
+    for workload, objective in ((WORK, "pages"), (replace(WORK, pages=16), "headroom")):
+        assert resolve_objective("auto", Costs(profile, workload), fleet) == objective
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from duoka import Device, Fleet, Link, Plan, Workload
 from duoka.base.serialization import to_dict
 from duoka.errors import FleetError, FormatError
 from duoka.hardware.gpu_generation import GpuGeneration
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def plan() -> Plan:
     profile = tiny.made_up([30 * MIB] * 5, tiny.Costs(cache=512))
     workload = Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16")
     problem = PlanProblem(fleet=tiny.fleet(120, 100), workload=workload)
-    return solve(profile, problem, source="模型/glm")
+    return replace(find_plan(profile, problem), source="模型/glm")
 
 
 def test_a_plan_survives_its_json_form(plan: Plan) -> None:
@@ -249,7 +249,7 @@ def detected() -> Plan:
         ),
     )
     workload = Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16")
-    plan = solve(profile, PlanProblem(fleet=fleet, workload=workload, gpus="0,1,2"))
+    plan = find_plan(profile, PlanProblem(fleet=fleet, workload=workload, gpus="0,1,2"))
     assert set(plan.devices) == {"cuda:0", "cuda:1"}
     return plan
 
@@ -332,7 +332,7 @@ def test_where_nobody_tells_memory_declared_gpus_are_believed(
 def test_a_smaller_card_than_the_declared_one(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = tiny.made_up([2000 * MIB] * 5, tiny.Costs(cache=512))
     workload = Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16")
-    plan = solve(profile, PlanProblem(fleet=Fleet.parse("RTX 3090"), workload=workload))
+    plan = find_plan(profile, PlanProblem(fleet=Fleet.parse("RTX 3090"), workload=workload))
     smaller = card("cuda:0", 7000, "GPU-a", "NVIDIA GeForce RTX 4060")
     monkeypatch.setattr(Fleet, "detect", lambda which=None: Fleet(devices=(smaller,)))
     with pytest.raises(FleetError, match=r"cuda:0 RTX 3090 can give 6\.84 GiB now") as caught:

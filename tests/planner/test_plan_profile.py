@@ -12,8 +12,8 @@ from duoka import Workload
 from duoka.errors import UsageError
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.planner.plan_profile import map_of, needed_profile
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.report.export import export
 
 WORKLOAD = Workload(prompt_tokens=300, new_tokens=20, dtype="bfloat16")
@@ -28,7 +28,7 @@ def test_maps_in_both_conventions() -> None:
         for names in modules
     ]  # fmt: skip
     profile = replace(profile, tensor_names=tuple(map(tuple, named)))
-    plan = solve(profile, PlanProblem(fleet=tiny.fleet(120, 100), workload=WORKLOAD))
+    plan = find_plan(profile, PlanProblem(fleet=tiny.fleet(120, 100), workload=WORKLOAD))
     assert map_of(plan, "model") == plan.device_map
     assert map_of(plan, "checkpoint", profile) == {
         f"old.{name}": device for name, device in plan.device_map.items()

@@ -21,8 +21,9 @@ from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.limits import usable
-from duoka.planner.planner import solve, with_chunks
+from duoka.planner.planner import with_chunks
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 
 LOAD = Workload(prompt_tokens=700, new_tokens=40, dtype="bfloat16", prefill_chunk_tokens=None)
 LAYERS = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
@@ -83,9 +84,9 @@ def test_nothing_is_better(
             break
     if not found:
         with pytest.raises(InfeasibleError):
-            solve(profile, problem)
+            find_plan(profile, problem)
         return
-    plan = solve(profile, problem)
+    plan = find_plan(profile, problem)
     fewest = min(count for count, _ in found)
     assert len(plan.devices) == fewest
     best = max(free for count, free in found if count == fewest)
@@ -96,27 +97,27 @@ def test_nothing_is_better(
 
 def test_the_same_question_has_the_same_answer() -> None:
     problem = ask(240, 200, 220)
-    assert solve(LAYERS, problem) == solve(LAYERS, problem)
+    assert find_plan(LAYERS, problem) == find_plan(LAYERS, problem)
     again = tiny.made_up([60 * MIB, *[40 * MIB] * 6, 60 * MIB], tiny.Costs(cache=2048))
-    assert solve(again, problem).to_json() == solve(LAYERS, problem).to_json()
+    assert find_plan(again, problem).to_json() == find_plan(LAYERS, problem).to_json()
 
 
 def test_one_gpu_when_one_suffices() -> None:
-    plan = solve(LAYERS, ask(300, 1000, 600))
+    plan = find_plan(LAYERS, ask(300, 1000, 600))
     assert plan.devices == ("vgpu:1",)
     assert any("One GPU suffices: vgpu:1" in reason.text for reason in plan.why)
 
 
 def test_all_gpus_when_asked() -> None:
-    plan = solve(LAYERS, ask(300, 1000, 600, use_all=True))
+    plan = find_plan(LAYERS, ask(300, 1000, 600, use_all=True))
     assert set(plan.devices) == {"vgpu:0", "vgpu:1", "vgpu:2"}
     assert not any("suffices" in reason.text for reason in plan.why)
     with pytest.raises(UsageError, match="8 blocks"):
-        solve(LAYERS, ask(*[400] * 9, use_all=True))
+        find_plan(LAYERS, ask(*[400] * 9, use_all=True))
 
 
 def test_as_few_as_needed() -> None:
-    plan = solve(LAYERS, ask(250, 250, 250, 250))
+    plan = find_plan(LAYERS, ask(250, 250, 250, 250))
     assert len(plan.devices) == 2
     assert "2 of 4 GPUs are needed; no single one holds the workload." in [
         reason.text for reason in plan.why
@@ -124,7 +125,7 @@ def test_as_few_as_needed() -> None:
 
 
 def test_a_plan_is_whole_and_contiguous() -> None:
-    plan = solve(LAYERS, ask(240, 200, 220))
+    plan = find_plan(LAYERS, ask(240, 200, 220))
     assert list(plan.device_map) == [f"block.{index}" for index in range(8)]
     runs = [device for device, _ in itertools.groupby(plan.device_map.values())]
     assert len(runs) == len(set(runs))
@@ -135,7 +136,7 @@ def test_a_plan_is_whole_and_contiguous() -> None:
 
 
 def test_a_tied_head_runs_on_its_partners_device() -> None:
-    plan = solve(TIED, ask(160, 240, use_all=True))
+    plan = find_plan(TIED, ask(160, 240, use_all=True))
     assert plan.device_map["block.5"] == plan.device_map["block.0"]
     assert plan.device_map["block.4"] != plan.device_map["block.5"]
     assert any("Tied" in reason.text for reason in plan.why)
@@ -143,7 +144,7 @@ def test_a_tied_head_runs_on_its_partners_device() -> None:
 
 
 def test_the_binding_device_has_the_least_left() -> None:
-    plan = solve(LAYERS, ask(240, 200, 220))
+    plan = find_plan(LAYERS, ask(240, 200, 220))
     tightest = min(plan.forecast.devices, key=lambda device: device.headroom_bytes)
     assert plan.binding_device == tightest.device
     assert plan.value == tightest.headroom_bytes
@@ -164,26 +165,26 @@ HUNGRY = tiny.made_up([40 * MIB] * 4, tiny.Costs(cache=256, result=8192, work=32
 
 def test_the_whole_prompt_where_it_fits() -> None:
     load = replace(LOAD, prompt_tokens=4000, prefill_chunk_tokens="auto")
-    plan = solve(HUNGRY, ask(500, load=load))
+    plan = find_plan(HUNGRY, ask(500, load=load))
     assert plan.workload.prefill_chunk_tokens is None
 
 
 def test_the_largest_chunk_that_fits_where_it_does_not() -> None:
     load = replace(LOAD, prompt_tokens=4000, prefill_chunk_tokens="auto")
-    plan = solve(HUNGRY, ask(300, load=load))
+    plan = find_plan(HUNGRY, ask(300, load=load))
     chunk = plan.workload.prefill_chunk_tokens
     assert chunk == 2048
     assert any("chunks of 2048 tokens" in reason.text for reason in plan.why)
     with pytest.raises(InfeasibleError):
-        solve(HUNGRY, ask(300, load=replace(load, prefill_chunk_tokens=None)))
-    solve(HUNGRY, ask(300, load=replace(load, prefill_chunk_tokens=chunk)))
+        find_plan(HUNGRY, ask(300, load=replace(load, prefill_chunk_tokens=None)))
+    find_plan(HUNGRY, ask(300, load=replace(load, prefill_chunk_tokens=chunk)))
 
 
 def test_a_chunk_that_saves_a_gpu_is_taken() -> None:
     load = replace(LOAD, prompt_tokens=4000, prefill_chunk_tokens="auto")
-    whole = solve(HUNGRY, ask(300, 300, load=replace(load, prefill_chunk_tokens=None)))
+    whole = find_plan(HUNGRY, ask(300, 300, load=replace(load, prefill_chunk_tokens=None)))
     assert len(whole.devices) == 2
-    plan = solve(HUNGRY, ask(300, 300, load=load))
+    plan = find_plan(HUNGRY, ask(300, 300, load=load))
     assert len(plan.devices) == 1
     assert plan.workload.prefill_chunk_tokens is not None
 
@@ -198,7 +199,7 @@ def test_what_was_demanded_is_told_where_it_matters() -> None:
         constraints = Constraints(**demands)
         fleet = usable(tiny.fleet(*budgets), constraints)
         problem = PlanProblem(fleet=fleet, workload=Workload(), constraints=constraints)
-        return " ".join(reason.text for reason in solve(profile, problem).why)
+        return " ".join(reason.text for reason in find_plan(profile, problem).why)
 
     unused = "As asked, 300.00 MiB of vgpu:0 were to stay free; it isn't used."
     assert unused in why(400, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
@@ -210,24 +211,24 @@ def test_what_was_demanded_is_told_where_it_matters() -> None:
 def test_a_context_beyond_the_models_is_refused() -> None:
     profile = replace(LAYERS, max_context_tokens=512)
     with pytest.raises(UsageError, match=r"700 prompt and 40 new tokens are 740; MadeUp .* 512"):
-        solve(profile, ask(1000))
+        find_plan(profile, ask(1000))
 
 
 def test_the_shortfall_is_no_more_than_what_is_missing() -> None:
     problem = ask(200, 120)
     with pytest.raises(InfeasibleError) as caught:
-        solve(LAYERS, problem)
+        find_plan(LAYERS, problem)
     missing = caught.value.shortfall_bytes
     assert missing >= LAYERS.weight_bytes - 320 * MIB
     # With that much more on each device it fits, or the shortfall was no lower bound.
-    solve(LAYERS, ask(200 + -(-missing // MIB) + 40, 120 + -(-missing // MIB) + 40))
+    find_plan(LAYERS, ask(200 + -(-missing // MIB) + 40, 120 + -(-missing // MIB) + 40))
     assert re.search(r"at least [\d.]+ [MG]iB are missing", str(caught.value))
 
 
 def test_a_block_that_fits_nowhere_is_refused() -> None:
     huge = tiny.made_up([MIB, 100 * MIB, MIB])
     with pytest.raises(InfeasibleError) as caught:
-        solve(huge, ask(50, 50))
+        find_plan(huge, ask(50, 50))
     assert caught.value.shortfall_bytes >= 50 * MIB
     assert caught.value.ways_out == ()
     assert caught.value.hint is not None
@@ -252,20 +253,20 @@ def timed(*speeds: float) -> Fleet:
 
 def test_the_faster_gpu_takes_more_for_latency() -> None:
     problem = PlanProblem(fleet=timed(1e9, 5e9), workload=LOAD)
-    plan = solve(LAYERS, problem)
+    plan = find_plan(LAYERS, problem)
     assert plan.objective == "latency"
     assert plan.forecast.seconds is not None
     assert list(plan.device_map.values()).count("vgpu:1") > 4
     assert plan.forecast.seconds.total_seconds == pytest.approx(plan.value)
-    even = solve(LAYERS, replace(problem, objective="headroom"))
+    even = find_plan(LAYERS, replace(problem, objective="headroom"))
     assert even.forecast.seconds is not None
     assert even.forecast.seconds.total_seconds >= plan.forecast.seconds.total_seconds
 
 
 def test_no_seconds_without_speeds() -> None:
-    assert solve(LAYERS, ask(1000)).forecast.seconds is None
+    assert find_plan(LAYERS, ask(1000)).forecast.seconds is None
     with pytest.raises(UsageError, match="needs speeds"):
-        solve(LAYERS, replace(ask(1000), objective="latency"))
+        find_plan(LAYERS, replace(ask(1000), objective="latency"))
 
 
 def test_a_further_gpu_makes_no_more_missing() -> None:
@@ -274,7 +275,7 @@ def test_a_further_gpu_makes_no_more_missing() -> None:
     missing = []
     for budgets in ((161,), (161, 2)):
         with pytest.raises(InfeasibleError) as caught:
-            solve(profile, PlanProblem(fleet=tiny.fleet(*budgets), workload=workload))
+            find_plan(profile, PlanProblem(fleet=tiny.fleet(*budgets), workload=workload))
         missing.append(caught.value.shortfall_bytes)
     assert missing == [1, 1]
 
@@ -284,4 +285,4 @@ def test_pins_that_forbid_more_devices_leave_a_tight_plan(budget_mib: int) -> No
     """Room would take a second device, which the pins rule out: the first one holds it all."""
     constraints = Constraints(pins=(("block.0", "0"), ("block.7", "0")))
     problem = replace(ask(budget_mib, budget_mib), constraints=constraints)
-    assert len(solve(LAYERS, problem).devices) == 1
+    assert len(find_plan(LAYERS, problem).devices) == 1

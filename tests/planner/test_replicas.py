@@ -18,10 +18,10 @@ from duoka.errors import InfeasibleError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.plan import Plan
-from duoka.planner.planner import attempt, objective_of
 from duoka.planner.replicas import plan_replicas
 from duoka.planner.request import PlanProblem
 from duoka.planner.search import Objective
+from duoka.planner.solve import solve
 
 LOAD = Workload(prompt_tokens=300, new_tokens=10, dtype="bfloat16", prefill_chunk_tokens=None)
 SMALL = tiny.made_up([40 * MIB] * 4, tiny.Costs(cache=512))
@@ -57,7 +57,7 @@ class Oracle:
                 fleet=fleet, workload=LOAD, objective=self._objective, use_all=True
             )
             try:
-                self._known[group] = attempt(self._profile, problem)
+                self._known[group] = solve(self._profile, problem) or None
             except UsageError:
                 self._known[group] = None
         return self._known[group]
@@ -163,13 +163,6 @@ def test_a_plan_of_a_group_knows_its_own_gpus_alone() -> None:
         assert len(plan.fleet.devices) == 2
         assert (plan.source, plan.request.gpus) == ("x", "")
         assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_a_number_of_pages_leaves_headroom_to_be_sought() -> None:
-    load = replace(LOAD, cache="paged", pages=8)
-    problem = PlanProblem(fleet=tiny.fleet(120, 120), workload=load)
-    assert objective_of(problem) == "headroom"
-    assert objective_of(replace(problem, workload=replace(load, pages=None))) == "pages"
 
 
 def test_more_copies_than_fit() -> None:

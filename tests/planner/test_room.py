@@ -18,12 +18,11 @@ from duoka.forecast.replay_training import replay_of
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.device_map import DeviceMap
-from duoka.planner.from_device_map import plan as plan_map
 from duoka.planner.plan import Plan
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.planner.room import cache_tokens, is_tight, preferences, room_bytes
 from duoka.planner.search import NoPlacement, search
+from duoka.planner.solve import find_plan
 
 LOAD = Workload(prompt_tokens=6000, new_tokens=40, dtype="bfloat16")
 WHOLE = replace(LOAD, prefill_chunk_tokens=None)
@@ -31,7 +30,9 @@ MODEL = tiny.made_up([40 * MIB] * 6, tiny.Costs(cache=512, work=16384))
 
 
 def planned(*budgets_mib: float, load: Workload = LOAD, use_all: bool = False) -> Plan:
-    return solve(MODEL, PlanProblem(fleet=tiny.fleet(*budgets_mib), workload=load, use_all=use_all))
+    return find_plan(
+        MODEL, PlanProblem(fleet=tiny.fleet(*budgets_mib), workload=load, use_all=use_all)
+    )
 
 
 def told(plan: Plan) -> list[str]:
@@ -95,7 +96,7 @@ def test_a_map_runs_in_the_largest_chunk_that_leaves_room() -> None:
         problem = PlanProblem(
             fleet=tiny.fleet(budget_mib), workload=LOAD, device_map=DeviceMap.of("vgpu:0")
         )
-        return plan_map(MODEL, problem)
+        return find_plan(MODEL, problem)
 
     whole = mapped(4000)
     assert whole.workload.prefill_chunk_tokens is None
@@ -107,7 +108,7 @@ def test_a_map_runs_in_the_largest_chunk_that_leaves_room() -> None:
     problem = PlanProblem(
         fleet=tiny.fleet(needed + 1), workload=tight, device_map=DeviceMap.of("vgpu:0")
     )
-    (*_, last) = plan_map(MODEL, problem).why
+    (*_, last) = find_plan(MODEL, problem).why
     assert last.kind == "little-room"
     assert "no placement" not in last.text
 

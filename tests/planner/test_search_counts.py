@@ -12,9 +12,9 @@ import pytest
 
 from duoka.forecast import replay
 from duoka.forecast.workload import Workload
-from duoka.planner.planner import attempt
 from duoka.planner.request import PlanProblem
 from duoka.planner.search.dynamic_programme import Programme
+from duoka.planner.solve import solve
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GLM_4_9B = {
@@ -104,7 +104,7 @@ def test_plans_take_no_more_replays_steps_and_states(
             for room, factor in plan_time.ROOM.items():
                 counts.clear()
                 fleet = plan_time.fleet_of(profile, workload, gpus, factor)
-                attempt(profile, PlanProblem(fleet=fleet, workload=workload))
+                solve(profile, PlanProblem(fleet=fleet, workload=workload))
                 now = tuple(counts[name] for name in ("__init__", "run_pass", "_extend"))
                 most = MOST.get((layers, gpus, context, room), (0, 0, 0))
                 if any(count > MARGIN * limit for count, limit in zip(now, most, strict=True)):

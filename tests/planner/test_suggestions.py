@@ -15,10 +15,9 @@ from duoka.errors import InfeasibleError, ModelError, WayOut
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.device_map import DeviceMap
-from duoka.planner.modes import find
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import answer
+from duoka.planner.solve import find_plan
 
 LOAD = Workload(prompt_tokens=3000, new_tokens=40, batch=4, dtype="bfloat16")
 WEIGHTS = [60 * MIB, *[40 * MIB] * 6, 60 * MIB]
@@ -92,7 +91,7 @@ def test_every_way_works_as_it_is_told(gpus: str) -> None:
     assert error.shortfall_bytes >= 0
     assert "gpu" in kinds(error)
     for way in error.ways_out:
-        assert matches(way, solve(LAYERS, follow(way, problem))), way
+        assert matches(way, find_plan(LAYERS, follow(way, problem))), way
     assert error.hint == "; or ".join(way.sentence for way in error.ways_out)
 
 
@@ -100,10 +99,12 @@ def test_fewer_tokens_and_smaller_batches_go_as_far_as_they_can() -> None:
     problem = ask("virtual:270MiB,250MiB")
     ways = {way.kind: way for way in refused(problem).ways_out}
     assert list(ways)[:2] == ["context", "batch"]
-    longest = find(LAYERS, replace(problem, largest="context"))
+    longest = find_plan(LAYERS, replace(problem, largest="context"))
     assert ways["context"].context_tokens == longest.workload.context_tokens
     assert longest.workload.new_tokens == LOAD.new_tokens
-    assert ways["batch"].batch == find(LAYERS, replace(problem, largest="batch")).workload.batch
+    assert (
+        ways["batch"].batch == find_plan(LAYERS, replace(problem, largest="batch")).workload.batch
+    )
 
 
 @pytest.mark.parametrize("asked", [None, 4096])
@@ -116,7 +117,7 @@ def test_a_chunk_that_was_asked_for_may_be_smaller(asked: int | None) -> None:
     assert way.context_tokens == load.context_tokens
     assert way.prefill_chunk_tokens is not None
     assert way.options == ("--prefill-chunk", str(way.prefill_chunk_tokens))
-    assert matches(way, solve(profile, follow(way, problem)))
+    assert matches(way, find_plan(profile, follow(way, problem)))
     assert "chunk" not in kinds(
         refused(replace(problem, workload=replace(load, prompt_tokens=900_000)), profile)
     )
@@ -136,7 +137,7 @@ def test_a_cache_and_weights_of_fewer_bits() -> None:
     assert [kind for kind in kinds(error) if kind.startswith("int")] == ["int8", "int4"]
     for way in error.ways_out:
         followed = follow(way, problem)
-        assert matches(way, solve(smaller(followed.workload), followed)), way
+        assert matches(way, find_plan(smaller(followed.workload), followed)), way
     cached = refused(ask("virtual:490MiB"), profile_for=smaller)
     assert kinds(cached)[:3] == ["context", "batch", "cache"]
 
@@ -148,7 +149,7 @@ def test_fewer_bits_and_fewer_tokens_where_neither_suffices() -> None:
     assert "--quantize" in way.options
     assert "--context" in way.options
     followed = follow(way, problem)
-    assert matches(way, solve(smaller(followed.workload), followed))
+    assert matches(way, find_plan(smaller(followed.workload), followed))
 
 
 def test_what_outweighs_all_memory_is_never_traced() -> None:

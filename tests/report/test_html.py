@@ -14,9 +14,9 @@ from duoka import explain
 from duoka.forecast.workload import Training, Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
-from duoka.planner.planner import solve
 from duoka.planner.reasons import Reason
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.report.html import render_page
 
 VOID = {"meta", "br", "path"}
@@ -55,7 +55,7 @@ class Page(HTMLParser):
 
 def test_everything_is_told() -> None:
     profile = made_up([12 * MIB, *[8 * MIB] * 10, 20 * MIB], Costs(cache=4096))
-    plan = solve(profile, PlanProblem(fleet=fleet(100, 96, 4), workload=WORKLOAD))
+    plan = find_plan(profile, PlanProblem(fleet=fleet(100, 96, 4), workload=WORKLOAD))
     page = Page(render_page(plan, explain(plan, profile)))
     for wanted in (
         "MadeUp on 2 of 3 GPUs",
@@ -177,5 +177,5 @@ def test_very_many_modules_are_cut_off() -> None:
 
 def test_small_models_are_in_mib() -> None:
     profile = made_up([MIB] * 4)
-    plan = solve(profile, PlanProblem(fleet=fleet(64), workload=WORKLOAD))
+    plan = find_plan(profile, PlanProblem(fleet=fleet(64), workload=WORKLOAD))
     assert "In MiB." in Page(render_page(plan)).text

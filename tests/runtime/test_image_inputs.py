@@ -18,8 +18,8 @@ from duoka import Constraints, Workload, models, virtual
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import ModelError, UsageError
 from duoka.models.from_checkpoint import build_model
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.runtime.image_inputs import _processor, prompts_for
 
 FAMILIES = (
@@ -148,7 +148,7 @@ def test_a_prompt_that_is_too_short_for_its_images_is_refused() -> None:
     problem = PlanProblem(fleet=duoka.Fleet.parse("virtual:1GiB"), workload=short)
     profile = tiny.regular("tower", short.conditions)
     with pytest.raises(UsageError, match=r"1 image of 200x100 .* take \d+ tokens.* has 60"):
-        solve(profile, problem)
+        find_plan(profile, problem)
 
 
 def test_a_text_model_can_not_be_planned_with_images() -> None:

@@ -16,8 +16,8 @@ from duoka.forecast.allocator import SMALL_SEGMENT_BYTES
 from duoka.forecast.profile import Profile
 from duoka.planner.constraints import Constraints
 from duoka.planner.placement import Placement
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.runtime.call.encode_images import encodes_apart
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import TraceSpec, trace_workload
@@ -78,7 +78,7 @@ def test_a_cut_inside_the_tower_is_measured_as_it_is_forecast(cut: int) -> None:
         for name in block.modules
     )
     problem = PlanProblem(fleet=TWO, workload=WORKLOAD, constraints=Constraints(pins=pins))
-    plan = solve(profile(), problem)
+    plan = find_plan(profile(), problem)
     assert plan.device_map[chain[cut].modules[0]] == plan.devices[1]
     measured = tiny.measure(plan, tiny.CONFIGS["tower"])
     for forecast, (allocated, reserved) in zip(plan.forecast.devices, measured, strict=True):

@@ -16,8 +16,8 @@ from duoka.errors import ModelError
 from duoka.forecast.profile import Profile
 from duoka.forecast.replay import Replay
 from duoka.models.quantization import parts, quantize_model
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import Irregular, TraceSpec, trace, trace_call, trace_workload
 from duoka.tracing.record import Recorder
@@ -98,7 +98,7 @@ def test_what_a_norm_without_parameters_makes_is_its_last_layers() -> None:
     profile = trace(build(model_type="olmo", num_hidden_layers=5), SPEC)
     work = Workload(prompt_tokens=9, new_tokens=3, prefill_chunk_tokens=None, dtype="bfloat16")
     fleet = Fleet.parse("virtual:2x1GiB")
-    plan = solve(profile, PlanProblem(fleet=fleet, workload=work, use_all=True))
+    plan = find_plan(profile, PlanProblem(fleet=fleet, workload=work, use_all=True))
     assert len(plan.devices) == 2
     *_, before, last, _head, _caller = (block.kind for block in profile.blocks)
     assert before != last
@@ -234,7 +234,7 @@ def test_the_call_of_a_module_is_forecast(fleet: str) -> None:
         workload=Workload(prompt_tokens=1, new_tokens=1, prefill_chunk_tokens=None),
         use_all=True,
     )
-    plan = solve(profile, problem)
+    plan = find_plan(profile, problem)
     budgets = [device.budget_bytes for device in plan.fleet.devices]
     with virtual.gpus(budgets, data="meta") as world, torch.no_grad():
         model = dispatch(Branches().to("meta"), plan.placement, empty=True)

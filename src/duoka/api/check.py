@@ -82,7 +82,7 @@ def check(
     fleet: Fleet | str | None = None,
     images: Sequence[tuple[int, int]] = (),
 ) -> CheckReport:
-    """Run a model's own code on a placement's virtual GPUs, and say all that is wrong with it.
+    """Run a model's own code on virtual GPUs and report all faults.
 
     No weight is read and no GPU is touched. After a fault the run goes on with the tensors moved,
     so that one check reports every fault, each with the line of code that it stands in.
@@ -303,7 +303,7 @@ def _place_subject(
 
 
 def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
-    """Return the inputs if they are the arguments of one call, else None."""
+    """Return inputs with the arguments of a single call, else None."""
     if isinstance(inputs, Mapping) or inputs is None:
         return inputs
     if isinstance(inputs, torch.Tensor):
@@ -320,6 +320,9 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
             'quantize="auto" is for plans: what fits is not known of a map',
             hint="say none, int8, int4 or nf4",
         )
+    # Without a placement a plan decides. Where its code keeps all layers on one device, the layers
+    # are dealt by bytes instead, so that the check sees boundaries; the plan is made all the same,
+    # to report a refusal. A map by hand is judged against the traced blocks.
     faults, is_whole = Faults(), True
     if placement is None:
         request = replace(request, workload=workload)
@@ -403,6 +406,9 @@ def _plan_all(
     """Plan for all devices, or for as many as the model has blocks."""
     fleet, constraints = request.to_plan, request.constraints
 
+    # A check wants as many devices as possible, because faults show where devices meet. A model may
+    # have fewer blocks than there are devices, so numbers of devices are tried downwards; a plan
+    # for one device is the last resort, and its refusals are the ones to report.
     def attempt() -> Plan:
         for count in range(len(fleet.devices), 1, -1):
             with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -18,6 +19,7 @@ from duoka.checkpoint.adapters import chatglm_targets
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import CheckpointError, ModelError, UsageError
+from duoka.forecast.workload import Workload
 from duoka.hardware.host import refuse_more
 from duoka.models.chatglm import ChatGLMPreTrainedModel
 from duoka.models.chunked_loss import chunk_loss
@@ -33,6 +35,7 @@ from duoka.runtime.dispatch.copies import try_copies
 from duoka.runtime.dispatch.dispatch import dispatch as spread
 from duoka.runtime.load.adapter import read_adapter
 from duoka.runtime.prepare_training import prepare_for_training
+from duoka.runtime.prompt_reader import PromptReader
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
@@ -91,15 +94,51 @@ def load(
     """
     outputs_stay = _stay(outputs)
     lora = None if adapter is None else read_adapter_for(plan, adapter)
-    plan, checkpoint = prove_here(
-        plan, trust_remote_code=trust_remote_code, download_progress=download_progress
-    )
-    return load_proved(plan, checkpoint, progress=progress, lora=lora, outputs_stay=outputs_stay)
+    opened = OpenedModel.open(plan, trust_remote_code=trust_remote_code)
+    plan = prove_here(plan, opened, download_progress)
+    return load_proved(plan, opened, progress=progress, lora=lora, outputs_stay=outputs_stay)
+
+
+class OpenedModel:
+    """A model opened once for all steps of a command, before a weight is read.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    workload : Workload
+        Of the plan that the model is opened for.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, workload: Workload) -> None:
+        self.checkpoint = checkpoint
+        self._workload = workload
+
+    @classmethod
+    def open(cls, plan: Plan, *, trust_remote_code: bool = False) -> OpenedModel:
+        """Open the model of a plan; refuse a plan of a model given as an object."""
+        if not plan.source:
+            raise CheckpointError(
+                "the plan was made for a model that was given as an object; there is nothing to "
+                "load",
+                hint="spread that model with duoka.dispatch(model, plan)",
+            )
+        checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
+        return cls(checkpoint, plan.workload)
+
+    @cached_property
+    def model(self) -> PreTrainedModel:
+        """Model without data, on meta; `load_proved` takes and fills it."""
+        return build_model(self.checkpoint, self._workload)
+
+    @cached_property
+    def reader(self) -> PromptReader:
+        """The tokenizer and prompt format."""
+        return PromptReader.open(self.checkpoint, self._workload)
 
 
 def load_proved(
     plan: Plan,
-    checkpoint: Checkpoint,
+    opened: OpenedModel,
     *,
     progress: Progress | None = None,
     lora: LoraAdapter | None = None,
@@ -109,16 +148,14 @@ def load_proved(
     devices.materialise(plan.fleet)
     try_copies(map(torch.device, plan.devices))  # before memory is taken there
     say("reading the weights")
-    model = _load_weights(plan, checkpoint, progress)
+    model = _load_weights(plan, opened, progress)
     if lora is not None:
-        merge_adapter(model, native_form(lora, checkpoint.config))
+        merge_adapter(model, native_form(lora, opened.checkpoint.config))
     model.train(plan.workload.training is not None)
     return _spread(model, plan, outputs_stay)
 
 
-def prove_here(
-    plan: Plan, *, trust_remote_code: bool = False, download_progress: Progress | None = None
-) -> tuple[Plan, Checkpoint]:
+def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | None = None) -> Plan:
     """Prove a plan on the current GPUs and download its weights.
 
     Raises
@@ -126,8 +163,7 @@ def prove_here(
     DuokaError
         As for `load`, before a weight is read.
     """
-    _refuse_unloadable(plan)
-    checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
+    checkpoint = opened.checkpoint
     if not checkpoint.has_weights:
         raise CheckpointError(
             f"{plan.source} has no weights to load",
@@ -140,15 +176,16 @@ def prove_here(
     plan = plan.on_this_machine()
     refuse_more(plan.forecast.host_bytes)
     say("proving the plan on virtual GPUs")
-    prove(plan, build_model(checkpoint, plan.workload))
-    checkpoint = checkpoint.fetch(download_progress)
-    plan.refuse_other(checkpoint.fingerprint, plan.source)
-    return plan, checkpoint
+    prove(plan, opened.model)
+    opened.checkpoint = checkpoint.fetch(download_progress)
+    plan.refuse_other(opened.checkpoint.fingerprint, plan.source)
+    return plan
 
 
-def _load_weights(plan: Plan, checkpoint: Checkpoint, progress: Progress | None) -> PreTrainedModel:
+def _load_weights(plan: Plan, opened: OpenedModel, progress: Progress | None) -> PreTrainedModel:
     """Return the model with its weights on the planned devices."""
-    model = build_model(checkpoint, plan.workload)
+    model, checkpoint = opened.model, opened.checkpoint
+    del opened.model  # its memory is free as soon as the caller drops it
     dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
         prepare_for_training(model, plan.workload, has_adapters=False)
@@ -174,15 +211,6 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
             hint="merge it into a checkpoint (duoka tune --merge), and plan for that",
         )
     return read_adapter(Path(adapter))
-
-
-def _refuse_unloadable(plan: Plan) -> None:
-    """Refuse a plan for which nothing can be loaded."""
-    if not plan.source:
-        raise CheckpointError(
-            "the plan was made for a model that was given as an object; there is nothing to load",
-            hint="spread that model with duoka.dispatch(model, plan)",
-        )
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
@@ -261,7 +289,7 @@ def dispatch(
 
 
 def lora_targets(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Translate the names of modules that get adapters, for peft's `target_modules`.
+    """Translate the names of modules with adapters, for peft's `target_modules`.
 
     Parameters
     ----------

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import nn
     from typing_extensions import TypeIs
 
+Model = str | os.PathLike[str] | Checkpoint
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 _UNCONSTRAINED = Constraints()
 
@@ -108,18 +109,17 @@ def plan(
         gpus=fleet if isinstance(fleet, str) else "",
         constraints=constraints,
         largest=largest,
+        trust_remote_code=trust_remote_code,
     )
-    problem = on_fleet(request, fleet, None if device_map is None else DeviceMap.of(device_map))
+    entries = None if device_map is None else DeviceMap.of(device_map)
     if inputs is not None and (workload is not None or not _is_module(model)):
         raise UsageError(
             "example inputs are for a module, and are its workload",
             hint="give either inputs or a workload",
         )
     if _is_module(model):
-        return _plan_module(model, problem, inputs, suggest=suggest)
-    checkpoint = _opened(model, trust=trust_remote_code)
-    find_plan = partial(find_or_trace, checkpoint)
-    return answer_checkpoint(checkpoint, problem, find_plan, suggest=suggest)
+        return _plan_module(model, on_fleet(request, fleet, entries), inputs, suggest=suggest)
+    return plan_request(model, request, fleet, entries, suggest=suggest)
 
 
 def plan_replicas(
@@ -159,9 +159,39 @@ def plan_replicas(
         gpus=fleet if isinstance(fleet, str) else "",
         constraints=constraints,
     )
-    problem, checkpoint = on_fleet(request, fleet), _opened(model)
-    find_plan = partial(find_or_trace, checkpoint)
-    return replicas_for(checkpoint, problem, number, find_plan, suggest=suggest)
+    return plan_copies(model, request, fleet, number, suggest=suggest)
+
+
+def plan_request(
+    model: Model,
+    request: PlanRequest,
+    fleet: Fleet | str,
+    device_map: DeviceMap | None = None,
+    *,
+    suggest: bool = True,
+) -> Plan:
+    """Plan a checkpoint for a request: the front door of Python and of the command line."""
+    problem = on_fleet(request, fleet, device_map)
+    checkpoint = _open(model, request)
+    return answer_checkpoint(
+        checkpoint, problem, partial(find_or_trace, checkpoint), suggest=suggest
+    )
+
+
+def plan_copies(
+    model: Model,
+    request: PlanRequest,
+    fleet: Fleet | str,
+    number: int | Literal["auto"],
+    *,
+    suggest: bool = True,
+) -> Replicas:
+    """Plan several copies of a checkpoint, each on devices of its own."""
+    problem = on_fleet(request, fleet)
+    checkpoint = _open(model, request)
+    return replicas_for(
+        checkpoint, problem, number, partial(find_or_trace, checkpoint), suggest=suggest
+    )
 
 
 def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
@@ -197,10 +227,10 @@ def format_table(plan: Plan) -> str:
 Plan.format_table = format_table
 
 
-def _opened(model: str | os.PathLike[str] | Checkpoint, *, trust: bool = False) -> Checkpoint:
-    return (
-        model if isinstance(model, Checkpoint) else Checkpoint.open(model, trust_remote_code=trust)
-    )
+def _open(model: Model, request: PlanRequest) -> Checkpoint:
+    if isinstance(model, Checkpoint):
+        return model
+    return Checkpoint.open(model, trust_remote_code=request.trust_remote_code)
 
 
 def _is_module(model: object) -> TypeIs[nn.Module]:

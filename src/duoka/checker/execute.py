@@ -103,7 +103,7 @@ def find_loss(outputs: Any) -> torch.Tensor:
 def _infer(
     model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: StepListener
 ) -> Any:
-    """Run one call, a second one with everything already created, and one with the cache."""
+    """Run a call, a second call with everything already created, and a call with the cache."""
     with torch.no_grad():
         steps.begin("forward")
         outputs = call()

@@ -21,7 +21,7 @@ _NOTHING = object()
 
 @dataclass(frozen=True, slots=True)
 class OperandText:
-    """Expression that passed a tensor to an operation, or the called module that holds it."""
+    """Expression of a tensor operand, or the called module with the parameter."""
 
     text: str
     place: Place | None

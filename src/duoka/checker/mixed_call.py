@@ -156,7 +156,7 @@ def move_operands(value: Any, moving_ids: set[int], target: torch.device) -> Any
 def sample_operands(
     tensors: list[tuple[Path, torch.Tensor]], moving_ids: set[int]
 ) -> list[tuple[Path, torch.Tensor]]:
-    """Limit many operands of one list: the first that moves and the first that stays."""
+    """Limit many operands of a list: the first moving and the first staying ones."""
     if len(tensors) <= _MOST_OPERANDS:
         return tensors
     half = _MOST_OPERANDS // 2

@@ -103,7 +103,7 @@ def _refuse_scripted(subject: Subject) -> None:
 
 
 def _further(report: CheckReport, real: CheckReport, is_small: bool) -> CheckReport:
-    """Return the report that got further: of a stopped run, or of one on other values."""
+    """Return the report of the longer run: of a stopped run, or with other values."""
     assert report.stop is not None
     needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
     if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):

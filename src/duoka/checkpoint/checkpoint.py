@@ -228,7 +228,10 @@ class Checkpoint:
         """
         if self.folder is None:
             return self
+        missing = self.missing
         self.folder.download(self._needed(), progress)
+        if not missing:
+            return self
         return Checkpoint.open(self.source, trust_remote_code=self.trust_remote_code)
 
     def fetch_tokenizer(self) -> None:

@@ -34,20 +34,19 @@ _FAILED = 1
 def answer_file(
     path: Path, out: Path, model: ModelOptions, options: PlanOptions, answering: AnswerOptions
 ) -> None:
-    """Answer the prompts of a file without an answer."""
-    chosen = answering.chosen()
+    """Answer the prompts of a file that have no answer yet."""
+    sampling = answering.sampling()
     say_import("torch")
     from duoka.engine import Engine, SamplingParams
     from duoka.engine.batch import AnswerFile, read_prompts, unanswered
 
     prompts = read_prompts(path, answering.system)
-    plan = _plan(model, options, len(prompts)).on_this_machine()
-    reader = planning.open_prompts(plan, model)
+    plan, opened, reader = planning.open_model(*_plan(model, options, len(prompts)))
     for prompt in prompts:  # before anything is loaded; a token has a byte at least
         text = prompt.messages[-1].content
         if len(text.encode()) > plan.workload.prompt_tokens:
             reader.check([reader.plain(text)])
-    params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
+    params = SamplingParams.recommended(opened.checkpoint.generation_config, **sampling)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
         _say(
@@ -59,8 +58,8 @@ def answer_file(
                     plan,
                     max_new_tokens=options.most_new_tokens,
                     warm_up="largest",
-                    trust_remote_code=model.trust_remote_code,
                     adapter=answering.adapter,
+                    opened=opened,
                 )
             with engine:
                 failed = _answer(engine, left, answers, params)
@@ -69,9 +68,11 @@ def answer_file(
                 raise typer.Exit(_FAILED)
 
 
-def _plan(model: ModelOptions, options: PlanOptions, number: int) -> duoka.Plan:
-    """Return the saved plan, or a plan with pages, or for a batch if the model needs that."""
-    plan, why_not = planning.make_plan_for_requests(
+def _plan(
+    model: ModelOptions, options: PlanOptions, number: int
+) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
+    """Take or make a plan with pages; for a batch where the model or an option wants that."""
+    plan, checkpoint, why_not = planning.make_plan_for_requests(
         model,
         options,
         requests=min(_MOST_REQUESTS, number),
@@ -79,7 +80,7 @@ def _plan(model: ModelOptions, options: PlanOptions, number: int) -> duoka.Plan:
     )
     if why_not:
         _say(f"{why_not}: {format_count(plan.workload.batch, 'prompt')} at a time")
-    return plan
+    return plan, checkpoint
 
 
 def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, params: Any) -> int:

@@ -16,7 +16,6 @@ from duoka.base.progress import say, say_import
 from duoka.base.serialization import to_dict
 from duoka.base.text import choose
 from duoka.base.units import format_bytes
-from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import UsageError
 from duoka.forecast.workload import (
     QUANTIZED,
@@ -153,9 +152,8 @@ def _measure_quality(
             f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
         ) from error
     gpus = planning.ALL_GPUS if options.gpus is None else options.gpus
-    planning.look_at_cards(gpus)
+    planning.read_fleet(gpus)
     checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)
-    refuse_unreadable(checkpoint)
     tokens = max(context or 0, 2)
     workload_for(checkpoint, duoka.Workload(prompt_tokens=tokens - 1, new_tokens=1, dtype=dtype))
     with working():

@@ -58,21 +58,19 @@ def chat(
 
     [bold]duoka chat[/] ./glm-4v-9b --image cat.jpg --gpus "2x24GiB"
     """
-    chosen = answering.chosen()
+    sampling = answering.sampling()
     images = pictures.read()
-    plan = planning.make_plan(model, with_images(options, images), to_run=True)
-    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
-    reader = planning.open_prompts(plan, model)
+    plan, opened, reader = planning.plan_to_run(model, with_images(options, images))
     from duoka.engine import SamplingParams
     from duoka.engine.conversation import Conversation
     from duoka.engine.timing import measured
 
-    params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
+    params = SamplingParams.recommended(opened.checkpoint.generation_config, **sampling)
     system = planning.usable_system(reader, answering.system)
     reader.check_images(images)
     if system is not None:
         reader.check([reader.prompt("", system=system)])
-    with planning.load_engine(plan, model, options, answering.adapter) as engine:
+    with planning.load_engine(plan, opened, options, answering.adapter) as engine:
         conversation = Conversation(engine, reader, params, system=system)
         conversation.show(*images)
         _talk(conversation)
@@ -99,29 +97,29 @@ def _talk_with_a_person(conversation: Conversation) -> None:
             goes_on = _turn(conversation, _read_prompted(), is_stoppable=True)
         except KeyboardInterrupt:
             stderr().print("\n/exit leaves")
-            signals.taken()  # not before: an impatient second Ctrl-C would end the program
+            signals.forget()  # not before: an impatient second Ctrl-C would end the program
 
 
-def _turn(conversation: Conversation, said: str | None, *, is_stoppable: bool = False) -> bool:
-    """Handle a line; return False if it ends the conversation."""
-    if said is None or said == "/exit":
+def _turn(conversation: Conversation, line: str | None, *, is_stoppable: bool = False) -> bool:
+    """Carry out a line; return False at the end of the conversation."""
+    if line is None or line == "/exit":
         return False
-    if said == "/clear":
+    if line == "/clear":
         conversation.clear()
         stderr().print("forgotten")
-    elif said == "/help":
+    elif line == "/help":
         stderr().print(_HELP)
-    elif said == _IMAGE or said.startswith(f"{_IMAGE} "):
-        _show(conversation, said.removeprefix(_IMAGE).strip())
-    elif said.startswith("/") and said[1:].isalpha():
-        stderr().print(f"{said} is no command; /help shows them", markup=False)
-    elif said:
+    elif line == _IMAGE or line.startswith(f"{_IMAGE} "):
+        _show(conversation, line.removeprefix(_IMAGE).strip())
+    elif line.startswith("/") and line[1:].isalpha():
+        stderr().print(f"{line} is no command; /help shows them", markup=False)
+    elif line:
         try:
-            _answer(conversation, said)
+            _answer(conversation, line)
         except KeyboardInterrupt:
             if not is_stoppable:
                 raise
-            signals.taken()
+            signals.forget()
             sys.stdout.write("\n")
             stderr().print("stopped")
     return True
@@ -141,7 +139,7 @@ def _show(conversation: Conversation, name: str) -> None:
         image = read_image(Path(name))
         conversation.show(image)
     except UsageError as error:
-        errors.tell(error)
+        errors.print_error(error)
         return
     text = f"{name}, {image.width}x{image.height}: it is shown with your next question"
     stderr().print(text, markup=False)
@@ -192,7 +190,7 @@ def _answer(conversation: Conversation, question: str) -> None:
             answer_stream(pieces, "reading the question")
     except UsageError as error:
         # A question that is too long is no reason to leave.
-        errors.tell(error)
+        errors.print_error(error)
         return
     except OutOfMemory as error:  # nor is this: the next question may be a shorter one
         from .main import app  # which imports this module

@@ -52,7 +52,7 @@ _TRAINING = ("train", "lora_rank", "lora_target", "gradient_checkpointing")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedTraining(TrainingOptions):
-    """How the model is trained, where it is."""
+    """The training to check."""
 
     train: str | None = option(
         "METHOD",
@@ -64,7 +64,7 @@ class CheckedTraining(TrainingOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What of the model's code is run."""
+    """The parts of the model's code to run."""
 
     image: list[str] | None = option(
         "WxH|FILE",
@@ -75,7 +75,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportOutput(NamesOption):
-    """What a person wants to have of the report, besides seeing it."""
+    """The outputs besides the printed report."""
 
     json: bool = flag("--json", "Print the report as JSON.")
     sarif: Path | None = option(
@@ -86,7 +86,7 @@ class ReportOutput(NamesOption):
     )
 
     def check(self) -> None:
-        """Refuse files that can't be written, before the work."""
+        """Refuse unwritable files, before the work."""
         if self.convention != "model" and self.save_device_map is None:
             raise UsageError("--names is for --save-device-map", hint="say which file to write")
         check_file(self.sarif, "the SARIF log")
@@ -114,7 +114,7 @@ class ReportOutput(NamesOption):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixOptions:
-    """What a person said about repairing."""
+    """The options of repairs."""
 
     fix: bool = _fix(
         "--fix", "Write the smallest changes that cure the faults, prove them, and show them."
@@ -129,7 +129,7 @@ class FixOptions:
     )
 
     def check(self) -> None:
-        """Raise UsageError for options that don't go together, and where nothing can be written."""
+        """Refuse contradicting options and an unwritable directory."""
         options = [("--in-place", self.in_place), ("--output", self.output is not None)]
         said = [name for name, is_said in options if is_said]
         if said and not self.fix:
@@ -207,22 +207,27 @@ def check(
 def _arguments(
     model: ModelOptions, options: PlanOptions, training: Training | None
 ) -> dict[str, Any]:
-    """What `duoka.check` is asked: the cheap refusals come before torch is imported."""
+    """Return the arguments of `duoka.check`; cheap refusals precede the import of torch."""
     if options.plan_file is not None:
         plan = planning.make_plan(model, options)
         checkpoint = planning.open_checkpoint(replace(model, model=model.model or plan.source))
         return {"model": checkpoint, "placement": plan, "workload": plan.workload}
     if training is not None:
-        planning.read_workload(None, options, training)  # refuses what a plan refuses
+        planning.read_workload(options, training)  # refuses what a plan refuses
     device_map, gpus = planning.read_device_map(options), options.gpus or planning.ALL_GPUS
-    planning.look_at_cards(gpus)
+    text_or_fleet = planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model)
     fleet = None
     if options.gpus is not None or device_map is None:
-        fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
+        detected = (
+            duoka.Fleet.parse(text_or_fleet) if isinstance(text_or_fleet, str) else text_or_fleet
+        )
+        fleet = fleet_for(detected, device_map)
     if training is not None:  # all tokens of the context are the prompt's, but for one
         options = replace(options, new_tokens=_TRAINING_TOKENS)
-    workload = planning.read_workload(checkpoint.max_context_tokens, options)
+    workload = planning.shorten_default(
+        planning.read_workload(options), checkpoint.max_context_tokens, options
+    )
     workload_for(checkpoint, workload)  # what it refuses is refused before torch is imported
     native_training(checkpoint, training)
     planning.say_quantization(options.quantize, workload)
@@ -235,13 +240,13 @@ def _arguments(
 
 
 def _map_of(report: CheckReport) -> Mapping[str, int | str]:
-    """The map that was checked, completed; empty where the model couldn't be built."""
+    """Return the checked map, completed; empty without a model."""
     entries = () if report.subject is None else report.subject.entries
     return report.completeness.completed or dict(entries)
 
 
 class Repaired:
-    """What a repair came to; without a directory for copies the files themselves are changed."""
+    """The outcome of a repair; without a directory for copies the files themselves change."""
 
     def __init__(self, repairs: Repairs, directory: Path | None) -> None:
         self._repairs = repairs
@@ -259,7 +264,7 @@ class Repaired:
             stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
 
     def cures(self, report: CheckReport) -> bool:
-        """Whether what was checked has been changed, and nothing is wrong with it any more."""
+        """Return True if the checked files changed and are without faults."""
         faults = report.completeness
         # What had to stay whole had to because of the faults.
         is_named = not (faults.missing or faults.unknown or faults.doubled or faults.misplaced)
@@ -267,7 +272,7 @@ class Repaired:
         return self._directory is None and is_well and self._repairs.proved
 
     def to_dict(self) -> dict[str, Any]:
-        """What is added to a report's JSON form."""
+        """Return the additions to a report's JSON form."""
         return {
             "patches": [
                 {"file": it.file, "diff": it.diff, "proved": it.proved, "reason": it.reason}
@@ -285,7 +290,7 @@ class Repaired:
         }
 
     def print(self, console: Console) -> None:
-        """Show the changes, whether each is proved, and what was not cured."""
+        """Show the changes with their proofs, and the remaining faults."""
         if not self._repairs and not self._repairs.uncured:
             console.print("nothing to repair: the check found no fault in the model's code")
         for patch in self._repairs:
@@ -310,11 +315,11 @@ class Repaired:
 
 
 def _refuse_unwritable(directory: Path) -> None:
-    """Refuse a directory that can't be made or written to, before the check."""
-    there = directory
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    """Refuse an unwritable directory, before the check."""
+    existing = directory
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(
             f"the changed files can't be written to {str(directory)!r}",
             hint="name a directory that you may write to: --output DIR",

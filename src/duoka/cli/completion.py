@@ -17,7 +17,7 @@ _VARIABLE = "_DUOKA_COMPLETE"
 
 
 class Shell(StrEnum):
-    """The shells that there is a script for."""
+    """The shells with a script."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -45,7 +45,7 @@ def completion(
 
 
 def completed(program: Any) -> int | None:
-    """Answer a shell that asks for words, with an exit code; None where none does."""
+    """Answer a shell's request for words, with an exit code; None without a request."""
     instruction = os.environ.get(_VARIABLE)
     if instruction is None:
         return None

@@ -14,7 +14,6 @@ from rich.text import Text
 import duoka
 from duoka.base.progress import say, say_import
 from duoka.base.units import format_seconds, unit_for
-from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import InfeasibleError
 from duoka.hardware.calibration import with_figures, with_links
 from duoka.hardware.fleet import Fleet
@@ -32,14 +31,13 @@ if TYPE_CHECKING:
 def bench_deployments(choice: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
     """Plan and run each deployment, and report; after Ctrl-C report the results so far."""
     runs = not choice.forecast
-    checkpoint, request = planning.read_request(model, replace(options, serve=True), to_run=runs)
-    fleet = duoka.Fleet.parse(request.gpus)
+    served = replace(options, serve=True)
+    checkpoint, request, fleet = planning.read_request(model, served, to_run=runs)
+    fleet = duoka.Fleet.parse(fleet) if isinstance(fleet, str) else fleet
     if runs and any(gpu.name.startswith("cuda") and not gpu.uuid for gpu in fleet.devices):
         text = f"{request.gpus}: declared, and not here; nothing is run, all is forecast"
         stderr().print(text, markup=False, soft_wrap=True)
         runs = False
-    if runs:
-        refuse_unreadable(checkpoint)
     with working():
         if choice.calibrate:
             fleet = _calibrated(fleet, request.gpus)

@@ -62,7 +62,7 @@ def doctor(
 
     check_file(bundle, "the report")
     if options.gpus is not None:
-        planning.look_at_cards(options.gpus)
+        planning.read_fleet(options.gpus)
     facts = None
     if model.model is not None:
         facts = tool.ModelFacts(model.model, partial(_plan, model.model, options))
@@ -82,7 +82,9 @@ def doctor(
 def _plan(model: str, options: PlanOptions) -> duoka.Plan:
     """Plan a model as `duoka plan` does, without a progress display of its own."""
     checkpoint = duoka.Checkpoint.open(model)
-    workload = planning.read_workload(checkpoint.max_context_tokens, options)
+    workload = planning.shorten_default(
+        planning.read_workload(options), checkpoint.max_context_tokens, options
+    )
     return duoka.plan(checkpoint, options.gpus or planning.ALL_GPUS, workload)
 
 

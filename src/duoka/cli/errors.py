@@ -1,4 +1,4 @@
-"""What the user sees of an error, and the exit code."""
+"""Messages and exit codes of errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from duoka.api.plan import find_or_trace
+from duoka.api.plan import plan_request
 from duoka.base.text import printable
 from duoka.errors import DuokaError, InfeasibleError, MachineError
 from duoka.planner.out_of_memory import OutOfMemory, look_for_ways
@@ -90,16 +90,18 @@ def report(
     arguments: Sequence[str] = (),
     known: Collection[str] = (),
 ) -> int:
-    """Tell an error on the standard error; return the exit code.
+    """Report an error on the standard error; return the exit code.
 
     A user's mistake is told in one message, and so is what the machine refuses. Anything
     unexpected is a defect, told with its traceback; `debug` shows the traceback of every error.
     Tokens and passwords are left out of all of it. `arguments` are what the program was called
     with, and `known` the options of its command: what would fit instead is told by them.
     """
+    # Suggestions of a memory shortage are searched only here: the engine that ran out of memory has
+    # ended by now, and a library that catches the error shouldn't pay for a search.
     if isinstance(error, OutOfMemory):
         with suppress(Exception):  # whatever a search among wreckage meets, the error is told
-            look_for_ways(error, find_or_trace)
+            look_for_ways(error, plan_request)
     if isinstance(error, InfeasibleError | OutOfMemory) and error.ways_out:
         columns = stderr().width
         error.hint = (
@@ -122,9 +124,9 @@ def report(
     return _SIGNALLED + signum if signum is not None else _code(_expected(error) or error)
 
 
-def tell(error: DuokaError) -> None:
+def print_error(error: DuokaError) -> None:
     """Print an error's message and hint."""
-    _tell(f"{error}", error.hint)
+    _print_message(f"{error}", error.hint)
 
 
 def _report(error: BaseException, *, debug: bool) -> int:
@@ -133,15 +135,15 @@ def _report(error: BaseException, *, debug: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     if isinstance(error, _WRONG_OPTIONS):
-        return _tell_usage(error)
+        return _print_usage(error)
     if not isinstance(error, DuokaError):
         error = _expected(error) or error
     if isinstance(error, DuokaError):
-        tell(error)
+        print_error(error)
         return error.exit_code
     if not debug:
         _show_traceback(error)
-    _tell(
+    _print_message(
         "this is a defect of duoka, not a mistake of yours",
         "please report the text above, with the command and with this:\n" + machine.versions(),
     )
@@ -149,7 +151,7 @@ def _report(error: BaseException, *, debug: bool) -> int:
 
 
 def _signal_of(error: BaseException) -> int | None:
-    """The signal behind an error, also where a library made another error of it."""
+    """Return the signal behind an error, also if a library raised another error."""
     if isinstance(error, signals.Terminated):
         return error.signum
     if isinstance(error, KeyboardInterrupt | typer.Abort):
@@ -158,7 +160,7 @@ def _signal_of(error: BaseException) -> int | None:
 
 
 def _expected(error: BaseException) -> DuokaError | None:
-    """What the machine refuses, and the memory of its GPUs."""
+    """Return the error for refusals of the machine and for the memory of its GPUs."""
     if _is_out_of_memory(error):
         hint = "does another program use this GPU? Plan with a smaller budget (--gpus)"
         return MachineError(str(error), hint=hint)
@@ -176,7 +178,7 @@ def _code(error: BaseException) -> int:
     return error.exit_code if isinstance(error, DuokaError) else DEFECT
 
 
-def _tell(message: str, hint: str | None) -> None:
+def _print_message(message: str, hint: str | None) -> None:
     console = stderr()
     for label, style, text in (("error:", "bold red", message), ("hint:", "bold", hint)):
         if text:
@@ -184,16 +186,16 @@ def _tell(message: str, hint: str | None) -> None:
             console.print(printable(redact(text)), markup=False, highlight=False, soft_wrap=True)
 
 
-def _tell_usage(error: Any) -> int:
+def _print_usage(error: Any) -> int:
     command = "duoka" if error.ctx is None else error.ctx.command_path
     hint = f"`{command} --help` shows what it takes"
-    said = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
+    option_name = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
     options = set() if error.ctx is None else {o for p in error.ctx.command.params for o in p.opts}
     for option, peers in _PEERS.items():
-        if said in peers.split() and option.split()[0] in options:
+        if option_name in peers.split() and option.split()[0] in options:
             hint = f"here that is {option}; {hint}"
             break
-    _tell(error.format_message(), hint)
+    _print_message(error.format_message(), hint)
     return int(error.exit_code)
 
 

@@ -58,7 +58,7 @@ class PromptOptions:
     json: bool = flag("--json", "Print the answers as JSON.")
 
     def questions(self) -> list[str]:
-        """All texts, in the order of their kinds; the standard input when there is no other."""
+        """Read all texts, in the order of their kinds; the standard input without any other."""
         prompts, files = self.prompt or [], self.prompt_file or []
         if not prompts and not files and not sys.stdin.isatty():
             prompts = ["-"]
@@ -108,7 +108,7 @@ def generate(
         return
     if not model.model and options.plan_file is None:
         planning.open_checkpoint(model)  # which refuses it, before a question is read
-    chosen = answering.chosen()
+    sampling = answering.sampling()
     questions = prompts.questions()
     if options.batch is None and options.plan_file is None:
         options = replace(options, batch=len(questions))
@@ -117,18 +117,16 @@ def generate(
         raise UsageError(
             "--raw continues a text, in which --image has no place", hint="leave one of them out"
         )
-    plan = planning.make_plan(model, with_images(options, images), to_run=True)
-    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
-    reader = planning.open_prompts(plan, model)
+    plan, opened, reader = planning.plan_to_run(model, with_images(options, images))
     from duoka.engine import SamplingParams
     from duoka.engine.timing import measured
 
-    params = SamplingParams.recommended(planning.generation_config(plan), **chosen)
+    params = SamplingParams.recommended(opened.checkpoint.generation_config, **sampling)
     reader.check_images(images)
     tokens = _tokens(reader, questions, None if prompts.raw else answering, images)
     for ids in tokens:
         reader.check([ids])
-    with planning.load_engine(plan, model, options, answering.adapter) as engine:
+    with planning.load_engine(plan, opened, options, answering.adapter) as engine:
         if len(tokens) == 1 and not prompts.json:
             answers = [_stream(engine, tokens[0], params, is_raw=prompts.raw)]
         else:
@@ -150,7 +148,7 @@ def _tokens(
     answering: AnswerOptions | None,
     images: Sequence[Image],
 ) -> list[list[int]]:
-    """The prompt of each question; None answers nothing, and each text is continued."""
+    """Make the prompt of each question; without `answering` continue each text."""
     if answering is None:
         return [reader.plain(text) for text in questions]
     usable = planning.usable_system(reader, answering.system)

@@ -24,9 +24,9 @@ def option(
     panel: str | None = None,
     names: tuple[str, ...] = (),
     values: Sequence[str] = (),
-    **more: Any,
+    **settings: Any,
 ) -> Any:
-    """A field of a group: an option with a value, and its help. None where it isn't given.
+    """Declare a field of a group: an option with a value, by default None.
 
     Shells complete it with `values`, and where there are none with files.
     """
@@ -37,7 +37,7 @@ def option(
         rich_help_panel=panel,
         show_default=False,
         autocompletion=_completing(values),
-        **more,
+        **settings,
     )
     return field(default=None, metadata={"option": declared})
 
@@ -50,31 +50,31 @@ def _completing(values: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def flag(name: str, text: str, *, panel: str | None = None) -> Any:
-    """A field of a group: an option that is given or not, and its help."""
+    """Declare a field of a group: a flag."""
     declared = typer.Option(name, help=text, rich_help_panel=panel)
     return field(default=False, metadata={"option": declared})
 
 
 def argument(metavar: str, text: str) -> Any:
-    """A field of a group: an argument that may be left out, and its help."""
+    """Declare a field of a group: an optional argument."""
     declared = typer.Argument(metavar=metavar, help=text, show_default=False)
     return field(default=None, metadata={"option": declared})
 
 
 class Only(tuple[str, ...]):
-    """Beside a group in `Annotated`: the fields that a command has of it, in this order."""
+    """Beside a group in `Annotated`: the fields of the command, in this order."""
 
     __slots__ = ()
 
 
 def all_but(group: Any, *names: str) -> Only:
-    """The fields of a group but for some."""
+    """Return the fields of a group but for some."""
     return Only(declared.name for declared in fields(group) if declared.name not in names)
 
 
 @dataclass(slots=True)
 class State:
-    """What holds for the whole run of the program."""
+    """The state of a run of the program."""
 
     debug: bool = False
 
@@ -97,7 +97,9 @@ Debug = Annotated[
 
 
 def with_groups(command: Command) -> Command:
-    """The command as Typer takes it: with all options beside one another, and ``--debug``."""
+    """Flatten the groups of a command for Typer, and add ``--debug``."""
+    # Typer reads a command's signature. So the wrapper gets one of its own, in which each group is
+    # replaced by its fields; when it is called, the values go back into their groups.
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[Any, Only]] = {}
     options: dict[str, inspect.Parameter] = {}

@@ -31,7 +31,7 @@ class ImageOptions:
     )
 
     def read(self) -> tuple[Image, ...]:
-        """Read them, in their order."""
+        """Read the pictures, in their order."""
         return tuple(_read(source) for source in self.image or ())
 
 

@@ -1,4 +1,4 @@
-"""What this machine is, and what it refuses: disk, memory, permissions, libraries."""
+"""The machine, and its refusals: disk, memory, permissions, libraries."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REFUSALS = {
 
 
 def versions() -> str:
-    """What a report of a defect needs: duoka and what it stands on."""
+    """Return the versions of duoka and its libraries, for reports of defects."""
     parts = [f"{name} {_build(name) or 'not installed'}" for name in _PACKAGES]
     parts += ["memory in Python" if CompiledMemory is None else "memory compiled"]
     parts += [f"Python {platform.python_version()}", platform.platform()]
@@ -45,7 +45,7 @@ def versions() -> str:
 
 
 def explain(error: BaseException) -> MachineError | None:
-    """Say what the machine refuses, where an unexpected error comes from that; else None."""
+    """Return the refusal of the machine behind an unexpected error, if any."""
     if isinstance(error, MemoryError) or _is_host_memory(error):
         return MachineError(
             "the memory of this machine is used up",
@@ -102,7 +102,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _build(name: str) -> str | None:
-    """The version that a package gives itself if it is loaded: torch's names its CUDA too."""
+    """Return the version of a package, if loaded its own: torch's names CUDA too."""
     loaded = getattr(sys.modules.get(name), "__version__", None)
     return str(loaded) if loaded else _version(name)
 

@@ -1,4 +1,4 @@
-"""The program: its commands, and what becomes of errors and of Ctrl-C."""
+"""The program: its commands, and the handling of errors and of Ctrl-C."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _discard(stream: TextIO) -> None:
-    """Let what can't be written go: at its end the interpreter would exit with 120 over it."""
+    """Discard unwritable output: at its end the interpreter would exit with 120."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -155,7 +155,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Refuse options with nothing for a value, as of a variable that isn't set, but for texts."""
+    """Refuse options with empty values, as of an unset variable, but for texts."""
     for word, value in pairwise([*words, "-"]):
         name = word.removesuffix("=")
         if name.startswith("--") and name not in _TEXTS and (name != word or not value):

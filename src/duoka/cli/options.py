@@ -1,4 +1,4 @@
-"""The options that several commands have, and how their values are read."""
+"""Options shared by commands, and the readers of their values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _answer = partial(option, panel=_ANSWERING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Which model a person means, and what it may do."""
+    """The model, and its permissions."""
 
     model: str | None = argument(
         "MODEL",
@@ -55,7 +55,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """What to plan for, in a person's words; None where nothing was said."""
+    """The demands on a plan, as written; None if not given."""
 
     gpus: str | None = _plan(
         "GPUS",
@@ -174,7 +174,7 @@ class PlanOptions:
 
     @property
     def most_new_tokens(self) -> int | None:
-        """The tokens of an answer, where that was said."""
+        """The tokens of an answer, if given."""
         return None if self.new_tokens is None else parse_tokens(self.new_tokens)
 
 
@@ -190,7 +190,7 @@ RunnablePlan = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """How to answer, and whether loaded weights are kept."""
+    """The parameters of answers."""
 
     temperature: float | None = _answer(
         "NUMBER",
@@ -206,8 +206,8 @@ class AnswerOptions:
         "DIR", "A LoRA adapter, of duoka tune or of peft, that is added to the weights."
     )
 
-    def chosen(self) -> dict[str, Any]:
-        """What was said of how tokens are chosen; refused here if it makes no sense."""
+    def sampling(self) -> dict[str, Any]:
+        """Return the given sampling parameters; refuse senseless values."""
         refuse_damaged(self.system or "")
         numbers = {
             "temperature": self.temperature,
@@ -224,7 +224,7 @@ class AnswerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamesOption:
-    """Whose names a device map is written in."""
+    """The convention of names in device maps."""
 
     names: str | None = option(
         "WHOSE",
@@ -236,27 +236,27 @@ class NamesOption:
 
     @property
     def convention(self) -> Convention:
-        """The same, as far as it is known."""
+        """The convention; refused if unknown."""
         return choose("names", self.names or "model", CONVENTIONS)
 
 
 def option_name(name: str) -> str:
-    """What the field of a group is called on the command line."""
+    """Return the option of a field."""
     return _NAMES.get(name, f"--{name.replace('_', '-')}")
 
 
 def given_options(group: Any, *names: str) -> list[str]:
-    """Those of a group's options that were given, as the command line has them."""
+    """Return the given options of a group, as on the command line."""
     return [option_name(name) for name in names if is_given(getattr(group, name))]
 
 
 def is_given(value: object) -> bool:
-    """Whether an option was given, by its value; 0 is one."""
+    """Return True if an option was given, by its value; 0 is a value."""
     return value is not None and value is not False and value != []
 
 
 def refuse_beside(options: Sequence[str], what: str, hint: str) -> None:
-    """Raise UsageError if there are options that can't be given with another one."""
+    """Raise UsageError if there are any options."""
     if options:
         raise UsageError(f"{', '.join(options)} can't be given with {what}", hint=hint)
 
@@ -272,20 +272,20 @@ def parse_tokens(text: str) -> int:
 
 
 def parse_chunk(text: str) -> int | Literal["auto"] | None:
-    """Read how much runs at once: a number, "auto", or "none" for all."""
+    """Read a chunk size: a number, "auto", or "none" for all."""
     if text == "auto":
         return "auto"
     return None if text == "none" else parse_tokens(text)
 
 
 def parse_pixels(text: str) -> tuple[int, int] | None:
-    """Read width and height, as "1120x560"; None where the text is no such thing."""
+    """Read width and height, as "1120x560"; None for other texts."""
     match = _PIXELS.fullmatch(text.strip())
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def picture_size(text: str) -> tuple[int, int]:
-    """Width and height in pixels of a picture, which is named by its size or as a file."""
+    """Return width and height in pixels of a picture, by its size or file."""
     from duoka.base.images import read_image, refuse_size
 
     size = parse_pixels(text)
@@ -300,7 +300,7 @@ def picture_size(text: str) -> tuple[int, int]:
 
 
 def read_stdin(*, line: bool = False) -> str:
-    """Read the standard input, or one line of it."""
+    """Read the standard input, or a line."""
     try:
         return sys.stdin.readline() if line else sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -310,7 +310,7 @@ def read_stdin(*, line: bool = False) -> str:
 
 
 def refuse_damaged(text: str) -> None:
-    """Raise UsageError for text with bytes that are no characters, as a shell can pass them."""
+    """Refuse text with bytes outside of UTF-8, as from a shell."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

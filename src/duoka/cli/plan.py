@@ -1,4 +1,4 @@
-"""``duoka plan``: where every module goes, and what that costs."""
+"""``duoka plan``: the device of every module, and its costs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .training_options import TrainingOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOutput(NamesOption):
-    """What a person wants to have of the plan, besides seeing it."""
+    """The outputs besides the printed plan."""
 
     save: Path | None = option("FILE", "Keep the plan in a file.")
     save_device_map: Path | None = option(
@@ -55,7 +55,7 @@ class PlanOutput(NamesOption):
     json: bool = flag("--json", "Print the plan as JSON.")
 
     def check(self, options: PlanOptions) -> None:
-        """Refuse files that can't be written and what doesn't go together, before the work."""
+        """Refuse unwritable files and contradicting options, before the work."""
         if self.convention != "model" and self.save_device_map is None and self.export is None:
             raise UsageError(
                 "--names is for --save-device-map and --export, and neither is given",
@@ -85,7 +85,7 @@ class PlanOutput(NamesOption):
                 "keep the plans with --save FILE, and ask each of them",
             )
 
-    def give_replicas(self, copies: Replicas) -> None:
+    def write_replicas(self, copies: Replicas) -> None:
         """Write and show the plans of several copies."""
         if self.save is not None:
             files = replicas.files(self.save, len(copies.plans))
@@ -97,14 +97,14 @@ class PlanOutput(NamesOption):
             replicas.show_copies(copies)
 
     def refuse(self, error: PlacementError) -> None:
-        """Say what is wrong with a device map, and keep the completed one."""
+        """Report the faults of a device map, and keep the completed map."""
         if self.json:
             typer.echo(_json(asdict(error.faults)))
         if self.save_device_map is not None and error.completed is not None:
             planning.save_device_map(error.completed, self.save_device_map)
             error.hint = f"look it over, then: --device-map {self.save_device_map}"
 
-    def give(self, plan: duoka.Plan) -> None:
+    def write(self, plan: duoka.Plan) -> None:
         """Write and show a plan."""
         if self.save_device_map is not None:
             device_map = map_of(plan, self.convention)
@@ -152,10 +152,10 @@ def plan(
             if output.export and options.plan_file is None and not planning.given_map(options):
                 again = partial(_plan_again, model, options, how_to_train)
                 new_plan = plan_for_tool(new_plan, output.export, again)
-            output.give(new_plan)
+            output.write(new_plan)
         else:
             number = replicas.read_number(options.replicas)
-            output.give_replicas(planning.make_replicas(model, options, how_to_train, number))
+            output.write_replicas(planning.make_replicas(model, options, how_to_train, number))
     except PlacementError as error:
         output.refuse(error)
         raise
@@ -168,14 +168,14 @@ def plan(
 def _plan_again(
     model: ModelOptions, options: PlanOptions, training: Training | None, pins: Pins
 ) -> duoka.Plan:
-    """Plan with more pins, without telling again what is done."""
-    said = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
+    """Plan with more pins, silently."""
+    all_pins = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
     with redirect_stderr(StringIO()):
-        return planning.make_plan(model, replace(options, pin=said), training)
+        return planning.make_plan(model, replace(options, pin=all_pins), training)
 
 
 def _save_page(plan: duoka.Plan, file: Path) -> None:
-    """Keep a plan as a page, with why it is so where the cache has the model's profile."""
+    """Keep a plan as a page, with its explanation if the profile is cached."""
     from duoka.report.html import render_page
 
     explanation = None

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import duoka
-from duoka.api.plan import find_or_trace
+from duoka.api.plan import plan_copies, plan_request
 from duoka.base.progress import heard_by, say, say_import
 from duoka.base.text import choose
 from duoka.base.units import parse_memory
@@ -31,10 +30,9 @@ from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.from_device_map import OBJECTIVE as GIVEN
-from duoka.planner.limits import given_back, on_fleet
-from duoka.planner.replicas import Replicas, replicas_for
+from duoka.planner.limits import given_back
+from duoka.planner.replicas import Replicas
 from duoka.planner.request import Largest, PlanRequest
-from duoka.planner.resolve import answer_checkpoint
 from duoka.planner.search import OBJECTIVES
 
 from .options import (
@@ -49,6 +47,7 @@ from .options import (
 from .terminal import progress_bars, stderr, working, write_file
 
 if TYPE_CHECKING:
+    from duoka.api.load import OpenedModel
     from duoka.engine import Engine
     from duoka.report.measured import Measured
     from duoka.runtime.prompt_reader import PromptReader
@@ -68,35 +67,66 @@ def make_plan(
     *,
     to_run: bool = False,
 ) -> duoka.Plan:
-    """Take the saved plan, or make one; `to_run` says that the model will be asked something."""
+    """Take the saved plan, or make a new plan; with `to_run` for a model to run."""
+    return _find_plan(model, options, training, to_run=to_run)[0]
+
+
+def plan_to_run(
+    model: ModelOptions, options: PlanOptions
+) -> tuple[duoka.Plan, OpenedModel, PromptReader]:
+    """Take or make a plan for the present GPUs, and open its model."""
+    return open_model(*_find_plan(model, options, to_run=True))
+
+
+def open_model(
+    plan: duoka.Plan, checkpoint: duoka.Checkpoint | None
+) -> tuple[duoka.Plan, OpenedModel, PromptReader]:
+    """Open the model of a plan for the present GPUs, before weights are read."""
+    assert checkpoint is not None, "a model that is run was opened for its plan"
+    plan = plan.on_this_machine()  # a GPU that is gone is told at once, before torch is imported
+    with working():
+        say_import("torch")
+        from duoka.api.load import OpenedModel
+
+        opened = OpenedModel(checkpoint, plan.workload)
+        return plan, opened, opened.reader
+
+
+def _find_plan(
+    model: ModelOptions,
+    options: PlanOptions,
+    training: Training | None = None,
+    *,
+    to_run: bool = False,
+) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
+    """Take or make a plan; return its checkpoint too, if opened."""
     if model.model is None and model.revision is not None:
         raise UsageError(
             "--revision is for a model on the Hub, and no model was given",
             hint="name the model; a plan keeps its own revision",
         )
-    if options.plan_file is not None:
-        refuse_beside_plan(options, training)
-        plan = duoka.Plan.load(options.plan_file)
-        if model.model is None and not options.replan and not model.trust_remote_code:
-            if to_run:
-                refuse_unreadable(duoka.Checkpoint.open(plan.source))
-            return plan  # to look at it, neither the checkpoint nor the GPUs need be here
-        checkpoint = open_checkpoint(replace(model, model=model.model or plan.source), to_run)
-        if to_run:
-            refuse_unreadable(checkpoint)
+    if options.plan_file is None:
         if options.replan:
-            plan = _plan_again(plan, checkpoint)
-            save_plan(plan, options.plan_file)
-            return plan
-        plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
-        return replace(plan, source=checkpoint.source)
-    if options.replan:
-        raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
-    device_map = read_device_map(options)
-    checkpoint, request = read_request(model, options, training, to_run=to_run)
-    if to_run:
+            raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
+        device_map = read_device_map(options)
+        checkpoint, request, fleet = read_request(model, options, training, to_run=to_run)
+        with working():
+            return plan_request(checkpoint, request, fleet, device_map), checkpoint
+    refuse_beside_plan(options, training)
+    plan = duoka.Plan.load(options.plan_file)
+    if model.model is None and not options.replan and not model.trust_remote_code:
+        if not to_run:
+            return plan, None  # to look at it, neither need the checkpoint nor the GPUs be here
+        checkpoint = duoka.Checkpoint.open(plan.source)
         refuse_unreadable(checkpoint)
-    return _plan(checkpoint, request, request.gpus, device_map)
+        return plan, checkpoint
+    checkpoint = open_checkpoint(replace(model, model=model.model or plan.source), to_run)
+    if options.replan:
+        plan = _plan_again(plan, checkpoint)
+        save_plan(plan, options.plan_file)
+        return plan, checkpoint
+    plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
+    return replace(plan, source=checkpoint.source), checkpoint
 
 
 def make_plan_for_requests(
@@ -105,10 +135,10 @@ def make_plan_for_requests(
     *,
     requests: int,
     batch: int,
-) -> tuple[duoka.Plan, str]:
-    """The saved plan, or one with pages for so many requests; or why it is for such a batch."""
+) -> tuple[duoka.Plan, duoka.Checkpoint | None, str]:
+    """Take or make a plan with pages for so many requests, or give the reason for a batch."""
     if options.plan_file is not None:
-        return make_plan(model, options, to_run=True), ""
+        return *_find_plan(model, options, to_run=True), ""
     why_not = ""
     if options.offload:
         why_not = "weights are offloaded for a batch"
@@ -118,12 +148,12 @@ def make_plan_for_requests(
         number = options.sequences or options.batch or requests
         served = replace(options, serve=True, sequences=number, batch=None)
         try:
-            return make_plan(model, served, to_run=True), ""
+            return *_find_plan(model, served, to_run=True), ""
         except ModelError as error:
             why_not = str(error)
     number = options.sequences or options.batch or batch
     options = replace(options, serve=False, sequences=None, batch=number)
-    return make_plan(model, options, to_run=True), why_not
+    return *_find_plan(model, options, to_run=True), why_not
 
 
 def make_replicas(
@@ -135,35 +165,24 @@ def make_replicas(
     """Make the plans of several copies of a model."""
     if options.plan_file is not None:
         refuse_beside_plan(options, training)
-    checkpoint, request = read_request(model, options, training)
+    checkpoint, request, fleet = read_request(model, options, training)
     with working():
-        problem = on_fleet(request, request.gpus)
-        return replicas_for(checkpoint, problem, number, partial(find_or_trace, checkpoint))
-
-
-def _plan(
-    checkpoint: duoka.Checkpoint,
-    request: PlanRequest,
-    fleet: duoka.Fleet | str,
-    device_map: DeviceMap | None,
-) -> duoka.Plan:
-    with working():
-        problem = on_fleet(request, fleet, device_map)
-        return answer_checkpoint(checkpoint, problem, partial(find_or_trace, checkpoint))
+        return plan_copies(checkpoint, request, fleet, number)
 
 
 def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
-    """Ask again what was asked for a plan, of the GPUs as they are now; no others than those."""
+    """Plan the request of a plan again, on its own GPUs as they are now."""
     device_map = DeviceMap.of(plan.device_map) if plan.objective == GIVEN else None
     fleet: duoka.Fleet | str = plan.request.gpus
     if not fleet:
         uuids = [device.uuid for device in plan.fleet.devices if device.uuid]
         fleet = duoka.Fleet.detect(",".join(uuids)) if uuids else given_back(plan)
-    return _plan(checkpoint, plan.request, fleet, device_map)
+    with working():
+        return plan_request(checkpoint, plan.request, fleet, device_map)
 
 
 def refuse_beside_plan(options: PlanOptions, training: Training | None = None) -> None:
-    """Raise UsageError if anything was said to plan for: a saved plan has decided it all."""
+    """Refuse demands beside a saved plan, with everything decided."""
     names = [item.name for item in fields(options) if item.name not in ("plan_file", "replan")]
     beside = given_options(options, *names) + (["--train"] if training is not None else [])
     again = "--replan asks again what the plan was made for; to ask for something else, "
@@ -172,7 +191,7 @@ def refuse_beside_plan(options: PlanOptions, training: Training | None = None) -
 
 
 def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkpoint:
-    """The checkpoint that a person means; what of its code may run is shown before it does."""
+    """Open the checkpoint of the options; show its own code before any runs."""
     if not options.model:
         raise UsageError(
             "no model was given", hint="name the directory of a checkpoint, or a --plan"
@@ -200,6 +219,8 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
         console.print(heading, markup=False, soft_wrap=True)
         for name, sha256 in checkpoint.remote_code:
             console.print(f"  {name}  sha256 {sha256}", markup=False, soft_wrap=True)
+    if to_run:
+        refuse_unreadable(checkpoint)
     return checkpoint
 
 
@@ -212,11 +233,12 @@ def read_request(
     training: Training | None = None,
     *,
     to_run: bool = False,
-) -> tuple[duoka.Checkpoint, PlanRequest]:
-    """The model that a person means, and what is asked of it."""
-    # What is wrong in itself is told before a model is read, which may be a download.
+) -> tuple[duoka.Checkpoint, PlanRequest, duoka.Fleet | str]:
+    """Read the model, the request and its fleet; this machine's GPUs are detected later."""
+    # In the order of their costs: options that are wrong in themselves, declared GPUs, the model
+    # (which may be a download), its limit. GPUs of this machine are detected where it is planned.
     request = PlanRequest(
-        workload=read_workload(None, options, training),
+        workload=read_workload(options, training),
         objective=choose("the objective", options.objective or "auto", OBJECTIVES),
         use_all=options.use_all,
         gpus=ALL_GPUS if options.gpus is None else options.gpus,
@@ -225,21 +247,20 @@ def read_request(
         trust_remote_code=model.trust_remote_code,
         most_new_tokens=options.most_new_tokens,
     )
-    look_at_cards(request.gpus)
+    fleet = read_fleet(request.gpus)
     say_quantization(options.quantize, request.workload)
     checkpoint = open_checkpoint(model, to_run)
-    workload = read_workload(checkpoint.max_context_tokens, options, training)
-    return checkpoint, replace(request, workload=workload)
+    workload = shorten_default(request.workload, checkpoint.max_context_tokens, options, training)
+    return checkpoint, replace(request, workload=workload), fleet
 
 
-def look_at_cards(gpus: str) -> None:
-    """Refuse what can't be GPUs before a model is read; those of this machine are found later."""
-    if devices_in(gpus) is not None:
-        duoka.Fleet.parse(gpus)
+def read_fleet(gpus: str) -> duoka.Fleet | str:
+    """Read declared GPUs; leave the text of this machine's own for `Fleet.parse` to detect."""
+    return gpus if devices_in(gpus) is None else duoka.Fleet.parse(gpus)
 
 
 def say_quantization(word: str | None, workload: duoka.Workload) -> None:
-    """Say which of duoka's forms a word of bitsandbytes became."""
+    """Report duoka's scheme for a word of bitsandbytes."""
     if word is not None and word != workload.quantize:
         stderr().print(f"--quantize {word}: weights in {workload.quantize}", markup=False)
 
@@ -264,7 +285,7 @@ def _largest(options: PlanOptions) -> Largest | None:
 
 
 def read_constraints(options: PlanOptions) -> Constraints:
-    """What is demanded of the placement."""
+    """Read the constraints of the placement."""
     return Constraints(
         strategy=_strategy(options),
         pins=tuple(_pairs("--pin", options.pin or (), "lm_head=cuda:1")),
@@ -288,12 +309,12 @@ def _strategy(options: PlanOptions) -> Strategy:
 
 
 def given_map(options: PlanOptions) -> list[str]:
-    """The option that gives a map, where it gives one and no strategy's word."""
+    """Return the option of a device map, unless its value is a strategy."""
     return given_options(options, "device_map") if strategy_of(options.device_map) is None else []
 
 
 def read_device_map(options: PlanOptions) -> DeviceMap | None:
-    """The map that a person wrote; None without one, and for a word that is a strategy's."""
+    """Read the device map; None without a map, and for a strategy."""
     return DeviceMap.load(options.device_map) if options.device_map and given_map(options) else None
 
 
@@ -308,16 +329,22 @@ def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[st
         yield name.strip(), value.strip()
 
 
-def read_workload(
-    limit: int | None, options: PlanOptions, training: Training | None = None
+def shorten_default(
+    workload: duoka.Workload,
+    limit: int | None,
+    options: PlanOptions,
+    training: Training | None = None,
 ) -> duoka.Workload:
-    """What a model of that longest context will be asked to do, as far as a person said it."""
-    context, new = _tokens(limit, options, training)
-    if new >= context:
-        raise UsageError(
-            f"{new} new tokens leave no room for a prompt in a context of {context}",
-            hint="--context counts the prompt and the answer together",
-        )
+    """Shorten a default context to the model's limit."""
+    if limit is None or options.context is not None:
+        return workload
+    context, new = _tokens(options, training, limit)
+    return replace(workload, prompt_tokens=context - new, new_tokens=new)
+
+
+def read_workload(options: PlanOptions, training: Training | None = None) -> duoka.Workload:
+    """Read the workload of the options."""
+    context, new = _tokens(options, training)
     refuse_unserved(options, training)
     workload = duoka.Workload(
         batch=_batch(options),
@@ -360,14 +387,14 @@ def _cache(options: PlanOptions) -> Cache:
 
 
 def _batch(options: PlanOptions) -> int:
-    """Sequences that run together, or requests that are answered at once."""
+    """Return the sequences of a batch, or the requests running at once."""
     if options.serve:
         return _SEQUENCES if options.sequences is None else options.sequences
     return 1 if options.batch is None else options.batch
 
 
 def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
-    """Refuse what doesn't go with requests that come and go, and what is for them alone."""
+    """Refuse options against --serve, and options for --serve alone."""
     if not options.serve:
         refuse_beside(
             given_options(options, "sequences"), "a plan for one batch", "say --serve as well"
@@ -381,9 +408,11 @@ def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
     )
 
 
-def _tokens(limit: int | None, options: PlanOptions, training: Training | None) -> tuple[int, int]:
-    """Tokens of a sequence in all, and how many of them are new."""
-    context = _CONTEXT_TOKENS if limit is None else min(_CONTEXT_TOKENS, limit)
+def _tokens(
+    options: PlanOptions, training: Training | None, limit: int = _CONTEXT_TOKENS
+) -> tuple[int, int]:
+    """Return the tokens of a sequence in all, and the new tokens."""
+    context = min(_CONTEXT_TOKENS, limit)
     if options.context is not None:
         context = parse_tokens(options.context)
     new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
@@ -398,6 +427,11 @@ def _tokens(limit: int | None, options: PlanOptions, training: Training | None) 
         new = options.most_new_tokens
     if options.max_context:
         context = max(context, new + 1)  # which is looked for
+    if new >= context:
+        raise UsageError(
+            f"{new} new tokens leave no room for a prompt in a context of {context}",
+            hint="--context counts the prompt and the answer together",
+        )
     return context, new
 
 
@@ -405,28 +439,18 @@ def _tokens(limit: int | None, options: PlanOptions, training: Training | None) 
 
 
 def save_plan(plan: duoka.Plan, file: Path) -> None:
-    """Keep a plan in a file, and say so."""
+    """Save a plan, and say so."""
     write_file(file, plan.lasting().to_json() + "\n")
 
 
 def save_device_map(device_map: Mapping[str, int | str], file: Path) -> None:
-    """Keep a device map in a file, and say so."""
+    """Save a device map, and say so."""
     text = json.dumps(dict(device_map), indent=1, ensure_ascii=False)
     write_file(file, text + "\n")
 
 
-def open_prompts(plan: duoka.Plan, model: ModelOptions) -> PromptReader:
-    """What reads prompts for the model of a plan, before its weights are read."""
-    checkpoint = duoka.Checkpoint.open(plan.source, trust_remote_code=model.trust_remote_code)
-    with working():
-        say_import("torch")
-        from duoka.runtime.prompt_reader import PromptReader
-
-        return PromptReader.open(checkpoint, plan.workload)
-
-
 def usable_system(reader: PromptReader, system: str | None) -> str | None:
-    """The system's message if the model can be told it; what can't be done is said."""
+    """Return the system's message if the model supports any; report if not."""
     from duoka.models.text.prompts import has_template, why_untold
 
     console = stderr()
@@ -441,40 +465,25 @@ def usable_system(reader: PromptReader, system: str | None) -> str | None:
 
 
 def load_engine(
-    plan: duoka.Plan, model: ModelOptions, options: PlanOptions, adapter: str | None = None
+    plan: duoka.Plan, opened: OpenedModel, options: PlanOptions, adapter: str | None = None
 ) -> Engine:
-    """Prove and load a plan in one process, with a progress bar."""
-    with _loading(plan) as progress:
+    """Prove and load a plan in this process, with progress bars."""
+    report = partial(stderr().print, markup=False, soft_wrap=True)
+    with heard_by(report), progress_bars() as bar:
+        say(f"{plan.model} on {', '.join(plan.devices)}")
         return duoka.Engine(
             plan,
             processes=False,
             max_new_tokens=options.most_new_tokens,
-            trust_remote_code=model.trust_remote_code,
             adapter=adapter,
-            **progress,
+            opened=opened,
+            progress=bar("loading"),
+            download_progress=bar("downloading"),
         )
 
 
-@contextmanager
-def _loading(plan: duoka.Plan) -> Iterator[dict[str, Any]]:
-    """Say what is loaded, and what comes of it; the progress bars, as options of `load`."""
-    console = stderr()
-
-    def tell(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
-
-    with heard_by(tell), progress_bars() as bar:
-        say(f"{plan.model} on {', '.join(plan.devices)}")
-        yield {"progress": bar("loading"), "download_progress": bar("downloading")}
-
-
 def tell_measured(plan: duoka.Plan, measured: Measured) -> None:
-    """Say what loading and answering took, beside the forecast."""
+    """Report the measurements of loading and answering, beside the forecast."""
     from duoka.report.terminal import render_measured
 
     stderr().print(render_measured(plan, measured))
-
-
-def generation_config(plan: duoka.Plan) -> Mapping[str, Any] | None:
-    """What a plan's checkpoint recommends for answering."""
-    return duoka.Checkpoint.open(plan.source).generation_config

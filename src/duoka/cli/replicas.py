@@ -1,4 +1,4 @@
-"""``duoka plan --replicas``: a plan for each copy of a model, shown and kept one by one."""
+"""``duoka plan --replicas``: a plan for each copy of a model, shown and saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .terminal import stdout
 
 
 def read_number(text: str) -> int | Literal["auto"]:
-    """Read how many copies are wanted."""
+    """Read the number of copies."""
     if text == "auto":
         return "auto"
     if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text)):
@@ -27,7 +27,7 @@ def read_number(text: str) -> int | Literal["auto"]:
 
 
 def files(save: Path, number: int) -> list[Path]:
-    """Where the plans of so many copies go: chatglm3-1.plan, chatglm3-2.plan, and so on."""
+    """Return the files of plans of copies: chatglm3-1.plan, chatglm3-2.plan, and so on."""
     width = len(str(number))
     return [
         save.with_name(f"{save.stem}-{index + 1:0{width}d}{save.suffix}") for index in range(number)
@@ -35,14 +35,14 @@ def files(save: Path, number: int) -> list[Path]:
 
 
 def show_copies(copies: Replicas) -> None:
-    """Print what there is, then each plan."""
+    """Print a summary, then each plan."""
     from duoka.report.terminal import render_plan
 
     stdout().print("\n".join(_summary(copies)), markup=False)
-    alike: dict[object, list[int]] = {}
+    equal_copies: dict[object, list[int]] = {}
     for index, plan in enumerate(copies.plans):
-        alike.setdefault(_nameless(plan), []).append(index)
-    for first, *like_it in alike.values():
+        equal_copies.setdefault(_nameless(plan), []).append(index)
+    for first, *like_it in equal_copies.values():
         plan = copies.plans[first]
         title = f"copy {first + 1} of {len(copies.plans)}"
         if like_it:
@@ -55,7 +55,7 @@ def show_copies(copies: Replicas) -> None:
 
 
 def _nameless(plan: duoka.Plan) -> object:
-    """What a plan says but for which of equal GPUs it is on."""
+    """Return the content of a plan without the names of its GPUs."""
     place = {name: index for index, name in enumerate(plan.devices)}
     return (
         tuple((module, place[at]) for module, at in plan.placement.entries),

@@ -13,14 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import duoka
-from duoka.api.plan import find_or_trace
+from duoka.api.plan import plan_copies, plan_request
 from duoka.base.files import why
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import UsageError
-from duoka.planner.limits import on_fleet
-from duoka.planner.replicas import replicas_for
-from duoka.planner.resolve import answer_checkpoint
 
 from . import planning, replicas
 from .groups import all_but, flag, option, with_groups
@@ -189,16 +186,14 @@ def _serve_on_ray(
     bounds = read_bounds(options.replicas)
     if model.model is not None and Path(model.model).is_dir():  # the nodes work elsewhere
         model = replace(model, model=str(Path(model.model).absolute()))
-    checkpoint, request = planning.read_request(model, _for_requests(options), to_run=True)
+    checkpoint, request, _ = planning.read_request(model, _for_requests(options), to_run=True)
     connect()
 
     def plan_for(fleet: duoka.Fleet, are_alike: bool) -> duoka.Plan:
-        find = partial(find_or_trace, checkpoint)
         with working():
-            problem = on_fleet(request, fleet)
             if are_alike and not request.use_all:  # as few as a replica needs
-                return replicas_for(checkpoint, problem, 1, find, suggest=False).plans[0]
-            return answer_checkpoint(checkpoint, problem, find, suggest=False)
+                return plan_copies(checkpoint, request, fleet, 1, suggest=False).plans[0]
+            return plan_request(checkpoint, request, fleet, suggest=False)
 
     cluster, left_out = plan_nodes(options.gpus, checkpoint.source, plan_for)
     low, high = choose_bounds(bounds, cluster.room)
@@ -290,7 +285,7 @@ def _plans(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
         number = replicas.read_number(options.replicas)
         copies = planning.make_replicas(model, _for_requests(options), None, number)
         return [plan.on_this_machine() for plan in copies.plans]
-    plan, why_not = planning.make_plan_for_requests(
+    plan, _, why_not = planning.make_plan_for_requests(
         model, options, requests=_SEQUENCES, batch=_BATCH
     )
     if why_not:

@@ -25,7 +25,7 @@ class Terminated(BaseException):
 
 
 class _Handler:
-    """The handler that Python calls for a signal."""
+    """Python's handler for a signal."""
 
     def __init__(self) -> None:
         self.stopped_by: int | None = None
@@ -51,7 +51,7 @@ class _Handler:
 
 
 def _would_be_lost(frame: FrameType | None) -> bool:
-    """Return True where what a handler raises wouldn't reach the program, or would break it.
+    """Return True if an exception of a handler would get lost, or break the program.
 
     Python drops what a destructor raises and leaves its work half done; asyncio does the same to
     what a callback raises; and the C++ code of torch ends the process if its import fails.
@@ -77,7 +77,7 @@ def _send_later(signum: int) -> None:
 
 
 def install() -> None:
-    """Take over the signals that end the program, but for those that its parent had ignored."""
+    """Handle the signals for ending the program, except signals ignored by its parent."""
     handler = _Handler()
     for signum in _SIGNALS:
         if signal.getsignal(signum) in (signal.default_int_handler, signal.SIG_DFL):
@@ -85,8 +85,8 @@ def install() -> None:
     sys.unraisablehook = handler.hear
 
 
-def taken() -> None:
-    """Let the next signal be raised: the program goes on after this one."""
+def forget() -> None:
+    """Forget the current signal: the program goes on."""
     handler = _installed()
     if handler is not None:
         handler.stopped_by = None
@@ -101,7 +101,7 @@ def ignore() -> None:
 
 
 def stopped_by() -> int | None:
-    """The signal that is ending the program; None if none is."""
+    """Return the signal behind the end of the program, if any."""
     handler = _installed()
     return handler.stopped_by if handler is not None else None
 

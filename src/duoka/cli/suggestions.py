@@ -1,4 +1,4 @@
-"""What would fit instead: for people, each way with a command to paste, and as JSON."""
+"""Suggestions as text, with commands to paste, and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDEST = 100
 
 
 def as_json(error: InfeasibleError) -> str:
-    """What doesn't fit, and what would, with its numbers."""
+    """Write the shortfall and the suggestions as JSON."""
     content = {
         "error": str(error),
         "shortfall_bytes": error.shortfall_bytes,
@@ -30,7 +30,7 @@ def as_json(error: InfeasibleError) -> str:
 def format_suggestions(
     ways_out: Sequence[WayOut], arguments: Sequence[str], known: Collection[str], columns: int
 ) -> str | None:
-    """The ways out as lines of text; None where the command line has none."""
+    """Format suggestions as lines of text; None without any for the command."""
     ways = [way for way in ways_out if {*_names(way.options), *way.without} <= {*known}]
     if not ways:
         return None
@@ -43,16 +43,16 @@ def format_suggestions(
 
 
 def command_line(arguments: Sequence[str], way: WayOut) -> str:
-    """The command that was given, with what a way changes of it."""
+    """Return the given command with the changes of a suggestion."""
     names = [*_names(way.options), *way.without]
     if "--plan" in arguments or any(word.startswith("--plan=") for word in arguments):
         # A saved plan has decided the rest: it takes a new one, made with these.
         return " ".join(["duoka plan …", shlex.join(way.options)])
-    return shlex.join(["duoka", *_dropped(arguments, names), *way.options])
+    return shlex.join(["duoka", *_drop_options(arguments, names), *way.options])
 
 
-def _dropped(arguments: Sequence[str], names: Collection[str]) -> Iterator[str]:
-    """The arguments without some options and their values."""
+def _drop_options(arguments: Sequence[str], names: Collection[str]) -> Iterator[str]:
+    """Yield the arguments without some options and their values."""
     skip = False
     for argument in arguments:
         name, sign, _ = argument.partition("=")
@@ -81,7 +81,7 @@ def _wrapped(text: str, columns: int) -> list[str]:
 
 
 def options_of(program: Any, arguments: Sequence[str]) -> set[str]:
-    """The options of the command that was called; none where it isn't one of the program's."""
+    """Return the options of the called command; none for unknown commands."""
     commands: dict[str, Any] = getattr(program, "commands", {})
     for argument in arguments:
         if argument in commands:

@@ -1,4 +1,4 @@
-"""What is printed and written: answers on the standard output, all else on the standard error.
+"""Output: answers on the standard output, all else on the standard error.
 
 rich leaves colours out where the output is no terminal, and where NO_COLOR is set. What a model
 or a checkpoint says never reaches a terminal as a command to it.
@@ -37,7 +37,7 @@ _HINT = "name a file in a directory that is there and that you may write to"
 
 
 def answer(text: str) -> None:
-    """Write a piece of an answer at once: as it is into a file or pipe, harmless to a terminal."""
+    """Write a part of an answer at once: unchanged to a file or pipe, harmless to a terminal."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
@@ -60,17 +60,17 @@ class _Console(Console):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """Leave it to `main`; rich would end the process."""
+        """Leave a broken pipe to `main`; rich would end the process."""
         raise BrokenPipeError
 
 
 def stdout() -> Console:
-    """For the answer."""
+    """Return the console for answers."""
     return _Console(highlight=False)
 
 
 def stderr() -> Console:
-    """For everything else."""
+    """Return the console for everything else."""
     return _Console(stderr=True, highlight=False)
 
 
@@ -91,18 +91,18 @@ def new_table(*columns: str, num_text_columns: int = 1, caption: str = "") -> Ta
 
 @contextmanager
 def working(what: str = "") -> Iterator[None]:
-    """Show what is being done and what is said of it: in place on a terminal, else line by line."""
+    """Show the current work: in place on a terminal, else line by line."""
     console = stderr()
     if console.is_terminal:
         with console.status(Text(what)) as status, heard_by(lambda text: status.update(Text(text))):
             yield
         return
 
-    said: set[str] = set()
+    printed: set[str] = set()
 
     def show(text: str) -> None:
-        if text not in said:
-            said.add(text)
+        if text not in printed:
+            printed.add(text)
             console.print(text, markup=False, soft_wrap=True)
 
     if what:
@@ -142,7 +142,7 @@ def progress_bars() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
 
 
 def check_file(file: Path | None, what: str) -> None:
-    """Refuse a file that can't be written, before minutes are spent on what goes into it."""
+    """Refuse an unwritable file, before minutes are spent on its content."""
     if file is None:
         return
     why = _obstacle(file)

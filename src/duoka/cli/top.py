@@ -83,5 +83,5 @@ def _watch(
             time.sleep(interval)
             snapshot = monitor.look()
     except KeyboardInterrupt:
-        signals.taken()
+        signals.forget()
     return snapshot

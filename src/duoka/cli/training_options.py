@@ -1,4 +1,4 @@
-"""The options that say how a model is trained, and how they are read."""
+"""The options of training, and their reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _train_flag = partial(flag, panel=_PANEL)
 
 
 def with_method(arguments: Sequence[str]) -> list[str]:
-    """A command line in which `duoka check --train` says what it means alone: every parameter."""
+    """Complete a bare `duoka check --train` to `--train full`."""
     words = list(arguments)
     if next((word for word in words if not word.startswith("-")), "") == "check":
         for at in reversed(range(len(words))):
@@ -34,7 +34,7 @@ def with_method(arguments: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """How to train, in a person's words; None where nothing was said."""
+    """The training, as written; None if not given."""
 
     train: str | None = _train(
         "METHOD",
@@ -88,7 +88,7 @@ class TrainingOptions:
     )
 
     def read(self) -> Training | None:
-        """How to train, as far as a person said it; None where a model is to answer."""
+        """Return the training of the options; None for answering."""
         names = [item.name for item in fields(self) if item.name != "train"]
         options = given_options(self, *names)
         if self.train is None and options:

@@ -51,7 +51,7 @@ _BESIDE = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """What a person says of a run; None where nothing was said."""
+    """Options of a run, as written; None if not given."""
 
     data: list[str] | None = argument(
         "DATA",
@@ -175,7 +175,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
         )
     _refuse_together(options)
     gpus = options.gpus or planning.ALL_GPUS
-    planning.look_at_cards(gpus)
+    planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model, to_run=True)
     with heard_by(_say):
         from duoka.tuner.settings import TuneSettings
@@ -195,7 +195,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
 
 
 def _refuse_together(options: TuneOptions) -> None:
-    """Refuse options of which one would be passed over without a word."""
+    """Refuse options of which one would be ignored."""
     if options.plan is not None:
         placed = given_options(options, "gpus", "replicas")
         refuse_beside(placed, "--plan, which has its GPUs", "leave either out")
@@ -213,7 +213,7 @@ def _refuse_together(options: TuneOptions) -> None:
 
 
 def _values(options: TuneOptions) -> dict[str, Any]:
-    """What is said of the settings, which have the options' names."""
+    """Return the settings among the options."""
     names = [item.name for item in fields(options) if item.name not in _BESIDE]
     said = {name: value for name in names if (value := getattr(options, name)) is not None}
     readers: dict[str, Callable[[Any], Any]] = {
@@ -266,7 +266,7 @@ def _resume(options: TuneOptions) -> TuneResult:
 
 
 def _with_config(options: TuneOptions) -> TuneOptions:
-    """The options, with those of the file that the command line doesn't say."""
+    """Return the options, completed by those of the configuration file."""
     if options.config is None:
         return options
     try:

@@ -36,9 +36,9 @@ _MOST_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class BatchPrompt:
-    """A prompt of a file: its number from 0 on, what it is called, and what is asked.
+    """A prompt of a file: number from 0, name, and content.
 
-    `params` are its own sampling parameters, in the file's form.
+    `params` are its own sampling parameters, in the form of the file.
     """
 
     number: int
@@ -48,13 +48,13 @@ class BatchPrompt:
 
     @property
     def digest(self) -> str:
-        """What tells it from another prompt with its number."""
+        """Hash that distinguishes prompts of equal number."""
         said = [(m.role, m.content) for m in self.messages]
         content = [self.name, said, *([self.params] if self.params else [])]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
     def sampling(self, params: SamplingParams) -> SamplingParams:
-        """Its parameters, and where it has none of its own those of the run."""
+        """Return its own sampling parameters, completed by those of the run."""
         values = {**self.params}
         if "stop" in values:
             values["stop"] = tuple(values["stop"])
@@ -245,5 +245,5 @@ class AnswerFile:
 
 
 def unanswered(prompts: Sequence[BatchPrompt], answers: AnswerFile) -> Iterator[BatchPrompt]:
-    """The prompts that a run has to answer."""
+    """Return the prompts without an answer."""
     return (prompt for prompt in prompts if prompt.number not in answers.answered)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 
-from duoka.api.load import Progress
+from duoka.api.load import OpenedModel, Progress
 from duoka.base.text import choose
 from duoka.base.units import format_count
 from duoka.errors import DuokaError, UsageError
@@ -131,6 +131,8 @@ class Engine:
         nothing is computed any more then.
     trust_remote_code, adapter, progress, download_progress
         As for `load`; the processes of GPUs report no progress.
+    opened : OpenedModel, optional
+        The model of the plan, where it is open already.
 
     Raises
     ------
@@ -151,13 +153,14 @@ class Engine:
         adapter: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
         download_progress: Progress | None = None,
+        opened: OpenedModel | None = None,
     ) -> None:
         warm_up = choose("warm_up", warm_up, ("every", "largest"))
         executor, self._num_embeddings, self._reader, self._rules = open_executor(
             plan,
+            opened or OpenedModel.open(plan, trust_remote_code=trust_remote_code),
             processes,
             warm_up=warm_up,
-            trust_remote_code=trust_remote_code,
             adapter=adapter,
             progress=progress,
             download_progress=download_progress,

@@ -1,15 +1,13 @@
-"""What computes the steps of a plan: one process, or one for each of its GPUs."""
+"""Open the executor of a plan: in this process, or in one process per GPU."""
 
 from __future__ import annotations
 
 import os
 
-from duoka.api.load import Progress, load_proved, prove_here, read_adapter_for
-from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.api.load import OpenedModel, Progress, load_proved, prove_here, read_adapter_for
 from duoka.checkpoint.quantized import method_of
 from duoka.errors import DuokaError, ModelError, UsageError
 from duoka.forecast.serving import PAGE_TOKENS, Capacity, WarmUp
-from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
@@ -24,10 +22,10 @@ from .staged_executor import StagedExecutor
 
 def open_executor(
     plan: Plan,
+    opened: OpenedModel,
     processes: bool | None,
     *,
     warm_up: WarmUp = "every",
-    trust_remote_code: bool = False,
     adapter: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     download_progress: Progress | None = None,
@@ -41,28 +39,24 @@ def open_executor(
         raise UsageError(
             "the plan is for training, and the engine generates", hint="plan without training"
         )
-    checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
     warm_up = warm_up if plan.workload.is_paged else "first"
     capacity = capacity_of(plan)
     routes = None
     if processes or (processes is None and len(plan.devices) > 1):
         try:
-            routes = _routes(plan, checkpoint)
+            routes = _routes(plan, opened)
         except DuokaError:
             if processes:
                 raise
     lora = None if adapter is None else read_adapter_for(plan, adapter)
-    plan, checkpoint = prove_here(
-        plan, trust_remote_code=trust_remote_code, download_progress=download_progress
-    )
-    model = build_model(checkpoint, plan.workload)
-    rules = GenerationRules.of(model, checkpoint.generation_config)  # before a weight is read
-    rows = num_embeddings(model)
-    reader = PromptReader.open(checkpoint, plan.workload)
+    plan = prove_here(plan, opened, download_progress)
+    # Before a weight is read.
+    rules = GenerationRules.of(opened.model, opened.checkpoint.generation_config)
+    rows, reader = num_embeddings(opened.model), opened.reader
     if routes is None:
         # Where there are pages tokens are drawn where logits are.
         stay = plan.workload.is_paged
-        model = load_proved(plan, checkpoint, progress=progress, lora=lora, outputs_stay=stay)
+        model = load_proved(plan, opened, progress=progress, lora=lora, outputs_stay=stay)
         inline = InlineExecutor(model, capacity, plan.workload, warm_up=warm_up, plan=plan)
         return inline, rows, reader, rules
     executor = StagedExecutor(
@@ -70,14 +64,14 @@ def open_executor(
         capacity,
         routes,
         warm_up=warm_up,
-        trust_remote_code=trust_remote_code,
-        adapter=None if lora is None else native_form(lora, checkpoint.config),
+        trust_remote_code=opened.checkpoint.trust_remote_code,
+        adapter=None if lora is None else native_form(lora, opened.checkpoint.config),
     )
     return executor, rows, reader, rules
 
 
 def capacity_of(plan: Plan) -> Capacity:
-    """What the memory of a plan for generating is there for."""
+    """Return the capacity that a plan for generating reserves memory for."""
     workload = plan.workload
     if workload.is_paged:
         return Capacity.of(workload)
@@ -93,8 +87,8 @@ def capacity_of(plan: Plan) -> Capacity:
     )
 
 
-def _routes(plan: Plan, checkpoint: Checkpoint) -> Routes:
-    """What crosses between a plan's stages; refused where each can't have its own process."""
+def _routes(plan: Plan, opened: OpenedModel) -> Routes:
+    """Return the tensors sent between a plan's stages; UsageError if stages cannot be processes."""
     if len(plan.devices) == 1:
         raise UsageError(
             "a process for each GPU is wanted, and the plan has one GPU",
@@ -115,12 +109,12 @@ def _routes(plan: Plan, checkpoint: Checkpoint) -> Routes:
             "weights that are in the host's memory are brought to GPUs by one process",
             hint="leave processes out, or plan without --offload",
         )
-    if method_of(checkpoint.config) is not None:
+    if method_of(opened.checkpoint.config) is not None:
         raise ModelError(
             "a checkpoint that was published quantized is read whole by one process",
             hint="leave processes out, or take the original with --quantize",
         )
-    model = build_model(checkpoint, plan.workload)
+    model = opened.model
     if not reads_pages(model):
         raise ModelError(
             f"{type(model).__name__} keeps more than keys and values, or calls attention itself",

@@ -1,7 +1,8 @@
-"""Command: the command line that asks for a plan.
+"""The command line that asks for a plan.
 
-What a person says is kept in a plan's request; here it becomes words again, so that the same can be
-asked once more, or something else in its place. It knows nothing of how the words are read.
+A plan keeps the request that it was made for; here the request becomes words again, so that a
+person can ask for the same once more, or for something else in its place. How the command line
+reads words is unknown here.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from duoka.forecast.workload import Training, Workload
 from .plan import Plan
 from .request import PlanRequest
 
-_DEFAULT = Workload()
-_TRAINING = Training()
+_USUAL = Workload()
+_USUAL_TRAINING = Training()
 Options = dict[str, tuple[str, ...]]
-"""The words of each thing that can be asked for, under the name of its option."""
+"""The words of each demand, under the name of its option."""
 
 
 def command(plan: Plan) -> str | None:
-    """What to write in a shell to ask again what was asked for a plan.
+    """Return the shell command that asks for a plan again.
 
-    None where no command asks for that: of a device map a plan keeps only what came of it, and a
-    model or fleet that was given as an object has no name.
+    None where no command does: of a device map a plan keeps only its outcome, and a model or fleet
+    that was given as an object has no name.
     """
     request = plan.request
     if not plan.source or not request.gpus or plan.objective == "given":
         return None
-    if request.workload.logits != _DEFAULT.logits or request.workload.pages is not None:
+    if request.workload.logits != _USUAL.logits or request.workload.pages is not None:
         return None
     words = ["duoka", "plan", plan.source]
     for option in options(request).values():
@@ -38,98 +39,69 @@ def command(plan: Plan) -> str | None:
 
 
 def options(request: PlanRequest) -> Options:
-    """What a request says on the command line, but for the model."""
+    """Return the options of a request, without the model; those with usual values are left out."""
     words: Options = {}
-    for option in _options(request):
-        # What can be said several times is one thing.
-        words[option[0]] = (*words.get(option[0], ()), *option)
-    return words
+    for name, value, usual in _knobs(request):
+        if isinstance(value, tuple):  # repeated
+            words[name] = tuple(word for item in value for word in (name, str(item)))
+        elif value != usual and value is not None:
+            words[name] = (name,) if value is True else (name, str(value))
+    # New tokens are part of the context: a change of one names both.
+    words["--context" if "--context" in words else "--max-context"] += words.pop("--new-tokens", ())
+    return {name: option for name, option in words.items() if option}
 
 
-def change(request: PlanRequest, other: PlanRequest) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What to add to the command for one request, and what to leave out, to ask for another."""
-    old, new = options(request), options(other)
-    added = tuple(word for name, words in new.items() if old.get(name) != words for word in words)
-    return added, tuple(name for name in old if name not in new)
-
-
-def _options(request: PlanRequest) -> Iterator[tuple[str, ...]]:
-    if request.gpus not in ("", "all"):
-        yield ("--gpus", request.gpus)
-    yield from _sizes(request)
-    yield from _training(request.workload.training)
-    constraints = request.constraints
-    yield from _unusual(("--objective", request.objective, "auto"))
-    yield from _flags(
-        ("--use-all", request.use_all), ("--trust-remote-code", request.trust_remote_code)
+def change(
+    request: PlanRequest, changed_request: PlanRequest
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the words to add to the command of a request, and the options to leave out."""
+    old, new = options(request), options(changed_request)
+    added_words = tuple(
+        word for name, words in new.items() if old.get(name) != words for word in words
     )
-    yield from _unusual(("--strategy", constraints.strategy, "auto"))
-    for name, device in constraints.pins:
-        yield ("--pin", f"{name}={device}")
-    for device, size in constraints.reserve:
-        yield ("--reserve", f"{device}={size}B")
-    yield from _flags(("--offload", constraints.offload))
+    return added_words, tuple(name for name in old if name not in new)
 
 
-def _sizes(request: PlanRequest) -> Iterator[tuple[str, ...]]:
-    workload = request.workload
-    new = ("--new-tokens", str(workload.new_tokens)) if workload.training is None else ()
-    if request.largest == "context":
-        yield ("--max-context", *new)
-    else:
-        yield ("--context", str(workload.context_tokens), *new)
-    if workload.is_paged:
-        yield ("--serve",)
-    if request.largest == "batch":
-        yield ("--max-batch",)
-    elif workload.is_paged:
-        yield ("--sequences", str(workload.batch))
-    else:
-        yield from _unusual(("--batch", workload.batch, _DEFAULT.batch))
-    yield from _unusual(
-        ("--dtype", workload.dtype, _DEFAULT.dtype),
-        ("--quantize", workload.quantize, _DEFAULT.quantize),
-    )
-    yield from _unusual(("--cache", workload.cache.removeprefix("paged-"), _cache(workload)))
-    if workload.training is None:
-        yield from _unusual(("--prefill-chunk", workload.prefill_chunk_tokens or "none", "auto"))
+def _knobs(request: PlanRequest) -> Iterator[tuple[str, object, object]]:
+    """Yield each option with its value and its usual value, in the order of the command."""
+    workload, training = request.workload, request.workload.training
+    constraints, is_paged = request.constraints, workload.is_paged
+    yield "--gpus", request.gpus or "all", "all"
+    yield "--max-context", request.largest == "context", False
+    yield "--context", None if request.largest == "context" else workload.context_tokens, None
+    yield "--new-tokens", workload.new_tokens if training is None else None, None
+    yield "--serve", is_paged, False
+    yield "--max-batch", request.largest == "batch", False
+    if request.largest != "batch":
+        batch = ("--sequences", None) if is_paged else ("--batch", _USUAL.batch)
+        yield batch[0], workload.batch, batch[1]
+    yield "--dtype", workload.dtype, _USUAL.dtype
+    yield "--quantize", workload.quantize, _USUAL.quantize
+    yield "--cache", "int8" if workload.has_int8_cache else None, None
+    if training is None:
+        yield "--prefill-chunk", workload.prefill_chunk_tokens or "none", "auto"
     if workload.images:
         height, width = workload.image_size
-        yield ("--images", str(workload.images))
-        yield ("--image-size", f"{width}x{height}")
-        yield from _unusual(("--vision-batch", workload.vision_batch or "none", "auto"))
+        yield "--images", workload.images, None
+        yield "--image-size", f"{width}x{height}", None
+        yield "--vision-batch", workload.vision_batch or "none", "auto"
+    if training is not None:
+        yield "--train", training.method, None
+        for name in ("optimizer", "lora_rank", "lora_alpha", "lora_dropout", "micro_batches"):
+            yield _option(name), getattr(training, name), getattr(_USUAL_TRAINING, name)
+        yield "--schedule", training.schedule, _USUAL_TRAINING.schedule
+        yield "--rows", training.rows, _USUAL_TRAINING.rows
+        yield "--lora-target", training.lora_targets, None
+        yield "--gradient-checkpointing", training.gradient_checkpointing, False
+        yield "--master-weights", training.master_weights, False
+    yield "--objective", request.objective, "auto"
+    yield "--use-all", request.use_all, False
+    yield "--trust-remote-code", request.trust_remote_code, False
+    yield "--strategy", constraints.strategy, "auto"
+    yield "--pin", tuple(f"{name}={device}" for name, device in constraints.pins), None
+    yield "--reserve", tuple(f"{at}={size}B" for at, size in constraints.reserve), None
+    yield "--offload", constraints.offload, False
 
 
-def _cache(workload: Workload) -> str:
-    """The kind of cache where none is named."""
-    return "paged" if workload.is_paged else _DEFAULT.cache
-
-
-def _training(training: Training | None) -> Iterator[tuple[str, ...]]:
-    if training is None:
-        return
-    yield ("--train", training.method)
-    yield from _unusual(
-        ("--optimizer", training.optimizer, _TRAINING.optimizer),
-        ("--lora-rank", training.lora_rank, _TRAINING.lora_rank),
-        ("--lora-alpha", training.lora_alpha, _TRAINING.lora_alpha),
-        ("--lora-dropout", training.lora_dropout, _TRAINING.lora_dropout),
-        ("--micro-batches", training.micro_batches, _TRAINING.micro_batches),
-        ("--schedule", training.schedule, _TRAINING.schedule),
-        ("--rows", training.rows, _TRAINING.rows),
-    )
-    for name in training.lora_targets:
-        yield ("--lora-target", name)
-    yield from _flags(
-        ("--gradient-checkpointing", training.gradient_checkpointing),
-        ("--master-weights", training.master_weights),
-    )
-
-
-def _unusual(*options: tuple[str, object, object]) -> Iterator[tuple[str, ...]]:
-    """The options whose value is another one than where nothing is said."""
-    return ((name, str(value)) for name, value, usual in options if value != usual)
-
-
-def _flags(*options: tuple[str, bool]) -> Iterator[tuple[str, ...]]:
-    return ((name,) for name, is_set in options if is_set)
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

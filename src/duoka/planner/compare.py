@@ -1,4 +1,4 @@
-"""Comparison: two plans side by side, as frozen data; what differs comes first."""
+"""Comparison: two plans side by side, as frozen data; differences come first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from duoka.base.serialization import to_dict
 from duoka.errors import UsageError
+from duoka.forecast.latency import Seconds
 from duoka.forecast.stage_bytes import StageBytes
 
 from .plan import Plan
@@ -15,7 +16,7 @@ from .plan import Plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """One thing that two plans say differently."""
+    """A property that differs between two plans."""
 
     what: str
     first: str
@@ -24,7 +25,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePair:
-    """What one device holds in both plans; None in a plan that doesn't use it."""
+    """The bytes of a device in both plans; None in a plan without the device."""
 
     device: str
     first: StageBytes | None
@@ -33,7 +34,7 @@ class DevicePair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Modules that are on another device in the second plan, in execution order."""
+    """Modules on another device in the second plan, in execution order."""
 
     source: str
     target: str
@@ -56,13 +57,13 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs, bytes, seconds and modules included."""
+        """True if nothing differs, bytes, seconds and modules included."""
         same_bytes = all(device.first == device.second for device in self.devices)
         same_seconds = all(first == second for _, first, second in self.seconds)
         return same_bytes and same_seconds and not self.differences and self.moves == ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
+        """Convert to plain dicts and lists for `json.dumps`."""
         data: dict[str, Any] = to_dict(self)
         return data
 
@@ -100,62 +101,57 @@ def compare(first: Plan, second: Plan) -> Comparison:
     )
 
 
-def _differences(first: Plan, second: Plan) -> Iterator[Difference]:
-    said = (
-        ("model", first.model, second.model),
-        ("checkpoint", first.source, second.source),
-        ("fingerprint", first.fingerprint, second.fingerprint),
-        ("GPUs", _fleet(first), _fleet(second)),
-        *_workloads(first, second),
-        ("objective", first.objective, second.objective),
-        ("GPUs used", ", ".join(first.devices), ", ".join(second.devices)),
-        ("tightest GPU", first.binding_device, second.binding_device),
-        ("offloaded modules", str(len(first.offloaded)), str(len(second.offloaded))),
-    )
-    yield from (Difference(what=what, first=a, second=b) for what, a, b in said if a != b)
+def _differences(*plans: Plan) -> Iterator[Difference]:
+    values, other_values = map(_properties, plans)
+    for label, value in values.items():
+        if value != other_values[label]:
+            yield Difference(what=label, first=value, second=other_values[label])
 
 
-def _fleet(plan: Plan) -> str:
-    return plan.request.gpus or ", ".join(
-        device.product or device.name for device in plan.fleet.devices
-    )
+def _properties(plan: Plan) -> dict[str, str]:
+    """Return the properties of a plan as texts, by label."""
+    devices = plan.fleet.devices
+    workload = {
+        part.name.replace("_", " "): "none" if value is None else str(value)
+        for part in fields(plan.workload)
+        for value in [getattr(plan.workload, part.name)]
+    }
+    return {
+        "model": plan.model,
+        "checkpoint": plan.source,
+        "fingerprint": plan.fingerprint,
+        "GPUs": plan.request.gpus or ", ".join(device.product or device.name for device in devices),
+        **workload,
+        "objective": plan.objective,
+        "GPUs used": ", ".join(plan.devices),
+        "tightest GPU": plan.binding_device,
+        "offloaded modules": str(len(plan.offloaded)),
+    }
 
 
-def _workloads(first: Plan, second: Plan) -> Iterator[tuple[str, str, str]]:
-    for part in fields(first.workload):
-        values = [getattr(plan.workload, part.name) for plan in (first, second)]
-        one, other = ("none" if value is None else str(value) for value in values)
-        yield part.name.replace("_", " "), one, other
+def _devices(*plans: Plan) -> Iterator[DevicePair]:
+    stages, other_stages = ({s.device: s for s in plan.forecast.devices} for plan in plans)
+    for name in {**stages, **other_stages}:
+        yield DevicePair(device=name, first=stages.get(name), second=other_stages.get(name))
 
 
-def _devices(first: Plan, second: Plan) -> Iterator[DevicePair]:
-    both = [{device.device: device for device in plan.forecast.devices} for plan in (first, second)]
-    for name in dict.fromkeys((*first.devices, *second.devices)):
-        yield DevicePair(device=name, first=both[0].get(name), second=both[1].get(name))
-
-
-def _moves(first: Plan, second: Plan) -> tuple[Move, ...] | None:
-    before, after = dict(first.placement.entries), dict(second.placement.entries)
-    if before.keys() != after.keys():
+def _moves(*plans: Plan) -> tuple[Move, ...] | None:
+    sources, targets = (plan.device_map for plan in plans)
+    if sources.keys() != targets.keys():
         return None
-    moved: dict[tuple[str, str], list[str]] = {}
-    for name, source in first.placement.entries:
-        if after[name] != source:
-            moved.setdefault((source, after[name]), []).append(name)
+    modules_by_move: dict[tuple[str, str], list[str]] = {}
+    for name, source in sources.items():
+        if targets[name] != source:
+            modules_by_move.setdefault((source, targets[name]), []).append(name)
     return tuple(
         Move(source=source, target=target, modules=tuple(names))
-        for (source, target), names in moved.items()
+        for (source, target), names in modules_by_move.items()
     )
 
 
-def _seconds(first: Plan, second: Plan) -> Iterator[tuple[str, float | None, float | None]]:
-    one, other = first.forecast.seconds, second.forecast.seconds
-    if one is None and other is None:
-        return
-    known = one or other
-    assert known is not None
-    for part in fields(known):
-        if part.name != "stages":
-            values = [None if s is None else getattr(s, part.name) for s in (one, other)]
-            if values != [None, None]:
-                yield part.name, values[0], values[1]
+def _seconds(*plans: Plan) -> Iterator[tuple[str, float | None, float | None]]:
+    seconds, other_seconds = (plan.forecast.seconds for plan in plans)
+    for part in fields(Seconds):
+        values = [getattr(timing, part.name, None) for timing in (seconds, other_seconds)]
+        if part.name != "stages" and values != [None, None]:
+            yield part.name, values[0], values[1]

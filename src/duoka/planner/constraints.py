@@ -1,4 +1,4 @@
-"""Constraints: what a person demands of a placement, besides that it fits.
+"""Constraints: a person's demands on a placement, beside its memory.
 
 They are data, kept in a plan's request so that the plan can be made again. What the names mean is
 found out where they are used: this module knows nothing of models or of devices.
@@ -6,7 +6,6 @@ found out where they are used: this module knows nothing of models or of devices
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -23,7 +22,7 @@ _LOW_FIRST = "balanced_low_0"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What must hold of a placement.
+    """Demands on a placement.
 
     Parameters
     ----------
@@ -57,14 +56,19 @@ class Constraints:
 
     def __post_init__(self) -> None:
         choose("the strategy", self.strategy, STRATEGIES)
-        _refuse_empty("a pin", [part for pin in self.pins for part in pin])
-        _refuse_empty("a reserve", [device for device, _ in self.reserve])
-        _refuse_two("the pin", self.pins)
-        _refuse_two(
-            "the reserve",
-            [(device, format_bytes(size)) for device, size in self.reserve],
-            more=True,
-        )
+        sizes = tuple((device, format_bytes(size)) for device, size in self.reserve)
+        for kind, pairs in (("pin", self.pins), ("reserve", sizes)):
+            values: dict[str, str] = {}
+            for name, value in pairs:
+                if not name.strip() or not value.strip():
+                    raise UsageError(f"a {kind} has an empty name", hint="write the name out")
+                if name in values and (kind == "reserve" or values[name] != value):
+                    raise UsageError(
+                        f"the {kind} of {name[:_SHOWN]} is said twice: {values[name][:_SHOWN]} and "
+                        f"{value[:_SHOWN]}",
+                        hint="say it once",
+                    )
+                values[name] = value
         for device, size in self.reserve:
             if size <= 0:
                 raise UsageError(
@@ -74,12 +78,12 @@ class Constraints:
 
     @property
     def demands(self) -> bool:
-        """Whether anything is demanded of where modules go."""
+        """True if the place of modules is constrained."""
         return bool(self.pins) or self.strategy != "auto"
 
 
 def strategy_of(device_map: object) -> Strategy | None:
-    """The strategy that one of transformers' words for a device map asks for; None for a map.
+    """Return the strategy of transformers' words for a device map; None for a map.
 
     "auto" is what accelerate leaves itself free to find best, and so is duoka's; "balanced" and
     "sequential" are the same in both.
@@ -92,21 +96,3 @@ def strategy_of(device_map: object) -> Strategy | None:
             hint='say "balanced"; --reserve cuda:0=4GiB leaves so much more free on the first',
         )
     return next((strategy for strategy in STRATEGIES if strategy == word), None)
-
-
-def _refuse_empty(what: str, names: Sequence[str]) -> None:
-    if not all(name.strip() for name in names):
-        raise UsageError(f"{what} has an empty name", hint="write the name out")
-
-
-def _refuse_two(what: str, pairs: Sequence[tuple[str, str]], *, more: bool = False) -> None:
-    """Refuse a name with two values; with `more`, one that stands twice at all."""
-    said: dict[str, str] = {}
-    for name, value in pairs:
-        if name in said and (more or said[name] != value):
-            raise UsageError(
-                f"{what} of {name[:_SHOWN]} is said twice: {said[name][:_SHOWN]} and "
-                f"{value[:_SHOWN]}",
-                hint="say it once",
-            )
-        said[name] = value

@@ -1,10 +1,10 @@
-"""A plan for a device map that a person wrote: judged, forecast, and compared with duoka's own."""
+"""A plan for a device map by hand: judged, forecast, and compared with duoka's own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 
 from duoka.base.units import format_bytes
 from duoka.errors import InfeasibleError, UsageError
@@ -15,37 +15,46 @@ from duoka.forecast.replay_training import replay_of
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
 
-from . import planner
-from .device_map import Judgement, judge
+from .device_map import judge
 from .page_count import fill
 from .placement import Placement
 from .plan import Plan
-from .planner import check_context, with_chunks
+from .planner import NoPlan, check_context, place_best, with_chunks
 from .reasons import Reason, chunk_reason, crossing_values, room_reasons
 from .request import PlanProblem
 from .room import is_tight, room_bytes
 from .search import UnsearchableError
 
 OBJECTIVE = "given"
-"""What a plan for a map has in the place of an objective: nothing was optimised."""
+"""The objective of a plan for a map: nothing was optimised."""
 
 
-def plan(profile: Profile, problem: PlanProblem, *, source: str = "") -> Plan:
-    """The plan for the problem's device map, if that is complete and fits."""
-    return _judged(profile, problem).plan(source)
+def follow_map(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
+    """Plan for the problem's device map, with the largest chunk that leaves room, else that fits.
+
+    Raises PlacementError with all that is wrong with the map.
+    """
+    _refuse_decided(problem)
+    judgement = judge(problem.device_map, profile.outline, problem.fleet)
+    check_context(problem.workload, profile.max_context_tokens, profile.model)
+    placement = Placement(entries=judgement.placed, fingerprint=profile.fingerprint)
+    mapped = _MappedModel(profile, problem, placement, _devices(profile, placement))
+    fitting: list[tuple[Workload, list[StageBytes]]] = []
+    for workload in with_chunks(problem.workload):
+        stages = mapped.forecast(workload)
+        if all(stage.free_bytes >= 0 for stage in stages):
+            fitting.append((workload, stages))
+            if not any(map(is_tight, stages)):
+                break
+    if not fitting:
+        return NoPlan(lambda: _describe_shortage(profile, problem, stages))
+    *_, smallest = fitting
+    best = fitting[0] if any(map(is_tight, smallest[1])) else smallest
+    return mapped.plan(*best, judgement.notes)
 
 
-def attempt(profile: Profile, problem: PlanProblem) -> Plan | None:
-    """The plan that `plan` finds; None where the map doesn't fit."""
-    try:
-        return plan(profile, problem)
-    except InfeasibleError:
-        return None
-
-
-def _judged(profile: Profile, problem: PlanProblem) -> _Judged:
-    """The problem's map, judged."""
-    assert problem.device_map is not None, "the planner answers without one"
+def _refuse_decided(problem: PlanProblem) -> None:
+    """Refuse demands beside a device map, which decides them already."""
     if problem.use_all or problem.objective != "auto":
         raise UsageError(
             "a device map says which GPUs are used, and how: nothing is left to optimise",
@@ -62,135 +71,111 @@ def _judged(profile: Profile, problem: PlanProblem) -> _Judged:
             "decide",
             hint="leave out the map, or the offload",
         )
-    judgement = judge(problem.device_map, profile.outline, problem.fleet)
-    check_context(problem.workload, profile.max_context_tokens, profile.model)
-    return _Judged(profile, problem, judgement)
 
 
-class _Judged:
-    def __init__(self, profile: Profile, problem: PlanProblem, judgement: Judgement) -> None:
-        self.profile = profile
-        self.problem = problem
-        self.notes = judgement.notes
-        self.placement = Placement(entries=judgement.placed, fingerprint=profile.fingerprint)
-        self.device_of = _devices(profile, self.placement)
+@dataclass(frozen=True, slots=True)
+class _MappedModel:
+    """A model on the devices of a map, with the device of every block."""
 
-    def plan(self, source: str) -> Plan:
-        """The plan, with the largest chunk of the prompt that leaves room; else that fits."""
-        fitting: list[tuple[Workload, list[StageBytes]]] = []
-        for workload in with_chunks(self.problem.workload):
-            needs = self._needs(workload)
-            if all(need.free_bytes >= 0 for need in needs):
-                fitting.append((workload, needs))
-                if not any(map(is_tight, needs)):
-                    break
-        if not fitting:
-            raise self._infeasible(needs)
-        *_, last = fitting
-        chosen = fitting[0] if any(map(is_tight, last[1])) else last
-        return self._plan_with(*chosen, source)
+    profile: Profile
+    problem: PlanProblem
+    placement: Placement
+    device_of: list[str]
 
-    def _needs(self, workload: Workload) -> list[StageBytes]:
+    def forecast(self, workload: Workload) -> list[StageBytes]:
+        """Replay each device; without a limit where its budget doesn't suffice."""
         devices = self.placement.devices
-        return [
-            self._need(name, workload, place=len(devices) - number)
-            for number, name in enumerate(devices)
-        ]
+        stages = []
+        for number, name in enumerate(devices):
+            device = self.problem.fleet.device(name)
+            blocks = [index for index, at in enumerate(self.device_of) if at == name]
+            replay = replay_of(self.profile, workload, place=len(devices) - number)
+            peaks = replay.run(blocks, device.budget_bytes, device_of=self.device_of)
+            peaks = peaks or replay.run(blocks, device_of=self.device_of)
+            assert peaks is not None, "nothing limits this run"
+            stages.append(peaks.place_on(device))
+        return stages
 
-    def _need(self, name: str, workload: Workload, *, place: int) -> StageBytes:
-        device = self.problem.fleet.device(name)
-        blocks = [index for index, at in enumerate(self.device_of) if at == name]
-        replay = replay_of(self.profile, workload, place=place)
-        peaks = replay.run(blocks, device.budget_bytes, device_of=self.device_of)
-        # Where it doesn't fit, what it would need without a limit.
-        peaks = peaks or replay.run(blocks, device_of=self.device_of)
-        assert peaks is not None, "nothing limits this run"
-        return peaks.place_on(device)
-
-    def _plan_with(self, workload: Workload, needs: list[StageBytes], source: str) -> Plan:
+    def plan(self, workload: Workload, stages: Sequence[StageBytes], notes: Sequence[str]) -> Plan:
+        """Make the plan; its value is the least free memory of a device."""
         problem, profile, costs = self.problem, self.profile, Costs(self.profile, workload)
+        runs = self._runs(costs)
         plan = Plan(
-            source=source,
+            source="",
             model=profile.model,
             fingerprint=profile.fingerprint,
             fleet=problem.fleet,
             workload=workload,
             placement=self.placement,
             forecast=Forecast(
-                devices=tuple(needs),
-                seconds=costs.latency.seconds_of(self._runs(costs), problem.fleet),
+                devices=tuple(stages), seconds=costs.latency.seconds_of(runs, problem.fleet)
             ),
             objective=OBJECTIVE,
             value=0.0,
             bound=0.0,
-            binding_device=needs[0].device,
+            binding_device=stages[0].device,
             request=problem.request,
             needs_movers=profile.needs_movers,
         )
         if workload.is_paged:
-            roomy = costs if any(map(is_tight, needs)) else costs.leaving(room_bytes)
-            plan = fill(plan, roomy, self._runs(costs), self.device_of)
-        needs = [*plan.forecast.devices]
-        tightest = min(needs, key=lambda need: need.free_bytes)
-        free = float(tightest.free_bytes)
-        reasons = self._reasons(workload, tightest, self._automatic())
+            roomy = costs if any(map(is_tight, stages)) else costs.leaving(room_bytes)
+            plan = fill(plan, roomy, runs, self.device_of)
+        stages = plan.forecast.devices
+        tightest = min(stages, key=lambda stage: stage.free_bytes)
+        reasons = self._reasons(workload, tightest, notes)
         return replace(
             plan,
-            value=free,
-            bound=free,
+            value=float(tightest.free_bytes),
+            bound=float(tightest.free_bytes),
             binding_device=tightest.device,
-            why=(*reasons, *room_reasons(needs, chosen=False)),
+            why=(*reasons, *room_reasons(stages, chosen=False)),
         )
 
-    def _automatic(self) -> Plan | None:
-        """What duoka would have done; None where the GPUs are more than can be searched."""
-        try:
-            return planner.attempt(self.profile, replace(self.problem, device_map=None))
-        except UnsearchableError:
-            return None
-
     def _reasons(
-        self, workload: Workload, tightest: StageBytes, automatic: Plan | None
+        self, workload: Workload, tightest: StageBytes, notes: Sequence[str]
     ) -> Iterator[Reason]:
         crossings = _crossings(self.device_of)
         yield Reason("device-map", crossing_values(crossings, tightest.free_bytes))
-        yield from (Reason("note", {"text": f"{note}."}) for note in self.notes)
-        if automatic is not None and automatic.device_map != self.placement.device_map:
+        yield from (Reason("note", {"text": f"{note}."}) for note in notes)
+        try:
+            automatic = place_best(self.profile, replace(self.problem, device_map=None))
+        except UnsearchableError:  # too many GPUs for a search
+            automatic = None
+        if automatic and automatic.device_map != self.placement.device_map:
             crossings = _crossings(_devices(self.profile, automatic.placement))
-            least = min(device.free_bytes for device in automatic.forecast.devices)
-            values = {"devices": ", ".join(automatic.devices), **crossing_values(crossings, least)}
-            yield Reason("own-plan", values)
+            least_free = min(device.free_bytes for device in automatic.forecast.devices)
+            values = crossing_values(crossings, least_free)
+            yield Reason("own-plan", {"devices": ", ".join(automatic.devices), **values})
         yield from chunk_reason(self.problem.workload, workload)
 
     def _runs(self, costs: Costs) -> list[tuple[str, int, int]]:
-        """Each run of blocks on one device is a stage."""
-        stages: list[tuple[str, int, int]] = []
-        for place, block in enumerate(costs.chain):
-            name = self.device_of[block]
-            if stages and stages[-1][0] == name:
-                stages[-1] = (name, stages[-1][1], place + 1)
-            else:
-                stages.append((name, place, place + 1))
-        return stages
+        """Return the runs of blocks on a device, each a stage: device, start, stop."""
+        places = groupby(enumerate(costs.chain), key=lambda pair: self.device_of[pair[1]])
+        runs = [(name, [place for place, _ in group]) for name, group in places]
+        return [(name, run[0], run[-1] + 1) for name, run in runs]
 
-    def _infeasible(self, needs: list[StageBytes]) -> InfeasibleError:
-        over = [need for need in needs if need.free_bytes < 0]
-        missing = [max(need.allocated_bytes - need.budget_bytes, 1) for need in over]
-        workload = self.problem.workload
-        shortages = "; ".join(map(_shortage, over))
-        return InfeasibleError(
-            f"the device map does not fit: {shortages}. {self.profile.model}, "
-            f"{workload.context_tokens} tokens, batch {workload.batch}",
-            hint="spread the model over more GPUs",
-            shortfall_bytes=sum(missing),
-        )
+
+def _describe_shortage(
+    profile: Profile, problem: PlanProblem, stages: Sequence[StageBytes]
+) -> InfeasibleError:
+    overfull = [stage for stage in stages if stage.free_bytes < 0]
+    missing = [max(stage.allocated_bytes - stage.budget_bytes, 1) for stage in overfull]
+    workload = problem.workload
+    shortages = "; ".join(map(_shortage, overfull))
+    return InfeasibleError(
+        f"the device map does not fit: {shortages}. {profile.model}, "
+        f"{workload.context_tokens} tokens, batch {workload.batch}",
+        hint="spread the model over more GPUs",
+        shortfall_bytes=sum(missing),
+    )
 
 
 def _devices(profile: Profile, placement: Placement) -> list[str]:
-    """The device of every block."""
+    """Return the device of every block."""
     devices: list[str] = []
     for block in profile.blocks:
-        # What the caller does has no module; it happens where the block is that it's tied to.
+        # A block of the caller's own work has no module; it is where the block is that it's tied
+        # to.
         root = None if block.tied_to is None else devices[block.tied_to]
         device = placement.device_of(block.modules[0]) if block.modules else root
         assert device is not None, "a judged placement is complete"
@@ -198,16 +183,16 @@ def _devices(profile: Profile, placement: Placement) -> list[str]:
     return devices
 
 
-def _crossings(device_of: list[str]) -> int:
-    """How often one token goes from one device to another, on its way through the blocks."""
-    return sum(before != after for before, after in pairwise(device_of))
+def _crossings(device_of: Sequence[str]) -> int:
+    """Count a token's transfers between devices on its way through the blocks."""
+    return sum(source != target for source, target in pairwise(device_of))
 
 
-def _shortage(need: StageBytes) -> str:
-    size, budget = need.allocated_bytes, need.budget_bytes
+def _shortage(stage: StageBytes) -> str:
+    size, budget = stage.allocated_bytes, stage.budget_bytes
     if size <= budget:
-        return f"on {need.device} its {format_bytes(budget)} are too fragmented"
+        return f"on {stage.device} its {format_bytes(budget)} are too fragmented"
     return (
-        f"{need.device} needs {format_bytes(size)} of a budget of "
+        f"{stage.device} needs {format_bytes(size)} of a budget of "
         f"{format_bytes(budget)}: {format_bytes(size - budget)} are missing"
     )

@@ -1,7 +1,7 @@
-"""Limits: what a person's constraints mean for the blocks of one model and the GPUs of one fleet.
+"""Limits: a person's constraints for the blocks of one model and the GPUs of one fleet.
 
-Names are those of the model or of its checkpoint, of any module or tensor. It knows nothing of
-memory: whether a placement that obeys fits is for the search to say.
+Names are those of the model or of its checkpoint, of any module or tensor. Memory is unknown here:
+whether a placement that obeys the constraints fits is for the search to find.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .search import PlacementLimits
 
 
 def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = False) -> Fleet:
-    """The fleet, with the CPU where it is needed and nobody gave it a budget.
+    """Add the CPU to a fleet if needed and without a budget of its own.
 
-    That is where a device map names it; and, for weights that are offloaded, where the GPUs are
-    this machine's: of another one it isn't known how much memory its processor has.
+    A device map may name it; and offloaded weights need it if the GPUs are this machine's: of
+    another machine the memory of the host is unknown.
     """
-    named = device_map is not None and device_map.names_cpu
+    is_named = device_map is not None and device_map.names_cpu
     is_present = offload and any(device.uuid for device in fleet.devices)
-    if "cpu" in fleet.names or not (named or is_present):
+    if "cpu" in fleet.names or not (is_named or is_present):
         return fleet
     budget = available_bytes()
     if not budget:
@@ -48,15 +48,15 @@ def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = Fal
 def on_fleet(
     request: PlanRequest, fleet: Fleet | str, device_map: DeviceMap | None = None
 ) -> PlanProblem:
-    """The request on a fleet, as it is or as `Fleet.parse` reads it."""
-    for what, value, kind in (
+    """Put a request on a fleet; a text is read by `Fleet.parse`."""
+    for name, value, kind in (
         ("fleet", fleet, Fleet | str),
         ("workload", request.workload, Workload),
         ("constraints", request.constraints, Constraints),
     ):
         if not isinstance(value, kind):
             raise UsageError(
-                f"{what} can't be {type(value).__name__}", hint=f"give duoka.{what.title()}(…)"
+                f"{name} can't be {type(value).__name__}", hint=f"give duoka.{name.title()}(…)"
             )
     if request.largest is not None:
         choose("largest", request.largest, LARGEST)
@@ -65,7 +65,7 @@ def on_fleet(
         refuse_options()
     fleet = fleet_for(fleet, device_map, offload=request.constraints.offload)
     for name, target in request.constraints.pins:
-        with _of_pin(name, target):
+        with _naming_pin(name, target):
             find_device(target, fleet)
     workload = replace(request.workload, gpu_generation=fleet.gpu_generation)
     request = replace(request, workload=workload)
@@ -73,8 +73,8 @@ def on_fleet(
 
 
 @contextmanager
-def _of_pin(name: str, target: str) -> Iterator[None]:
-    """A scope whose errors tell which pin they are of."""
+def _naming_pin(name: str, target: str) -> Iterator[None]:
+    """Name the pin in errors."""
     try:
         yield
     except UsageError as error:
@@ -84,59 +84,44 @@ def _of_pin(name: str, target: str) -> Iterator[None]:
 def limits_for(
     constraints: Constraints, profile: Profile, chain: Sequence[int], fleet: Fleet
 ) -> PlacementLimits:
-    """What constraints forbid the search."""
+    """Translate pins to the device of each pinned block, by its place in the chain."""
     if not constraints.pins:
         return PlacementLimits()
-    return PlacementLimits(
-        pins=tuple(_Reader(profile, chain).pins(constraints.pins, fleet).items())
-    )
+    spelling, place_of = Spelling(profile.outline), {block: at for at, block in enumerate(chain)}
+    devices: dict[int, int] = {}
+    pinned_names: dict[int, str] = {}
+    for name, target in constraints.pins:
+        with _naming_pin(name, target):
+            device = fleet.names.index(find_device(target, fleet))
+            blocks = _blocks_of(name, spelling, profile)
+        for block in blocks:
+            place = place_of[profile.root_of(block)]
+            if devices.setdefault(place, device) != device:
+                is_tied = profile.blocks[block].tied_to is not None
+                raise UsageError(
+                    f"{name} is to be on {fleet.names[device]}, and {pinned_names[place]}, which "
+                    f"is {'tied to it' if is_tied else 'of the same block'}, on "
+                    f"{fleet.names[devices[place]]}",
+                    hint="pin one of the two",
+                )
+            pinned_names.setdefault(place, name)
+    return PlacementLimits(pins=tuple(devices.items()))
 
 
-class _Reader:
-    def __init__(self, profile: Profile, chain: Sequence[int]) -> None:
-        self._profile = profile
-        self._names = Spelling(profile.outline)
-        self._place = {block: place for place, block in enumerate(chain)}
-
-    def pins(self, pins: Sequence[tuple[str, str]], fleet: Fleet) -> dict[int, int]:
-        """The device of each place in the chain that has one."""
-        devices: dict[int, int] = {}
-        said: dict[int, str] = {}
-        for name, target in pins:
-            with _of_pin(name, target):
-                device = fleet.names.index(find_device(target, fleet))
-                blocks = self._blocks(name)
-            for block in blocks:
-                place = self._place[self._profile.root_of(block)]
-                if devices.setdefault(place, device) != device:
-                    raise UsageError(
-                        f"{name} is to be on {fleet.names[device]}, and {said[place]}, which is "
-                        f"{self._why_same(block)}, on {fleet.names[devices[place]]}",
-                        hint="pin one of the two",
-                    )
-                said.setdefault(place, name)
-        return devices
-
-    def _blocks(self, name: str) -> list[int]:
-        """The blocks that hold something of a module or tensor."""
-        blocks = self._names.blocks_of(name)
-        if not blocks:
-            near = self._names.nearest(name)
-            raise UsageError(
-                f"{self._profile.model} has no module or tensor {name[:120]!r}",
-                hint=f"the nearest: {', '.join(near)}"
-                if near
-                else "`duoka plan` shows its modules",
-            )
-        return blocks
-
-    def _why_same(self, block: int) -> str:
-        tied = self._profile.blocks[block].tied_to is not None
-        return "tied to it" if tied else "of the same block"
+def _blocks_of(name: str, spelling: Spelling, profile: Profile) -> list[int]:
+    """Return the blocks with a module or tensor, or a part of either."""
+    blocks = spelling.blocks_of(name)
+    if not blocks:
+        nearest = ", ".join(spelling.finder.search(name).names)
+        raise UsageError(
+            f"{profile.model} has no module or tensor {name[:120]!r}",
+            hint=f"the nearest: {nearest}" if nearest else "`duoka plan` shows its modules",
+        )
+    return blocks
 
 
 def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
-    """Bytes to take off the budgets, by the names of the fleet's devices."""
+    """Return the bytes to take off the budgets, by the names of the fleet's devices."""
     sizes: dict[str, int] = {}
     for device, size in constraints.reserve:
         name = find_device(device, fleet)
@@ -147,11 +132,11 @@ def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
 
 
 def usable(fleet: Fleet, constraints: Constraints) -> Fleet:
-    """The fleet without what is to be left free on its devices."""
+    """Take the reserved bytes off the budgets of a fleet."""
     return fleet.reserving(reserves(constraints, fleet)) if constraints.reserve else fleet
 
 
 def given_back(plan: Plan) -> Fleet:
-    """The fleet of a plan with what was to be left free, as before `usable`."""
-    taken = reserves(plan.request.constraints, plan.fleet)
-    return plan.fleet.reserving({name: -size for name, size in taken.items()})
+    """Add the reserved bytes to the budgets of a plan's fleet again."""
+    reserved = reserves(plan.request.constraints, plan.fleet)
+    return plan.fleet.reserving({name: -size for name, size in reserved.items()})

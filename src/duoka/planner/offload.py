@@ -1,4 +1,4 @@
-"""Offloads: which weights may stay in the host's memory, those of the fewest bytes first.
+"""Offloads: the weights that may stay in the host's memory, the fewest bytes first.
 
 What stays there is a run of blocks that ends with the last one, or before those at the end that
 are unlike any other (a norm, a head): a head is large, and to stream it takes a buffer as large as
@@ -18,7 +18,7 @@ from duoka.forecast.profile import Profile
 
 
 def candidates(profile: Profile) -> list[tuple[int, tuple[int, ...]]]:
-    """All that may stay on the host, as (bytes, blocks); the fewest bytes first.
+    """Return all runs of blocks for the host, as (bytes, blocks); the fewest bytes first.
 
     Of equally many bytes the blocks that run later come first.
     """
@@ -27,6 +27,8 @@ def candidates(profile: Profile) -> list[tuple[int, tuple[int, ...]]]:
 
 
 def _runs(profile: Profile) -> Iterator[tuple[int, tuple[int, ...]]]:
+    # For blocks a b c c d: runs that end with d, then (d is unlike the others) runs that end with
+    # the second c; there it stops, because kind c occurs more than once.
     blocks = offloadable(profile)
     sizes = [weight_bytes(profile, block) for block in blocks]
     uses = Counter(block.kind for block in profile.blocks)
@@ -40,7 +42,7 @@ def _runs(profile: Profile) -> Iterator[tuple[int, tuple[int, ...]]]:
 
 
 def offloadable(profile: Profile) -> list[int]:
-    """The blocks whose weights can stay on the host, in execution order."""
+    """Return the blocks whose weights can stay on the host, in execution order."""
     tied = {block.tied_to for block in profile.blocks if block.modules}
     return [
         index
@@ -54,7 +56,7 @@ def offloadable(profile: Profile) -> list[int]:
 
 
 def lightest(profile: Profile) -> Profile:
-    """The same without any weights that can stay on the host: less no offload can need."""
+    """Offload everything, at no cost: a lower bound of the needs of every offload."""
     streaming = profile.offloading(offloadable(profile))
     return replace(
         streaming, kinds=tuple(replace(kind, streamed_bytes=0) for kind in streaming.kinds)
@@ -62,5 +64,5 @@ def lightest(profile: Profile) -> Profile:
 
 
 def weight_bytes(profile: Profile, block: int) -> int:
-    """The weights of a block in bytes, each tensor rounded up as allocators do."""
+    """Sum the weights of a block in bytes, each tensor rounded up as by allocators."""
     return sum(map(rounded_bytes, profile.kinds[profile.blocks[block].kind].weight_bytes))

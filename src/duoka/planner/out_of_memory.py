@@ -1,30 +1,28 @@
-"""Memory that a plan counted on and that isn't there: what would fit in what there is now."""
+"""Out of memory: suggestions where something else took the memory of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 
 from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError, MachineError, WayOut
-from duoka.forecast.profile import Profile
-from duoka.forecast.workload import Workload
+from duoka.hardware.fleet import Fleet
 from duoka.hardware.parse import devices_in
 
 from .from_device_map import OBJECTIVE as GIVEN
-from .limits import given_back, on_fleet
+from .limits import given_back
 from .plan import Plan
-from .resolve import answer_checkpoint
+from .request import PlanRequest
 
 _MOST_WAYS = 3
-ProfileOf = Callable[[Checkpoint, Workload], Profile]
-"""The profile of a checkpoint for a workload."""
+PlanAgain = Callable[[Checkpoint, PlanRequest, Fleet], Plan]
+"""Plans a checkpoint for a request on a fleet."""
 
 
 class OutOfMemory(MachineError):
-    """A device had no room for what a model needed while it ran.
+    """A device ran out of memory while a model ran.
 
     Parameters
     ----------
@@ -42,8 +40,8 @@ class OutOfMemory(MachineError):
         self.ways_out: tuple[WayOut, ...] = ()
 
 
-def look_for_ways(error: OutOfMemory, profile_of: ProfileOf) -> None:
-    """Give an error what would fit in the memory that there is now, cheapest for quality first."""
+def look_for_ways(error: OutOfMemory, plan_again: PlanAgain) -> None:
+    """Add suggestions for the memory available now to an error, cheapest for quality first."""
     plan, available = error.plan, error.available_bytes
     if plan.objective == GIVEN:
         return  # by a map: nothing else is looked for
@@ -57,8 +55,7 @@ def look_for_ways(error: OutOfMemory, profile_of: ProfileOf) -> None:
     trusts = plan.request.trust_remote_code
     try:
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=trusts)
-        problem = on_fleet(plan.request, replace(fleet, devices=tuple(shrunk)))
-        answer_checkpoint(checkpoint, problem, partial(profile_of, checkpoint))
+        plan_again(checkpoint, plan.request, replace(fleet, devices=tuple(shrunk)))
     except InfeasibleError as wrong:
         error.ways_out, error.hint = wrong.ways_out[:_MOST_WAYS], wrong.hint
     else:

@@ -1,4 +1,4 @@
-"""Page count: how many pages of a cache a placement has room for, and how fast it answers then."""
+"""Page count: the number of pages of a cache in a placement, and the speeds with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fill(
     runs: Sequence[tuple[str, int, int]],
     device_of: Sequence[str] | None = None,
 ) -> Plan:
-    """A plan over a paged cache with as many pages as fit, if nobody says how many, and its speeds.
+    """Fill the free memory of a plan with pages, unless their number is given; add its speeds.
 
     `runs` are its stages: the device, and from which place of the chain to which; a device that a
     person gave several of them takes them together.
@@ -65,7 +65,7 @@ def with_pages(
     usable_bytes: Callable[[int], int],
     device_of: Sequence[str] | None = None,
 ) -> tuple[Workload, list[StageBytes]]:
-    """The workload with as many pages as all stages have room for, and what the stages take then.
+    """Resolve the number of pages to the largest for all stages; return the peaks of stages too.
 
     What the allocator reserves may fall as pages are added: tensors of 5 to 10 MiB leave a part of
     their segments of 20 MiB unused, those beyond have segments of their own size. It is constant
@@ -74,6 +74,10 @@ def with_pages(
     first run with a count that fits is searched by halves.
     """
 
+    # State: the largest count not ruled out yet (`max_pages`). `segments` is constant on a run of
+    # counts whose tensors fall into segments of the same size; within a run the reserved bytes grow
+    # with the count, so bisection finds the last one that fits. From run to run they may fall, so
+    # runs are taken from above: the first run whose least count fits holds the answer.
     @cache
     def peaks_at(pages: int) -> list[StageBytes]:
         replay = ServingReplay(profile, replace(workload, pages=pages))
@@ -86,35 +90,37 @@ def with_pages(
             for (_, budget), stage in zip(stages, peaks_at(pages), strict=True)
         )
 
-    least = least_pages(workload)
+    min_pages = least_pages(workload)
     tensors = [_page_tensors(profile, workload, blocks) for blocks, _ in stages]
     sizes = sorted({size for stage in tensors for size in stage})
 
     def segments(pages: int) -> list[tuple[int, int]]:
-        rounded = [rounded_bytes(size + more * (pages - least)) for size, more in sizes]
+        rounded = [
+            rounded_bytes(size + growth_bytes * (pages - min_pages)) for size, growth_bytes in sizes
+        ]
         return [(segment_bytes(size), -(segment_bytes(size) // size)) for size in rounded]
 
-    most = min(
+    max_pages = min(
         (
-            least + max(0, usable_bytes(budget) - peak.requested_bytes) // sum(growth) + 1
-            for (_, budget), peak, stage in zip(stages, peaks_at(least), tensors, strict=True)
-            if (growth := [more for _, more in stage])
+            min_pages + max(0, usable_bytes(budget) - peak.requested_bytes) // sum(growth) + 1
+            for (_, budget), peak, stage in zip(stages, peaks_at(min_pages), tensors, strict=True)
+            if (growth := [growth_bytes for _, growth_bytes in stage])
         ),
-        default=least,
+        default=min_pages,
     )
-    while most > least:
-        start = bisect_left(range(most), segments(most), lo=least + 1, key=segments)
+    while max_pages > min_pages:
+        start = bisect_left(range(max_pages), segments(max_pages), lo=min_pages + 1, key=segments)
         if not exceeds(start):
-            most = bisect_left(range(most + 1), True, lo=start + 1, key=exceeds) - 1
+            max_pages = bisect_left(range(max_pages + 1), True, lo=start + 1, key=exceeds) - 1
             break
-        most = start - 1
-    return replace(workload, pages=most), peaks_at(most)
+        max_pages = start - 1
+    return replace(workload, pages=max_pages), peaks_at(max_pages)
 
 
 def _page_tensors(
     profile: Profile, workload: Workload, blocks: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Of each tensor of pages: its bytes with the least pages, and those of one page more."""
+    """Return the bytes of each tensor of pages: with the fewest pages, and of a further page."""
     replay = ServingReplay(profile, replace(workload, pages=least_pages(workload)), brief=True)
     place = SERVING_MONOMIALS.index("g")
     return [

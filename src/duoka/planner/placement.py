@@ -1,4 +1,4 @@
-"""Placement: which module sits on which device, complete or refused."""
+"""Placement: the device of every module, complete or refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Placement:
 
     @property
     def device_map(self) -> dict[str, str]:
-        """The form that transformers' ``from_pretrained(device_map=…)`` takes."""
+        """The map for transformers' ``from_pretrained(device_map=…)``."""
         return dict(self.entries)
 
     @property
@@ -60,13 +60,13 @@ class Placement:
         return tuple(dict.fromkeys(device for _, device in self.entries))
 
     def device_of(self, name: str) -> str | None:
-        """The device of a parameter, buffer or module; None when nothing names it."""
+        """Return the device of a parameter, buffer or module; None without an entry."""
         device_map = self.device_map
         entry = longest_prefix(name, device_map)
         return None if entry is None else device_map[entry]
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse names without a device and entries that name nothing, with all of them."""
+        """Refuse names without a device and entries of nothing, all at once."""
         names = tuple(names)
         device_map = self.device_map
         missing = [name for name in names if longest_prefix(name, device_map) is None]

@@ -1,4 +1,4 @@
-"""Plan: fleet, workload, placement, forecast and why, as one file that can be kept.
+"""Plan: fleet, workload, placement, forecast and reasons, as a file.
 
 The file is JSON, with a version and a schema (``plan.schema.json`` beside this module). It is for
 one checkpoint, by its fingerprint, and for GPUs by their identity: `Plan.on_fleet` finds them again
@@ -37,7 +37,7 @@ _REPLAN = "--replan makes a new plan for what is there now"
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Plan:
-    """Where every module goes, what that will cost, and why.
+    """The device of every module, with its forecast and reasons.
 
     Parameters
     ----------
@@ -98,8 +98,8 @@ class Plan:
     format_table: ClassVar[Callable[[Plan], str]] = repr
 
     def __post_init__(self) -> None:
-        known = {device.name for device in self.fleet.devices}
-        strangers = [name for name in self.devices if name not in known]
+        names = {device.name for device in self.fleet.devices}
+        strangers = [name for name in self.devices if name not in names]
         if strangers:
             raise FormatError(f"the fleet has no device {', '.join(strangers)[:200]}")
         if self.devices != tuple(device.device for device in self.forecast.devices):
@@ -116,12 +116,12 @@ class Plan:
 
     @property
     def device_map(self) -> dict[str, str]:
-        """The form that transformers' ``from_pretrained(device_map=…)`` takes."""
+        """The map for transformers' ``from_pretrained(device_map=…)``."""
         return self.placement.device_map
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The devices that are used, in order of first use."""
+        """The devices in use, in order of first use."""
         return self.placement.devices
 
     def __repr__(self) -> str:
@@ -130,11 +130,11 @@ class Plan:
         return f"<Plan: {self.model or 'model'} on {', '.join(self.devices)}; {sizes}>"
 
     def __str__(self) -> str:
-        """The table that ``duoka plan`` prints."""
+        """Return the table of ``duoka plan``."""
         return type(self).format_table(self)
 
     def to_json(self) -> str:
-        """The plan as JSON text, with its format and version."""
+        """Write the plan as JSON text, with its format and version."""
         data = {"format": _FORMAT, "version": _VERSION, **to_dict(self)}
         text = json.dumps(data, indent=1, ensure_ascii=False)
         try:
@@ -172,7 +172,7 @@ class Plan:
         return plan
 
     def _refuse_impossible(self) -> None:
-        """Refuse bytes that no plan has; a file can say anything."""
+        """Refuse impossible bytes; a file can contain anything."""
         for stage in self.forecast.devices:
             budget = self.fleet.device(stage.device).budget_bytes
             used = (*stage.parts, stage.requested_bytes, stage.reserved_bytes)
@@ -189,7 +189,7 @@ class Plan:
         write_whole(Path(path), self.to_json() + "\n")
 
     def lasting(self) -> Plan:
-        """The plan with its checkpoint's absolute path, so that it serves in any directory."""
+        """Make the checkpoint's path absolute, for use in any directory."""
         source = Path(self.source)
         if not self.source or not source.exists():  # given as an object, or on the Hub
             return self
@@ -218,7 +218,7 @@ class Plan:
             raise FormatError(f"{path}: {error}", hint=hint) from error
 
     def refuse_other(self, fingerprint: str, source: str) -> None:
-        """Raise FormatError unless the fingerprint is that of the plan's checkpoint."""
+        """Raise FormatError for another fingerprint than the plan's."""
         if fingerprint != self.fingerprint:
             differ = ", ".join(differences(self.fingerprint, fingerprint))
             raise FormatError(
@@ -228,7 +228,7 @@ class Plan:
             )
 
     def on_this_machine(self) -> Plan:
-        """The same plan on this machine's GPUs, as they are now; see `on_fleet`.
+        """Move the plan to this machine's GPUs, as they are now; see `on_fleet`.
 
         Where the driver doesn't tell memory, as of GPUs that share the processor's, there is
         nothing to hold a plan for declared GPUs against: it stays as it is.
@@ -244,7 +244,7 @@ class Plan:
         return self.on_fleet(present)
 
     def on_fleet(self, present: Fleet) -> Plan:
-        """The same plan on the GPUs that are present now, as `Fleet.detect` finds them.
+        """Move the plan to the GPUs present now, as found by `Fleet.detect`.
 
         GPUs are found by their UUID, and have the names and no more than the budgets that they
         have now. Declared ones are found by name. Other devices stay as they are.
@@ -254,25 +254,28 @@ class Plan:
         FleetError
             If a GPU is gone, or has less memory now than the plan needs: with every difference.
         """
+        # Names like cuda:1 change with CUDA_VISIBLE_DEVICES and reboots; UUIDs don't. A detected
+        # GPU is found by its UUID and takes its current name. All differences are collected, so
+        # that one error reports them together.
         devices = {
-            device.name: _find(device, present) if device.name.startswith("cuda") else device
+            device.name: _find_device(device, present) if device.name.startswith("cuda") else device
             for device in self.fleet.devices
         }
         problems = list(self._problems(devices))
         if problems:
-            there = (
-                f"  {_named(device, '  ')}  can give {format_bytes(device.budget_bytes)}"
+            lines = (
+                f"  {_label(device, '  ')}  can give {format_bytes(device.budget_bytes)}"
                 for device in present.devices
             )
             raise FleetError(
                 f"the plan doesn't fit the GPUs that are here: {'; '.join(problems)}",
-                hint="\n".join([_REPLAN, "here are", *there]),
+                hint="\n".join([_REPLAN, "here are", *lines]),
             )
         now = {name: device for name, device in devices.items() if device is not None}
-        return self.moved(now)
+        return self.move_to(now)
 
-    def moved(self, now: Mapping[str, Device]) -> Plan:
-        """The plan on other devices, by the names so far; each with the smaller of the budgets."""
+    def move_to(self, now: Mapping[str, Device]) -> Plan:
+        """Move the plan to other devices, by old names; each keeps the smaller budget."""
         now = {
             name: replace(
                 device, budget_bytes=min(device.budget_bytes, self.fleet.device(name).budget_bytes)
@@ -306,9 +309,9 @@ class Plan:
         )
 
     def _problems(self, devices: dict[str, Device | None]) -> Iterator[str]:
-        """Why the plan can't run on what was found for its devices."""
+        """Yield the reasons against running on the devices found."""
         for stage in self.forecast.devices:
-            label, gpu = _named(self.fleet.device(stage.device)), devices[stage.device]
+            label, gpu = _label(self.fleet.device(stage.device)), devices[stage.device]
             if gpu is None:
                 yield f"{label} is gone, hidden, or full"
             elif gpu.budget_bytes < stage.requested_bytes:
@@ -319,13 +322,13 @@ class Plan:
                 )
 
 
-def _find(device: Device, present: Fleet) -> Device | None:
-    """The same GPU among those that are present; a declared one is known by its name alone."""
+def _find_device(device: Device, present: Fleet) -> Device | None:
+    """Find the same GPU among the present ones; declared GPUs by name alone."""
     for candidate in present.devices:
         if candidate.uuid == device.uuid if device.uuid else candidate.name == device.name:
             return candidate
     return None
 
 
-def _named(device: Device, between: str = " ") -> str:
-    return between.join(filter(None, (device.name, device.product, device.uuid)))
+def _label(device: Device, separator: str = " ") -> str:
+    return separator.join(filter(None, (device.name, device.product, device.uuid)))

@@ -1,4 +1,4 @@
-"""What is known of a plan's model besides the plan: its profile, and its checkpoint's names."""
+"""The profile of a plan's model, and its checkpoint's names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 
 
 def cached_profile(plan: Plan) -> Profile | None:
-    """The profile of a plan's model that lies in the cache."""
+    """Return the cached profile of a plan's model."""
     # What was traced for one workload alone is kept under the workload as it was asked for.
     requested = replace(plan.request.workload, dtype=plan.workload.dtype)
     return find_profile(plan.fingerprint, plan.workload) or find_profile(
@@ -27,7 +27,7 @@ def cached_profile(plan: Plan) -> Profile | None:
 
 
 def needed_profile(plan: Plan, what_for: str) -> Profile:
-    """The same; UsageError where there is none."""
+    """Return the cached profile; raise UsageError without any."""
     profile = cached_profile(plan)
     if profile is None:
         raise UsageError(
@@ -44,7 +44,7 @@ def map_of(
     *,
     offloaded_to: str | None = None,
 ) -> dict[str, str]:
-    """The device of each module of a plan; what the checkpoint has no name for keeps the model's.
+    """Map each module of a plan to its device, in either convention of names.
 
     Offloaded modules are where they compute, or on a device of their own.
     """

@@ -1,8 +1,7 @@
-"""Why a plan is as it is: reasons as data, and the one table of the sentences that they make.
+"""Reasons of plans as data, and the table of their sentences.
 
 A plan keeps its reasons as kinds with numbers and names, in its file too, so that a sentence can
-be reworded. What other placements would have been worth is no reason of a plan: that is an
-explanation.
+be reworded. The values of other placements belong to an explanation.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _SENTENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One reason of a plan: a kind of the table, with the numbers and names of its sentence."""
+    """A reason of a plan: a kind of the table, with the numbers and names of its sentence."""
 
     kind: str
     values: Mapping[str, int | str] = field(default_factory=dict, hash=False)
@@ -81,15 +80,15 @@ class Reason:
 
 
 def gpus_reason(
-    used: int, gpus: int, first: str, *, is_limited: bool, lack_room: bool
+    used: int, gpus: int, first_device: str, *, is_limited: bool, lack_room: bool
 ) -> Iterator[Reason]:
-    """Why so many devices are used, where as few as possible were looked for.
+    """Give the reason for the number of devices, as few as possible.
 
     `first` is the first one that is, `is_limited` says whether modules had demands on them, and
     `lack_room` whether fewer might hold it all and have too little room left.
     """
     if used == 1 and gpus > 1:
-        yield Reason("one-gpu", {"first": first})
+        yield Reason("one-gpu", {"first": first_device})
     elif used < gpus or lack_room:
         fewer = "no single one holds" if used == 2 else f"no {used - 1} of them hold"
         condition = " with what is demanded of its modules" if is_limited else ""
@@ -101,7 +100,7 @@ def gpus_reason(
 def demand_reasons(
     constraints: Constraints, fleet: Fleet, reserved: Mapping[str, int], used: Collection[str]
 ) -> Iterator[Reason]:
-    """What was demanded, and obeyed. What stays free on devices in use stands beside them."""
+    """Give the demands obeyed; reserves of devices in use are shown in the table."""
     if constraints.strategy != "auto":
         yield Reason(constraints.strategy)
     if constraints.pins:
@@ -113,7 +112,7 @@ def demand_reasons(
 
 
 def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> Reason:
-    """What lies in the host's memory, and what that costs, where offloading was asked for."""
+    """Give the weights in the host's memory, and the cost, under offloading."""
     if not num_modules:
         return Reason("nothing-offloaded")
     values = {
@@ -124,12 +123,12 @@ def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> R
     return Reason("offloaded", values)
 
 
-def chunk_reason(requested: Workload, chosen: Workload) -> Iterator[Reason]:
-    """Why the prompt runs in chunks, or images are encoded in passes, where nobody asked for it."""
-    if requested.images and requested.vision_batch == "auto" and chosen.vision_batch is not None:
-        yield Reason("vision-batch", {"images": chosen.vision_batch})
-    chunk = chosen.prefill_chunk_tokens
-    if chosen.is_paged:
+def chunk_reason(requested: Workload, resolved: Workload) -> Iterator[Reason]:
+    """Give the reason for chunks of the prompt, or passes of images, not asked for."""
+    if requested.images and requested.vision_batch == "auto" and resolved.vision_batch is not None:
+        yield Reason("vision-batch", {"images": resolved.vision_batch})
+    chunk = resolved.prefill_chunk_tokens
+    if resolved.is_paged:
         return  # it is what a step takes of all requests
     if requested.prefill_chunk_tokens == "auto" and isinstance(chunk, int):
         kind = "small-chunks" if chunk < LEAST_CHUNK_TOKENS else "chunks"
@@ -137,7 +136,7 @@ def chunk_reason(requested: Workload, chosen: Workload) -> Iterator[Reason]:
 
 
 def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reason]:
-    """Where less room is left than should be; `chosen` says whether duoka looked for more."""
+    """Report too little free memory; `chosen` is True if duoka searched for more."""
     tight = [
         f"{stage.device} has {format_bytes(stage.free_bytes)} free "
         f"instead of {format_bytes(room_bytes(stage.budget_bytes))}"
@@ -150,18 +149,18 @@ def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reas
 
 
 def quantization_reason(
-    chosen: Workload, tried: Sequence[str], *, is_offloaded: bool
+    resolved: Workload, tried: Sequence[str], *, is_offloaded: bool
 ) -> Iterator[Reason]:
-    """Why the weights are what they are, where that was left open."""
+    """Give the reason for the quantization, if left open."""
     forms = ["unquantized" if form == "none" else f"in {form}" for form in tried]
     if forms and is_offloaded:
         yield Reason("offloaded-unquantized", {"tried": " or ".join(forms)})
     elif forms:
-        yield Reason("quantized", {"form": chosen.quantize, "tried": " or ".join(forms)})
+        yield Reason("quantized", {"form": resolved.quantize, "tried": " or ".join(forms)})
 
 
 def crossing_values(crossings: int, free_bytes: int) -> dict[str, int | str]:
-    """What is told of a placement beside another one."""
+    """Return the values for comparing placements."""
     times = {0: "nothing crosses between devices", 1: "each token crosses between devices once"}
     return {
         "crossings": times.get(crossings, f"each token crosses between devices {crossings} times"),

@@ -1,13 +1,16 @@
 """Replicas: several copies of a model on one fleet, each on GPUs of its own.
 
 Where a part of the fleet holds the workload, the rest can hold it again. A *group* is a set of
-devices that hold one copy together, each of them in use. Wanted are, in this order: as many groups
-as can be, or as many as were asked for; as few devices in all, or all of them; the best groups for
-the objective; the user's order. The optimum over all ways to deal the devices is found by a
-dynamic programme over what is left of each kind of device; those that can be exchanged are counted.
+devices that hold one copy together, each of them in use. Wanted are, in this order: the requested
+number of groups, or the largest; the fewest devices in all, or all of them; the best groups for the
+objective; the user's order. The optimum over all ways to deal the devices is found by a dynamic
+programme over the numbers of devices left of each kind; exchangeable devices are counted, not told
+apart. With two kinds of two and three devices the states are (0..2, 0..3): the best deals of a
+state are those of the state without its first device, and for each group that holds that device
+those of the state without the group, plus the group.
 
-What is optimised is the headroom of the tightest group, the latency of the slowest, or the
-throughput or the pages of all together. It knows nothing of how copies share their work.
+Optimised is the headroom of the tightest group, the latency of the slowest, or the throughput or
+the pages of all together. How copies share their work is unknown here.
 """
 
 from __future__ import annotations
@@ -21,32 +24,33 @@ from typing import Literal
 from duoka.base.progress import say
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import InfeasibleError, UsageError
+from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.hardware.fleet import Fleet
 
 from .constraints import Constraints
 from .device_map import find_device
 from .plan import Plan
-from .planner import attempt, objective_of, without_cpu
+from .planner import place_best, with_chunks, without_cpu
 from .request import PlanProblem, PlanRequest
 from .resolve import Find, answer, workload_for
-from .search import Objective, exchangeable
+from .search import Objective, exchangeable, resolve_objective
 from .suggestions import ProfileFor
 
 Counts = tuple[int, ...]
-"""How many devices of each kind."""
+"""The number of devices of each kind."""
 
-# Groups that can be made of what is left, for all that can be left: more take minutes.
+# Pairs of a state and a group in it; more take minutes.
 _MOST_DEALS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicas:
-    """One plan for each copy of the model, for a fleet of its group's devices alone.
+    """The plans of all copies, each for the devices of its group alone.
 
-    They are in the order of the first of them; the devices that no group uses are `idle`. `value`
-    is bytes of headroom on the tightest device of all; seconds of the slowest group; or requests
-    a second or pages of all groups.
+    The plans are in the order of their first devices; devices in no group are `idle`. `value` is
+    bytes of headroom on the tightest device of all; seconds of the slowest group; or requests a
+    second or pages of all groups.
     """
 
     plans: tuple[Plan, ...]
@@ -74,65 +78,50 @@ def plan_replicas(
     request: PlanRequest | None = None,
     suggest: bool = True,
 ) -> Replicas:
-    """Find the most copies that the fleet holds, or so many; with `use_all` none stays idle."""
+    """Find the largest or the given number of copies; with `use_all` no device stays idle."""
     _refuse_senseless(problem, number)
     request = request or problem.request
     problem = replace(problem, fleet=without_cpu(problem.fleet))
-    dealer = _Dealer(profile, problem, source)
-    best = dealer.best()
-    if not best:
-        alone = replace(problem, use_all=False)
+    dealer = _Dealer(profile, problem)
+    deals = dealer.deal()
+    if not deals:
+        single = replace(problem, use_all=False)
         try:
-            answer(profile, alone, profile_for=profile_for, request=request, suggest=suggest)
+            answer(profile, single, profile_for=profile_for, request=request, suggest=suggest)
         except InfeasibleError as error:
             ways = (replace(way, without=(*way.without, "--replicas")) for way in error.ways_out)
             raise error.with_ways_out(ways) from None
-    wanted = max(best, default=0) if number == "auto" else number
-    if wanted not in best:
-        raise _too_many(profile, problem, wanted, max(best, default=0))
-    copies = dealer.answer(best[wanted])
-    return replace(
-        copies,
-        plans=tuple(_asking(plan, request, problem, copies.objective) for plan in copies.plans),
-    )
+    num_copies = max(deals, default=0) if number == "auto" else number
+    if num_copies not in deals:
+        raise _too_many(profile, problem, num_copies, max(deals, default=0))
+    copies = dealer.plans_of(deals[num_copies])
+    plans = (dealer.restrict(plan, request) for plan in copies.plans)
+    return replace(copies, plans=tuple(replace(plan, source=source) for plan in plans))
 
 
-def _too_many(profile: Profile, problem: PlanProblem, wanted: int, most: int) -> InfeasibleError:
+def _too_many(
+    profile: Profile, problem: PlanProblem, num_copies: int, largest: int
+) -> InfeasibleError:
     everywhere = " with every one of them in use" if problem.use_all else ""
-    if not most:
+    if not largest:
         return InfeasibleError(
             f"{profile.model} fits these GPUs, but no copies do{everywhere}",
             hint="leave out --use-all",
         )
     return InfeasibleError(
-        f"{format_copies(wanted)} of {profile.model} don't fit these GPUs{everywhere}; "
-        f"{format_copies(most)} {'does' if most == 1 else 'do'}",
-        hint=f"--replicas {most}, or more GPUs",
+        f"{format_copies(num_copies)} of {profile.model} don't fit these GPUs{everywhere}; "
+        f"{format_copies(largest)} {'does' if largest == 1 else 'do'}",
+        hint=f"--replicas {largest}, or more GPUs",
     )
 
 
 def format_copies(number: int) -> str:
-    """A number of copies, for people."""
+    """Format a number of copies."""
     return "1 copy" if number == 1 else f"{number} copies"
 
 
-def _asking(plan: Plan, request: PlanRequest, problem: PlanProblem, objective: Objective) -> Plan:
-    """A copy's plan, keeping what asks for it alone: its own GPUs, where they have names."""
-    names, fleet = plan.fleet.names, problem.fleet
-    uuids = [device.uuid for device in plan.fleet.devices]
-    gpus = ",".join(filter(None, uuids)) if all(uuids) else ""
-    alone = objective_of(replace(problem, fleet=plan.fleet))
-    again = replace(
-        request,
-        gpus=request.gpus if len(names) == len(fleet.names) else gpus,
-        objective=request.objective if alone == objective else objective,
-        constraints=_of_group(request.constraints, fleet, names),
-    )
-    return replace(plan, request=again)
-
-
-def _of_group(constraints: Constraints, fleet: Fleet, names: Collection[str]) -> Constraints:
-    """What is demanded of a group: what other devices leave free is no matter of it."""
+def _restrict(constraints: Constraints, fleet: Fleet, names: Collection[str]) -> Constraints:
+    """Drop the reserves of devices outside a group."""
     reserve = [entry for entry in constraints.reserve if find_device(entry[0], fleet) in names]
     return replace(constraints, reserve=tuple(reserve))
 
@@ -144,83 +133,98 @@ def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> No
             f"{number} copies of a model on {len(problem.fleet.devices)} devices",
             hint="each copy needs a device of its own",
         )
-    for is_said, what in (
+    for is_given, name in (
         (problem.device_map is not None, "a device map"),
         (bool(constraints.pins), "a pin"),
         (constraints.strategy != "auto", f"the strategy {constraints.strategy}"),
         (constraints.offload, "offloading"),
         (problem.largest is not None, f"the largest {problem.largest}"),
     ):
-        if is_said:
+        if is_given:
             raise UsageError(
-                f"{what} is for one copy of a model, and several are to be planned",
+                f"{name} is for one copy of a model, and several are to be planned",
                 hint="leave out one of the two",
             )
 
 
 class _Dealer:
-    """The kinds of devices, what groups of them can do, and how they are dealt."""
+    """The kinds of devices, the plans of groups of them, and the ways to deal them."""
 
-    def __init__(self, profile: Profile, problem: PlanProblem, source: str) -> None:
+    def __init__(self, profile: Profile, problem: PlanProblem) -> None:
         self._profile = profile
-        self._source = source
         self._problem = problem
-        self._objective = objective_of(problem)
+        self._objective = self._objective_on(problem.fleet)
         self._kinds = exchangeable(problem.fleet)
         self._plans: dict[Counts, Plan | None] = {}
-        self._holding: list[Counts] = []
-        all_of_them = tuple(len(kind) for kind in self._kinds)
-        deals = math.prod((count + 1) * (count + 2) // 2 for count in all_of_them)
-        if deals > _MOST_DEALS:
+        self._all = tuple(len(kind) for kind in self._kinds)
+        if math.prod((count + 1) * (count + 2) // 2 for count in self._all) > _MOST_DEALS:
             raise UsageError(
                 f"{len(problem.fleet.devices)} devices of {len(self._kinds)} kinds can be dealt "
                 "in too many ways",
                 hint="name fewer devices, or give similar ones equal budgets",
             )
-        self._all = all_of_them
 
-    def best(self) -> dict[int, _Deal]:
-        """The best way to deal all devices, by the number of groups."""
+    def _objective_on(self, fleet: Fleet) -> Objective:
+        workload = next(with_chunks(self._problem.workload))
+        costs = Costs(self._profile, workload, self._problem.replay_cache)
+        return resolve_objective(self._problem.objective, costs, fleet)
+
+    def deal(self) -> dict[int, _Deal]:
+        """Return the best way to deal all devices, by the number of groups."""
+        # Only groups that hold a copy are dealt, and of these, unless every device must be used,
+        # only minimal ones: a group that contains a smaller one that holds a copy wastes a device.
         groups = [counts for counts in self._by_size() if self._plan(counts) is not None]
         deals: dict[Counts, dict[int, _Deal]] = {}
-        for left in itertools.product(*(range(count + 1) for count in self._all)):
-            deals[left] = self._deal(left, groups, deals)
+        for state in itertools.product(*(range(count + 1) for count in self._all)):
+            deals[state] = self._deal_state(state, groups, deals)
         return {number: deal for number, deal in deals[self._all].items() if number}
 
-    def answer(self, deal: _Deal) -> Replicas:
-        """The plans of a deal, on the devices that the user named first."""
+    def plans_of(self, deal: _Deal) -> Replicas:
+        """Return the plans of a deal, on the user's first devices."""
         free = [list(kind) for kind in self._kinds]
-        dealt: list[tuple[int, ...]] = []
+        groups: list[tuple[int, ...]] = []
         for counts in deal.groups:
-            taken: list[int] = []
-            for kind, count in zip(free, counts, strict=True):
-                taken += kind[:count]
-                del kind[:count]
-            dealt.append(tuple(sorted(taken)))
-        plans = [self._plan_on(devices) for devices in sorted(dealt)]
-        assert all(plan is not None for plan in plans), "its kind of group has a plan"
+            devices = [
+                kind.pop(0) for kind, count in zip(free, counts, strict=True) for _ in range(count)
+            ]
+            groups.append(tuple(sorted(devices)))
+        plans = [self._plan_on(devices) for devices in sorted(groups)]
+        assert None not in plans, "the same kind of group has a plan"
         names = self._problem.fleet.names
         return Replicas(
-            plans=tuple(replace(plan, source=self._source) for plan in plans if plan is not None),
+            plans=tuple(plan for plan in plans if plan is not None),
             idle=tuple(names[index] for index in sorted(itertools.chain(*free))),
             objective=self._objective,
             value=abs(deal.value),
         )
 
-    def _deal(
-        self, left: Counts, groups: Sequence[Counts], deals: dict[Counts, dict[int, _Deal]]
+    def restrict(self, plan: Plan, request: PlanRequest) -> Plan:
+        """Restrict the request of a replica's plan to the GPUs of its group, if they have names."""
+        names, fleet = plan.fleet.names, self._problem.fleet
+        uuids = [device.uuid for device in plan.fleet.devices]
+        gpus = ",".join(uuids) if all(uuids) else ""
+        is_same = self._objective_on(plan.fleet) == self._objective
+        again = replace(
+            request,
+            gpus=request.gpus if len(names) == len(fleet.names) else gpus,
+            objective=request.objective if is_same else self._objective,
+            constraints=_restrict(request.constraints, fleet, names),
+        )
+        return replace(plan, request=again)
+
+    def _deal_state(
+        self, state: Counts, groups: Sequence[Counts], deals: dict[Counts, dict[int, _Deal]]
     ) -> dict[int, _Deal]:
-        """The best ways to deal what is left: the first device stays idle, or is in a group."""
-        if not any(left):
+        """Return the best deals of a state: its first device stays idle, or is in a group."""
+        if not any(state):
             return {0: _Deal(0, self._join(()), ())}
-        first = next(kind for kind, count in enumerate(left) if count)
+        first_kind = next(kind for kind, count in enumerate(state) if count)
         best: dict[int, _Deal] = {}
         if not self._problem.use_all:
-            idle = (*left[:first], left[first] - 1, *left[first + 1 :])
-            best = dict(deals[idle])
+            best = dict(deals[*state[:first_kind], state[first_kind] - 1, *state[first_kind + 1 :]])
         for counts in groups:
-            rest = tuple(have - take for have, take in zip(left, counts, strict=True))
-            if not counts[first] or min(rest) < 0:
+            rest = tuple(have - take for have, take in zip(state, counts, strict=True))
+            if not counts[first_kind] or min(rest) < 0:
                 continue
             plan = self._plan(counts)
             assert plan is not None, "only groups that hold a copy are dealt"
@@ -235,31 +239,28 @@ class _Dealer:
         return best
 
     def _by_size(self) -> Iterator[Counts]:
-        """All groups that could be, the smallest first, but for those that are never needed."""
+        """Yield all possible groups, the smallest first, without superfluous ones."""
         every = itertools.product(*(range(count + 1) for count in self._all))
-        for counts in sorted(
-            (counts for counts in every if any(counts)), key=lambda counts: sum(counts)
-        ):
-            if self._problem.use_all or not self._is_larger(counts):
+        for counts in sorted(filter(any, every), key=sum):
+            if self._problem.use_all or not self._holds_part(counts):
                 yield counts
 
-    def _is_larger(self, counts: Counts) -> bool:
-        """Whether a part of these devices is known to hold a copy: then all are never needed."""
+    def _holds_part(self, counts: Counts) -> bool:
+        """Return True if a part of these devices holds a copy: then all are never needed."""
         return any(
-            other != counts and all(map(int.__le__, other, counts)) for other in self._holding
+            plan is not None and part != counts and all(map(int.__le__, part, counts))
+            for part, plan in self._plans.items()
         )
 
     def _plan(self, counts: Counts) -> Plan | None:
         if counts not in self._plans:
             kinds = zip(self._kinds, counts, strict=True)
-            chosen = itertools.chain.from_iterable(kind[:count] for kind, count in kinds)
-            self._plans[counts] = self._plan_on(tuple(sorted(chosen)))
-            if self._plans[counts] is not None:
-                self._holding.append(counts)
+            devices = itertools.chain.from_iterable(kind[:count] for kind, count in kinds)
+            self._plans[counts] = self._plan_on(tuple(sorted(devices)))
         return self._plans[counts]
 
     def _plan_on(self, devices: Sequence[int]) -> Plan | None:
-        """The plan that uses each of these devices."""
+        """Plan for exactly these devices, each in use."""
         fleet = self._problem.fleet
         names = [fleet.names[index] for index in devices]
         group = replace(
@@ -268,29 +269,29 @@ class _Dealer:
             objective=self._objective,
             use_all=True,
             gpus="",
-            constraints=_of_group(self._problem.constraints, fleet, names),
+            constraints=_restrict(self._problem.constraints, fleet, names),
         )
         try:
-            return attempt(self._profile, group)
+            return place_best(self._profile, group) or None
         except UsageError:
             return None  # more devices than stages
 
     def _worth(self, plan: Plan) -> float:
-        """What a group adds, to be made large."""
+        """Return the value of a group, larger for better groups."""
         if self._objective in ("headroom", "pages"):
             return plan.value
         return -plan.value if self._objective == "latency" else 1.0 / plan.value
 
     @property
     def _join(self) -> Callable[[Sequence[float]], float]:
-        """What groups are worth together: as much as the worst, or all of it."""
+        """The joint value of groups: the least, or the sum."""
         if self._objective in ("throughput", "pages"):
             return math.fsum
         return lambda values: min(values, default=math.inf)
 
 
-def _is_better(one: _Deal, other: _Deal) -> bool:
-    return (one.devices, one.value) > (other.devices, other.value)
+def _is_better(deal: _Deal, other_deal: _Deal) -> bool:
+    return (deal.devices, deal.value) > (other_deal.devices, other_deal.value)
 
 
 def replicas_for(
@@ -301,7 +302,7 @@ def replicas_for(
     *,
     suggest: bool = True,
 ) -> Replicas:
-    """The copies of a checkpoint."""
+    """Plan the copies of a checkpoint."""
     say("planning")
     workload = workload_for(checkpoint, problem.workload)
     if workload.quantize == "auto":

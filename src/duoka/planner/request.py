@@ -1,7 +1,7 @@
-"""Request: what a person asks of the planner, and that on GPUs that are there.
+"""Requests to the planner, and the same on a fleet.
 
-The command line, Python, plan files and the command to paste all say a request; none of it is
-resolved. What the names in it mean for one model and one fleet is found out where it is solved.
+The command line, Python, plan files and the command to paste all contain a request; none of it is
+resolved. Its names are translated for one model and one fleet where it is solved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LARGEST: tuple[Largest, ...] = get_args(Largest)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What was asked for, but for the model: enough to ask again.
+    """The demands on a plan without the model: enough to ask again.
 
     The workload has "auto" where it was said. With `use_all` every GPU has to be used. `gpus` are
     named as in `Fleet.parse`; empty when they were given as an object. `largest` is what is to be
@@ -44,7 +44,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanProblem(PlanRequest):
-    """A request on the GPUs that are there: what the planner solves for a profile.
+    """A request on a fleet: the problem to solve for a profile.
 
     What the constraints reserve is taken off the fleet's budgets already (`limits.usable`). With a
     device map a person has decided where the modules go (`from_device_map`). `limits` is what the
@@ -61,12 +61,12 @@ class PlanProblem(PlanRequest):
     def of(
         cls, request: PlanRequest, fleet: Fleet, device_map: DeviceMap | None = None
     ) -> PlanProblem:
-        """A request on a fleet."""
+        """Put a request on a fleet."""
         return cls(fleet=fleet, device_map=device_map, **_values(request))
 
     @property
     def request(self) -> PlanRequest:
-        """What a plan keeps of it."""
+        """The request, without the fleet."""
         return PlanRequest(**_values(self))
 
 

@@ -1,4 +1,4 @@
-"""Resolving: a request to its plan, or to what would fit instead."""
+"""Resolve: a request for a checkpoint becomes its plan, or suggestions."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from duoka.errors import InfeasibleError, ModelError, UsageError
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Training, Workload, with_quantization
 
-from .modes import attempt, find
 from .plan import Plan
 from .planner import check_context
 from .reasons import chunk_reason, quantization_reason
 from .request import PlanProblem, PlanRequest
-from .suggestions import ProfileFor, WaysOut
+from .solve import find_plan, solve
+from .suggestions import ProfileFor, SuggestionSearch
 
 # Each is a profile of its own.
 _IMAGE_CHUNKS = (4096, 1024, 256)
@@ -34,52 +34,50 @@ def answer(
     profile: Profile,
     problem: PlanProblem,
     *,
-    source: str = "",
     profile_for: ProfileFor | None = None,
     request: PlanRequest | None = None,
     suggest: bool = True,
 ) -> Plan:
-    """The plan for a problem, or what would fit instead."""
+    """Plan a problem; raise InfeasibleError with suggestions if nothing fits."""
     request = request or problem.request
     try:
-        return replace(find(profile, problem, source=source), request=request)
+        return replace(find_plan(profile, problem), request=request)
     except InfeasibleError as error:
-        plan = None if profile_for is None else _attempt_in_parts(profile, problem, profile_for)
+        plan = None if profile_for is None else _plan_in_parts(profile, problem, profile_for)
         if plan is not None:
-            return replace(plan, source=source, request=request)
+            return replace(plan, request=request)
         if not suggest:
             raise
         say("looking for what would fit instead")
-        ways = WaysOut(profile, problem, profile_for, request)
-        joined = profile.outline.joined_layers
-        because = "" if joined is None else f"; {joined_note(joined)}"
-        raise error.with_ways_out(ways.search(), because) from None
+        search = SuggestionSearch(profile, problem, profile_for, request)
+        layers = profile.outline.joined_layers
+        because = "" if layers is None else f"; {joined_note(layers)}"
+        raise error.with_ways_out(search.run(), because) from None
 
 
-def _attempt_in_parts(
-    profile: Profile, problem: PlanProblem, profile_for: ProfileFor
-) -> Plan | None:
-    """The plan where images are encoded, or their prompt is read, in the largest parts that fit."""
+def _plan_in_parts(profile: Profile, problem: PlanProblem, profile_for: ProfileFor) -> Plan | None:
+    """Plan with images encoded, or their prompt read, in the largest fitting parts."""
     if problem.largest is not None:
         return None
-    parts = [*_in_parts(problem.workload, profile)]
-    plans: dict[int, Plan | None] = {}
+    workloads = [*_in_parts(problem.workload, profile)]
 
-    def fits(index: int) -> bool:
-        other = profile_for(parts[index])
-        of_parts = replace(problem, workload=parts[index])
-        plans[index] = None if other is None else attempt(other, of_parts)
-        return plans[index] is not None
+    @cache
+    def plan_at(index: int) -> Plan | None:
+        part_profile = profile_for(workloads[index])
+        if part_profile is None:
+            return None
+        return solve(part_profile, replace(problem, workload=workloads[index])) or None
 
     # Each is a trace of its own; smaller parts need no more memory.
-    plan = plans.get(bisect_left(range(len(parts)), True, key=fits))
+    index = bisect_left(range(len(workloads)), True, key=lambda index: plan_at(index) is not None)
+    plan = plan_at(index) if index < len(workloads) else None
     if plan is None:
         return None
     return replace(plan, why=(*chunk_reason(problem.workload, plan.workload), *plan.why))
 
 
 def _in_parts(workload: Workload, profile: Profile) -> Iterator[Workload]:
-    """The workload with fewer images encoded at a time, then its prompt in chunks: ever smaller."""
+    """Yield workloads with ever fewer images encoded at a time, then with ever smaller chunks."""
     if not profile.encodes_images:
         return
     if workload.vision_batch == "auto":
@@ -95,7 +93,7 @@ def _in_parts(workload: Workload, profile: Profile) -> Iterator[Workload]:
 
 
 def joined_note(layers: str) -> str:
-    """What a person should know of code that joins what its layers make."""
+    """Explain why code with joined outputs of layers keeps these on a GPU."""
     return (
         f"{layers} stays whole on one GPU, since the model's code joins what its layers make "
         "(where that fails, duoka check shows the line, and duoka check --fix mends it)"
@@ -103,7 +101,7 @@ def joined_note(layers: str) -> str:
 
 
 def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
-    """What a person should know where a checkpoint's own code needs more memory than another's."""
+    """Explain why a checkpoint's own code needs more memory than duoka's class."""
     if not checkpoint.builds_own_model or workload.training is not None:
         return ""
     try:
@@ -117,57 +115,64 @@ def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
 
 
 def answer_checkpoint(
-    checkpoint: Checkpoint, problem: PlanProblem, find: Find, *, suggest: bool = True
+    checkpoint: Checkpoint, problem: PlanProblem, find_profile: Find, *, suggest: bool = True
 ) -> Plan:
-    """The plan for a checkpoint; of an "auto" quantization for the first one that fits."""
+    """Plan a checkpoint; of an "auto" quantization take the first fitting scheme."""
     say("planning")
-    refuse_offload(checkpoint, problem)
-    find = cache(find)
+    method = method_of(checkpoint.config)
+    if method is not None and problem.constraints.offload:
+        raise UsageError(
+            f"{checkpoint.name} is quantized already ({method.name}); such weights can't lie in "
+            "the host's memory",
+            hint="leave out the offload, or take the 16-bit checkpoint",
+        )
+    # A profile is traced once, however often its workload comes up among schemes and suggestions.
+    find_profile = cache(find_profile)
     problem = replace(problem, trust_remote_code=checkpoint.trust_remote_code)
 
     def profile_for(workload: Workload) -> Profile:
-        return find(workload_for(checkpoint, workload))
+        return find_profile(workload_for(checkpoint, workload))
 
-    *earlier, last = _resolved(checkpoint, problem)
-    chosen, tried = last, [candidate.workload.quantize for candidate in earlier]
-    for number, candidate in enumerate(earlier):
-        first = find(candidate.workload)
-        if attempt(first, candidate) or _attempt_in_parts(first, candidate, profile_for):
-            chosen, tried = candidate, tried[:number]
+    *earlier, selected = _with_schemes(checkpoint, problem)
+    failed = []
+    for candidate in earlier:
+        profile = find_profile(candidate.workload)
+        if solve(profile, candidate) or _plan_in_parts(profile, candidate, profile_for):
+            selected = candidate
             break
+        failed.append(candidate.workload.quantize)
     try:
         plan = answer(
-            find(chosen.workload),
-            chosen,
-            source=checkpoint.source,
+            find_profile(selected.workload),
+            selected,
             profile_for=profile_for,
             request=problem.request,
             suggest=suggest,
         )
     except InfeasibleError as error:
-        note = whole_prompt_note(checkpoint, chosen.workload)
+        note = whole_prompt_note(checkpoint, selected.workload)
         raise error.with_ways_out(error.ways_out, f"; {note}") if note else error from None
-    reasons = quantization_reason(plan.workload, tried, is_offloaded=bool(plan.offloaded))
-    return replace(plan, why=(*reasons, *plan.why))
+    reasons = quantization_reason(plan.workload, failed, is_offloaded=bool(plan.offloaded))
+    return replace(plan, source=checkpoint.source, why=(*reasons, *plan.why))
 
 
-def _resolved(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProblem]:
-    """The problem with what it leaves open of the weights: what to try, in this order."""
-    first, *smaller = with_quantization(workload_for(checkpoint, problem.workload))
-    first_choice = replace(problem, workload=first)
+def _with_schemes(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[PlanProblem]:
+    """Yield the problem with each quantization left open, in order of preference."""
+    workload, *smaller = with_quantization(workload_for(checkpoint, problem.workload))
+    unquantized = replace(problem, workload=workload)
     if not smaller:
-        yield first_choice
+        yield unquantized
         return
     # Weights are quantized or offloaded; to read them over PCIe for each token costs more.
     on_gpus = replace(problem, constraints=replace(problem.constraints, offload=False))
-    for workload in (first, *smaller):
-        yield replace(on_gpus, workload=workload)
+    for quantized in (workload, *smaller):
+        yield replace(on_gpus, workload=quantized)
     if problem.constraints.offload:
-        yield first_choice
+        yield unquantized
 
 
 def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
-    """The workload with what the checkpoint decides: its dtype, and whether it reads in chunks."""
+    """Resolve the dtype and chunks of a workload by the checkpoint."""
     if not checkpoint.builds_own_model:
         refuse_unbuildable(checkpoint.config)
     if workload.images:
@@ -183,7 +188,7 @@ def workload_for(checkpoint: Checkpoint, workload: Workload) -> Workload:
 
 
 def learning(workload: Workload, training: Training) -> Workload:
-    """Training on sequences as long as the workload's context."""
+    """Turn a workload into training on sequences as long as its context."""
     return replace(
         workload,
         prompt_tokens=workload.context_tokens,
@@ -195,66 +200,44 @@ def learning(workload: Workload, training: Training) -> Workload:
 
 
 def native_training(checkpoint: Checkpoint, training: Training | None) -> Training | None:
-    """The training with its adapters on modules of the class that is built."""
+    """Put the adapters of a training on modules of the built class."""
     if training is None:
         return None
     return replace(training, lora_targets=native_targets(checkpoint, training.lora_targets))
 
 
 def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
-    """The workload of a checkpoint that is quantized already: nothing is left to quantize."""
-    method = method_of(checkpoint.config)
+    """Leave nothing to quantize if the checkpoint is quantized already."""
+    method, dtype = method_of(checkpoint.config), checkpoint.default_dtype or "float32"
     if method is None:
         return workload
     if workload.training is not None:
-        raise UsageError(
-            f"{checkpoint.name} is quantized already ({method.name}); duoka trains beside weights "
-            "that it has quantized itself",
-            hint="take the 16-bit checkpoint, with --quantize nf4 or int8",
-        )
-    if workload.quantize not in ("none", "auto"):
-        raise UsageError(
-            f"{checkpoint.name} is quantized already ({method.name}); it can't become "
-            f"{workload.quantize}",
-            hint="leave quantize out, or take the 16-bit checkpoint",
-        )
-    dtype = checkpoint.default_dtype or "float32"
-    if workload.dtype not in ("auto", dtype):
-        raise UsageError(
-            f"{checkpoint.name} is quantized already ({method.name}) for {dtype}; it can't compute "
-            f"in {workload.dtype}",
-            hint="leave the dtype out, or take the 16-bit checkpoint",
-        )
-    return replace(workload, quantize="none")
-
-
-def refuse_offload(checkpoint: Checkpoint, problem: PlanProblem) -> None:
-    """Refuse to keep weights on the host that packages load where they compute."""
-    method = method_of(checkpoint.config)
-    if method is not None and problem.constraints.offload:
-        raise UsageError(
-            f"{checkpoint.name} is quantized already ({method.name}); such weights can't lie in "
-            "the host's memory",
-            hint="leave out the offload, or take the 16-bit checkpoint",
-        )
+        problem = "; duoka trains beside weights that it has quantized itself"
+        hint = "take the 16-bit checkpoint, with --quantize nf4 or int8"
+    elif workload.quantize not in ("none", "auto"):
+        problem = f"; it can't become {workload.quantize}"
+        hint = "leave quantize out, or take the 16-bit checkpoint"
+    elif workload.dtype not in ("auto", dtype):
+        problem = f" for {dtype}; it can't compute in {workload.dtype}"
+        hint = "leave the dtype out, or take the 16-bit checkpoint"
+    else:
+        return replace(workload, quantize="none")
+    raise UsageError(f"{checkpoint.name} is quantized already ({method.name}){problem}", hint=hint)
 
 
 def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = False) -> Workload:
-    """The workload without chunks for an encoder, which can't read its prompt in such.
+    """Leave out prefill chunks for an encoder with its whole prompt at once.
 
     A checkpoint's own code may prepare its first call for the prompt, and every later one for one
     token, whatever it is given.
     """
-    reasons = {
-        "an encoder can't read its prompt": is_encoder,
-        "code that comes with a checkpoint can't be relied on to read its prompt": is_own_code,
-    }
-    reader = next((reader for reader, is_so in reasons.items() if is_so), None)
-    if reader is None:
+    if not is_encoder and not is_own_code:
         return workload
     if isinstance(workload.prefill_chunk_tokens, int):
+        reader = "code that comes with a checkpoint can't be relied on to"
+        reader = "an encoder can't" if is_encoder else reader
         raise UsageError(
-            f"{reader} in chunks of {workload.prefill_chunk_tokens}",
+            f"{reader} read its prompt in chunks of {workload.prefill_chunk_tokens}",
             hint="leave the chunk out",
         )
     return replace(workload, prefill_chunk_tokens=None)

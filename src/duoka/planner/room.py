@@ -1,4 +1,4 @@
-"""Room: what a careful plan leaves free on each device, and what is tried in which order.
+"""Room: the memory to leave free on each device, and the order of preference.
 
 A forecast is for what a process does itself. Others may take memory, too, and a prompt in small
 chunks is slow; so a plan leaves room and takes large chunks where it can.
@@ -21,21 +21,21 @@ _LARGEST_PART = 8
 
 
 def room_bytes(budget_bytes: int) -> int:
-    """What is to stay free of a budget beside all that is reserved.
+    """Return the bytes of a budget to leave free beside reserved ones.
 
     It is the larger of 3 % and 512 MiB, and of a budget below 4 GiB an eighth.
     """
-    least = min(_LEAST_BYTES, budget_bytes // _LARGEST_PART)
-    return max(budget_bytes * _SHARE_PERCENT // 100, least)
+    floor_bytes = min(_LEAST_BYTES, budget_bytes // _LARGEST_PART)
+    return max(budget_bytes * _SHARE_PERCENT // 100, floor_bytes)
 
 
 def is_tight(stage: StageBytes) -> bool:
-    """Whether a stage leaves less than that of its device."""
+    """Return True if a stage leaves less than `room_bytes` of its device."""
     return stage.free_bytes < room_bytes(stage.budget_bytes)
 
 
 def cache_tokens(forecast: Forecast, workload: Workload) -> int:
-    """About how many tokens the KV cache can grow to, on what is free beside the room.
+    """Estimate the tokens of the KV cache with all free memory but the room.
 
     At least those that were planned for; 0 where there is no cache.
     """
@@ -48,7 +48,7 @@ def cache_tokens(forecast: Forecast, workload: Workload) -> int:
 
 
 def preferences(chunked: Sequence[Costs]) -> Iterator[list[Costs]]:
-    """The costs of all chunks, in the order in which they are to be tried until something fits.
+    """Yield the costs of all chunks in the order of preference.
 
     Large chunks with room; small chunks with room; whatever fits.
     """
@@ -59,6 +59,6 @@ def preferences(chunked: Sequence[Costs]) -> Iterator[list[Costs]]:
 
 
 def is_large_chunk(workload: Workload) -> bool:
-    """Whether a prompt runs whole, or in chunks that keep a GPU busy."""
+    """Return True if a prompt runs whole, or in chunks large enough for a GPU."""
     chunk = workload.prefill_chunk_tokens
     return not isinstance(chunk, int) or chunk >= LEAST_CHUNK_TOKENS

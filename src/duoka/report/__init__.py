@@ -1,4 +1,4 @@
-"""Report: what people and tools read. It computes nothing that isn't shown.
+"""Output for people and tools: terminal, HTML, SARIF, exports.
 
 - `terminal`: plans, explanations, comparisons and checks, printed
 - `html`: a plan as one page

@@ -78,7 +78,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
-    """One tensor that took part in an operation at fault.
+    """A tensor operand of a faulty operation.
 
     `argument` is what it is to the operation ("self", "tensors[1]"), `expression` the source text
     at `place` that gives it to the operation ("self.mlp(h)"; "" if it doesn't stand there, as in a
@@ -99,7 +99,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One place in model code that fails or misbehaves on several devices.
+    """A line of model code with a failure or misbehavior on several devices.
 
     The same place in forty layers, steps or chunks is one fault. `op` is the operation as it was
     called ("torch.cat", "Tensor.__add__"), `operands` its tensors in their order, `target` the
@@ -219,7 +219,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What `duoka.check` decided about a model on a placement.
+    """Result of `duoka.check` for a model on a placement.
 
     Parameters
     ----------

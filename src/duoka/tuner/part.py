@@ -1,4 +1,4 @@
-"""Part of a model that one process trains: its own weights, and the shapes of all others."""
+"""Part of a model in one process: its own weights, and the shapes of all others."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from duoka import Checkpoint, Fleet, Workload
 from duoka.checker.prove import prove
 from duoka.errors import ModelError
 from duoka.models.from_checkpoint import build_model
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.report.terminal import render_report
 from duoka.report.terminal.check import render_plain
 from duoka.tracing import TraceSpec
@@ -218,7 +218,7 @@ def test_gradient_checkpointing_takes_less_memory(heron: MakeHeron) -> None:
         load = replace(WORK, prompt_tokens=200, new_tokens=0, training=training)
         spec = TraceSpec(fingerprint="heron", conditions=load.conditions)
         profile = trace_training_workload(build_model(checkpoint, load), spec, load)
-        plan = solve(profile, PlanProblem(fleet=Fleet.parse("virtual:64MiB"), workload=load))
+        plan = find_plan(profile, PlanProblem(fleet=Fleet.parse("virtual:64MiB"), workload=load))
         [measured] = prove(plan, build_model(checkpoint, load))
         [told] = plan.forecast.devices
         assert told.allocated_bytes == pytest.approx(measured.allocated_bytes, rel=0.002)

@@ -57,7 +57,7 @@ class Oracle:
             if not any(holds(name, known) for known in NATIVE | PUBLISHED):
                 self.unknown.add(name)
             try:
-                self.device[name] = Devices(FLEET).find(value)
+                self.device[name] = Devices(FLEET).resolve(value)
             except NoDevice:
                 self.device[name] = None
                 self.misplaced.add(name)

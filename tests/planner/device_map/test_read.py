@@ -95,7 +95,7 @@ FLEETS: dict[str, Fleet | None] = {
     ],
 )
 def test_devices(fleet: str, value: object, device: str) -> None:
-    assert Devices(FLEETS[fleet]).find(value) == device
+    assert Devices(FLEETS[fleet]).resolve(value) == device
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_devices(fleet: str, value: object, device: str) -> None:
 )
 def test_what_is_no_device(fleet: str, value: object, problem: str) -> None:
     with pytest.raises(NoDevice, match=problem):
-        Devices(FLEETS[fleet]).find(value)
+        Devices(FLEETS[fleet]).resolve(value)
 
 
 def test_cuda_alone_is_the_only_gpu() -> None:
@@ -148,4 +148,4 @@ def test_any_text_is_a_map_or_refused(text: str) -> None:
     devices = Devices(FLEETS["two"])
     for _, value in found.entries:
         with suppress(NoDevice):
-            assert devices.find(value) in ("cuda:0", "cuda:1")
+            assert devices.resolve(value) in ("cuda:0", "cuda:1")

@@ -37,13 +37,13 @@ def test_the_best_is_the_best_of_all(num_groups: int, slowest: bool) -> None:
         groups = [(device,) for device in range(num_groups)]
         programme = Programme([costs], groups, slowest=slowest, num_stages=range(1, 3))
         expected = [least(costs, number, slowest=slowest) for number in (1, 2)]
-        fewest, best = programme.fewest(), programme.best()
+        fewest, best = programme.find_on_fewest(), programme.find_best()
         assert fewest is not None
         assert best is not None
         assert (len(fewest[0]), fewest[1]) == (1, expected[0])
         assert best[1] == min(expected)
         dearer = [np.where(costs[0] < 25, costs[0] + 20, costs[0]), *costs[1:]]
         programme.revise([dearer])
-        again = programme.best()
+        again = programme.find_best()
         assert again is not None
         assert again[1] == min(least(dearer, number, slowest=slowest) for number in (1, 2))

@@ -24,8 +24,8 @@ from duoka import export
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.report.export import common
 from duoka.report.export.common import layer_token_bytes
 from duoka.report.export.stages import read_pipeline
@@ -104,7 +104,9 @@ def test_the_cache_holds_the_planned_context() -> None:
     """What is given to a rank over what a block takes there, the least of all ranks."""
     profile = made_up([1 << 20] * 12, Costs(cache=4096))
     workload = Workload(prompt_tokens=1000, new_tokens=24, batch=3, dtype="bfloat16")
-    plan = solve(profile, PlanProblem(fleet=fleet(160, 120, 90), workload=workload, use_all=True))
+    plan = find_plan(
+        profile, PlanProblem(fleet=fleet(160, 120, 90), workload=workload, use_all=True)
+    )
     pipeline = read_pipeline(plan, "vLLM")
     sizes = layer_token_bytes(plan, profile, pipeline)
     assert sizes == [0, *[4096] * 10, 0]  # the first and the last block keep nothing
@@ -160,7 +162,7 @@ def test_a_gpu_that_others_use_may_have_less_free(budget: int, expected: str | N
     profile = made_up([1 << 20] * 12, Costs(cache=4096))
     workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
     gpus = fleet(160, 120)
-    plan = solve(profile, PlanProblem(fleet=gpus, workload=workload, use_all=True))
+    plan = find_plan(profile, PlanProblem(fleet=gpus, workload=workload, use_all=True))
     devices = tuple(
         replace(device, budget_bytes=budget * GIB, memory_bytes=21 * GIB) for device in gpus.devices
     )
@@ -172,7 +174,7 @@ def test_a_gpu_that_others_use_may_have_less_free(budget: int, expected: str | N
 def test_sglangs_share_covers_weights_and_cache_of_every_rank() -> None:
     profile = made_up([8 << 20] * 12, Costs(cache=4096))
     workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
-    plan = solve(profile, PlanProblem(fleet=fleet(140, 100), workload=workload))
+    plan = find_plan(profile, PlanProblem(fleet=fleet(140, 100), workload=workload))
     options = parsed(export(plan, "sglang", profile).text)[2]
     sizes = layer_token_bytes(plan, profile, read_pipeline(plan, "SGLang"))
     assert sizes is not None
@@ -272,7 +274,7 @@ def test_unequal_gpus_are_told_in_numbers() -> None:
     profile = made_up([GIB // 4] * 12, Costs(cache=4096))
     workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
     problem = PlanProblem(fleet=Fleet.parse("2560MiB,1GiB"), workload=workload)
-    plan = solve(profile, problem)
+    plan = find_plan(profile, problem)
     told = " ".join(str(export(plan, "vllm", profile)).split())
     assert "equally many cache blocks" in told
 

@@ -14,8 +14,8 @@ from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.serve.vllm import VllmOptions, commands, parse_nodes
 
 PYTHON = Path("/opt/vllm env/bin/python")
@@ -115,7 +115,7 @@ def test_a_repository_is_served_by_its_name() -> None:
 def test_the_profile_gives_the_bytes_of_a_cache_that_isnt_paged() -> None:
     profile = made_up([1 << 20] * 12, Costs(cache=4096))
     workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
-    plan = solve(profile, PlanProblem(fleet=fleet(160, 120), workload=workload, use_all=True))
+    plan = find_plan(profile, PlanProblem(fleet=fleet(160, 120), workload=workload, use_all=True))
     plan = renamed(replace(plan, source="model"), "cuda")
     (command,) = commands(plan, OPTIONS, profile)
     assert int(options_of(command.arguments)["--kv-cache-memory-bytes"]) > 65 * 16 * 4096

@@ -64,7 +64,7 @@ class Patch:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """Faults that this patch helps to fix."""
+        """Faults fixed with the help of this patch."""
         return tuple(fault for cure in self.cures for fault in cure.faults)
 
 

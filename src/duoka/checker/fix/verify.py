@@ -46,7 +46,7 @@ _MOST_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Result of a proof: the reason if it failed, and the twin if one was used."""
+    """Result of a proof: the reason of a failure, and the twin if used."""
 
     holds: bool
     reason: str = ""

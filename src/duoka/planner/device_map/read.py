@@ -1,4 +1,4 @@
-"""A device map as it is given: a dict, one device, or a JSON file that anybody may have written."""
+"""Device maps in all their forms: a dict, a device, or a JSON file of any origin."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NO_OFFLOAD = "duoka doesn't offload to a disk; name a GPU, or cpu to compute th
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """Pairs of a name and what was given as its device, in their order; names may stand twice.
+    """Pairs of a name and a device of any type, in their order; names may stand twice.
 
     Examples
     --------
@@ -49,7 +49,7 @@ class DeviceMap:
 
     @classmethod
     def of(cls, value: object) -> DeviceMap:
-        """Take a map, or one device for the whole model, as transformers' ``device_map=`` does."""
+        """Take a map, or a device for the whole model, as transformers' ``device_map=`` does."""
         if isinstance(value, DeviceMap):
             return value
         if isinstance(value, Mapping):
@@ -57,7 +57,7 @@ class DeviceMap:
             return cls(tuple(pairs))
         if isinstance(value, str) and value.strip().lower() in _AUTOMATIC:
             raise UsageError(f"{value!r} is no device map", hint=_LEAVE_OUT)
-        if isinstance(value, str) or _whole(value) is not None or _is_torch_device(value):
+        if isinstance(value, str) or _as_number(value) is not None or _is_torch_device(value):
             return cls((("", value),))
         raise UsageError(
             f"a device map is a mapping from names to devices, not {type(value).__name__}",
@@ -66,7 +66,7 @@ class DeviceMap:
 
     @classmethod
     def parse(cls, text: str, source: str) -> DeviceMap:
-        """Read JSON text; a name that stands twice is kept twice, for `judge` to tell."""
+        """Read JSON text; keep duplicate names, for `judge` to report."""
         try:
             value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=str)
         except (ValueError, RecursionError) as error:
@@ -91,16 +91,16 @@ class DeviceMap:
 
     @property
     def names_cpu(self) -> bool:
-        """Whether an entry's device is the CPU."""
+        """True if an entry's device is the CPU."""
         return any(str(value) == "cpu" for _, value in self.entries)
 
 
 class _Pairs(list[tuple[str, object]]):
-    """A JSON object with all its keys, those that stand twice too."""
+    """A JSON object with all its keys, duplicates included."""
 
 
-def _whole(value: object) -> int | None:
-    """A number, of Python's or of any library's; None for everything else."""
+def _as_number(value: object) -> int | None:
+    """Return a number of Python's or of any library's; None for everything else."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         return None
     try:
@@ -110,16 +110,16 @@ def _whole(value: object) -> int | None:
 
 
 def _is_torch_device(value: object) -> bool:
-    # Known by its name: torch isn't imported here.
+    # By its name, because torch isn't imported here.
     return type(value).__module__ == "torch" and type(value).__name__ == "device"
 
 
 class NoDevice(Exception):
-    """What was given as a device isn't one, or isn't in the fleet."""
+    """Raised for a value other than a device of the fleet."""
 
 
 class Devices:
-    """What a map's devices mean; without a fleet every device that torch could have will do.
+    """The devices of a fleet, by the names in maps; without a fleet all of torch's.
 
     A number N is the device with that number in the fleet, ``cuda:N`` or ``vgpu:N``; "cuda" alone
     is the fleet's only GPU, or its number 0.
@@ -132,13 +132,13 @@ class Devices:
         self._kinds = tuple(kinds) or (("cuda",) if self._any else ())
 
     @property
-    def first(self) -> str:
-        """Where to put what nothing else tells."""
+    def default(self) -> str:
+        """The device of modules without any hint."""
         return self.names[0] if self.names else "cuda:0"
 
-    def find(self, value: object) -> str:
-        """The name of a device."""
-        number = _whole(value)
+    def resolve(self, value: object) -> str:
+        """Find the name of a device."""
+        number = _as_number(value)
         if number is not None:
             return self._numbered(number)
         if not isinstance(value, str) and not _is_torch_device(value):
@@ -153,14 +153,16 @@ class Devices:
         if text in ("disk", "meta"):
             raise NoDevice(_NO_OFFLOAD)
         kind, index = match.groups()
-        return self._known(text if kind == "cpu" or index is not None else self._alone(kind))
+        return self._refuse_absent(
+            text if kind == "cpu" or index is not None else self._unnumbered(kind)
+        )
 
     def guess(self, values: Mapping[str, object]) -> dict[str, str]:
-        """Return the likely device of each name in a map of which some devices aren't here.
+        """Guess the devices of a map for another numbering of GPUs.
 
-        The map was written for another numbering: the one before CUDA_VISIBLE_DEVICES, or another
-        machine's, whose GPUs stand for those of the fleet in order. A single strange device among
-        as many known ones as there are is a slip, and nothing is likely.
+        That is the one before CUDA_VISIBLE_DEVICES, or another machine's, whose GPUs stand for
+        those of the fleet in order. A single absent device beside as many present ones as the fleet
+        has is a slip, and nothing is guessed.
         """
         texts = {name: str(value) for name, value in values.items()}
         numbered = {text for text in texts.values() if text.rpartition(":")[2].isdecimal()}
@@ -169,22 +171,22 @@ class Devices:
         device_of: dict[str, str] = {}
         for text in ordered:
             with suppress(NoDevice):
-                device_of[text] = self.find(text)
-        strange = [text for text in ordered if text not in device_of]
+                device_of[text] = self.resolve(text)
+        absent = [text for text in ordered if text not in device_of]
         numbers = [str(number) for number in cuda_driver.renumbered()]
         plain = [text.removeprefix("cuda:") for text in ordered]
         if numbers and {*plain} <= {*numbers}:
             translated = (f"{self._kinds[0]}:{numbers.index(text)}" for text in plain)
             likely = dict(zip(ordered, translated, strict=True))
-        elif len(strange) > 1 and len(ordered) > len(gpus) > 0:
+        elif len(absent) > 1 and len(ordered) > len(gpus) > 0:
             likely = {text: gpus[at * len(gpus) // len(ordered)] for at, text in enumerate(ordered)}
         else:
             spare = (gpu for gpu in gpus if gpu not in device_of.values())
-            likely = dict(zip(strange, spare, strict=False))
+            likely = dict(zip(absent, spare, strict=False))
         return {name: likely[text] for name, text in texts.items() if likely.get(text) in gpus}
 
     def describe(self) -> str:
-        """What they are, and what CUDA_VISIBLE_DEVICES makes of their numbers."""
+        """List the devices, and their numbers by CUDA_VISIBLE_DEVICES."""
         parts = [f"the devices are {', '.join(self.names)}", cuda_driver.describe_renumbered()]
         return "; ".join(filter(None, parts)) if self.names else ""
 
@@ -193,13 +195,13 @@ class Devices:
             raise NoDevice(f"the number of which: {' or '.join(self._kinds)}?")
         if not 0 <= number < 10_000 or not self._kinds:
             raise NoDevice("no GPU has such a number")
-        return self._known(f"{self._kinds[0]}:{number}")
+        return self._refuse_absent(f"{self._kinds[0]}:{number}")
 
-    def _alone(self, kind: str) -> str:
-        same = [name for name in self.names if name.partition(":")[0] == kind]
-        return same[0] if len(same) == 1 else f"{kind}:0"
+    def _unnumbered(self, kind: str) -> str:
+        devices = [name for name in self.names if name.partition(":")[0] == kind]
+        return devices[0] if len(devices) == 1 else f"{kind}:0"
 
-    def _known(self, name: str) -> str:
+    def _refuse_absent(self, name: str) -> str:
         if self._any:
             if name.partition(":")[0] not in ("cpu", "cuda", "vgpu"):
                 raise NoDevice("duoka knows cuda:N, vgpu:N and cpu")

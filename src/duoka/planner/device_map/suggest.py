@@ -1,7 +1,7 @@
-"""The real names that an unknown one probably means.
+"""Real names similar to unknown ones, and texts of many names.
 
-Names are compared with a "*" for each number in them; so a map of another version of a model, with
-hundreds of entries, asks only a few problems.
+Names are compared as patterns with a "*" for each number in them; so a map of another version of a
+model, with hundreds of entries, takes only a few comparisons.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ _LONGEST_COMPARED = 200
 _MOST_COMPARISONS = 20_000
 _LIKE, _ALMOST = 0.6, 0.85
 _MOST_SHOWN = 3
+_LONGEST_NAME = 120
+_MOST_RUNS = 60
 
 Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Nearest:
-    """Real names, best first; `meant` is the one that is surely meant, if any is."""
+    """Real names, the most similar first; `meant` is a name beyond doubt, if there is any."""
 
     names: tuple[str, ...] = ()
     meant: str | None = None
 
 
 class Finder:
-    """Looks for real names of modules and tensors."""
+    """A search for the real names of modules and tensors most similar to a text."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._numbered: dict[str, dict[Numbers, str]] = {}
@@ -44,56 +46,56 @@ class Finder:
         self._ordered: dict[str, list[Numbers]] = {}
         self._comparisons = 0
 
-    def find(self, name: str) -> Nearest:
-        """Find what a name that isn't real means."""
+    def search(self, name: str) -> Nearest:
+        """Find the real names most similar to a name."""
         if len(name) > _LONGEST_COMPARED:
             return Nearest()
         pattern, numbers = _pattern(name.strip().strip("."))
         if pattern not in self._similar:
-            self._similar[pattern] = self._like(pattern)
+            self._similar[pattern] = self._find_patterns(pattern)
         near: dict[str, float] = {}
         meant = None
-        for score, other in self._similar[pattern]:
-            known = self._numbered[other]
+        for score, similar in self._similar[pattern]:
+            by_numbers = self._numbered[similar]
             if meant is None and not near and score >= _ALMOST:
-                meant = known.get(numbers)
-            real = known.get(numbers) or self._closest(other, numbers)
-            near[real] = score
+                meant = by_numbers.get(numbers)
+            near[by_numbers.get(numbers) or self._find_closest(similar, numbers)] = score
         return Nearest(tuple(near), meant)
 
-    def _like(self, pattern: str) -> list[tuple[float, str]]:
-        scored = ((self._score(pattern, other), other) for other in self._numbered if other)
+    def _find_patterns(self, pattern: str) -> list[tuple[float, str]]:
+        scored = ((self._score(pattern, real), real) for real in self._numbered if real)
         best = sorted((pair for pair in scored if pair[0] >= _LIKE), key=lambda pair: -pair[0])
         surest = best[0][0] if best else 0.0
-        # Beside one that is equal or almost equal, what is merely alike only confuses.
-        least = surest if surest == 1.0 else min(surest, _ALMOST)
-        return [pair for pair in best if pair[0] >= least][:_MOST_SHOWN]
+        # Beside an equal or almost equal pattern, merely similar ones only confuse.
+        threshold = surest if surest == 1.0 else min(surest, _ALMOST)
+        return [pair for pair in best if pair[0] >= threshold][:_MOST_SHOWN]
 
-    def _closest(self, pattern: str, numbers: Numbers) -> str:
-        """The name of this kind that is next in order: the last layer for one beyond it."""
+    def _find_closest(self, pattern: str, numbers: Numbers) -> str:
+        """Return the next name of a pattern in order: the last layer for a number beyond."""
         ordered = self._ordered.setdefault(pattern, sorted(self._numbered[pattern]))
         place = min(bisect_left(ordered, numbers), len(ordered) - 1)
         return self._numbered[pattern][ordered[place]]
 
-    def _score(self, pattern: str, other: str) -> float:
-        one, two = pattern.lower().split("."), other.lower().split(".")
-        if one == two:
+    def _score(self, pattern: str, real: str) -> float:
+        parts, real_parts = pattern.lower().split("."), real.lower().split(".")
+        if parts == real_parts:
             return 1.0
-        short, long = sorted((one, two), key=len)
-        if short[-1] == long[-1] and _is_within(short, long):
+        short, long = sorted((parts, real_parts), key=len)
+        rest = iter(long)
+        if short[-1] == long[-1] and all(part in rest for part in short):
             return _ALMOST + (1 - _ALMOST) * len(short) / len(long)
         self._comparisons += 1
         if self._comparisons > _MOST_COMPARISONS:
             return 0.0
-        matcher = SequenceMatcher(None, pattern, other, autojunk=False)
+        matcher = SequenceMatcher(None, pattern, real, autojunk=False)
         if matcher.real_quick_ratio() < _LIKE or matcher.quick_ratio() < _LIKE:
             return 0.0
         # Another number of numbers is another kind of module.
-        return matcher.ratio() * (1.0 if one.count("*") == two.count("*") else 0.8)
+        return matcher.ratio() * (1.0 if parts.count("*") == real_parts.count("*") else 0.8)
 
 
 def _pattern(name: str) -> tuple[str, Numbers]:
-    """The name with "*" for its numbers, and these."""
+    """Split a name into its pattern, with "*" for numbers, and the numbers."""
     parts = name.split(".")
     numbers = tuple(int(part) for part in parts if _is_number(part))
     return ".".join("*" if _is_number(part) else part for part in parts), numbers
@@ -103,74 +105,63 @@ def _is_number(part: str) -> bool:
     return part.isascii() and part.isdecimal()
 
 
-def _is_within(short: list[str], long: list[str]) -> bool:
-    """Whether the parts of one stand in the other in the same order."""
-    rest = iter(long)
-    return all(part in rest for part in short)
-
-
-_LONGEST_NAME = 120
-_MOST_RUNS = 60
-
-
 def shorten(names: Iterable[str]) -> str:
-    """Write names with those that differ in one number as a run."""
+    """Join names, numbered ones as a run: "layers.0-27"."""
     return listed(runs(names))
 
 
 def runs(names: Iterable[str]) -> list[str]:
-    """The same as a list."""
+    """List names, with numbered ones as a run."""
     numbers_of: dict[tuple[str, str | None], list[int]] = {}
     for name in names:
-        head, number, tail = _parted(name)
+        head, number, tail = _split_at_number(name)
         if number is None:
             numbers_of[name, None] = []
         else:
             numbers_of.setdefault((head, tail), []).append(number)
     return [
-        shown(head) if tail is None else shown(f"{head}{_ranges(numbers)}{tail}")
+        printable_name(head) if tail is None else printable_name(f"{head}{_ranges(numbers)}{tail}")
         for (head, tail), numbers in numbers_of.items()
     ]
 
 
 def arrows(pairs: Mapping[str, str]) -> Iterator[str]:
-    """Write what each name becomes, runs beside runs; a name that becomes nothing stands alone."""
-    groups: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
+    """Write pairs of names with arrows, runs beside runs; a name paired with "" stands alone."""
+    groups: dict[tuple[str, ...], dict[str, str]] = {}
     for old, new in pairs.items():
-        before, after = _parted(old), _parted(new)
-        key = (before[0], before[2], after[0], after[2]) if before[1] == after[1] else (old, new)
-        group = groups.setdefault(key, ([], []))
-        group[0].append(old)
-        group[1].append(new)
-    for olds, news in groups.values():
-        left = shorten(olds)
-        yield f"{left} → {shorten(news)}" if any(news) else left
+        source, target = _split_at_number(old), _split_at_number(new)
+        is_run = source[1] == target[1]
+        key = (source[0], source[2], target[0], target[2]) if is_run else (old, new)
+        groups.setdefault(key, {})[old] = new
+    for group in groups.values():
+        right = shorten(group.values()) if any(group.values()) else ""
+        yield shorten(group) + (f" → {right}" if right else "")
 
 
-def meant(faults: Faults) -> list[str]:
-    """Write the names of nothing, each with the nearest real one if there is one."""
+def corrections(faults: Faults) -> list[str]:
+    """Write unknown names, each with the nearest real name if any."""
     nearest = {name: [*faults.nearest.get(name, ()), ""][0] for name in faults.unknown}
     return list(arrows(nearest))
 
 
-def listed(texts: list[str], between: str = ", ") -> str:
-    """Join texts; of very many only the first, and how many more there are."""
-    more = [f"and {len(texts) - _MOST_RUNS} more"] if len(texts) > _MOST_RUNS else []
-    return between.join([*texts[:_MOST_RUNS], *more])
+def listed(texts: list[str], separator: str = ", ") -> str:
+    """Join texts; of very many only the first, and the number of the others."""
+    rest = [f"and {len(texts) - _MOST_RUNS} more"] if len(texts) > _MOST_RUNS else []
+    return separator.join([*texts[:_MOST_RUNS], *rest])
 
 
-def shown(name: str) -> str:
-    """A name that is safe to print: what was given may hold anything."""
+def printable_name(name: str) -> str:
+    """Make a name safe to print: a map may hold anything."""
     safe = name if name.isprintable() and name == name.strip() and name else ascii(name)
     return safe if len(safe) <= _LONGEST_NAME else safe[: _LONGEST_NAME - 1] + "…"
 
 
-def _parted(name: str) -> tuple[str, int | None, str]:
-    """What stands before the first number in a name, that number, and what stands behind it."""
+def _split_at_number(name: str) -> tuple[str, int | None, str]:
+    """Split a name at its first number: the text before, the number, the text behind."""
     parts = name.split(".")
     for place, part in enumerate(parts):
-        # Written in another way than numbers are ("007"), it is no part of a run.
-        if part.isascii() and part.isdecimal() and len(part) < 10 and str(int(part)) == part:
+        # A number in another spelling ("007") is no part of a run.
+        if _is_number(part) and len(part) < 10 and str(int(part)) == part:
             head, tail = ".".join(parts[:place]), ".".join(parts[place + 1 :])
             return f"{head}." if place else "", int(part), f".{tail}" if tail else ""
     return name, None, ""

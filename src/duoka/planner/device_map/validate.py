@@ -1,9 +1,9 @@
-"""The judgement: one device for every block, or everything that is wrong at once."""
+"""The judgement of a map: a device for every block, or all faults at once."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from duoka.base.text import is_within
@@ -13,7 +13,7 @@ from duoka.hardware.fleet import Fleet
 
 from .names import Entries, EntryMatcher, Match, Spelling
 from .read import DeviceMap, Devices
-from .suggest import listed, meant, runs, shorten, shown
+from .suggest import corrections, listed, printable_name, runs, shorten
 
 _HINT = (
     "`duoka plan --device-map … --save-device-map FILE` writes the completed map; in Python it is "
@@ -25,14 +25,14 @@ Placed = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """What a good map says: modules with devices, in execution order, and what goes elsewhere."""
+    """Modules with devices, in execution order, and notes on displaced buffers."""
 
     placed: Placed
     notes: tuple[str, ...] = ()
 
 
 def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> Judgement:
-    """Turn a map written by hand into one device for every block.
+    """Turn a map written by hand into a device for every block.
 
     Buffers follow the parameters of their block.
     """
@@ -41,7 +41,7 @@ def judge(device_map: object, outline: Outline, fleet: Fleet | None = None) -> J
 
 @dataclass(slots=True, eq=False)
 class _Part:
-    """Blocks that must be on one device: one, or several that are tied."""
+    """Blocks with a common device: a single block, or tied ones."""
 
     blocks: list[OutlineBlock]
     matches: dict[str, Match]
@@ -51,9 +51,9 @@ class _Part:
         return [tensor for block in self.blocks for tensor in block.tensors]
 
     def devices(self) -> list[str]:
-        """Devices that the map gives to these blocks without contradiction.
+        """Return the devices of these blocks in the map, without contradictions.
 
-        Those of parameters where there are any: buffers follow them.
+        Those of parameters if there are any: buffers follow them.
         """
         return self._devices(buffers=False) or self._devices(buffers=True)
 
@@ -62,16 +62,26 @@ class _Part:
         clear = (match.devices for match in matches if not match.clash)
         return list(dict.fromkeys(device for devices in clear for device in devices))
 
-    def following(self) -> Iterator[tuple[str, str]]:
-        """Buffers that go elsewhere than the map says, and where it says."""
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence for each device whose buffers follow the parameters of the block."""
         (target,) = self.devices()
+        owners = [t.name.rpartition(".")[0] for t in self.tensors if not t.is_buffer]
+        displaced: dict[str, dict[str, None]] = {}
         for tensor in self.tensors:
+            owner = tensor.name.rpartition(".")[0]
             for device in self.matches[tensor.name].devices:
                 if device != target:
-                    yield tensor.name, device
+                    name = tensor.name if owner in owners else owner
+                    displaced.setdefault(device, {})[name] = None
+        for device, names in displaced.items():
+            goes, it, verb = ("goes", "it", "holds") if len(names) == 1 else ("go", "they", "hold")
+            yield (
+                f"{shorten(names)} {goes} to {target} with {printable_name(owners[0])}, and not "
+                f"to {device}: {it} {verb} no parameters"
+            )
 
     def heaviest(self) -> str | None:
-        """The device with most of the bytes, among those that the map names."""
+        """Return the device with most of the bytes, among the devices in the map."""
         weights: Counter[str] = Counter()
         for tensor in self.tensors:
             for device in self.matches[tensor.name].devices:
@@ -87,20 +97,20 @@ class _Judge:
         self.spelling = Spelling(outline)
         self.entries = Entries.read(device_map, self.spelling, devices)
         self.published = self.entries.are_published(self.spelling)
+        self.parts = self._match_parts(self.entries.known)
 
     def judge(self) -> Judgement:
-        parts = self._parts(self.entries.known)
-        faults = self._faults(parts)
+        faults = self._find_faults()
         if not faults:
-            notes = tuple(note for part in parts for note in self._followed(part))
-            return Judgement(placed=tuple(self._placed(parts)), notes=notes)
-        faults = replace(faults, completed=self._completed())
-        raise PlacementError(self._message(faults, parts), hint=_HINT, faults=faults)
+            notes = tuple(note for part in self.parts for note in part.notes())
+            return Judgement(placed=tuple(self._place_modules()), notes=notes)
+        faults = replace(faults, completed=self._complete())
+        raise PlacementError(self._message(faults), hint=_HINT, faults=faults)
 
     # ── judging ──
 
-    def _parts(self, entries: Mapping[str, str | None]) -> list[_Part]:
-        """What the map says, block by block; tied blocks together."""
+    def _match_parts(self, entries: Mapping[str, str | None]) -> list[_Part]:
+        """Match entries with all blocks; tied blocks together."""
         matcher = EntryMatcher(self.spelling, entries)
         tied: dict[int, list[OutlineBlock]] = {}
         blocks = self.outline.blocks
@@ -110,33 +120,25 @@ class _Judge:
                 root = partner
             if block.modules:
                 tied.setdefault(root, []).append(block)
-        return [
-            _Part(group, self._matches(matcher, [t for block in group for t in block.tensors]))
-            for group in tied.values()
-        ]
+        parts = [_Part(group, {}) for group in tied.values()]
+        for part in parts:
+            matches = {tensor.name: matcher.match(tensor) for tensor in part.tensors}
+            # A name that the map lacks has the device of its tie.
+            complete = {t.tied_to or t.name for t in part.tensors if not matches[t.name].missing}
+            for tensor in part.tensors:
+                if (tensor.tied_to or tensor.name) in complete:
+                    matches[tensor.name] = replace(matches[tensor.name], missing=())
+            part.matches = matches
+        return parts
 
-    def _matches(self, matcher: EntryMatcher, tensors: Sequence[NamedTensor]) -> dict[str, Match]:
-        """What the map says of tensors; a name that it lacks has the device of its tie."""
-        matches = {tensor.name: matcher.match(tensor) for tensor in tensors}
-        known = {
-            tensor.tied_to or tensor.name for tensor in tensors if not matches[tensor.name].missing
-        }
-        return {
-            tensor.name: replace(matches[tensor.name], missing=())
-            if (tensor.tied_to or tensor.name) in known
-            else matches[tensor.name]
-            for tensor in tensors
-        }
-
-    def _faults(self, parts: Sequence[_Part]) -> Faults:
-        clashes = [m.clash for part in parts for m in part.matches.values() if m.clash]
+    def _find_faults(self) -> Faults:
+        clashes = [m.clash for part in self.parts for m in part.matches.values() if m.clash]
+        missing = [name for part in self.parts for name in self._missing(part, part.tensors)]
         return Faults(
-            missing=tuple(
-                dict.fromkeys(n for part in parts for n in self._missing(part, part.tensors))
-            ),
+            missing=tuple(dict.fromkeys(missing)),
             unknown=tuple(self.entries.unknown),
             doubled=tuple(dict.fromkeys([*self.entries.doubled, *(k for c in clashes for k in c)])),
-            split=tuple(name for part in parts for name in self._split(part)),
+            split=tuple(name for part in self.parts for name in self._split(part)),
             misplaced=tuple(self.entries.misplaced),
             nearest={name: near.names for name, near in self.entries.unknown.items() if near.names},
         )
@@ -152,81 +154,67 @@ class _Judge:
         return list(self._modules(part.blocks)) if len(part.devices()) > 1 else []
 
     def _modules(self, blocks: Iterable[OutlineBlock]) -> Iterator[str]:
-        """The names of modules as the map's author writes them."""
+        """Yield the names of modules as the map's author writes them."""
         for block in blocks:
             for module in block.modules:
                 yield self.spelling.module(module, block.tensors, published=self.published)
 
-    def _placed(self, parts: Sequence[_Part]) -> Iterator[tuple[str, str]]:
-        device_of = {id(block): part.devices()[0] for part in parts for block in part.blocks}
+    def _place_modules(self) -> Iterator[tuple[str, str]]:
+        device_of = {id(block): part.devices()[0] for part in self.parts for block in part.blocks}
         for block in self.outline.blocks:
             for module in block.modules:
                 yield module, device_of[id(block)]
 
-    def _followed(self, part: _Part) -> Iterator[str]:
-        """What follows the parameters of its block, in a sentence for each device."""
-        owners = {t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer}
-        away: dict[str, dict[str, None]] = {}
-        for name, device in part.following():
-            owner = name.rpartition(".")[0]
-            away.setdefault(device, {})[name if owner in owners else owner] = None
-        for device, names in away.items():
-            goes, it, hold = ("goes", "it", "holds") if len(names) == 1 else ("go", "they", "hold")
-            with_what = next(t.name.rpartition(".")[0] for t in part.tensors if not t.is_buffer)
-            yield (
-                f"{shorten(names)} {goes} to {part.devices()[0]} with {shown(with_what)}, and not "
-                f"to {device}: {it} {hold} no parameters"
-            )
-
-    # ── completing ──
-
-    def _completed(self) -> dict[str, int | str]:
-        """What could be kept, what was meant, and for the rest the device of its neighbours."""
+    def _complete(self) -> dict[str, int | str]:
+        """Complete the map: keep valid entries, correct names, and follow the neighbours."""
+        # Later entries win: corrected names, valid entries, translated devices. A part takes the
+        # device with most of its bytes; a part without any follows the part before it, and the
+        # first parts follow the first one with a device.
         usable = {name: device for name, device in self.entries.known.items() if device}
-        parts = self._parts({**self.entries.meant, **usable, **self.entries.likely})
-        chosen = {part: part.heaviest() for part in parts}
+        parts = self._match_parts({**self.entries.meant, **usable, **self.entries.likely})
+        device_of = {part: part.heaviest() for part in parts}
         part_of = {id(block): part for part in parts for block in part.blocks}
         blocks = [block for block in self.outline.blocks if block.modules]
         order = [part_of[id(block)] for block in blocks]
-        before = next(filter(None, map(chosen.__getitem__, order)), self.devices.first)
+        neighbour = next(filter(None, map(device_of.__getitem__, order)), self.devices.default)
         completed: dict[str, int | str] = {}
         for block, part in zip(blocks, order, strict=True):
-            before = chosen[part] = chosen[part] or before
-            completed |= dict.fromkeys(self._modules([block]), self._value(before))
+            neighbour = device_of[part] = device_of[part] or neighbour
+            completed |= dict.fromkeys(self._modules([block]), self._value(neighbour))
         return completed
 
     def _value(self, device: str) -> int | str:
-        """A device as the map's author writes them."""
+        """Write a device as the map's author does."""
         number = device.partition(":")[2]
         return int(number) if self.entries.is_numbered and number else device
 
-    # ── telling ──
+    # ── messages ──
 
-    def _message(self, faults: Faults, parts: Sequence[_Part]) -> str:
+    def _message(self, faults: Faults) -> str:
         lines = [
-            ("has no device for", listed(runs(self._missing_modules(parts)))),
-            ("names what isn't there", listed(meant(faults))),
+            ("has no device for", listed(runs(self._missing_modules()))),
+            ("names what isn't there", listed(corrections(faults))),
             ("gives two devices to", listed(runs(faults.doubled))),
-            ("cuts what must stay whole", listed(list(self._cuts(parts)))),
+            ("cuts what must stay whole", listed(list(self._cuts()))),
             ("names devices that can't be used", listed(self._no_devices(), "; ")),
         ]
-        faulty = "\n".join(f"  it {what}: {names}" for what, names in lines if names)
+        faulty = "\n".join(f"  it {verb}: {names}" for verb, names in lines if names)
         return f"the device map doesn't place {self.outline.model}:\n{faulty}"
 
-    def _missing_modules(self, parts: Sequence[_Part]) -> Iterator[str]:
-        """What is missing, with one name for a module of which all is."""
-        pairs = ((part, block) for part in parts for block in part.blocks)
-        for part, block in pairs:
-            for module, called in zip(block.modules, self._modules([block]), strict=True):
-                tensors = [tensor for tensor in block.tensors if is_within(tensor.name, module)]
-                if all(part.matches[tensor.name].missing for tensor in tensors):
-                    yield called
-                else:
-                    yield from self._missing(part, tensors)
+    def _missing_modules(self) -> Iterator[str]:
+        """Yield missing names, with a single name for a module without any entry."""
+        for part in self.parts:
+            for block in part.blocks:
+                for module, name in zip(block.modules, self._modules([block]), strict=True):
+                    tensors = [t for t in block.tensors if is_within(t.name, module)]
+                    if all(part.matches[tensor.name].missing for tensor in tensors):
+                        yield name
+                    else:
+                        yield from self._missing(part, tensors)
 
-    def _cuts(self, parts: Sequence[_Part]) -> Iterator[str]:
+    def _cuts(self) -> Iterator[str]:
         cut: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
-        for part in parts:
+        for part in self.parts:
             names = self._split(part)
             if names:
                 cut.setdefault((len(part.blocks) > 1, tuple(part.devices())), []).extend(names)
@@ -235,8 +223,8 @@ class _Judge:
             yield f"{listed(runs(names))}{why} (on {' and '.join(devices)})"
 
     def _no_devices(self) -> list[str]:
-        at: dict[str, list[str]] = {}
+        by_problem: dict[str, list[str]] = {}
         for name, problem in self.entries.misplaced.items():
-            at.setdefault(problem, []).append(name)
-        lines = [f"{problem} for {listed(runs(names))}" for problem, names in at.items()]
+            by_problem.setdefault(problem, []).append(name)
+        lines = [f"{problem} for {listed(runs(names))}" for problem, names in by_problem.items()]
         return [*lines, *filter(None, [self.devices.describe()])] if lines else []

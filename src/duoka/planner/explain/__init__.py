@@ -1,12 +1,12 @@
-"""Explanation: why a plan is as it is, as frozen data.
+"""Explanation: the reasons for a plan and its rivals, as frozen data.
 
-What is told is computed with the very costs that the planner optimised: what each stage would need
-with a block less or more, what the nearest other placements need, and the bound that nothing beats.
-It knows nothing of how that is shown.
+Everything is computed with the costs that the planner optimised: the needs of each stage with a
+block less or more, those of the nearest other placements, and the bound that nothing beats. How an
+explanation is shown is unknown here.
 
 - `explain`: from a profile and a plan to the explanation
-- `alternatives`: the placements that people would try, tried
-- `data`: what an explanation holds
+- `alternatives`: usual placements by hand and by other objectives, evaluated
+- `data`: the parts of an explanation
 """
 
 from .data import Alternative, BoundaryMove, Crossing, Explanation, Fewer, Share

@@ -1,6 +1,6 @@
-"""Alternatives: the placements that people would try, for the same workload on the same fleet.
+"""Alternatives: usual placements for the same workload on the same fleet.
 
-Each is tried with the planner's own costs. Which of them is best isn't decided here.
+Each is evaluated with the planner's own costs; none is chosen here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _NAMES = {
 
 
 class Trial:
-    """Placements in stages, held against a fleet with the planner's own costs.
+    """Evaluates placements in stages on a fleet, with the planner's own costs.
 
-    It says what stages need, and what an objective, as a plan has it, makes of them.
+    Tells the needs of stages, and their value for the objective of a plan.
     """
 
     def __init__(
@@ -53,25 +53,26 @@ class Trial:
         self.limits = limits
         self.has_speeds = all(costs.seconds(device) is not None for device in fleet.devices)
         # A map that was given has no objective, and a file can say anything.
-        known = (*_LARGER_IS_BETTER, *(_TIMED if self.has_speeds else ()))
-        self.objective = objective if objective in known else "headroom"
+        objectives = (*_LARGER_IS_BETTER, *(_TIMED if self.has_speeds else ()))
+        self.objective = objective if objective in objectives else "headroom"
 
     def shares(self, stages: Sequence[BlockRange]) -> tuple[Share, ...]:
-        """What the devices of a placement have, in execution order."""
+        """Return the shares of the devices of a placement, in execution order."""
         num = len(stages)
         return tuple(self._share(stage, num - number) for number, stage in enumerate(stages))
 
     def _share(self, stage: BlockRange, place: int) -> Share:
+        # Without a limit the replay tells the missing bytes. A stage that fits in bytes and is
+        # refused for fragmentation is recorded as one byte too many (`Share.is_fragmented`).
         device = self.fleet.devices[stage.device]
         start, stop, budget = stage.start, stage.stop, device.budget_bytes
         requested = self.costs.requested_bytes(start, stop, budget, place=place)
-        chosen = self.eligible.requested_bytes(start, stop, budget, place=place)
-        is_tight = requested is not None and chosen is None
+        roomy = self.eligible.requested_bytes(start, stop, budget, place=place)
+        is_tight = requested is not None and roomy is None
         if requested is None:
-            least = self.costs.requested_bytes(start, stop, _UNLIMITED, place=place)
-            assert least is not None, "nothing limits it"
-            # What fits in bytes and not for fragmentation misses one byte at least.
-            requested = max(least, budget + 1)
+            unlimited = self.costs.requested_bytes(start, stop, _UNLIMITED, place=place)
+            assert unlimited is not None, "nothing limits it"
+            requested = max(unlimited, budget + 1)
         return Share(
             device=device.name,
             modules=self.modules(start, stop),
@@ -81,7 +82,7 @@ class Trial:
         )
 
     def modules(self, start: int, stop: int) -> tuple[str, ...]:
-        """The modules of a run of blocks."""
+        """Return the modules of a run of blocks."""
         blocks = self.costs.profile.blocks
         return tuple(
             module
@@ -90,12 +91,12 @@ class Trial:
         )
 
     def allows(self, stages: Sequence[BlockRange]) -> bool:
-        """Whether a placement is what was demanded."""
+        """Return True if a placement obeys the constraints."""
         num = self.costs.num_blocks
         return all(self.limits.allow(num, s.device)[s.start, s.stop] for s in stages)
 
     def value(self, stages: Stages) -> float | None:
-        """What the objective makes of it; None where it doesn't fit."""
+        """Return the value of a placement for the objective; None if it doesn't fit."""
         shares = self.shares(stages)
         headrooms = [share.headroom_bytes for share in shares]
         if not all(share.holds for share in shares):
@@ -111,27 +112,27 @@ class Trial:
         return seconds.total_seconds if self.objective == "latency" else seconds.slowest_seconds
 
     def seconds(self, stages: Sequence[BlockRange]) -> Seconds | None:
-        """What each stage takes; None where speeds are unknown."""
+        """Return the seconds of each stage; None if speeds are unknown."""
         devices = self.fleet.devices
-        named = [(devices[stage.device].name, stage.start, stage.stop) for stage in stages]
-        return self.costs.latency.seconds_of(named, self.fleet)
+        runs = [(devices[stage.device].name, stage.start, stage.stop) for stage in stages]
+        return self.costs.latency.seconds_of(runs, self.fleet)
 
-    def is_better(self, one: float, other: float) -> bool:
-        """Whether one value is better than another by more than rounding."""
-        gain = one - other if self.objective in _LARGER_IS_BETTER else other - one
-        return gain > 1e-9 * max(abs(one), abs(other))
+    def is_better(self, value: float, other_value: float) -> bool:
+        """Return True if a value is better than another by more than rounding."""
+        gain = value - other_value if self.objective in _LARGER_IS_BETTER else other_value - value
+        return gain > 1e-9 * max(abs(value), abs(other_value))
 
 
 def alternatives(trial: Trial, plan_stages: Stages | None) -> Iterator[Alternative]:
-    """Each placement once, with what it needs and what the plan's objective makes of it."""
+    """Yield each placement once, with its shares and its value for the plan's objective."""
     names: dict[Stages, list[str]] = {}
     for name, stages in _placements(trial, plan_stages):
         names.setdefault(stages, []).append(name)
-    for stages, alike in names.items():
+    for stages, titles in names.items():
         value = trial.value(stages)
         seconds = None if value is None else trial.seconds(stages)
         yield Alternative(
-            name="; ".join(alike),
+            name="; ".join(titles),
             shares=trial.shares(stages),
             fits=value is not None,
             value=value,
@@ -151,12 +152,12 @@ def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str,
 
 
 def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Stages]]:
-    """The optimum of each objective, and that on all devices."""
-    wanted: tuple[Objective, ...] = ("headroom", *_TIMED) if trial.has_speeds else ("headroom",)
+    """Yield the optimum of each objective, and on all devices."""
+    objectives: tuple[Objective, ...] = ("headroom", *_TIMED) if trial.has_speeds else ("headroom",)
     quickest = trial.costs.time_objective
     if quickest is not None:
-        wanted = tuple(name for name in wanted if name in ("headroom", quickest))
-    for objective in wanted:
+        objectives = tuple(name for name in objectives if name in ("headroom", quickest))
+    for objective in objectives:
         if objective != trial.objective or plan_stages is None:
             stages = _optimum(trial, objective)
             if stages is not None:
@@ -185,10 +186,12 @@ def _to_stages(cuts: Sequence[int], devices: Sequence[int]) -> Stages:
 
 
 def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
-    """As many layers for each device; the stage that needs most on the largest, and so on down.
+    """Deal equal numbers of layers; the largest stage to the largest device, and so on down.
 
     No other order of the devices leaves more headroom on the tightest one.
     """
+    # Exchange argument: if a smaller device holds a larger stage, swapping the two devices lowers
+    # neither of the two headrooms below the lesser one before.
     cuts = _equal_cuts(trial, len(devices))
     needs = [share.requested_bytes for share in trial.shares(_to_stages(cuts, devices))]
     hungriest = sorted(range(len(needs)), key=lambda place: -needs[place])
@@ -198,16 +201,16 @@ def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
 
 
 def _equal_cuts(trial: Trial, num_stages: int) -> list[int]:
-    """Cuts that deal the layers evenly; what is before and after them goes to the ends."""
+    """Cut the layers evenly; other blocks go to the first and last stage."""
     layers = _layer_places(trial)
-    first, last = (layers[0], layers[-1] + 1) if len(layers) >= num_stages else (0, None)
-    num = (trial.costs.num_blocks if last is None else last) - first
-    inner = [first + -(-num * stage // num_stages) for stage in range(1, num_stages)]
+    start, stop = (layers[0], layers[-1] + 1) if len(layers) >= num_stages else (0, None)
+    num = (trial.costs.num_blocks if stop is None else stop) - start
+    inner = [start + -(-num * stage // num_stages) for stage in range(1, num_stages)]
     return [0, *inner, trial.costs.num_blocks]
 
 
 def _layer_places(trial: Trial) -> list[int]:
-    """Places in the chain of the blocks that hold the model's layers."""
+    """Return the places of the model's layers in the chain."""
     places = [trial.modules(place, place + 1) for place in range(trial.costs.num_blocks)]
     main = main_list([module for modules in places for module in modules])
     return [

@@ -1,4 +1,4 @@
-"""What an explanation holds. Bytes are those that tensors ask for, seconds those of one request."""
+"""The parts of an explanation. Bytes are requested by tensors, seconds are per request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Outcome = Literal["impossible", "tight", "forbidden", "worse", "equal", "better"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one device has of a placement, its modules in execution order.
+    """The part of a placement on a device, its modules in execution order.
 
-    It is tight where it fits, and leaves too little room to be chosen.
+    A tight share fits, and leaves too little free memory to be chosen.
     """
 
     device: str
@@ -25,23 +25,23 @@ class Share:
 
     @property
     def holds(self) -> bool:
-        """Whether the device holds it as a plan is to be held."""
+        """True if the device has the memory, and the room that a plan leaves."""
         return self.headroom_bytes >= 0 and not self.is_tight
 
     @property
     def headroom_bytes(self) -> int:
-        """Budget less what tensors ask for; negative where it doesn't fit."""
+        """The budget minus the requested bytes; negative if the share doesn't fit."""
         return self.budget_bytes - self.requested_bytes
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether there are bytes enough, but not in one piece: said as one byte too many."""
+        """True if free bytes are too fragmented: recorded as a single byte too many."""
         return self.headroom_bytes == -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundaryMove:
-    """One block moved over the boundary between two stages, and both devices as they would be then.
+    """A block moved over the boundary between two stages, and the shares of both devices then.
 
     The outcome is impossible where it doesn't fit; tight where it leaves too little room; forbidden
     by a pin; otherwise as the objective judges it, whose value is None
@@ -57,7 +57,7 @@ class BoundaryMove:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """What goes from one stage to the next, and how long that takes; None where it isn't known.
+    """The activations sent between two stages, and the seconds; None if unknown.
 
     It is `per` token: one decode step, on average, over the whole batch; per request where it has
     no such step; in training per step.
@@ -72,7 +72,7 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fewer:
-    """What is missing at least on one device less, the largest, with the smallest prefill chunk."""
+    """The missing bytes, at least, on a device less, with the smallest prefill chunk."""
 
     devices: tuple[str, ...]
     missing_bytes: int
@@ -95,13 +95,13 @@ class Alternative:
 
     @property
     def least_headroom_bytes(self) -> int:
-        """Headroom of the tightest device; negative where it doesn't fit."""
+        """The headroom of the tightest device; negative if nothing fits."""
         return min(share.headroom_bytes for share in self.shares)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a plan is as it is. `work` says what seconds are of: a request, or in training a step.
+    """The reasons for a plan. `work` is the unit of seconds: a request, or in training a step.
 
     The objective is the plan's, "given" where a person wrote the map; `value` and `bound` are bytes
     for "headroom" and "given", the share of headroom in a budget for "balance", blocks on the first
@@ -124,6 +124,6 @@ class Explanation:
     alternatives: tuple[Alternative, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The form that `json.dumps` takes."""
+        """Convert to plain dicts and lists for `json.dumps`."""
         data: dict[str, Any] = to_dict(self)
         return data

@@ -24,7 +24,7 @@ from .data import BoundaryMove, Crossing, Explanation, Fewer, Outcome, Share
 
 
 def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
-    """Say why a plan is as it is.
+    """Explain a plan: its binding device, its boundaries, and its rivals.
 
     Parameters
     ----------
@@ -59,6 +59,8 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
             if set(block.modules) & set(plan.offloaded)
         ]
         profile = profile.offloading(streams)
+    # The trial has the planner's costs and room, so that its numbers are those of the search. A
+    # placement by hand may visit a device twice; then it has no stages, and no boundary is moved.
     costs = Costs(profile, plan.workload)
     limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
     leaves_room = plan.objective != GIVEN and not any(map(is_tight, plan.forecast.devices))
@@ -81,7 +83,7 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
 
 
 def _runs(costs: Costs, plan: Plan) -> Stages:
-    """The placement as runs of blocks on one device; one device can have several in a given map."""
+    """Return the runs of blocks on a device; a device can have several in a map by hand."""
     names = list(plan.fleet.names)
     devices: list[int] = []
     for index in costs.chain:
@@ -92,8 +94,8 @@ def _runs(costs: Costs, plan: Plan) -> Stages:
         devices.append(devices[-1] if at is None else names.index(at))
     runs: list[BlockRange] = []
     for device, places in groupby(range(len(devices)), key=devices.__getitem__):
-        first, *rest = places
-        runs.append(BlockRange(start=first, stop=first + len(rest) + 1, device=device))
+        start, *rest = places
+        runs.append(BlockRange(start=start, stop=start + len(rest) + 1, device=device))
     return tuple(runs)
 
 
@@ -108,49 +110,49 @@ def _shares(plan: Plan) -> Iterator[Share]:
 
 
 def _crossings(trial: Trial, runs: Stages) -> Iterator[Crossing]:
-    """What comes in to each run but the first, from the one before it."""
+    """Yield the activations sent between neighbouring runs."""
     seconds = trial.seconds(runs)
     is_training = trial.costs.workload.training is not None
     steps = trial.costs.workload.new_tokens - 1  # the first token comes of the prompt
     prefill, decode = trial.costs.latency.boundary_bytes
-    for number, (before, after) in enumerate(pairwise(runs), 1):
-        names = [trial.fleet.devices[stage.device].name for stage in (before, after)]
+    for number, (source, target) in enumerate(pairwise(runs), 1):
+        names = [trial.fleet.devices[stage.device].name for stage in (source, target)]
         came = None if seconds is None else seconds.stages[number]
         if steps > 0:
             took = None if came is None else came.decode_transfer_seconds / steps
-            moved = decode[after.start] / steps
+            num_bytes = decode[target.start] / steps
         else:
             took = None if came is None else came.prefill_transfer_seconds
-            moved = prefill[after.start]
-        whole: Literal["request", "step"] = "step" if is_training else "request"
+            num_bytes = prefill[target.start]
+        unit: Literal["request", "step"] = "step" if is_training else "request"
         yield Crossing(
             source=names[0],
             target=names[1],
-            per="token" if steps > 0 else whole,
-            num_bytes=round(moved),
+            per="token" if steps > 0 else unit,
+            num_bytes=round(num_bytes),
             seconds=took if trial.fleet.links else None,
         )
 
 
 def _changes(trial: Trial, stages: Stages) -> Iterator[BoundaryMove]:
-    """At each boundary, the last block before it given on, and the first behind it taken in."""
+    """Move the last block before each boundary behind, and the first behind before."""
     current = trial.value(stages)
     for number in range(len(stages) - 1):
-        before, after = stages[number : number + 2]
-        for cut in (after.start - 1, after.start + 1):
-            if not before.start < cut < after.stop:
+        source, target = stages[number : number + 2]
+        for cut in (target.start - 1, target.start + 1):
+            if not source.start < cut < target.stop:
                 continue  # the stage would be empty
-            moved = (replace(before, stop=cut), replace(after, start=cut))
-            changed = (*stages[:number], *moved, *stages[number + 2 :])
+            changed_pair = (replace(source, stop=cut), replace(target, start=cut))
+            changed = (*stages[:number], *changed_pair, *stages[number + 2 :])
             shares = trial.shares(changed)[number : number + 2]
-            giver, taker = shares if cut < after.start else shares[::-1]
+            giver, taker = shares if cut < target.start else shares[::-1]
             value = trial.value(changed)
             yield BoundaryMove(
                 giver=giver,
                 taker=taker,
-                modules=trial.modules(min(cut, after.start), max(cut, after.start)),
+                modules=trial.modules(min(cut, target.start), max(cut, target.start)),
                 outcome=_outcome(trial, value, current, shares)
-                if trial.allows(moved)
+                if trial.allows(changed_pair)
                 else "forbidden",
                 value=value,
             )
@@ -167,11 +169,13 @@ def _outcome(
 
 
 def _fewer(trial: Trial, plan: Plan) -> Fewer | None:
-    """The largest devices, one less than are used, miss something; as a lower bound."""
+    """Return the missing bytes on the largest devices, a device less than used, as a bound."""
     num = len(plan.devices) - 1
     if num < 1 or plan.request.use_all or plan.request.constraints.demands:
         return None
     largest = sorted(trial.fleet.devices, key=lambda device: -device.budget_bytes)[:num]
+    # The smallest chunk needs the least memory, and the largest devices hold the most, so the
+    # shortfall of this one search is a lower bound for all placements on so few devices.
     workloads = [plan.workload]
     if not plan.workload.images:
         chunk = plan.request.workload.prefill_chunk_tokens

@@ -25,7 +25,7 @@ from .dynamic_programme import BlockRange, UnsearchableError
 from .known_bytes import KnownBytes
 from .limits import NO_LIMITS, PlacementLimits
 from .problem import OBJECTIVES, NoPlacement, Objective
-from .solve import Solution, conceivable, fewest, search
+from .solve import Solution, is_conceivable, min_devices, resolve_objective, search
 
 __all__ = [
     "NO_LIMITS",
@@ -37,8 +37,9 @@ __all__ = [
     "PlacementLimits",
     "Solution",
     "UnsearchableError",
-    "conceivable",
     "exchangeable",
-    "fewest",
+    "is_conceivable",
+    "min_devices",
+    "resolve_objective",
     "search",
 ]

@@ -1,4 +1,4 @@
-"""Groups: the devices that can be exchanged for each other, and the links between groups."""
+"""Groups: exchangeable devices, and the links between groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .dynamic_programme import Floats
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGroup:
-    """Devices that nothing but their names tells apart, by index, in the user's order."""
+    """Devices equal in all but their names, by index, in the user's order."""
 
     index: int
     devices: tuple[int, ...]
@@ -47,22 +47,19 @@ def group_devices(
     *,
     links: Floats | None,
     timed: bool,
-    alone: frozenset[int] = frozenset(),
+    fixed: frozenset[int] = frozenset(),
 ) -> tuple[DeviceGroup, ...]:
-    """Put devices together that can be exchanged without changing any cost.
+    """Group devices whose exchange changes no cost.
 
-    The seconds of a stage are taken to depend on the device's speeds alone. Those in `alone`
+    The seconds of a stage are taken to depend on the device's speeds alone. Those in `fixed`
     can't be exchanged.
     """
     devices = fleet.devices
 
-    def same(one: int, other: int) -> bool:
-        return (
-            not alone & {one, other}
-            and devices[one].budget_bytes == devices[other].budget_bytes
-            and (not timed or speeds(devices[one]) == speeds(devices[other]))
-            and (links is None or _exchangeable(links, one, other))
-        )
+    def properties(index: int) -> tuple[object, ...]:
+        device = devices[index]
+        identity = index if index in fixed else None
+        return identity, device.budget_bytes, speeds(device) if timed else None
 
     return tuple(
         DeviceGroup(
@@ -71,12 +68,12 @@ def group_devices(
             budget_bytes=devices[group[0]].budget_bytes,
             seconds=costs.seconds(devices[group[0]]) if timed else None,
         )
-        for index, group in enumerate(_alike(len(devices), same))
+        for index, group in enumerate(_group(len(devices), properties, links))
     )
 
 
 def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
-    """The devices that nothing but their names tells apart, by index, in the user's order."""
+    """Return groups of devices equal in all but their names, by index, in the user's order."""
     devices = fleet.devices
     links = {(link.source, link.target): link for link in fleet.links}
     rates = np.zeros((2, len(devices), len(devices)))
@@ -84,35 +81,35 @@ def exchangeable(fleet: Fleet) -> tuple[tuple[int, ...], ...]:
         if (link := links.get((source, target))) is not None:
             rates[:, i, j] = link.bytes_per_second, link.latency_seconds
 
-    def same(one: int, other: int) -> bool:
-        return (
-            devices[one].budget_bytes == devices[other].budget_bytes
-            and speeds(devices[one]) == speeds(devices[other])
-            and all(_exchangeable(rate, one, other) for rate in rates)
-        )
+    def properties(index: int) -> tuple[object, ...]:
+        return devices[index].budget_bytes, speeds(devices[index])
 
-    return tuple(map(tuple, _alike(len(devices), same)))
+    return tuple(map(tuple, _group(len(devices), properties, np.moveaxis(rates, 0, -1))))
 
 
-def _alike(number: int, same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Indices in groups, each like the first of its group."""
+def _group(
+    number: int, properties: Callable[[int], object], links: Floats | None
+) -> list[list[int]]:
+    """Group indices with equal properties whose exchange changes no link, [index, index, ...]."""
     groups: list[list[int]] = []
     for index in range(number):
-        group = next((group for group in groups if same(group[0], index)), None)
-        if group is None:
-            groups.append([index])
+        for group in groups:
+            is_equal = properties(group[0]) == properties(index)
+            if is_equal and (links is None or _are_exchangeable(links, group[0], index)):
+                group.append(index)
+                break
         else:
-            group.append(index)
+            groups.append([index])
     return groups
 
 
 def speeds(device: Device) -> tuple[float | None, ...]:
-    """All that the seconds of a stage may depend on, streamed weights included."""
+    """Return the speeds for the seconds of a stage, streamed weights included."""
     return (*device.speeds, device.host_bytes_per_second)
 
 
-def _exchangeable(links: Floats, one: int, other: int) -> bool:
-    """Whether exchanging two devices leaves every link as fast as it was."""
+def _are_exchangeable(links: Floats, index: int, other_index: int) -> bool:
+    """Return True if exchanging two devices keeps the speed of every link."""
     order = np.arange(len(links))
-    order[[one, other]] = other, one
+    order[[index, other_index]] = other_index, index
     return np.array_equal(links[np.ix_(order, order)], links)

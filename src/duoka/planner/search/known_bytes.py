@@ -1,4 +1,4 @@
-"""Known bytes: what the search knows of the bytes of stages so far."""
+"""Known bytes: bounds and exact values of the bytes of stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .dynamic_programme import Floats
 
 
 class KnownBytes:
-    """What is known of stages' requested bytes: bounds, made exact one by one.
+    """The requested bytes of stages: bounds, replaced by exact values step by step.
 
     `bytes` and `fits` are by budget and place, each [num_blocks + 1, num_blocks + 1], and replaced
     by another array when more is known: so whoever made tables of them knows by identity whether
@@ -28,24 +28,24 @@ class KnownBytes:
         self.num_places = min(len(fleet.devices), costs.num_blocks, costs.num_places)
         self.bytes: dict[tuple[int, int], Floats] = {}
         for place in range(1, self.num_places + 1):
-            least = np.minimum.reduce([c.bounds_at(place) for c in (costs, *alternatives)])
-            bound = np.where(stages, least, np.inf)
+            bounds = np.minimum.reduce([c.bounds_at(place) for c in (costs, *alternatives)])
+            bound = np.where(stages, bounds, np.inf)
             self.bytes |= {(device.budget_bytes, place): bound for device in fleet.devices}
         self.fits = {key: bound <= costs.usable_bytes(key[0]) for key, bound in self.bytes.items()}
         self._exact: set[tuple[tuple[int, int], int]] = set()
 
     def key(self, budget: int, place: int) -> tuple[int, int]:
-        """Where a stage at a place from the end is looked up."""
+        """Return the key of a stage at a place from the end."""
         return budget, min(place, self.num_places)
 
     def settle(self, stages: Sequence[tuple[int, int, tuple[int, int]]]) -> bool:
-        """Make (start, stop, key) exact, the tightest first, up to one that doesn't fit.
+        """Replace bounds by exact bytes for stages (start, stop, key), tightest first.
 
-        Returns whether all were what they were thought to be.
+        Stop at the first stage beyond its budget. Return True if every bound was exact already.
         """
-        # All stages of an optimum in one batch, and not one after the other with a search between:
-        # mostly they are all needed. But what is tightest is likeliest to be refused, and then the
-        # next optimum has other stages: the rest isn't worth its replays.
+        # All stages of an optimum in one batch, instead of a search after each: mostly all of them
+        # are needed. But the tightest stage is likeliest to be refused, and then the next optimum
+        # has other stages: the rest isn't worth its replays.
         as_thought = True
         if not self._exact:  # bounds for the room take longer: not where nothing can fit
             numbers = self._costs.stage_classes
@@ -63,14 +63,14 @@ class KnownBytes:
                 continue
             budget, place = key
             self._exact.add((key, number))
-            alike = self._alike == number
+            is_equal = self._alike == number
             requested = self._costs.requested_bytes(start, stop, budget, place=place)
             if requested is None or requested > budget:
-                self.fits[key] = self.fits[key] & ~alike
+                self.fits[key] = self.fits[key] & ~is_equal
                 return False
-            bounds = self.bytes[key][alike]
+            bounds = self.bytes[key][is_equal]
             assert requested >= bounds.max(), "the lower bound is none"
             if requested != bounds.min():
                 as_thought = False
-                self.bytes[key] = np.where(alike, requested, self.bytes[key])
+                self.bytes[key] = np.where(is_equal, requested, self.bytes[key])
         return as_thought

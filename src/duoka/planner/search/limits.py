@@ -1,4 +1,4 @@
-"""Limits: which blocks must be on which device, and how many devices are used."""
+"""Limits: the device of pinned blocks, and the number of devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementLimits:
-    """What is demanded of a placement's devices.
+    """Demands on the devices of a placement.
 
     `pins` are blocks, each with the index of the fleet's device that it must be on. `num_devices`
     are to be used.
@@ -20,12 +20,12 @@ class PlacementLimits:
     num_devices: int | None = None
 
     def __bool__(self) -> bool:
-        """Whether anything is demanded of modules."""
+        """True with pinned blocks."""
         return bool(self.pins)
 
     @property
     def devices(self) -> frozenset[int]:
-        """The devices that something must be on: not to be exchanged for their likes."""
+        """The devices of pinned blocks, not exchangeable for equal ones."""
         return frozenset(device for _, device in self.pins)
 
     def allow(self, num_blocks: int, device: int) -> npt.NDArray[np.bool_]:

@@ -1,9 +1,14 @@
-"""Problem: one search, with what it knows so far.
+"""Problem: a search, with its bounds and exact values so far.
 
-An exact answer for a stage takes a replay, so the programme first runs on lower bounds. The stages
-of its optimum are settled (made exact), the tightest first, up to one that is refused; what was
-learnt holds for all stages alike; and the programme runs again, until an optimum consists of exact
-stages only. As bounds never exceed what is exact, nothing else can be better then.
+The exact bytes of a stage take a replay, so the programme first runs on lower bounds. The stages of
+its optimum are settled (their bounds replaced by exact bytes), the tightest first, up to the first
+one that is refused; the result holds for all equal stages; and the programme runs again, until an
+optimum consists of exact stages only. As bounds never exceed exact bytes, no other placement is
+better then.
+
+Example: of two placements the bounds are 10 and 12 GiB on the tightest device. The first one is
+settled and turns out to need 13 GiB; the programme now prefers the second, settles it at 12.5 GiB,
+and stops: the first one is known to be worse, and every other bound was above 12 already.
 """
 
 from __future__ import annotations
@@ -45,33 +50,33 @@ class NoPlacement(Exception):
         self._problems = problems
 
     def shortfall_bytes(self) -> int:
-        """By how much; computed on demand, because a search for ways out fails often."""
+        """Return the missing bytes; computed on demand, because suggestions fail often."""
         return min(problem.shortfall_bytes() for problem in self._problems)
 
-    def __or__(self, other: NoPlacement) -> NoPlacement:
-        """That nothing fits in either way: by how much in the nearer one."""
-        return NoPlacement(*self._problems, *other._problems)
+    def __or__(self, failure: NoPlacement) -> NoPlacement:
+        """Combine two failures; the shortfall is the smaller one."""
+        return NoPlacement(*self._problems, *failure._problems)
 
 
 class _TableCache:
-    """Tables, each made again where what it is made of isn't what it was."""
+    """Tables, each computed again after a change of its sources."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[object, ...], tuple[tuple[object, ...], Floats]] = {}
 
     def get(
-        self, name: tuple[object, ...], sources: tuple[object, ...], make: Callable[[], Floats]
+        self, name: tuple[object, ...], sources: tuple[object, ...], compute: Callable[[], Floats]
     ) -> Floats:
-        """The table of a name; made where a source isn't the very same thing as before."""
-        before, table = self._tables.get(name, ((), None))
-        if table is None or any(a is not b for a, b in zip(before, sources, strict=True)):
-            table = make()
+        """Return the table of a name; compute it unless every source is the same object."""
+        old_sources, table = self._tables.get(name, ((), None))
+        if table is None or any(a is not b for a, b in zip(old_sources, sources, strict=True)):
+            table = compute()
             self._tables[name] = sources, table
         return table
 
 
 class Problem:
-    """One search: its groups of devices, its objective, and what is known of memory so far.
+    """A search: its groups of devices, its objective, and the bytes of stages so far.
 
     With `alternatives` bounds are the least of all these costs': what none of them can go below.
     """
@@ -94,13 +99,14 @@ class Problem:
                 f"{costs.num_blocks} block{'s' if costs.num_blocks > 1 else ''} to place",
                 hint="name fewer devices, or let duoka use as few as it needs",
             )
-        most = min(num_devices, costs.num_blocks)
+        max_stages = min(num_devices, costs.num_blocks)
         self.aim: Aim = aim
-        fewest = most if use_all else limits.num_devices or 1
-        self.num_stages = range(fewest, min(most, limits.num_devices or most) + 1)
+        min_stages = max_stages if use_all else limits.num_devices or 1
+        stop = min(max_stages, limits.num_devices or max_stages) + 1
+        self.num_stages = range(min_stages, stop)
         timed = aim in ("latency", "throughput")
         links = link_seconds(costs, fleet) if timed and fleet.links else None
-        self._groups = group_devices(costs, fleet, links=links, timed=timed, alone=limits.devices)
+        self._groups = group_devices(costs, fleet, links=links, timed=timed, fixed=limits.devices)
         self._allowed = [limits.allow(costs.num_blocks, g.devices[0]) for g in self._groups]
         self._group_of = {device: group for group in self._groups for device in group.devices}
         self._links: Floats | None = None
@@ -117,47 +123,53 @@ class Problem:
         self._is_limited = bool(limits) and limits.num_devices is None
 
     def cheapest(self) -> tuple[Stages, float] | None:
-        """A placement with exact costs that nothing with as few devices beats, and its cost.
+        """Return the optimum among placements on as few devices, and its exact cost.
 
         Of pages nothing beats it, on however many.
 
         None where nothing fits.
         """
+        # Invariant: costs in the tables never exceed the exact ones, so the cost of an optimum is a
+        # bound for every placement. Each round settles at least one stage or ends.
         programme = self._programme()
-        find = programme.best if self.aim == "pages" else programme.fewest
-        if (optimum := find()) is None:
+        find_optimum = programme.find_best if self.aim == "pages" else programme.find_on_fewest
+        if (optimum := find_optimum()) is None:
             return None
         if self.aim not in ("latency", "pages"):
-            # Of equally good ones the most even is wanted in the end: one that is both.
-            even, _ = self._tie_programme(optimum[1], len(optimum[0])).fewest() or optimum
+            # Of equally good placements the most even one is wanted in the end, so its stages are
+            # settled first: if it keeps its cost, both searches are done with one set of replays.
+            even, _ = self._tie_programme(optimum[1], len(optimum[0])).find_on_fewest() or optimum
             if self.settle(even):
                 self._even = even
                 return even, optimum[1]
             programme.revise(self._tables())
-        while (optimum := find()) is not None and not self.settle(optimum[0]):
+        while (optimum := find_optimum()) is not None and not self.settle(optimum[0]):
             programme.revise(self._tables())
         return optimum
 
     def none(self) -> NoPlacement:
-        """What is to be raised where nothing fits."""
+        """Return the exception for a search without any result."""
         if self._is_limited:
             self._refuse_impossible()
         return NoPlacement(self)
 
-    def fewest(self) -> int | None:
-        """On how few devices a placement may fit, as far as is known; None where on no number."""
-        optimum = self._programme().fewest()
+    def min_devices(self) -> int | None:
+        """Return the fewest devices for a placement by current bounds; None if on no number."""
+        optimum = self._programme().find_on_fewest()
         return None if optimum is None else len(optimum[0])
 
     def most_even(self, stages: Stages, bound: float) -> Stages:
-        """Of the placements as good as `stages`, one that leaves memory free evenly."""
+        """Return the most even among the placements as good as `stages`."""
         if stages == self._even:
             return stages
+        # A second programme, with the pressure on budgets as its cost, runs over the placements at
+        # the bound alone: all others cost infinity. Its bounds are settled in the same way, for a
+        # few rounds; then the best placement settled so far is taken.
         tolerance = _TIE_TOLERANCE * bound if self.aim == "latency" else 0.0
         candidates = [stages]
         programme = self._tie_programme(bound, len(stages))
         for _ in range(_TIE_ROUNDS):
-            even = programme.fewest()
+            even = programme.find_on_fewest()
             assert even is not None, "the optimum itself is a candidate"
             if self.settle(even[0]):
                 return even[0]
@@ -168,33 +180,33 @@ class Problem:
             (stages for stages in candidates if self.judge(stages)[0] <= bound + tolerance),
             key=lambda stages: sum(
                 self._pressure(self._group_of[stage.device], place)[stage.start, stage.stop]
-                for place, stage in placed(stages)
+                for place, stage in with_places(stages)
             ),
         )
 
     def judge(self, stages: Stages) -> tuple[float, int]:
-        """The objective's cost of a placement, as far as known, and the device that limits it."""
+        """Return the cost of a placement by current bounds, and its binding device."""
         parts = self._parts(stages)
         cost, device = max(parts, key=lambda part: part[0])
         return sum(part for part, _ in parts) if self.aim == "latency" else cost, device
 
     def _parts(self, stages: Stages) -> list[tuple[float, int]]:
-        """What each stage and transfer costs, with its device."""
+        """Return the cost of each stage and transfer, with its device."""
         parts: list[tuple[float, int]] = []
-        before: BlockRange | None = None
-        for place, stage in placed(stages):
+        previous: BlockRange | None = None
+        for place, stage in with_places(stages):
             group = self._group_of[stage.device]
-            if before is not None and self._links is not None:
-                sender = self._group_of[before.device]
+            if previous is not None and self._links is not None:
+                sender = self._group_of[previous.device]
                 seconds = self._links[sender.index, group.index, stage.start]
-                parts.append((float(seconds), before.device))
+                parts.append((float(seconds), previous.device))
             cost = self._costs(group, place)[stage.start, stage.stop]
             parts.append((float(cost), stage.device))
-            before = stage
+            previous = stage
         return parts
 
     def shortfall_bytes(self) -> int:
-        """How far the nearest placement is from fitting; none can miss less.
+        """Return the missing bytes of the nearest placement, a lower bound.
 
         That is the total of what the stages' lower bounds exceed their devices' budgets by. A stage
         that is known not to fit in spite of its bound misses at least one byte.
@@ -202,31 +214,31 @@ class Problem:
         missing = [
             [self._missing_bytes(group, place) for group in self._groups] for place in self.places
         ]
-        nearest = self._run(missing, slowest=False, num_stages=self.num_stages).best()
+        nearest = self._run(missing, slowest=False, num_stages=self.num_stages).find_best()
         assert nearest is not None, "there is always a placement that doesn't fit"
         return int(nearest[1])
 
     def settle(self, stages: Stages) -> bool:
-        """Make what is known of a placement exact; whether it was what it was thought to be."""
+        """Replace the bounds of a placement by exact bytes; return True if nothing changed."""
         return self.memory.settle(
             [
                 (stage.start, stage.stop, self._key(self._group_of[stage.device], place))
-                for place, stage in placed(stages)
+                for place, stage in with_places(stages)
             ]
         )
 
     def group_of(self, device: int) -> DeviceGroup:
-        """The group of the fleet's device of that index."""
+        """Return the group of a device, by its index in the fleet."""
         return self._group_of[device]
 
     def may_be(self, group: DeviceGroup, place: int) -> npt.NDArray[np.bool_]:
-        """[num_blocks + 1, num_blocks + 1]: whether a stage may be there, as far as known."""
+        """[num_blocks + 1, num_blocks + 1]: True for possible stages, by current bounds."""
         return self.memory.fits[self._key(group, place)] & self._allowed[group.index]
 
     def _refuse_impossible(self) -> None:
-        """Refuse limits that no placement obeys, however much memory there is."""
+        """Refuse limits without any placement, whatever the memory."""
         tables = [np.where(np.triu(allowed, 1), 0.0, np.inf) for allowed in self._allowed]
-        if self._run([tables], slowest=False, num_stages=self.num_stages).best() is None:
+        if self._run([tables], slowest=False, num_stages=self.num_stages).find_best() is None:
             raise UsageError(
                 "what is demanded of modules contradicts itself: no cut of the model into stages, "
                 "one on each device, obeys all of it",
@@ -238,7 +250,7 @@ class Problem:
         return self.memory.key(group.budget_bytes, place)
 
     def _costs(self, group: DeviceGroup, place: int) -> Floats:
-        """What the objective makes of each stage on a device of the group, as far as known."""
+        """Return the cost of each stage on a device of the group, by current bounds."""
         fits = self.may_be(group, place)
         if self.aim in ("latency", "throughput"):
             assert group.seconds is not None
@@ -246,32 +258,33 @@ class Problem:
         needed, budget = self.memory.bytes[self._key(group, place)], group.budget_bytes
         if self.aim == "pages":
             assert self._page_bytes is not None, "there are pages"
+            # The pages that a stage has no memory for, negated: free bytes by bytes of a page.
             over = needed - self.memory.usable_bytes(budget)
             # A stage without layers has room for whatever the others have.
             return np.where(fits, over / np.maximum(self._page_bytes, 1), np.inf)
         return np.where(fits, needed / budget if self.aim == "balance" else needed - budget, np.inf)
 
     def _tables(self) -> list[list[Floats]]:
-        """[place][group]: what the objective makes of each stage."""
+        """[place][group]: the cost of each stage."""
         return [[self._table(group, place) for group in self._groups] for place in self.places]
 
     def _table(self, group: DeviceGroup, place: int) -> Floats:
         key = self._key(group, place)
-        known = (self.memory.bytes[key], self.memory.fits[key])
+        sources = (self.memory.bytes[key], self.memory.fits[key])
         return self._table_cache.get(
-            ("costs", group.index, place), known, lambda: self._costs(group, place)
+            ("costs", group.index, place), sources, lambda: self._costs(group, place)
         )
 
     def _missing_bytes(self, group: DeviceGroup, place: int) -> Floats:
-        """What each stage's lower bound exceeds the budget by; a byte where it fits in spite."""
+        """Return the bytes of each stage beyond the budget; 1 if refused in spite of its bound."""
         key = self._key(group, place)
         over = self.memory.bytes[key] - self.memory.usable_bytes(group.budget_bytes)
         missing = np.maximum(over, np.where(self.memory.fits[key], 0, 1))
         return np.where(self._allowed[group.index], missing, np.inf)
 
     def _pressure(self, group: DeviceGroup, place: int) -> Floats:
-        """How hard each stage presses on its budget: the more the less it leaves free."""
-        unit = max(other.budget_bytes for other in self._groups) / 1024
+        """Return the pressure of each stage on its budget: larger with less free memory."""
+        unit = max(group.budget_bytes for group in self._groups) / 1024
         needed = self.memory.bytes[self._key(group, place)]
         headroom = np.maximum(group.budget_bytes - needed, 0)
         return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
@@ -285,7 +298,7 @@ class Problem:
         )
 
     def _tie_programme(self, bound: float, num_stages: int) -> Programme:
-        """The pressure as the cost, among the placements that attain the bound."""
+        """Return the programme for the least pressure at the bound."""
         links = None if self._links is None else self._tie_costs(self._links, bound)
         return self._run(
             self._tie_tables(bound),
@@ -303,14 +316,17 @@ class Problem:
     def _tie_table(self, group: DeviceGroup, place: int, bound: float) -> Floats:
         costs = self._table(group, place)
 
-        def make() -> Floats:
+        def compute() -> Floats:
             return self._tie_costs(costs, bound) + self._pressure(group, place)
 
-        known = (bound, costs, self.memory.bytes[self._key(group, place)])
-        return self._table_cache.get(("ties", group.index, place), known, make)
+        sources = (bound, costs, self.memory.bytes[self._key(group, place)])
+        return self._table_cache.get(("ties", group.index, place), sources, compute)
 
     def _tie_costs(self, costs: Floats, bound: float) -> Floats:
-        """What costs of parts come to among placements that attain the bound."""
+        """Convert costs of parts to costs among placements at the bound."""
+        # A maximum is at the bound if every part is: parts above cost infinity, others nothing. A
+        # sum is at the bound if the parts add up to it, so the latency stays a part of the cost, in
+        # units so small that any difference of it outweighs all pressures together.
         if self.aim == "latency":
             # Small enough that all pressures together stay within the tolerance.
             return np.asarray(np.rint(costs * (_LATENCY_UNITS / (bound or 1.0))))
@@ -333,6 +349,6 @@ class Problem:
         )
 
 
-def placed(stages: Stages) -> Iterator[tuple[int, BlockRange]]:
-    """The stages in order, each with its place from the end, which counts from 1."""
+def with_places(stages: Stages) -> Iterator[tuple[int, BlockRange]]:
+    """Yield the stages in order, each with its place from the end, from 1."""
     return zip(range(len(stages), 0, -1), stages, strict=True)

@@ -1,4 +1,4 @@
-"""Solving: the problems that the planner asks, and their answers."""
+"""Solve: the planner's problems, and their solutions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .problem import OBJECTIVES, Aim, Objective, Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """A placement that is optimal for its objective.
+    """An optimal placement for an objective.
 
     Of the objective "auto" is resolved; "balance" and "order" are those of the strategies balanced
     and sequential. `value` is bytes of headroom on the fullest device; seconds; the share of the
@@ -65,7 +65,7 @@ def search(
     if strategy == "sequential":
         return _sequential(costs, fleet, limits)
     balanced = strategy == "balanced"
-    aim: Aim = "balance" if balanced else _resolve(objective, costs, fleet)
+    aim: Aim = "balance" if balanced else resolve_objective(objective, costs, fleet)
     problem = Problem(costs, fleet, aim, use_all=use_all or balanced, limits=limits, memory=memory)
     optimum = problem.cheapest()
     if optimum is None:
@@ -83,19 +83,19 @@ def search(
 
 
 def _value_of(aim: Aim, cost: float) -> float:
-    """The objective's value, from the cost that was made small."""
+    """Convert the minimized cost to the objective's value."""
     return {"headroom": -cost, "pages": -cost, "balance": 1.0 - cost}.get(aim, cost)
 
 
 def _sequential(costs: Costs, fleet: Fleet, limits: PlacementLimits) -> Solution:
     problem = Problem(costs, fleet, "headroom", limits=limits)
     stages = _fill_in_order(problem, costs.num_blocks, len(fleet.devices))
-    first = float(stages[0].stop if stages[0].device == 0 else 0)
+    num_first = float(stages[0].stop if stages[0].device == 0 else 0)
     return Solution(
         stages=stages,
         objective="order",
-        value=first,
-        bound=first,
+        value=num_first,
+        bound=num_first,
         binding_device=stages[0].device,
     )
 
@@ -118,7 +118,7 @@ def _refuse_contradictions(
         )
 
 
-def conceivable(
+def is_conceivable(
     costs: Sequence[Costs],
     fleet: Fleet,
     *,
@@ -126,28 +126,42 @@ def conceivable(
     strategy: Strategy = "auto",
     limits: PlacementLimits = NO_LIMITS,
 ) -> bool:
-    """Tell whether lower bounds leave a placement possible, whichever of these costs are so."""
+    """Return False if lower bounds rule out a placement, for each of these costs."""
     use_all = use_all or strategy == "balanced"
-    first, *alternatives = costs
+    costs_of_largest, *alternatives = costs
     problem = Problem(
-        first, fleet, "headroom", use_all=use_all, limits=limits, alternatives=alternatives
+        costs_of_largest,
+        fleet,
+        "headroom",
+        use_all=use_all,
+        limits=limits,
+        alternatives=alternatives,
     )
     if strategy == "sequential":
-        return _furthest(problem, first.num_blocks, len(fleet.devices)) is not None
-    return problem.fewest() is not None
+        return _furthest(problem, costs_of_largest.num_blocks, len(fleet.devices)) is not None
+    return problem.min_devices() is not None
 
 
-def fewest(costs: Sequence[Costs], fleet: Fleet, *, limits: PlacementLimits = NO_LIMITS) -> int:
-    """How many devices it takes at the least, by lower bounds, whichever of these costs are so."""
-    first, *alternatives = costs
-    problem = Problem(first, fleet, "headroom", limits=limits, alternatives=alternatives)
-    number = problem.fewest()
+def min_devices(
+    costs: Sequence[Costs], fleet: Fleet, *, limits: PlacementLimits = NO_LIMITS
+) -> int:
+    """Return the fewest devices by lower bounds, for the best of these costs."""
+    costs_of_largest, *alternatives = costs
+    problem = Problem(costs_of_largest, fleet, "headroom", limits=limits, alternatives=alternatives)
+    number = problem.min_devices()
     if number is None:
         raise problem.none()
     return number
 
 
-def _resolve(objective: Objective | Literal["auto"], costs: Costs, fleet: Fleet) -> Objective:
+def resolve_objective(
+    objective: Objective | Literal["auto"], costs: Costs, fleet: Fleet
+) -> Objective:
+    """Resolve the objective "auto" for a workload and fleet; refuse unsuitable ones.
+
+    Many requests over a paged cache are for pages. Equal or unknown devices are for headroom, and
+    others for time: a request's latency, or in a training pipeline the slowest stage.
+    """
     choose("the objective", objective, OBJECTIVES)
     if (costs.page_bytes is None) == (objective == "pages"):
         if objective == "auto":
@@ -179,7 +193,7 @@ def _resolve(objective: Objective | Literal["auto"], costs: Costs, fleet: Fleet)
 
 
 def _fill_in_order(problem: Problem, num_blocks: int, num_devices: int) -> Stages:
-    """Find the placement in the order of devices whose block counts are lexicographically largest.
+    """Find the placement in the order of devices with the lexicographically largest counts.
 
     A device may be left out where nothing of what is left fits it. It takes as many blocks as
     leave the rest a place, which may be fewer than it could hold.
@@ -191,34 +205,41 @@ def _fill_in_order(problem: Problem, num_blocks: int, num_devices: int) -> Stage
 
 
 def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
-    """The best placement as far as is known, where stages may still turn out not to fit."""
+    """Return the best placement by current bounds; its stages may turn out not to fit."""
+    # Two passes. Backward: for each device and block, the numbers of stages in which the rest of
+    # the chain fits the devices from there on. Forward: each device takes as many blocks as leave
+    # the rest a place, for any number of stages that is still possible.
     groups = [problem.group_of(device) for device in range(num_devices)]
     # By device, [number of stages, block]: whether what is left from a block on has a place on it
     # and those after it, in so many stages.
     reach = [np.zeros((num_devices + 1, num_blocks + 1), np.bool_)]
     reach[0][0, -1] = True
     for group in reversed(groups):
-        before = reach[-1].copy()
+        reach_before = reach[-1].copy()
         for place in range(1, num_devices + 1):
             fits = problem.may_be(group, place) & reach[-1][place - 1]
-            before[place] |= np.any(fits, axis=1)
-        reach.append(before)
+            reach_before[place] |= np.any(fits, axis=1)
+        reach.append(reach_before)
     reach.reverse()
     stages, start = [], 0
     lefts = {place for place in range(num_devices + 1) if reach[0][place, 0]}
     if not lefts:
         return None
     for device, group in enumerate(groups):
-        after = reach[device + 1]
+        reach_after = reach[device + 1]
         stops = {
-            left: np.flatnonzero(problem.may_be(group, left)[start] & after[left - 1])
-            for left in lefts - {0}
+            num_left: np.flatnonzero(
+                problem.may_be(group, num_left)[start] & reach_after[num_left - 1]
+            )
+            for num_left in lefts - {0}
         }
-        stop = max((int(known[-1]) for known in stops.values() if len(known)), default=start)
+        stop = max(
+            (int(possible[-1]) for possible in stops.values() if len(possible)), default=start
+        )
         if stop > start:
             stages.append(BlockRange(start=start, stop=stop, device=device))
-            lefts = {left - 1 for left, known in stops.items() if stop in known}
+            lefts = {num_left - 1 for num_left, possible in stops.items() if stop in possible}
             start = stop
         else:
-            lefts = {left for left in lefts if after[left, start]}
+            lefts = {num_left for num_left in lefts if reach_after[num_left, start]}
     return tuple(stages)

@@ -33,7 +33,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Marked cells of one line; without a label it is the place itself."""
+    """Marked cells of a line; without a label the place itself."""
 
     start: int
     stop: int

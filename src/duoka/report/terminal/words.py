@@ -12,7 +12,7 @@ from duoka.base.text import containing
 from duoka.base.units import format_bytes, format_count
 from duoka.errors import Faults
 from duoka.forecast.tensor_names import layer_of, main_list
-from duoka.planner.device_map import meant, runs, shorten
+from duoka.planner.device_map import corrections, runs, shorten
 
 from ..check_report import Fault, Operand, Origin, Place
 
@@ -170,7 +170,7 @@ def describe_map_errors(faults: Faults) -> Iterator[tuple[str, list[str]]]:
     """Yield kinds of errors in a map with the names, numbered names merged."""
     for describe_operation, names in (
         ("no device for", runs(faults.missing)),
-        ("not there", meant(faults)),
+        ("not there", corrections(faults)),
         ("two devices for", runs(faults.doubled)),
         ("cut in two", runs(faults.split)),
         ("no such device, for", runs(faults.misplaced)),

@@ -135,7 +135,7 @@ def _plan_replica(fleet: Fleet, plan_for: PlanFor) -> tuple[Plan, int]:
     # Ray gives a replica any of them, and torch counts those from 0 on.
     kind = fleet.names[0].partition(":")[0]
     names = {name: f"{kind}:{number}" for number, name in enumerate(plan.devices)}
-    renamed = plan.moved(
+    renamed = plan.move_to(
         {name: replace(plan.fleet.device(name), name=now) for name, now in names.items()}
     )
     return renamed, len(plan.devices)

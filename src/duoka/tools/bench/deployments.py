@@ -11,12 +11,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from itertools import chain
 from statistics import mean
 from typing import Any
 
-from duoka.api.plan import find_or_trace
+from duoka.api.plan import find_or_trace, plan_copies, plan_request
 from duoka.base.units import format_count
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import DuokaError
@@ -27,11 +26,10 @@ from duoka.hardware.fleet import Fleet
 from duoka.hardware.host import available_bytes
 from duoka.hardware.parse import devices_in
 from duoka.planner.command_line import options
-from duoka.planner.limits import on_fleet
 from duoka.planner.plan import Plan
-from duoka.planner.replicas import format_copies, replicas_for
+from duoka.planner.replicas import format_copies
 from duoka.planner.request import PlanRequest
-from duoka.planner.resolve import answer_checkpoint, workload_for
+from duoka.planner.resolve import workload_for
 from duoka.report.measured import PeakBytes
 
 # A deployment with fewer GPUs is preferred at this share of the best speed.
@@ -205,9 +203,8 @@ def _weights(work: Workload) -> str:
 def _split(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet, name: str) -> Deployment:
     case = Deployment(name=name, weights=_weights(request.workload))
     try:
-        problem = on_fleet(replace(request, workload=_part(request.workload)), fleet)
-        find_profile = partial(find_or_trace, checkpoint)
-        plan = answer_checkpoint(checkpoint, problem, find_profile, suggest=False)
+        whole = replace(request, workload=_part(request.workload))
+        plan = plan_request(checkpoint, whole, fleet, suggest=False)
     except DuokaError as error:
         return replace(case, trouble=describe_error(error))
     return replace(case, plans=(plan,), forecast=_forecast(plan))
@@ -215,22 +212,26 @@ def _split(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet, name: str
 
 def _copies(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Iterator[Deployment]:
     """Yield the deployment with the most copies, if two or more fit."""
-    find_profile = partial(find_or_trace, checkpoint)
     num_copies = min(len(fleet.devices), request.workload.batch)
     for number in range(num_copies, 1, -1):
+        part = replace(request, workload=_part(request.workload, number))
         try:
-            problem = on_fleet(replace(request, workload=_part(request.workload, number)), fleet)
-            plans = replicas_for(checkpoint, problem, number, find_profile, suggest=False).plans
+            plans = plan_copies(checkpoint, part, fleet, number, suggest=False).plans
         except DuokaError:  # too little memory, or too many ways to assign GPUs
             continue
         sizes = "/".join(map(str, sorted({len(plan.devices) for plan in plans})))
         yield Deployment(
             name=f"{format_copies(number)}, {sizes} GPU{'' if sizes == '1' else 's'} each",
             weights=_weights(request.workload),
-            plans=tuple(replace(plan, request=problem.request) for plan in plans),
+            plans=tuple(_asking(part, plan) for plan in plans),
             forecast=combine_rates([_forecast(plan) for plan in plans]),
         )
         return
+
+
+def _asking(request: PlanRequest, plan: Plan) -> Plan:
+    """Return the plan of a copy with the request for all copies."""
+    return replace(plan, request=replace(request, workload=plan.request.workload))
 
 
 _COMBINE: dict[str, Callable[[list[float]], float]] = {

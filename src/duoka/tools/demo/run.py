@@ -16,8 +16,8 @@ from duoka.errors import DuokaError, InfeasibleError
 from duoka.forecast.workload import Workload
 from duoka.hardware.fleet import Fleet
 from duoka.planner.plan import Plan
-from duoka.planner.planner import solve
 from duoka.planner.request import PlanProblem
+from duoka.planner.solve import find_plan
 from duoka.report.measured import Measured
 from duoka.runtime import devices
 from duoka.runtime.prompt_reader import PromptReader
@@ -105,7 +105,7 @@ def _refusal(plan: Plan, directory: Path) -> str:
     profile = profile_checkpoint(Checkpoint.open(directory), WORKLOAD)
     single = Fleet(devices=plan.fleet.devices[:1])
     try:
-        solve(profile, PlanProblem(fleet=single, workload=plan.workload))
+        find_plan(profile, PlanProblem(fleet=single, workload=plan.workload))
     except InfeasibleError as error:
         return str(error)
     raise DuokaError("the demo's model fits one of its GPUs, so it shows nothing")

@@ -71,7 +71,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class PromptCompletion:
-    """A prompt and its completion, which is trained."""
+    """A prompt and its trained completion."""
 
     prompt: str
     completion: str
@@ -79,7 +79,7 @@ class PromptCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text that is trained as a whole; a long one is given in pieces."""
+    """A trained text, in pieces if long."""
 
     pieces: Iterable[str]
 
