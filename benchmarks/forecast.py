@@ -28,9 +28,9 @@ from duoka.planner.placement import Placement
 from duoka.planner.planner import with_chunks
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
-from duoka.runtime.steps import Stepper
 from duoka.tracing import Irregular, TraceSpec, trace, trace_workload
 
 _LINE = "{:16} {:24} {:>15} {:>3} {:>5} {:>7} {:>13} {:7} {:>9} {:>7} {:>9} {:>7}"

@@ -46,8 +46,8 @@ from duoka.models.cache_argument import CACHE
 from duoka.models.conversion import published_tensors
 from duoka.planner.placement import Placement
 from duoka.runtime import devices
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch, undispatch
-from duoka.runtime.steps import Stepper
 from duoka.tools.bench.calibrate import calibrate
 
 REFERENCES = ("chatglm3-6b-tiny", "chatglm3-6b-128k-tiny", "glm-4-9b-tiny")

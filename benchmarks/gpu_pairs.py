@@ -19,8 +19,8 @@ from duoka.planner.placement import Placement
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
 from duoka.runtime import devices
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.steps import Stepper
 from duoka.tracing import TraceSpec, trace
 
 MIB, GIB = 2**20, 2**30

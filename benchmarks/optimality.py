@@ -61,7 +61,7 @@ class Tables(AnyPlace):
         def shared(table: np.ndarray) -> np.ndarray:
             return table.ravel()[first][number].reshape(shape)
 
-        self.alike, self.lower_bound_bytes = alike, shared(bound)
+        self.stage_classes, self.lower_bound_bytes = alike, shared(bound)
         self.exact = {}
         for budget in budgets:
             over = noise.integers(0, rng.choice((1, 4, 12)), shape)

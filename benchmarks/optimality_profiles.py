@@ -114,11 +114,9 @@ def draw_profile(rng: random.Random) -> Profile:
         root = 0 if is_tied else None
         blocks.append(ProfileBlock(modules=(f"block.{index}",), kind=number, tied_to=root))
     regimes = tuple(
-        Regime(
-            phase=phase, is_batched=is_batched, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE
-        )
+        Regime(phase=phase, is_batched=pads, query=EVERYWHERE, past=EVERYWHERE, keys=EVERYWHERE)
         for phase in PHASES
-        for is_batched in (False, True)
+        for pads in (False, True)
     )
     return Profile(
         fingerprint="drawn",

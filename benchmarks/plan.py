@@ -53,7 +53,7 @@ class MadeUp(AnyPlace):
         self.exact = np.triu(total[None, :] - total[:, None])
         share = 1 - noise.random(shape) * looseness
         self.lower_bound_bytes = (self.exact * share).astype(np.int64)
-        self.alike = np.arange(self.exact.size).reshape(shape)
+        self.stage_classes = np.arange(self.exact.size).reshape(shape)
         self.boundary_bytes = np.full(num_blocks + 1, 8192)
         self.boundary_transfers = np.ones(num_blocks + 1)
 

@@ -23,8 +23,8 @@ from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import solve
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.steps import Stepper
 
 # More would take minutes: a step without data costs time for each operation, not for each byte.
 _MOST_CHUNKS = 16

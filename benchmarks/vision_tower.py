@@ -26,9 +26,9 @@ from duoka import models, virtual
 from duoka.planner.placement import Placement
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
-from duoka.runtime.steps import Stepper
 from duoka.tracing import TraceSpec, trace_workload
 
 GIB = 2**30

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from duoka.engine import stage_worker
-from duoka.engine.paged_model import PagedModel
+from duoka.runtime.call.paged_model import PagedModel
 
 # By the process in which they do.
 RAISE = (11, 12)

@@ -14,7 +14,7 @@ import duoka
 from duoka.engine.detokenizer import Detokenizer
 from duoka.models.cache_argument import cache_name
 from duoka.models.kv_cache import new_cache
-from duoka.runtime.encode_images import image_arguments
+from duoka.runtime.call.encode_images import image_arguments
 from duoka.runtime.prompt_reader import PromptReader
 
 

@@ -30,8 +30,8 @@ from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions, Quantization, Training
 from duoka.models.quantization import quantize_model
+from duoka.runtime.call.learner import Learner
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.steps import Learner
 from duoka.tracing import TraceSpec, profile_training
 
 _EVERYWHERE = (0, 2**40)
@@ -75,13 +75,9 @@ def made_up(layers: Sequence[Layer]) -> Profile:
         kinds=tuple(kinds),
         regimes=tuple(
             Regime(
-                phase=phase,
-                is_batched=is_batched,
-                query=_EVERYWHERE,
-                past=_EVERYWHERE,
-                keys=_EVERYWHERE,
+                phase=phase, is_batched=pads, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE
             )
-            for is_batched in (False, True)
+            for pads in (False, True)
             for phase in TRAINING_PHASES
         ),
         conditions=Conditions(training=Training(method="full")),

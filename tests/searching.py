@@ -27,7 +27,7 @@ class Costs:
     lower_bound_bytes: np.ndarray
     boundary_bytes: np.ndarray
     boundary_transfers: np.ndarray
-    alike: np.ndarray
+    stage_classes: np.ndarray
     speed_seconds: dict[float | None, np.ndarray | None]
     asked: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -203,7 +203,7 @@ def make_case(rng: random.Random) -> Case:
     costs = Costs(
         exact=exact,
         lower_bound_bytes=bound,
-        alike=alike,
+        stage_classes=alike,
         boundary_bytes=noise.integers(0, 5, num_blocks + 1),
         boundary_transfers=noise.integers(0, 3, num_blocks + 1),
         speed_seconds={s: noise.integers(0, 20, shape).astype(float) for s in speeds},
@@ -222,7 +222,7 @@ def plain_costs(*sizes: int, seconds: float | None = None) -> Costs:
         lower_bound_bytes=table,
         boundary_bytes=np.ones(len(total), np.int64),
         boundary_transfers=np.ones(len(total), np.int64),
-        alike=np.arange(table.size).reshape(table.shape),
+        stage_classes=np.arange(table.size).reshape(table.shape),
         speed_seconds=defaultdict(lambda: table / 8, {None: None}),
     )
 

@@ -30,9 +30,9 @@ from duoka.forecast.profile import (
 from duoka.forecast.tensor_names import NamedTensor
 from duoka.forecast.workload import Conditions
 from duoka.planner.planner import with_chunks
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
-from duoka.runtime.steps import Stepper
 from duoka.tracing import Irregular, TraceSpec, trace, trace_workload
 
 MIB = 2**20
@@ -234,14 +234,6 @@ def made_up(
         name = f"block.{index}"
         blocks.append(ProfileBlock(modules=(name,), kind=number, tied_to=tied, streams=streams))
     everywhere = (0, ENDLESS)
-    names = [
-        NamedTensor(
-            name=f"block.{index}.weight",
-            num_bytes=0 if index in tied_to else size,
-            tied_to=f"block.{tied_to[index]}.weight" if index in tied_to else "",
-        )
-        for index, size in enumerate(weights)
-    ]
     return Profile(
         fingerprint="made up",
         model="MadeUp",
@@ -249,19 +241,24 @@ def made_up(
         blocks=tuple(blocks),
         kinds=tuple(kinds),
         regimes=tuple(
-            Regime(
-                phase=phase,
-                is_batched=is_batched,
-                query=everywhere,
-                past=everywhere,
-                keys=everywhere,
-            )
+            Regime(phase=phase, is_batched=pads, query=everywhere, past=everywhere, keys=everywhere)
             for phase in PHASES
-            for is_batched in (False, True)
+            for pads in (False, True)
         ),
         max_context_tokens=max_context_tokens,
-        tensor_names=tuple((name,) for name in names),
+        tensor_names=tuple((name,) for name in _weight_names(weights, tied_to)),
     )
+
+
+def _weight_names(weights: Sequence[int], tied_to: Mapping[int, int]) -> list[NamedTensor]:
+    return [
+        NamedTensor(
+            name=f"block.{index}.weight",
+            num_bytes=0 if index in tied_to else size,
+            tied_to=f"block.{tied_to[index]}.weight" if index in tied_to else "",
+        )
+        for index, size in enumerate(weights)
+    ]
 
 
 def _trace(index: int, num_blocks: int, phase: Phase, costs: Costs) -> AllocationTrace:

@@ -23,7 +23,7 @@ from duoka.forecast.workload import Training
 from duoka.planner.limits import on_fleet
 from duoka.planner.request import PlanProblem, PlanRequest
 from duoka.planner.solve import find_plan
-from duoka.runtime.steps import Stepper
+from duoka.runtime.call.stepper import Stepper
 from duoka.tracing import TraceSpec
 from duoka.tracing.trace_training import trace_training_workload
 

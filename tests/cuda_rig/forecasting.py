@@ -16,9 +16,10 @@ from duoka.planner.constraints import Constraints
 from duoka.planner.planner import with_chunks
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
+from duoka.runtime.call.learner import Learner
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import prompts_for
-from duoka.runtime.steps import Learner, Stepper
 from duoka.tracing import Irregular, TraceSpec, profile_training, trace, trace_workload
 
 

@@ -16,8 +16,8 @@ import duoka
 from duoka.engine.executor import InlineExecutor
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
-from duoka.engine.step import Chunk
 from duoka.forecast.serving import Capacity
+from duoka.runtime.call.chunk import Chunk
 
 WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",

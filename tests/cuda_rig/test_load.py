@@ -21,8 +21,8 @@ import duoka
 from duoka import Constraints, Fleet, Plan, Workload
 from duoka.errors import FleetError
 from duoka.forecast.workload import Quantization
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.load.read_ahead import STRETCH_BYTES
-from duoka.runtime.steps import Stepper
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from forecast_models import SIZES

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from duoka.engine.grammar import BytesDetokenizer, Grammar, GrammarCompiler, GrammarMatcher
 from duoka.errors import UsageError
-from duoka.models.text.call_grammars import forced_call
+from duoka.models.text.call_grammars import force_call
 from duoka.models.text.chatglm_tokenizer import ChatGLMTokenizer
 from duoka.models.text.tokenizer import load_tokenizer
 
@@ -153,7 +153,7 @@ def test_any_object(compiler: GrammarCompiler, tokenizer: Any) -> None:
 
 ANY_KEYS = {"type": "object", "x-guidance": {"lenient": True}}
 TOOLS = [{"name": "a", "parameters": {"type": "object"}, "strict": strict} for strict in (0, 1)]
-OF_TOOLS = [forced_call(None, [tool], byte_level(), before="", parallel=False) for tool in TOOLS]
+OF_TOOLS = [force_call(None, [tool], byte_level(), before="", parallel=False) for tool in TOOLS]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from duoka.engine import Engine, SamplingParams
 from duoka.errors import ProofError, UsageError
 from duoka.models.from_checkpoint import build_model
 from duoka.runtime import devices
-from duoka.runtime.paged_steps import PagedStepper
+from duoka.runtime.call.paged_model import PagedModel
 
 WORK = duoka.Workload(
     cache="paged", batch=3, prompt_tokens=100, new_tokens=28, dtype="float32",
@@ -118,9 +118,9 @@ def test_the_largest_steps_alone_are_tried_for_work_that_ends_soon(
     plan: duoka.Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = []
-    try_out = PagedStepper.try_out
+    try_out = PagedModel.try_out
     monkeypatch.setattr(
-        PagedStepper, "try_out", lambda self, size: (tried.append(size), try_out(self, size))
+        PagedModel, "try_out", lambda self, size: (tried.append(size), try_out(self, size))
     )
     with Engine(plan, processes=False, warm_up="largest") as engine:
         largest = engine.capacity.largest_steps()

@@ -10,13 +10,12 @@ from collections.abc import Iterable
 import pytest
 
 from duoka.engine.request import Completion, SamplingParams, TokenChoice
-from duoka.engine.scheduler import ScheduledChunk, Scheduler
+from duoka.engine.scheduler import Scheduler
 from duoka.engine.sequence import Event, Sequence
-from duoka.engine.step import Chunk
-from duoka.errors import UsageError
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.serving import Capacity
 from duoka.forecast.serving_speed import ServingSpeed, StepSeconds
+from duoka.runtime.call.chunk import Chunk
 
 REQUESTS = int(os.environ.get("DUOKA_FUZZ_EXAMPLES", "300"))
 CAPACITY = Capacity(sequences=6, context_tokens=64, pages=24, page_tokens=4, step_tokens=24)
@@ -107,31 +106,33 @@ def play(
     coming = [request(rng, common) for _ in range(number)]
     sequences = list(coming)
     failing = set(rng.sample(sequences, number // 20))
-    flying: deque[tuple[list[ScheduledChunk], list[TokenChoice | None]]] = deque()
+    numbers = {sequence.number for sequence in failing}
+    flying: deque[tuple[list[Chunk], list[TokenChoice | None]]] = deque()
     while coming or scheduler.waiting or scheduler.running or flying:
         if coming and (rng.random() < 0.4 or not (scheduler.waiting or scheduler.running)):
             scheduler.add(coming.pop())
         if rng.random() < 0.02:
             rng.choice(sequences).is_cancelled = True
         num_preempted = scheduler.num_preempted
-        oldest = scheduler.running[0] if scheduler.running else None
-        if len(flying) < num_steps and (pieces := scheduler.next_step()):
-            assert oldest is None or oldest.is_running or oldest.is_cancelled
+        oldest = next(iter(scheduler.running.values()), None)
+        if len(flying) < num_steps and (chunks := scheduler.next_step()):
+            running = scheduler.running
+            assert oldest is None or oldest.number in running or oldest.is_cancelled
             assert len(scheduler.running) <= CAPACITY.sequences
-            assert sum(piece.num_tokens for piece in pieces) <= CAPACITY.step_tokens
-            answering = [piece for piece in pieces if piece.sequence.is_answering]
-            total = sum(sequence.is_answering for sequence in scheduler.running)
+            assert sum(len(chunk.tokens) for chunk in chunks) <= CAPACITY.step_tokens
+            decoding = [chunk for chunk in chunks if running[chunk.sequence].is_decoding]
+            total = sum(sequence.is_decoding for sequence in running.values())
             if forecast is None:
                 total += scheduler.num_preempted - num_preempted
-                assert len(answering) <= -(-total // num_steps)
+                assert len(decoding) <= -(-total // num_steps)
             else:  # some may wait for a page
-                assert len(answering) in (0, total) or not scheduler.pool.num_free
-            flying.append((pieces, [memory.compute(piece.chunk) for piece in pieces]))
+                assert len(decoding) in (0, total) or not scheduler.pool.num_free
+            flying.append((chunks, [memory.compute(chunk) for chunk in chunks]))
         elif flying:
-            pieces, outcomes = flying.popleft()
-            for piece, outcome in zip(pieces, outcomes, strict=True):
-                is_bad = piece.sequence in failing and outcome is not None
-                scheduler.computed(piece, ValueError("bad") if is_bad else outcome)
+            chunks, outcomes = flying.popleft()
+            for chunk, outcome in zip(chunks, outcomes, strict=True):
+                is_bad = chunk.sequence in numbers and outcome is not None
+                scheduler.computed(chunk, ValueError("bad") if is_bad else outcome)
     assert scheduler.pool.num_free == CAPACITY.pages
     for sequence in sequences:
         check_end(sequence, sequence in failing)
@@ -169,15 +170,16 @@ def test_groups_come_back_where_they_are_faster() -> None:
     scheduler = Scheduler(ROOMY, 2, forecast=forecast_of(1.0, 0.9, 0.9, 1.1))
     for sequence in sequences_of(*([number] for number in range(4))):
         scheduler.add(sequence)
-    assert [len(scheduler.next_step()) for _ in range(3)] == [2, 2, 0]
-    scheduler.running[0].is_cancelled = True
-    for sequence in scheduler.running:
-        scheduler.computed(ScheduledChunk(sequence, 0, 1), TokenChoice(token=1))
+    steps = [scheduler.next_step() for _ in range(3)]
+    assert [len(chunks) for chunks in steps] == [2, 2, 0]
+    next(iter(scheduler.running.values())).is_cancelled = True
+    for chunk in (chunk for chunks in steps for chunk in chunks):
+        scheduler.computed(chunk, TokenChoice(token=1))
     # Three that answer go together, and while they are on their way nobody else is.
     assert [len(scheduler.next_step()) for _ in range(2)] == [3, 0]
 
 
-def test_pieces_last_equally_long_by_the_forecast() -> None:
+def test_chunks_last_equally_long_by_the_forecast() -> None:
     capacity = Capacity(
         sequences=2, context_tokens=4000, pages=1000, page_tokens=4, step_tokens=900
     )
@@ -185,29 +187,22 @@ def test_pieces_last_equally_long_by_the_forecast() -> None:
     seconds = StepSeconds(fixed_seconds=0.1, token_seconds=1e-3, pair_seconds=1e-6)
     scheduler = Scheduler(capacity, 2, forecast=forecast_of(step_seconds=seconds))
     scheduler.add(sequences_of(range(3600))[0])
-    pieces = [piece for _ in range(25) for piece in scheduler.next_step()]
-    sizes = [piece.num_tokens for piece in pieces]
+    chunks = [chunk for _ in range(25) for chunk in scheduler.next_step()]
+    sizes = [len(chunk.tokens) for chunk in chunks]
     assert sizes[0] == 600  # sqrt(0.1 × 3.6) seconds of tokens
-    lasting = [piece.num_tokens * (1e-3 + 1e-6 * piece.start) for piece in pieces[:-1]]
+    lasting = [len(chunk.tokens) * (1e-3 + 1e-6 * chunk.start) for chunk in chunks[:-1]]
     assert lasting == pytest.approx([0.6] * len(lasting), rel=0.01)
     assert sum(sizes) == 3600
 
 
-def test_prompts_are_read_in_pieces_so_that_no_stage_waits() -> None:
+def test_prompts_are_read_in_chunks_so_that_no_stage_waits() -> None:
     scheduler = Scheduler(
         Capacity(sequences=2, context_tokens=400, pages=100, page_tokens=4, step_tokens=300), 2
     )
     scheduler.add(request(random.Random(0), [1, 2]))
     scheduler.waiting[0].tokens[:] = scheduler.waiting[0].prompt[:] = range(200)
     first, second = scheduler.next_step(), scheduler.next_step()
-    assert [(piece.start, piece.num_tokens) for piece in (*first, *second)] == [(0, 50), (50, 50)]
-
-
-def test_what_can_never_fit_is_refused() -> None:
-    scheduler = Scheduler(CAPACITY)
-    scheduler.refuse_unfit(60, 4)
-    with pytest.raises(UsageError, match=r"60 tokens of prompt and 5 new ones are 65; .* 64"):
-        scheduler.refuse_unfit(60, 5)
+    assert [(chunk.start, chunk.end) for chunk in (*first, *second)] == [(0, 50), (50, 100)]
 
 
 def test_the_youngest_gives_way_and_is_recomputed() -> None:
@@ -248,10 +243,10 @@ def sequences_of(*prompts: Iterable[int]) -> list[Sequence]:
 
 def step(scheduler: Scheduler) -> dict[int, int]:
     """Run a step; the tokens of each sequence in it, by its number."""
-    pieces = [(piece, piece.chunk.row is not None) for piece in scheduler.next_step()]
-    for piece, brings_token in pieces:
-        scheduler.computed(piece, TokenChoice(token=1) if brings_token else None)
-    return {piece.sequence.number: piece.num_tokens for piece, _ in pieces}
+    chunks = scheduler.next_step()
+    for chunk in chunks:
+        scheduler.computed(chunk, None if chunk.row is None else TokenChoice(token=1))
+    return {chunk.sequence: len(chunk.tokens) for chunk in chunks}
 
 
 def test_answers_to_one_prompt_are_computed_from_one_on() -> None:

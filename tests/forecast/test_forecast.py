@@ -258,7 +258,7 @@ def test_stages_of_equal_number_cost_the_same(workload: Workload, profile: Profi
     for start, stop in stages(costs):
         peaks = brief.run(costs.blocks_of(start, stop))
         assert peaks is not None
-        number = int(costs.alike[start, stop])
+        number = int(costs.stage_classes[start, stop])
         assert by_number.setdefault(number, peaks.reserved_bytes) == peaks.reserved_bytes
     assert len(by_number) < len(stages(costs)), "nothing is alike"
 

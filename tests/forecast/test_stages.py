@@ -31,7 +31,7 @@ def test_stages_are_alike_where_their_signatures_are(profile: Profile) -> None:
     chain = Chain(profile)
     runs = list(itertools.combinations(range(len(chain) + 1), 2))
     signatures = [stage_signature(profile, chain.stage(*run)) for run in runs]
-    numbers = [chain.alike[run] for run in runs]
+    numbers = [chain.stage_classes[run] for run in runs]
     for (one, number), (other, again) in itertools.combinations(
         zip(signatures, numbers, strict=True), 2
     ):
@@ -82,7 +82,7 @@ def test_of_equal_steps_one_is_kept_and_of_others_the_larger_ones() -> None:
 
 
 def test_repeated_layers_are_alike() -> None:
-    alike = Chain(tiny.made_up([MIB, *[200] * 9, MIB])).alike
+    alike = Chain(tiny.made_up([MIB, *[200] * 9, MIB])).stage_classes
     assert alike[2, 5] == alike[4, 7] == alike[6, 9]
     assert len(np.unique(alike[1:-1, 3:][alike[1:-1, 3:] > 0])) < 30
 
@@ -93,7 +93,7 @@ def test_what_lies_between_blocks_counts() -> None:
     chain = Chain(profile)
     assert chain.blocks[1:6] == [1, 2, 4, 5, 6]
     assert len({profile.blocks[block].kind for block in (2, 4, 5, 6)}) == 1
-    assert chain.alike[2, 4] != chain.alike[3, 5] == chain.alike[4, 6]
+    assert chain.stage_classes[2, 4] != chain.stage_classes[3, 5] == chain.stage_classes[4, 6]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ text comes out of it again.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from duoka.errors import CheckpointError, UsageError
 from duoka.models.text.messages import (
     ChatMessage,
-    ToolCall,
-    parse_json_call,
     parse_python_call,
-    write_json_call,
     write_python_call,
 )
 from duoka.models.text.prompts import ChatFormat, chat_format
@@ -107,28 +103,15 @@ def check(chat: Any, talk: list[tuple[Any, str]], last: str) -> None:
             assert content.strip() in text
 
 
-@fuzz()
-@given(TALKS, SAID)
-def test_chatglm3(chatglm3: ChatFormat, talk: Any, last: str) -> None:
-    check(chatglm3, talk, last)
+@pytest.fixture(scope="module", params=["chatglm2", "chatglm3", "glm4", "template"])
+def chat(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
 
 
 @fuzz()
 @given(TALKS, SAID)
-def test_glm4(glm4: ChatFormat, talk: Any, last: str) -> None:
-    check(glm4, talk, last)
-
-
-@fuzz()
-@given(TALKS, SAID)
-def test_chatglm2(chatglm2: ChatFormat, talk: Any, last: str) -> None:
-    check(chatglm2, talk, last)
-
-
-@fuzz()
-@given(TALKS, SAID)
-def test_a_template(template: ChatFormat, talk: Any, last: str) -> None:
-    check(template, talk, last)
+def test_chats(chat: ChatFormat, talk: Any, last: str) -> None:
+    check(chat, talk, last)
 
 
 @pytest.mark.slow
@@ -189,7 +172,6 @@ CODE = damaged_text("tool_call(city='北京', days=[1, {'a': None}], note=\"it's
 CALLS = CODE.map(lambda code: f"```python\n{code}\n```") | damaged_text(
     "```python\ntool_call()\n```"
 )
-OBJECTS = damaged_text('{"city": "北京", "days": [1, {"a": null}], "far": -2.5}') | st.text()
 
 
 @fuzz()
@@ -199,25 +181,3 @@ def test_python_calls(name: str, content: str) -> None:
     if call is not None:
         assert parse_python_call(call.name, write_python_call(call)) == call
         assert all(isinstance(key, str) for key in call.arguments)
-
-
-@fuzz()
-@given(NAMES, OBJECTS | JSON.map(json.dumps))
-def test_json_calls(name: str, content: str) -> None:
-    call = parse_json_call(name, content)
-    if call is not None:
-        assert json.loads(content) == call.arguments
-        assert parse_json_call(call.name, write_json_call(call)) == call
-
-
-@fuzz()
-@given(
-    st.lists(st.sampled_from(("<|assistant|>", "\n", "weather", "{}")) | CALLS | SAID, max_size=6)
-)
-def test_answers(chatglm3: ChatFormat, glm4: ChatFormat, pieces: list[str]) -> None:
-    for chat in (chatglm3, glm4):
-        message = chat.parse("".join(pieces))
-        assert message.role == "assistant"
-        assert message.tool_call is None or isinstance(message.tool_call, ToolCall)
-        known = chat.parse("".join(pieces), [{"name": "weather"}])
-        assert known.tool_call is None or known.tool_call.name == "weather"

@@ -76,5 +76,8 @@ def machines() -> dict[str, str]:
             for words in (["gpus"], ["gpus", "--json"], ["doctor"], ["doctor", "--json"]):
                 record = f"{name}: {' '.join(words)}"
                 if records.is_wanted(record):
-                    texts[record] = shown(*words)
+                    text = shown(*words)
+                    texts[record] = (
+                        records.shortened(text) if words == ["doctor", "--json"] else text
+                    )
     return texts

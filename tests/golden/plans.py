@@ -368,7 +368,7 @@ def explained(name: str) -> Iterator[tuple[str, str]]:
     for tool in EXPORTS:
         done = run("plan", "--plan", file, "--export", tool)
         text = f"exit {done.code}\n{done.out}{done.err}"
-        yield f"export {tool} {name}", _short(_told(text))
+        yield f"export {tool} {name}", records.shortened(_told(text))
 
 
 def compared(first: str, second: str) -> Iterator[tuple[str, str]]:
@@ -391,9 +391,3 @@ def copies(model: str, options: str, fleet: str) -> Iterator[tuple[str, str]]:
 def _told(text: str) -> str:
     """Text of a run, in which the directory has another name."""
     return records.normalised(text, plans=Path.cwd())
-
-
-def _short(text: str) -> str:
-    """A text of many lines by its first ones, and a hash of all."""
-    lines = text.splitlines()
-    return "\n".join(lines[:25]) + f"\n… {len(lines)} lines, {records.digest(text)}"

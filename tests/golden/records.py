@@ -15,6 +15,7 @@ from typing import Any
 ONLY = "DUOKA_GOLDEN_ONLY"
 _HEAD = re.compile(r"^=== (.*)\n", re.MULTILINE)
 _DIGITS = 9
+_MOST_LINES = 10
 
 
 def is_wanted(name: str) -> bool:
@@ -40,6 +41,12 @@ def _escaped(text: str) -> str:
     """Text without spaces at the ends of its lines, none of which begins a record."""
     lines = (line.rstrip() for line in text.split("\n"))
     return "\n".join(f" {line}" if line.startswith("=== ") else line for line in lines)
+
+
+def shortened(text: str) -> str:
+    """A text of many lines by its first ones, and a hash of all."""
+    lines = text.splitlines()
+    return "\n".join([*lines[:_MOST_LINES], f"… {len(lines)} lines, {digest(text)}"])
 
 
 def digest(value: Any) -> str:

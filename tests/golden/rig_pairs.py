@@ -29,7 +29,8 @@ from . import records
 _SECONDS = 3600
 _FAILED = "Traceback", "it hangs", "it has ended"
 ONE, TWO, THREE = "1GiB", "1GiB,1GiB", "1GiB,1GiB,1GiB"
-LOG = "rig.log"
+LOG = "rig-log"
+_TOLD = ("copy", "free", "host", "launch", "malloc", "stub")
 
 
 def work(prompt: int, new: int = 0, chunk: int | None = None, **more: Any) -> Workload:
@@ -114,8 +115,10 @@ def launches(family: str, gpus: str) -> str:
 
 
 def _counted(done: int) -> str:
-    words = Counter(line.split()[0] for line in Path(LOG).read_text()[done:].splitlines())
-    return " ".join(f"{name}={number}" for name, number in sorted(words.items()))
+    """How often each is told of in the rig's log; names of kernels may have lines of their own."""
+    lines = Path(LOG).read_text()[done:].splitlines()
+    words = Counter(line.partition(" ")[0] for line in lines)
+    return " ".join(f"{word}={words[word]}" for word in _TOLD if words[word])
 
 
 def apart(count: Callable[[], str], gpus: str) -> str:

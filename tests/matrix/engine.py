@@ -73,16 +73,17 @@ def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.
     while coming or scheduler.waiting or scheduler.running:
         if coming and (rng.random() < 0.5 or not (scheduler.waiting or scheduler.running)):
             scheduler.add(coming.pop(0))
-        pieces = scheduler.next_step()
-        if not pieces:
+        chunks = scheduler.next_step()
+        if not chunks:
             continue
-        assert sum(piece.num_tokens for piece in pieces) <= max(capacity.step_tokens, len(pieces))
-        executor.submit(EngineStep(0, [piece.chunk for piece in pieces]))
+        most_tokens = max(capacity.step_tokens, len(chunks))
+        assert sum(len(chunk.tokens) for chunk in chunks) <= most_tokens
+        executor.submit(EngineStep(0, chunks))
         result = executor.wait()
         assert isinstance(result, Result)
         assert not isinstance(result.outcomes, Exception)
-        for piece, outcome in zip(pieces, result.outcomes, strict=True):
-            scheduler.computed(piece, outcome)
+        for chunk, outcome in zip(chunks, result.outcomes, strict=True):
+            scheduler.computed(chunk, outcome)
     assert scheduler.pool.num_free == capacity.pages
     assert sorted(ended) == [sequence.number for sequence in sequences]
     executor.close()

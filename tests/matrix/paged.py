@@ -11,16 +11,16 @@ from families import Family
 from staging import placement_of
 from torch import Tensor
 
-from duoka.engine.paged_model import PagedModel, find_routes
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
-from duoka.engine.step import Chunk
 from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity
-from duoka.runtime.paged_steps import reads_pages
+from duoka.runtime.call.chunk import Chunk
+from duoka.runtime.call.paged_model import PagedModel, reading_pages, reads_pages
 from duoka.stages.channels import LocalChannel
 from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.micro_batch import StageMicroBatch
+from duoka.stages.route import find_step_routes
 
 ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def steps_of(rng: random.Random, number: int = 4) -> list[list[Chunk]]:
 
 
 def in_stages(model: Any, placement: Any, steps: list[list[Chunk]]) -> list[Tensor]:
-    routes = find_routes(model, placement)
+    routes = find_step_routes(model, placement)
     interceptor, channel = (
         BlockInterceptor(model, placement),
         LocalChannel([CPU] * len(routes.devices)),
@@ -78,7 +78,8 @@ def reads_in_stages(name: str, model: Any, number: int) -> bool:
     steps = steps_of(random.Random(name))
     whole = PagedModel(model, CAPACITY)
     try:
-        whole.try_out()
+        with reading_pages(model):
+            whole.warm_up("first")
     except ModelError:
         return False
     with torch.inference_mode():

@@ -26,8 +26,8 @@ from duoka.planner.constraints import Constraints
 from duoka.planner.request import PlanProblem
 from duoka.planner.resolve import workload_for
 from duoka.planner.solve import find_plan
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.steps import Stepper
 
 _SMALL = {"num_hidden_layers": 3, "max_position_embeddings": 512}
 WORK = Workload(prompt_tokens=300, new_tokens=6, prefill_chunk_tokens=None)

@@ -11,8 +11,8 @@ import torch
 from duoka import Placement, models, virtual
 from duoka.forecast.workload import Training
 from duoka.models import initialize_adapters, make_trainable
+from duoka.runtime.call.learner import Learner
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.steps import Learner
 
 
 def adapted(seed: int) -> torch.nn.Module:

@@ -9,8 +9,8 @@ from pieces import encode, sentencepiece_like
 
 from duoka.engine.detokenizer import Detokenizer
 from duoka.models.text.token_bytes import TokenBytes
-from duoka.serve.answers import AnswerChoice, CompletionAnswer, Usage
-from duoka.serve.messages import Token
+from duoka.serve.answers import CompletionAnswer
+from duoka.serve.messages import Delta, Token
 
 
 @pytest.mark.parametrize("kind", ["prepend", "metaspace"])
@@ -29,18 +29,18 @@ def test_offsets_are_where_tokens_begin(kind: str, text: str) -> None:
         assert prompt + answer == text
         data = [spelled.of(token) for token in ids[end:]]
         tokens = [Token(each.decode(errors="replace"), each, 0.0) for each in data]
-        choice = AnswerChoice(texts={"content": [answer], "reasoning": []}, tokens=tokens)
-        told = CompletionAnswer("m").whole([("", choice)], Usage(), logprobs=True)
-        offsets = told["choices"][0]["logprobs"]["text_offset"]
+        told = CompletionAnswer("m", [""], 1, has_logprobs=True, has_usage=False)
+        deltas = [
+            Delta(number=0, choice=0, text=piece, tokens=(token,))
+            for piece, token in zip(pieces, tokens, strict=False)
+        ]
+        streamed = [part["choices"][0]["logprobs"] for each in deltas for part in told.take(each)]
+        (choice,) = told.to_dict()["choices"]
+        offsets = choice["logprobs"]["text_offset"]
+        assert [offset for part in streamed for offset in part["text_offset"]] == offsets
         # What stands before a token; of a character that is cut, nothing.
         before = [b"".join(data[:number]).decode(errors="ignore") for number in range(len(data))]
         assert offsets == [len(each) for each in before]
         for token, (start, stop) in zip(tokens, pairwise([*offsets, len(answer)]), strict=True):
             if "\ufffd" not in token.text:
                 assert answer[start:stop] == token.text
-        streamed = CompletionAnswer("m")
-        parts = [
-            streamed.piece(0, piece, [token], None, logprobs=True)["choices"][0]["logprobs"]
-            for piece, token in zip(pieces, tokens, strict=False)
-        ]
-        assert [offset for part in parts for offset in part["text_offset"]] == offsets

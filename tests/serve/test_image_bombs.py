@@ -21,6 +21,7 @@ from duoka.errors import UsageError
 from duoka.runtime.prompt_reader import PromptReader
 from duoka.serve.messages import Prompt
 from duoka.serve.questions import QuestionReader
+from duoka.serve.requests import ChatCompletionRequest
 
 
 def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
@@ -32,6 +33,10 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 def asked(*images: bytes) -> list[dict[str, Any]]:
     urls = [f"data:image/png;base64,{base64.b64encode(image).decode()}" for image in images]
     return asked_at(*urls)
+
+
+def prompt_of(messages: list[dict[str, Any]]) -> Prompt:
+    return ChatCompletionRequest.model_validate({"messages": messages}).to_prompt()
 
 
 def asked_at(*urls: str) -> list[dict[str, Any]]:
@@ -73,13 +78,13 @@ def questions(checkpoint: Path) -> QuestionReader:
 def test_each_is_refused(questions: QuestionReader, name: str) -> None:
     messages, reason = CASES[name]
     with pytest.raises(UsageError) as caught:
-        questions.read(Prompt(messages=messages))
+        questions.read(prompt_of(messages))
     assert reason in f"{caught.value}; {caught.value.hint}"
 
 
 def test_frames_that_follow_arent_read(questions: QuestionReader) -> None:
     first = asked(encoded(FRAMES[0], "GIF"))
-    tokens = [questions.read(Prompt(messages=messages)).tokens for messages in (first, ANIMATED)]
+    tokens = [questions.read(prompt_of(messages)).tokens for messages in (first, ANIMATED)]
     assert tokens[0] == tokens[1]
 
 

@@ -6,10 +6,10 @@ import pytest
 import tuning
 
 from duoka import Checkpoint, Workload
-from duoka.engine import Grammar
+from duoka.base.answer_parts import AnswerPart
 from duoka.errors import UsageError
-from duoka.runtime.prompt_reader import PromptReader
-from duoka.serve.messages import Prompt
+from duoka.runtime.prompt_reader import PromptReader, PromptTooLong
+from duoka.serve.messages import Prompt, Turn
 from duoka.serve.questions import QuestionReader
 
 TOOL = {
@@ -19,7 +19,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     },
 }
-CHAT = [{"role": "user", "content": "hi"}]
+CHAT = [Turn(role="user", content="hi")]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_a_text_and_tokens_are_taken_as_they_are(
     assert questions.read(Prompt(text="a b")).tokens == reader.plain("a b")
     question = questions.read(Prompt(tokens=[1, 2]))
     assert question.tokens == [1, 2]
-    assert question.reader().feed(" <x> ") == [("content", 0, " <x> ")]
+    assert question.open_reader().feed(" <x> ") == [AnswerPart("content", " <x> ")]
 
 
 def test_a_chat_is_the_familys_own_prompt(reader: PromptReader, questions: QuestionReader) -> None:
@@ -47,25 +47,43 @@ def test_a_chat_is_the_familys_own_prompt(reader: PromptReader, questions: Quest
 
 
 def test_a_required_call_is_forced_and_read(questions: QuestionReader) -> None:
-    prompt = Prompt(messages=CHAT, tools=[TOOL], tool_choice="required")
-    question = questions.read(prompt)
-    assert question.grammar is not None
-    answer = question.reader()
-    text = '{"name": "weather", "arguments": {"city": "Bonn"}}'
-    assert question.forced is not None
-    parts = answer.feed(text.removeprefix(question.forced.text)) + answer.finish()
-    assert parts[0] == ("tool_name", 0, "weather")
-    assert "".join(part for kind, _, part in parts if kind == "tool_arguments") == (
-        '{"city": "Bonn"}'
-    )
+    question = questions.read(Prompt(messages=CHAT, tools=[TOOL], must_call=True))
+    assert question.params.grammar is not None
+    answer = question.open_reader()
+    parts = answer.feed('{"name": "weather", "arguments": {"city": "Bonn"}}') + answer.finish()
+    assert parts == [
+        AnswerPart("tool_name", "weather"),
+        AnswerPart("tool_arguments", '{"city": "Bonn"}'),
+    ]
     assert answer.num_calls == 1
 
 
+def test_a_single_call_is_told_where_no_more_are_wanted(questions: QuestionReader) -> None:
+    prompt = Prompt(messages=CHAT, tools=[TOOL], must_call=True, parallel_tool_calls=False)
+    call = '{"name": "weather", "arguments": {}}'
+    answer = questions.read(prompt).open_reader()
+    parts = answer.feed(f"{call}; {call}") + answer.finish()
+    assert [part.text for part in parts] == ["weather", "{}"]
+
+
 def test_what_cant_be_asked_is_refused(questions: QuestionReader) -> None:
-    forced = Prompt(messages=CHAT, tools=[TOOL], tool_choice="required")
+    forced = Prompt(messages=CHAT, tools=[TOOL], must_call=True)
     with pytest.raises(UsageError, match="can't be a call and have a response_format"):
-        questions.read(forced, Grammar.json_object())
+        questions.read(forced, {"response_format": {"type": "json_object"}})
     with pytest.raises(UsageError, match="no tool is offered"):
-        questions.read(Prompt(messages=CHAT, tool_choice="required"))
+        questions.read(Prompt(messages=CHAT, must_call=True))
     with pytest.raises(UsageError, match=r"messages\[0\]"):
-        questions.read(Prompt(messages=[{"role": "nobody", "content": "hi"}]))
+        questions.read(Prompt(messages=[Turn(role="tool", content="hi", call_id="x")]))
+    with pytest.raises(UsageError, match="can't be compiled") as caught:
+        questions.read(Prompt(text="a"), {"response_format": {"type": "regex", "regex": "("}})
+    assert caught.value.param == "response_format"  # type: ignore[attr-defined]
+
+
+def test_there_has_to_be_memory_for_prompt_and_answer(reader: PromptReader) -> None:
+    questions = QuestionReader(reader, context_tokens=10)
+    assert questions.read(Prompt(tokens=[1] * 8), {"max_new_tokens": 2}).tokens == [1] * 8
+    assert questions.read(Prompt(tokens=[1] * 11)).tokens == [1] * 11  # which is only counted
+    with pytest.raises(PromptTooLong, match=r"9 tokens, and 2 new ones .* memory for 10 together"):
+        questions.read(Prompt(tokens=[1] * 9), {"max_new_tokens": 2})
+    with pytest.raises(PromptTooLong, match="1000000 characters, and 10 tokens"):
+        questions.read(Prompt(text="a" * 10**6))

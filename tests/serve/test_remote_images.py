@@ -72,8 +72,7 @@ def post(path: str, *bodies: Any, **options: Any) -> tuple[list[httpx2.Response]
 
 
 def urls(ask: Any) -> list[str]:
-    content = ask.prompt.messages[0]["content"]
-    return [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+    return list(ask.prompt.messages[0].images)
 
 
 def data_url(address: str) -> str:
@@ -177,5 +176,5 @@ def test_without_the_option_nothing_is_fetched(fetches: list[Any]) -> None:
             return (await http.post(url, json=messages_of(URL))).status_code
 
     asyncio.run(run())
-    assert urls(pool.asks[0]) == [URL]  # which the engine refuses: see test_chat_requests
+    assert urls(pool.asks[0]) == [URL]  # which the engine refuses: see test_chats
     assert fetches == []

@@ -13,14 +13,15 @@ from staging import learn_in_stages, placement_of
 from torch import Tensor
 
 from duoka import Placement
-from duoka.engine.paged_model import PagedModel, find_routes
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
-from duoka.engine.step import Chunk
 from duoka.forecast.serving import Capacity
+from duoka.runtime.call.chunk import Chunk
+from duoka.runtime.call.paged_model import PagedModel
 from duoka.stages.channels import LocalChannel, TensorMessage
 from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.micro_batch import StageMicroBatch
+from duoka.stages.route import find_step_routes
 
 CPU = torch.device("cpu")
 CAPACITY = Capacity(sequences=3, context_tokens=20, pages=15, page_tokens=4, step_tokens=15)
@@ -54,7 +55,7 @@ def test_a_step_of_the_engine(sent: Counter[Any], num_stages: int) -> None:
     hidden, head = model.config.hidden_size, model.config.head_dim
     rng = random.Random(1)
     with torch.inference_mode():
-        routes = find_routes(model, placement)
+        routes = find_step_routes(model, placement)
         interceptor, channel = BlockInterceptor(model, placement), LocalChannel([CPU] * num_stages)
         models = {name: PagedModel(model, CAPACITY) for name in routes.devices}
         for number, (start, size) in enumerate([(0, 9), (9, 1), (10, 1)]):

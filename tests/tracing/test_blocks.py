@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from duoka import models, virtual
 from duoka.planner.placement import Placement
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.dispatch.place_tensors import place
-from duoka.runtime.steps import Stepper
 from duoka.tracing.blocks import ModuleGroup, find_groups
 
 WIDTH = 16

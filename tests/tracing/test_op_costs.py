@@ -80,7 +80,7 @@ class Heard:
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         if launches(func, inputs, outputs):
-            self.bytes.append(count_bytes(func, inputs, outputs, alone=self.alone))
+            self.bytes.append(count_bytes(func, inputs, outputs, is_alone=self.alone))
 
 
 def heard(call: Callable[[], object], *, alone: bool = False) -> list[int]:

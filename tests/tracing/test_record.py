@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from duoka import models, virtual
 from duoka.forecast.profile import AllocationTrace, Phase
 from duoka.planner.placement import Placement
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.place_tensors import place
-from duoka.runtime.steps import Stepper
 from duoka.tracing.blocks import ModuleGroup, find_groups
 from duoka.tracing.fit import RecordedStep, fit
-from duoka.tracing.memo import module_signature as signature
+from duoka.tracing.memo import module_signature
 from duoka.tracing.record import Recorder
 from duoka.tracing.recorded import RecordedPass
 
@@ -189,14 +189,16 @@ def test_what_tells_modules_apart() -> None:
             setattr(module, name, value)
         return module
 
-    plain = signature(linear())
-    assert signature(linear()) == plain
-    assert signature(linear(layer_idx=7)) == plain
-    assert signature(linear(sliding_window=7)) != plain
-    assert signature(linear(window=(1, 2))) != plain
-    assert signature(nn.Linear(4, 5)) != plain
-    assert signature(nn.Linear(4, 4, bias=False)) != plain
-    assert signature(nn.Linear(4, 4, dtype=torch.float16)) != plain
-    assert signature(nn.Sequential(linear())) != signature(nn.Sequential(linear(), linear()))
-    assert signature(linear().eval()) != plain
-    hash(signature(nn.TransformerEncoderLayer(8, 2)))
+    plain = module_signature(linear())
+    assert module_signature(linear()) == plain
+    assert module_signature(linear(layer_idx=7)) == plain
+    assert module_signature(linear(sliding_window=7)) != plain
+    assert module_signature(linear(window=(1, 2))) != plain
+    assert module_signature(nn.Linear(4, 5)) != plain
+    assert module_signature(nn.Linear(4, 4, bias=False)) != plain
+    assert module_signature(nn.Linear(4, 4, dtype=torch.float16)) != plain
+    assert module_signature(nn.Sequential(linear())) != module_signature(
+        nn.Sequential(linear(), linear())
+    )
+    assert module_signature(linear().eval()) != plain
+    hash(module_signature(nn.TransformerEncoderLayer(8, 2)))

@@ -18,8 +18,8 @@ from duoka.planner.constraints import Constraints
 from duoka.planner.placement import Placement
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
+from duoka.runtime.call.encode_images import encodes_apart
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.encode_images import encodes_apart
 from duoka.tracing import TraceSpec, trace_workload
 
 TOWER, TEXT = "model.vision_tower", "model.language_model"

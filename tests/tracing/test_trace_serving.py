@@ -15,8 +15,8 @@ from duoka.errors import ModelError
 from duoka.forecast.profile import Profile, evaluate
 from duoka.forecast.replay_serving import ServingReplay
 from duoka.planner.placement import Placement
+from duoka.runtime.call.paged_model import PagedModel
 from duoka.runtime.dispatch.dispatch import dispatch, without_data
-from duoka.runtime.paged_steps import PagedStepper
 from duoka.tracing import TraceSpec, trace, trace_serving
 
 WORK = Workload(
@@ -49,7 +49,7 @@ def test_steps_take_what_the_profile_says(name: str, cache: Any) -> None:
     with torch.no_grad(), virtual.gpus([None], data="meta", generation=generation) as world:
         model = families.build(name).eval()
         dispatch(model, Placement(entries=(("", "vgpu:0"),)))
-        PagedStepper(model, replay.capacity, virtual.virtual_device(0)).warm_up()
+        PagedModel(model, replay.capacity, virtual.virtual_device(0)).warm_up()
         assert world.max_memory_allocated(0) == forecast.allocated_bytes
         assert world.max_memory_reserved(0) == forecast.reserved_bytes
 

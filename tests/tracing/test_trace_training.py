@@ -22,8 +22,8 @@ from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.forecast.workload import Conditions, Training
 from duoka.hardware.gpu_generation import GpuGeneration
+from duoka.runtime.call.learner import Learner
 from duoka.runtime.dispatch.dispatch import without_data
-from duoka.runtime.steps import Learner
 from duoka.tracing import TraceSpec
 from duoka.tracing import trace_training as tracing
 

@@ -51,8 +51,6 @@ def test_a_read_of_an_unknown_value_names_its_line() -> None:
     line = inspect.currentframe().f_lineno + 2  # type: ignore[union-attr]
     with pytest.raises(UnknownValueError) as error:
         hidden.sum().item()
-    assert error.value.file == __file__
-    assert error.value.line == line
     assert f"{__file__}:{line}" in str(error.value)
 
 
@@ -66,7 +64,7 @@ def test_unknown_values_are_refused(read: object) -> None:
     assert callable(read)
     with pytest.raises(UnknownValueError) as error:
         read(weights(2, 3))
-    assert error.value.file == __file__
+    assert f"({__file__}:" in str(error.value)
 
 
 def test_known_values_meet_unknown_ones() -> None:

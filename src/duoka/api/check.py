@@ -412,8 +412,8 @@ def _plan_all(
     def attempt() -> Plan:
         for count in range(len(fleet.devices), 1, -1):
             with suppress(UsageError, InfeasibleError):  # what is no matter of number is told below
-                given = fleet.only(fleet.names[:count])
-                plan = is_asking(given, use_all=True, constraints=constraints, suggest=False)
+                subfleet = fleet.only(fleet.names[:count])
+                plan = is_asking(subfleet, use_all=True, constraints=constraints, suggest=False)
                 if count < len(fleet.devices):
                     request.notes.append(
                         f"the model has blocks for {count} of {len(fleet.devices)} devices"

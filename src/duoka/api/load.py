@@ -35,8 +35,8 @@ from duoka.runtime import load as loader
 from duoka.runtime.dispatch.copies import try_copies
 from duoka.runtime.dispatch.dispatch import dispatch as spread
 from duoka.runtime.load.adapter import read_adapter
+from duoka.runtime.prepare_training import prepare_for_training
 from duoka.runtime.prompt_reader import PromptReader
-from duoka.runtime.text_training import make_text_trainable
 
 Model = TypeVar("Model", bound=nn.Module)
 Progress = Callable[[int, int], None]
@@ -190,7 +190,7 @@ def _load_weights(plan: Plan, opened: OpenedModel, progress: Progress | None) ->
     del opened.model  # its memory is free as soon as the caller drops it
     dtype = getattr(torch, plan.workload.dtype)
     if plan.workload.training is not None:  # before memory is taken for what learns in 32 bit
-        make_text_trainable(model, plan.workload, has_adapters=False)
+        prepare_for_training(model, plan.workload, has_adapters=False)
     if method_of(checkpoint.config) is not None:
         return loader.load_published(
             checkpoint, model, plan.placement, dtype=dtype, progress=progress

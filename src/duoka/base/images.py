@@ -1,4 +1,4 @@
-"""Images: files and bytes of strangers → pictures as a model's image processor takes them."""
+"""Images: files and bytes of strangers → pictures for a model's image processor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HINT = "name a file that holds a picture, as PNG, JPEG, WebP, GIF, BMP or TIFF"
 
 
 def read_image(path: Path) -> Image.Image:
-    """Read the picture that a file is; see `decode_image`."""
+    """Read the picture of a file; see `decode_image`."""
     try:
         content = read_bytes(path.expanduser(), most_bytes=MOST_BYTES)
     except (OSError, ValueError, RuntimeError) as error:
@@ -35,9 +35,9 @@ def read_image(path: Path) -> Image.Image:
 
 
 def decode_image(content: bytes, source: str, formats: tuple[str, ...] = _FORMATS) -> Image.Image:
-    """The picture that bytes are: upright, in RGB of 8 bits, on white where it is transparent.
+    """Decode a picture: upright, in RGB of 8 bits, on white where it is transparent.
 
-    Of several pictures, as in a GIF, the first. `formats` are those that are tried.
+    Of several pictures, as in a GIF, the first is taken. Only `formats` are tried.
     """
     if not content:
         raise _unreadable(source, "it is empty")
@@ -60,7 +60,7 @@ def decode_image(content: bytes, source: str, formats: tuple[str, ...] = _FORMAT
 
 
 def refuse_size(width: int, height: int) -> None:
-    """Refuse pictures that are too large to be decoded, or too narrow for any model."""
+    """Refuse pictures too large to decode, or too narrow for any model."""
     if max(width, height) > LONGEST_PIXELS or width * height > MOST_PIXELS:
         raise UsageError(
             f"a picture of {width}x{height} is too large: at most {LONGEST_PIXELS} pixels a side, "
@@ -76,7 +76,7 @@ def refuse_size(width: int, height: int) -> None:
 
 
 def _unreadable(source: str, reason: str, hint: str | None = _HINT) -> UsageError:
-    """The error that a picture is which can't be read."""
+    """Return the error for an unreadable picture."""
     return UsageError(f"the picture {source!r} can't be read: {reason}", hint=hint)
 
 

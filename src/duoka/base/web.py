@@ -1,4 +1,4 @@
-"""Pictures at addresses of the web, fetched within limits; from strangers' addresses as well."""
+"""Fetch pictures from the web within limits, also from strangers' addresses."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _AZURE = ipaddress.IPv4Address("168.63.129.16")
 async def fetch(
     address: str, *, most_bytes: int, public_only: bool = False, most_seconds: float | None = None
 ) -> bytes:
-    """What a server sends for an http or https address.
+    """Fetch the content of an http or https address.
 
     Parameters
     ----------
     address : str
     most_bytes : int
     public_only : bool
-        Whether a stranger names the address. Then none but the public internet's are asked: all
-        addresses that a name has are looked at, and one of these is connected to, so that a name
-        can't mean another one a moment later; where the server redirects to, the same again.
-        Proxies of the environment are left out, because they look names up themselves. Not known
-        are a network's own prefixes of NAT64, and public addresses that are this machine's.
+        Whether a stranger names the address. Then only the public internet is reached: all
+        addresses of a name are checked, and the connection goes to a checked address, so a second
+        lookup can't return another one; redirects are checked the same way. Proxies of the
+        environment are not used, because they look names up themselves. Not recognized are a
+        network's own prefixes of NAT64, and public addresses of this machine.
     most_seconds : float, optional
-        For all of it; 15 seconds of silence are too many in any case.
+        For everything; 15 seconds of silence end it in any case.
 
     Raises
     ------
@@ -64,7 +64,7 @@ async def fetch(
 
 
 def is_public(text: str) -> bool:
-    """Whether an IP address is one of the public internet's."""
+    """Return True if an IP address belongs to the public internet."""
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address):
         if address in _TRANSLATED:
@@ -96,7 +96,7 @@ async def _follow(address: str, most_bytes: int, public_only: bool) -> bytes:
 
 
 async def _open(client: Any, url: Any, public_only: bool) -> Any:
-    """An answer whose content is still to come."""
+    """Send a request, and return the response without its content."""
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"{str(url)[:80]!r} is no address of http or https")
     headers = {"Host": url.netloc.decode("ascii"), "Accept-Encoding": "identity"}
@@ -124,12 +124,12 @@ def _trusted() -> ssl.SSLContext:
 
 @cache
 def _lookups() -> ThreadPoolExecutor:
-    """Threads of their own: a name server that doesn't answer keeps one, however long one waits."""
+    """Return threads for lookups: a silent name server blocks a thread, whatever the timeout."""
     return ThreadPoolExecutor(4, "duoka-lookup")
 
 
 async def _public_addresses(name: str) -> list[str]:
-    """The addresses of a name, all of which have to be public."""
+    """Look up the addresses of a name; ValueError unless all are public."""
     look_up = partial(socket.getaddrinfo, name, None, type=socket.SOCK_STREAM)
     infos = await asyncio.get_running_loop().run_in_executor(_lookups(), look_up)
     addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))

@@ -13,8 +13,9 @@ from torch import nn
 from duoka.errors import UsageError
 from duoka.models.cache_argument import CACHE_NAMES
 from duoka.models.kv_cache import layer_tensors
+from duoka.runtime.call.generate import refuse_without_generation
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.arguments import tensors_in, to_device
-from duoka.runtime.steps import Stepper, refuse_without_generation
 from duoka.virtual import UnknownValueError
 
 from .subject import Subject

@@ -20,12 +20,13 @@ from duoka.forecast.workload import Workload
 from duoka.planner.placement import Placement
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
+from duoka.runtime.call.learner import Learner
+from duoka.runtime.call.paged_model import PagedModel
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.dispatch.place_tensors import invent_values, parameter_bytes
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
-from duoka.runtime.paged_steps import PagedStepper
-from duoka.runtime.steps import Learner, Stepper
-from duoka.runtime.text_training import make_text_trainable
+from duoka.runtime.prepare_training import prepare_for_training
 
 from .execute import BETWEEN, decode_phases
 
@@ -53,7 +54,7 @@ def _prove_training(plan: Plan, model: PreTrainedModel, data: str) -> tuple[Peak
     workload, names = plan.workload, plan.devices
     assert workload.training is not None, "the plan is for training"
     model = copy.deepcopy(model)
-    prompts = make_text_trainable(model, workload)
+    prompts = prepare_for_training(model, workload)
     flying = [in_flight(workload.training, len(names) - stage) for stage in range(len(names))]
     by_device: dict[str, PeakBytes] = {}
     for limit in sorted(set(flying)):
@@ -121,7 +122,7 @@ def _run(model: PreTrainedModel, workload: Workload, prompts: ImagePrompts | Non
     """Run prefill and decode steps; with a paged cache the largest steps."""
     device = virtual.virtual_device(0)
     if workload.is_paged:
-        PagedStepper(model, Capacity.of(workload), device).warm_up("largest")
+        PagedModel(model, Capacity.of(workload), device).warm_up("largest")
         return
     stepper = Stepper.of(model, workload, device, prompts)
     stepper.run(workload, decode_steps=0)

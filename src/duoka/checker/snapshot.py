@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from duoka.base.model_code import is_installed
-from duoka.models.quantization import empty_weight, is_composed, moved, parts
+from duoka.models.quantization import empty_weight, is_composed, move_weight, parts
 from duoka.runtime.dispatch.dispatch import stream
 from duoka.runtime.dispatch.install_movers import install_on
 from duoka.runtime.dispatch.place_tensors import fill, on_host, tensor_names
@@ -158,7 +158,7 @@ def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
             _fill(part)
         return empty
     if is_composed(tensor):
-        return moved(tensor.detach(), device)
+        return move_weight(tensor.detach(), device)
     if not tensor.is_meta:
         # Of a subclass the contents are taken: what it does by itself isn't for this.
         with torch._C.DisableTorchFunctionSubclass():

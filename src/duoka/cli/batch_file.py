@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -84,7 +84,7 @@ def _plan(
 
 
 def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, params: Any) -> int:
-    """Answer prompts, and write each answer when it has ended; how many have none."""
+    """Answer prompts, and write each answer at its end; return the number of failures."""
     begin, tokens, failed = time.monotonic(), 0, 0
     busy = engine.busy_seconds()
     requests = ((prompt, prompt.messages) for prompt in prompts)
@@ -110,7 +110,7 @@ def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, par
 
 
 def _busy(engine: Engine, before: Mapping[str, float], seconds: float) -> str:
-    """In which share of the time each GPU has computed."""
+    """Describe the share of the time in which each GPU has computed."""
     shares = (
         f"{device} {(total - before[device]) / seconds:.0%}"
         for device, total in engine.busy_seconds().items()
@@ -119,12 +119,8 @@ def _busy(engine: Engine, before: Mapping[str, float], seconds: float) -> str:
     return f"; busy: {text}" if text else ""
 
 
-class _Advance(Protocol):
-    def __call__(self, text: str) -> None: ...
-
-
 @contextmanager
-def _bar(total: int) -> Iterator[_Advance]:
+def _bar(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on a terminal; elsewhere nothing."""
     columns = (
         *(TextColumn("answering"), BarColumn(), MofNCompleteColumn()),

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from contextlib import closing, suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +20,7 @@ from .groups import all_but, with_groups
 from .images import ImageOptions, is_address, with_images
 from .options import AnswerOptions, ModelOptions, PlanOptions, read_stdin, refuse_damaged
 from .suggestions import options_of
-from .terminal import answer, stderr, working
+from .terminal import answer_stream, stderr
 
 if TYPE_CHECKING:
     from duoka.engine.conversation import Conversation
@@ -172,7 +171,7 @@ def _next_line() -> str:
 
 
 def _with_block(text: str, read: Callable[[], str]) -> str:
-    """Read on to the end of a block, if the text begins a block."""
+    """Return the text, with the lines up to the end of a block that it begins."""
     text = text.strip()
     if not text.startswith(_BLOCK):
         return text
@@ -188,10 +187,7 @@ def _answer(conversation: Conversation, question: str) -> None:
     try:
         refuse_damaged(question)
         with closing(conversation.ask(question)) as pieces:
-            with working("reading the question"):
-                first = next(pieces, "")
-            for piece in chain([first], pieces):
-                answer(piece)
+            answer_stream(pieces, "reading the question")
     except UsageError as error:
         # A question that is too long is no reason to leave.
         errors.print_error(error)
@@ -202,7 +198,6 @@ def _answer(conversation: Conversation, question: str) -> None:
         known = options_of(typer.main.get_command(app), sys.argv[1:])
         errors.report(error, debug=False, arguments=sys.argv[1:], known=known)
         return
-    answer("\n")
     if conversation.num_forgotten > forgotten:
         rounds = conversation.num_forgotten - forgotten
         text = f"(there is room for no more: the oldest {rounds} round(s) were left out)"

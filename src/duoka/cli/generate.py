@@ -1,4 +1,4 @@
-"""``duoka generate``: answers to a prompt or a batch."""
+"""``duoka generate``: answer given prompts, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from .options import (
     refuse_beside,
     refuse_damaged,
 )
-from .terminal import answer, working
+from .terminal import answer, answer_stream, working
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """The prompts, and the form of the answers."""
+    """The prompts, and the form of the output."""
 
     prompt: list[str] | None = option(
         "TEXT",
@@ -157,7 +156,7 @@ def _tokens(
 
 
 def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
-    """Return the files of prompts and answers; refuse other prompts beside them."""
+    """Return the files of prompts and answers; UsageError for other prompts beside them."""
     if prompts.file is None or prompts.out is None:
         raise UsageError(
             "--file and --out belong together: the prompts, and where their answers go",
@@ -171,17 +170,12 @@ def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
 def _stream(
     engine: Engine, prompt: Sequence[int], params: SamplingParams, *, is_raw: bool
 ) -> Completion:
-    """Show an answer as it comes; keep leading white space of a continued text."""
-    pieces = engine.submit(prompt, params)
-    text, has_begun = iter(pieces), is_raw
-    with working("reading the prompt"):
-        first_piece = next(text, "")
-    for piece in chain([first_piece], text):
-        text_shown = piece if has_begun else piece.lstrip()
-        has_begun = has_begun or bool(text_shown)
-        answer(text_shown)
-    answer("\n")
-    return pieces.result()
+    """Show an answer during generation; a continued text keeps its leading white space."""
+    from duoka.engine.conversation import strip_start
+
+    stream = engine.submit(prompt, params)
+    answer_stream(iter(stream) if is_raw else strip_start(stream), "reading the prompt")
+    return stream.result()
 
 
 def _json(

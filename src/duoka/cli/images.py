@@ -1,7 +1,7 @@
-"""Pictures on the command line: files, and addresses on the web.
+"""Pictures of the command line: files, and addresses on the web.
 
-Only a person's own command fetches from the web, and only what it names; what is written in a chat
-never does. A server gets a limit of bytes, of redirects, and of time in which it is silent.
+Only the command's own options fetch from the web; text of a chat never does. Bytes, redirects and
+seconds of silence are limited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WEB = ("http://", "https://")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """Pictures of a prompt."""
+    """The pictures of a question."""
 
     image: list[str] | None = option(
         "FILE|URL",
@@ -36,7 +36,7 @@ class ImageOptions:
 
 
 def with_images(options: PlanOptions, images: tuple[Image, ...]) -> PlanOptions:
-    """Add the sizes of pictures to the options, unless given or decided by a plan."""
+    """Return options that plan for the pictures, unless options or a saved plan already do."""
     if not images or options.plan_file is not None:
         return options
     width = max(image.width for image in images)
@@ -49,7 +49,7 @@ def with_images(options: PlanOptions, images: tuple[Image, ...]) -> PlanOptions:
 
 
 def is_address(source: str) -> bool:
-    """Return True for an address on the web."""
+    """Return True for an address on the web, False for a file."""
     return source.lower().startswith(_WEB)
 
 

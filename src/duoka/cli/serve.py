@@ -85,7 +85,7 @@ class ServeOptions:
     )
 
     def key(self) -> str | None:
-        """The key that clients have to know."""
+        """Return the key of clients, if any."""
         key = os.environ.get(_KEY_VARIABLE)
         if self.api_key_file is not None:
             try:
@@ -139,13 +139,13 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     service = Service(
         pool, name, has_key=address.key is not None, fetches_images=server.allow_image_urls
     )
-    run(service, address, on_ready=_tell)
+    run(service, address, on_ready=_print_summary)
 
 
 def _on_this_machine(
     server: ServeOptions, options: PlanOptions, model: ModelOptions
 ) -> tuple[EnginePool, str]:
-    """Engines on this machine, and what clients call the model."""
+    """Open engines on this machine; return them with the model's name."""
     from duoka.serve.pool import EnginePool
 
     plans = _plans(options, model)
@@ -159,7 +159,7 @@ def _on_this_machine(
 def _engine_settings(
     plan: duoka.Plan, server: ServeOptions, options: PlanOptions, model: ModelOptions
 ) -> EngineSettings:
-    """How an engine is opened."""
+    """Return the settings of an engine."""
     from duoka.serve.messages import EngineSettings
 
     return EngineSettings(
@@ -218,7 +218,7 @@ def _serve_on_ray(
 
 
 def _refuse_missing(extra: str, *modules: str) -> None:
-    """Refuse to begin without what an extra installs."""
+    """Refuse to start without the modules of an extra."""
     for module in modules:
         if not find_spec(module):
             raise UsageError(
@@ -237,7 +237,7 @@ def _refuse_open(address: Address, server: ServeOptions) -> None:
 
 
 def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOptions) -> None:
-    """Start vLLM by the plan, and hold it to that."""
+    """Start vLLM by the plan, and check its memory."""
     from duoka.serve.address import Address
     from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
 
@@ -275,7 +275,7 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
 
 
 def _for_requests(options: PlanOptions) -> PlanOptions:
-    """Options that plan for requests, where there is no plan yet."""
+    """Return options for a plan with requests, unless a plan is given."""
     return options if options.plan_file is not None else replace(options, serve=True)
 
 
@@ -295,16 +295,16 @@ def _plans(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
     return [plan.on_this_machine()]
 
 
-def _tell(service: Service, url: str) -> None:
-    """Say on one screen what is served, and how to ask."""
+def _print_summary(service: Service, url: str) -> None:
+    """Print the served model, and a first request to it."""
     engines = service.pool.engines
     for engine in engines:
         ready, plan = engine.capacity, engine.settings.plan
         assert ready is not None, "it is ready"
-        most = min(ready.sequences, ready.pages * ready.page_tokens // ready.context_tokens)
+        num_whole = min(ready.sequences, ready.pages * ready.page_tokens // ready.context_tokens)
         stderr().print(
             f"{service.model} on {', '.join(plan.devices)}: {ready.sequences} requests at once, "
-            f"{most} of them where each has all of its {ready.context_tokens:,} tokens",
+            f"{num_whole} of them where each has all of its {ready.context_tokens:,} tokens",
             markup=False,
         )
     _show_address(url, service.model, has_key=service.has_key)

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from rich import box
@@ -39,6 +40,15 @@ def answer(text: str) -> None:
     """Write a part of an answer at once: unchanged to a file or pipe, harmless to a terminal."""
     sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def answer_stream(pieces: Iterator[str], waiting: str) -> None:
+    """Write the pieces of an answer, and until the first of them show that work goes on."""
+    with working(waiting):
+        first_piece = next(pieces, "")
+    for piece in chain([first_piece], pieces):
+        answer(piece)
+    answer("\n")
 
 
 class _Console(Console):

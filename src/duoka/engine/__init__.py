@@ -1,12 +1,13 @@
-"""Engine: many requests at once on one model, every step a mix of answers and prompts.
+"""Engine: many requests at once on one model; a step mixes decoding sequences and prompts.
 
-- `engine`: `Engine`, asked from any thread; a thread of its own submits steps
-- `request`: what is asked, and what comes of it; `sequence`: an answer on its way
-- `scheduler`, `step`: which tokens a step computes; `pages`: whose pages are whose
-- `executor`: what computes steps, in this process; `open_executor`: which one a plan gets
+A request becomes a `Sequence`; the scheduler takes `Chunk`s of sequences (`runtime.call.chunk`) for
+each `EngineStep`; an executor computes the step and returns an outcome for each chunk.
+
+- `engine`: `Engine`, called from any thread; a thread of its own submits steps
+- `request`: parameters and results of a request; `sequence`: a request in progress
+- `scheduler`, `step`: the chunks of a step; `pages`: allocation of the cache's pages
+- `executor`: computes steps, in this process; `open_executor`: the executor of a plan
 - `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages
-- `paged_model`: a model with a paged cache on the devices of its layers
-- `cached_model`: a model with a cache of its own for each sequence
 - `conversation`: questions and answers in rounds; `batch`: files of prompts and answers
 - `detokenizer`: text from tokens that come one by one; `timing`: how fast answers came
 - `sampler`: a token from each row of logits

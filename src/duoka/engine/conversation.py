@@ -1,30 +1,28 @@
-"""A conversation: what was said, within the context that was planned."""
+"""A conversation within the planned context."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import suppress
 
 from PIL.Image import Image
 
-from duoka.errors import UsageError
 from duoka.models.text.image_prompts import images_of
 from duoka.models.text.messages import ChatMessage
-from duoka.runtime.prompt_reader import PromptReader
+from duoka.runtime.prompt_reader import PromptReader, refuse_long
 
 from .engine import Engine
 from .request import Completion, SamplingParams
 
 
 class Conversation:
-    """Questions and answers with one model, each with those before it as its context.
+    """Questions and answers with a model, with the earlier rounds as context.
 
-    What was said before lies in the engine's pages, where it has them: of each prompt only the end
-    is read. `answers` are those that have ended, whatever was forgotten since.
+    The engine's pages hold the history, if it has pages: of each prompt only the end is computed.
+    `answers` are all finished answers.
 
-    When the history no longer fits the planned prompt, or has more images than were planned, the
-    oldest rounds are left out of it, as many as `num_forgotten`; a system's message, told before
-    the first question, stays.
+    When the history exceeds the planned prompt or the planned number of images, the oldest rounds
+    are dropped, `num_forgotten` so far; the system's message stays.
     """
 
     def __init__(
@@ -46,11 +44,11 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
-        """Everything that the model would be told before the next question."""
+        """All messages before the next question."""
         return (*self._system, *(message for round_ in self._rounds for message in round_))
 
     def clear(self) -> None:
-        """Forget everything but the system's message."""
+        """Drop all rounds; the system's message stays."""
         self._rounds.clear()
         self._shown.clear()
         self.num_forgotten = 0
@@ -68,10 +66,10 @@ class Conversation:
         self._shown += images
 
     def ask(self, question: str) -> Generator[str, None, None]:
-        """Ask; the answer comes in pieces.
+        """Ask a question; the answer comes in pieces.
 
         When the caller stops in the middle (an exception, Ctrl-C, `close`), the generation ends
-        and what was said so far becomes the answer in the history.
+        and the text so far becomes the answer in the history.
 
         Raises
         ------
@@ -80,25 +78,23 @@ class Conversation:
         """
         message = ChatMessage(role="user", content=question, images=tuple(self._shown))
         prompt = self._prompt(message)
-        answer = said = ""
+        answer = ""
         stream = self._engine.submit(prompt, self._params)
         try:
-            for piece in stream:
-                # Models of the ChatGLM family begin with an empty line of metadata.
-                shown = piece if said else piece.lstrip()
-                answer, said = answer + piece, said + shown
-                if shown:
-                    yield shown
+            for piece in strip_start(stream):
+                answer += piece
+                yield piece
         finally:
             stream.cancel()
-            if said:
-                self._rounds.append((message, self._reader.chat.parse(answer)))
+            if answer:
+                reply = ChatMessage(role="assistant", content=answer.rstrip())
+                self._rounds.append((message, reply))
                 self._shown.clear()
             with suppress(Exception):  # where it failed, that is on its way already
                 self.answers.append(stream.result())
 
     def _prompt(self, message: ChatMessage) -> list[int]:
-        """The ids of the history and a question; forgets rounds until they fit."""
+        """Return the ids of the history and a question, without as many rounds as don't fit."""
         workload = self._reader.workload
         limit = workload.prompt_tokens
         while self._rounds and len(images_of([*self.messages, message])) > workload.images:
@@ -108,13 +104,20 @@ class Conversation:
             if len(prompt) <= limit:
                 return prompt
             if not self._rounds:
-                raise UsageError(
-                    f"the question has {len(prompt)} tokens; the plan has memory for {limit}",
-                    hint="ask something shorter, or plan with a larger --context",
-                )
+                refuse_long(len(prompt), limit)
             self._forget()
 
     def _forget(self) -> None:
-        """Leave out the oldest round."""
+        """Drop the oldest round."""
         del self._rounds[0]
         self.num_forgotten += 1
+
+
+def strip_start(pieces: Iterable[str]) -> Iterator[str]:
+    """Drop the white space before a text: ChatGLM begins with an empty line of metadata."""
+    has_text = False
+    for piece in pieces:
+        text = piece if has_text else piece.lstrip()
+        has_text = has_text or bool(text)
+        if text:
+            yield text

@@ -1,4 +1,4 @@
-"""Text from the tokens of an answer that is on its way."""
+"""Decode the text of an answer token by token."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from itertools import product
 
 from transformers import PreTrainedTokenizerBase
 
-# What a tokenizer writes for bytes that are no whole character yet.
+# The text of bytes that are no whole character.
 _INCOMPLETE = "\ufffd"
 _CHARACTER_BYTES = 4
 _CONTEXT_TOKENS = 8
 
 
 class Detokenizer:
-    """Text from token ids that come one by one; a character only with all of its bytes.
+    """Decodes token ids one by one; a character is returned only with all of its bytes.
 
-    Special tokens are left out, but for those of `kept_ids`: an answer's parts may be told by them.
-    The text continues that of `context`, the tokens of a prompt: a tokenizer of sentencepiece's
-    takes the blank of the first token that it decodes for one that encoding has added.
+    Special tokens are left out, except `kept_ids`, which mark the parts of an answer. The text
+    continues `context`, the tokens of a prompt: SentencePiece drops the blank of the first token it
+    decodes, as if encoding had added it.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Detokenizer:
         self._start, self._said = self._whole_characters()
 
     def add(self, token: int) -> str:
-        """Take one token; return the text that is complete now, often none."""
+        """Take a token; return the completed text, often none."""
         self._ids.append(token)
         return self._complete(final=False)
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the rest of the text."""
         return self._complete(final=True)
 
     def _complete(self, *, final: bool) -> str:
@@ -55,7 +55,7 @@ class Detokenizer:
         return text[len(before) :]
 
     def _whole_characters(self) -> tuple[int, int]:
-        """Where the context has no part of a character: that makes its neighbours none, too."""
+        """Return the range of the context without a part of a character at its edges."""
         end = len(self._ids)
         for start, stop in product(range(_CHARACTER_BYTES), range(end, end - _CHARACTER_BYTES, -1)):
             text = self._decode(self._ids[start:stop])

@@ -1,4 +1,4 @@
-"""The engine: many requests at once on one model, answered as they come."""
+"""The engine: many requests at once on one model."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from duoka.models.text.messages import ChatMessage
 from duoka.planner.out_of_memory import OutOfMemory
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
+from duoka.runtime.call.chunk import Chunk
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import describe
-from duoka.runtime.prompt_reader import refuse_beyond
+from duoka.runtime.prompt_reader import refuse_beyond, refuse_long
 
 from .detokenizer import Detokenizer
 from .executor import Result
 from .grammar import GrammarCompiler
 from .open_executor import open_executor
 from .request import Completion, SamplingParams, TextPiece
-from .scheduler import ScheduledChunk, Scheduler
+from .scheduler import Scheduler
 from .sequence import Event
 from .sequence import Sequence as EngineSequence
 from .step import EngineStep, Outcome
@@ -49,7 +50,7 @@ among them; or the messages of a chat."""
 
 
 class Load(NamedTuple):
-    """Answers on their way and those that wait, pages that nobody needs, and answers put back."""
+    """The numbers of running and queued requests, of free pages, and of preemptions so far."""
 
     running: int
     waiting: int
@@ -58,7 +59,7 @@ class Load(NamedTuple):
 
 
 class Stream:
-    """An answer on its way: iterate over its text, plainly or `async`, or wait for its `result`."""
+    """A generation in progress: iterate over its text, plainly or `async`, or wait for `result`."""
 
     def __init__(self, sequence: EngineSequence, events: SimpleQueue[Event]) -> None:
         self._sequence = sequence
@@ -67,12 +68,12 @@ class Stream:
         self._error: Exception | None = None
 
     def __iter__(self) -> Iterator[str]:
-        """The text, piece by piece.
+        """Yield the text as it comes.
 
         Raises
         ------
-        BaseException
-            Why there is no answer.
+        Exception
+            The reason for which the generation failed.
         """
         while self._completion is None:
             if self._error is not None:
@@ -86,59 +87,58 @@ class Stream:
                 self._completion = event
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """The same, without a thread that waits."""
+        """Yield the text as it comes, without blocking the event loop."""
         pieces = iter(self)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
 
     def result(self) -> Completion:
-        """The whole answer, once it has ended."""
+        """Wait for the end, and return the completion."""
         for _ in self:
             pass
         assert self._completion is not None, "an answer ends with what it was"
         return self._completion
 
     def cancel(self) -> None:
-        """Let nobody work on it any more; it ends with what there is."""
+        """Cancel the request; the completion contains the tokens generated so far."""
         self._sequence.is_cancelled = True
 
 
 class Engine:
-    """Answers many requests at once, over a paged cache on the GPUs of a plan.
+    """Computes many requests at once, over a paged cache on the GPUs of a plan.
 
     Use it as a context manager, or `close` it. All methods can be called from any thread.
 
     Parameters
     ----------
     plan : Plan
-        For generating. Its batch is how many requests are answered at the same time, and its
-        context how long one may be; the cache has pages for all of them.
+        For generating. Its batch is the number of requests that run at the same time, and its
+        context the length of each; the cache has pages for all of them.
     processes : bool, optional
         Whether each GPU has a process of its own, so that all work at the same time, each on other
-        requests; by default wherever the plan has several GPUs and can be run so.
+        requests; by default wherever the plan has several GPUs and allows it.
     max_new_tokens : int, optional
-        The most tokens of an answer where its parameters don't say; by default the rest of the
-        context. None is reserved for them: a request begins when there is memory for its prompt,
-        and where memory runs out the youngest one is preempted and recomputed later.
+        The most generated tokens where a request's parameters don't limit them; by default the
+        rest of the context. No memory is reserved for them: a request begins when there is memory
+        for its prompt, and where memory runs out the youngest is preempted and recomputed later.
     warm_up : {"every", "largest"}
-        Of a plan for pages: whether steps of every size that there can be are tried before the
-        first request, some hundreds, after which no further one needs more memory; or only those
-        with the most tokens. These take the most by far, and are enough for work that ends soon.
-        Later steps may still take a segment of memory from the device then, and where something
-        else has that, one runs in smaller parts.
+        Of a plan for pages: run steps of every size before the first request, some hundreds, after
+        which no further step needs more memory; or only those with the most tokens. These take
+        the most by far, and are enough for work that ends soon. Later steps may still allocate a
+        segment of memory then, and where it isn't free, a step runs in smaller parts.
     on_failure : callable, optional
-        Called in the engine's thread, before any request is told, where a GPU or a process is lost:
+        Called in the engine's thread, before the requests fail, where a GPU or a process is lost:
         nothing is computed any more then.
     trust_remote_code, adapter, progress, download_progress
-        As for `load`; processes tell no progress of theirs.
+        As for `load`; the processes of GPUs report no progress.
     opened : OpenedModel, optional
         The model of the plan, where it is open already.
 
     Raises
     ------
     DuokaError
-        As `load` does; before a weight is read, if the checkpoint has a rule for generating that
-        the engine doesn't know.
+        As `load` does; before a weight is read, if the checkpoint has a generation rule that the
+        engine doesn't know.
     """
 
     def __init__(
@@ -172,14 +172,14 @@ class Engine:
             self._reader.tokenizer, self._reader.chat.stop_ids, self._num_embeddings
         )
         self._numbers = count()
-        # Steps on their way, and pieces that are to be computed again before anything else.
-        self._steps: dict[int, list[ScheduledChunk]] = {}
-        self._again: deque[list[ScheduledChunk]] = deque()
-        # Guards the scheduler; who has changed it wakes the executor.
+        # Chunks of the steps in flight, by step; and of failed steps, to compute before any other.
+        self._steps: dict[int, list[Chunk]] = {}
+        self._failed: deque[list[Chunk]] = deque()
+        # Guards the scheduler; after a change the executor is woken.
         self._lock = threading.Lock()
         self._is_closed = False
         self.failure: Exception | None = None
-        """Why nothing is computed any more, where a GPU or a process was lost."""
+        """The reason for which nothing is computed any more: a lost GPU or process."""
         started = Future[None]()
         self._thread = threading.Thread(
             target=self._work, args=(started,), name="duoka-engine", daemon=True
@@ -201,7 +201,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Cancel what is on its way, and end."""
+        """Cancel all requests, and end."""
         with self._lock:
             self._is_closed = True
         self._executor.wake()
@@ -216,25 +216,24 @@ class Engine:
         kept_ids: Collection[int] = (),
         on_event: Callable[[Event], None] | None = None,
     ) -> Stream:
-        """Ask for an answer; it is on its way when this returns.
+        """Queue a request.
 
         Parameters
         ----------
         prompt : str, or sequence of ChatMessage or of int
-            A question or a chat, of which the family's own prompt is made; or the tokens of a whole
-            prompt.
+            A question or a chat, from which the family's own prompt is made; or the tokens of a
+            whole prompt.
         params : SamplingParams
         kept_ids : collection of int
-            Special tokens that stay in the answer's text.
+            Special tokens that stay in the text.
         on_event : callable, optional
-            Called in the engine's thread with each piece of the answer, and when it has ended with
-            all of it, or why there is none. The stream has nothing then.
+            Called in the engine's thread with each piece of the text, and at the end with the
+            completion or the error. The stream gets no events then.
 
         Raises
         ------
         UsageError
-            If no memory is there for so long an answer, however long it waits, or for its images;
-            or if its grammar can't be compiled.
+            If the request or its images exceed the plan, or its grammar can't be compiled.
         """
         tokens = self._tokens(prompt)
         is_chat = isinstance(prompt, str) or any(isinstance(part, ChatMessage) for part in prompt)
@@ -245,7 +244,7 @@ class Engine:
         refuse_beyond(tokens, self._num_embeddings)
         rest = max(1, self._scheduler.most_tokens - len(tokens))
         number = params.max_new_tokens or min(self._max_new_tokens, rest)
-        self._scheduler.refuse_unfit(len(tokens), number)
+        refuse_long(len(tokens), self._scheduler.most_tokens, new_tokens=number)
         is_whole = self._reader.workload.prefill_chunk_tokens is None
         if isinstance(tokens, ImagePrompt) or (is_whole and not self._executor.is_paged):
             self._reader.check([tokens])
@@ -281,10 +280,10 @@ class Engine:
         prompts: Iterable[tuple[K, Prompt]],
         params: SamplingParams | Callable[[K], SamplingParams] = _GREEDY,
     ) -> Iterator[tuple[K, Completion | Exception]]:
-        """Answer prompts, each under a key of the caller's, in the order in which answers end.
+        """Run prompts, each under a key of the caller's; yield results in the order they end.
 
-        However many prompts there are, only so many are asked at a time as keep the engine busy. In
-        the place of an answer stands why there is none. `params` may depend on the key.
+        Only as many prompts are queued at a time as keep the engine busy. A failed prompt yields
+        its error. `params` may depend on the key.
         """
         ended: SimpleQueue[tuple[K, Completion | Exception]] = SimpleQueue()
         coming = iter(prompts)
@@ -305,21 +304,21 @@ class Engine:
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams = _GREEDY, *, n: int = 1
     ) -> list[Completion]:
-        """Answer all prompts, each `n` times; the answers in the order of the prompts.
+        """Run all prompts, each `n` times; return completions in the order of the prompts.
 
-        Those to one prompt share its pages, and have seeds as `SamplingParams.split` says.
+        Generations from one prompt share its pages, and have the seeds of `SamplingParams.split`.
         """
         streams = [self.submit(prompt, chosen) for prompt in prompts for chosen in params.split(n)]
         return [stream.result() for stream in streams]
 
     @property
     def num_free_pages(self) -> int:
-        """Pages that nobody needs."""
+        """The number of free pages."""
         with self._lock:
             return self._scheduler.pool.num_free
 
     def load(self) -> Load:
-        """What is on its way now."""
+        """Return the load now."""
         with self._lock:
             scheduler = self._scheduler
             return Load(
@@ -330,15 +329,15 @@ class Engine:
             )
 
     def busy_seconds(self) -> dict[str, float]:
-        """For how long each GPU has computed since the start, as far as that is known."""
+        """Return the seconds that each GPU has computed since the start, where they are known."""
         return self._executor.busy_seconds()
 
     def peaks(self) -> list[PeakBytes]:
-        """The peaks of the GPUs' memory, when the engine has been closed."""
+        """Return the peaks of the GPUs' memory, when the engine has been closed."""
         return self._executor.peaks()
 
     def _tokens(self, prompt: Prompt) -> list[int]:
-        """The tokens of a prompt."""
+        """Return the tokens of a prompt."""
         if isinstance(prompt, str):
             prompt = [ChatMessage(role="user", content=prompt)]
         if isinstance(prompt, ImagePrompt):
@@ -358,7 +357,7 @@ class Engine:
             settings = executor.capacity, executor.num_steps, executor.forget
             self._scheduler = Scheduler(*settings, self._plan.forecast)
             started.set_result(None)
-        except Exception as error:  # or nobody waits for it any more
+        except Exception as error:  # also where the constructor was interrupted
             executor.close()
             if not started.cancelled():
                 started.set_exception(find_lost_gpu(error) or error)
@@ -369,73 +368,67 @@ class Engine:
                 self._take(executor.wait())
             with self._lock:
                 self._scheduler.cancel_all()
-        except Exception as error:  # what was lost, or a defect of duoka's
+        except Exception as error:  # a lost GPU or process, or a defect of duoka's
             self._fail(error)
 
     def _submit_steps(self) -> None:
-        """Let as many steps be on their way as are worth it."""
+        """Submit steps until as many are in flight as the executor works on."""
         while len(self._steps) < self._executor.num_steps:
             with self._lock:
-                pieces = self._next_again() or self._scheduler.next_step()
-            if not pieces:
+                chunks = self._next_failed() or self._scheduler.next_step()
+            if not chunks:
                 return
             number = next(self._numbers)
-            self._steps[number] = pieces
-            self._executor.submit(EngineStep(number, [piece.chunk for piece in pieces]))
+            self._steps[number] = chunks
+            self._executor.submit(EngineStep(number, chunks))
 
-    def _next_again(self) -> list[ScheduledChunk]:
-        """Pieces of a step that has failed; what is wanted of them."""
-        while self._again:
-            pieces = [piece for piece in self._again.popleft() if piece.is_current]
-            if pieces:
-                for piece in pieces:  # those that came after it have failed with it
-                    piece.sequence.scheduled = piece.start + piece.num_tokens
-                return pieces
-        return []
+    def _next_failed(self) -> list[Chunk]:
+        """Return chunks of a failed step, those that are still wanted."""
+        chunks: list[Chunk] = []
+        while self._failed and not chunks:
+            chunks = self._scheduler.schedule_again(self._failed.popleft())
+        return chunks
 
     def _take(self, result: Result | None) -> None:
-        """Take what a step came to."""
+        """Take the result of a step."""
+        if result is None:
+            return
         with self._lock:
-            if result is not None:
-                pieces = self._steps.pop(result.number)
-                if isinstance(result.outcomes, Exception):
-                    self._retry(pieces, result.outcomes)
-                    return
-                for piece, outcome in zip(pieces, result.outcomes, strict=True):
-                    self._computed(piece, outcome)
+            chunks = self._steps.pop(result.number)
+            if isinstance(result.outcomes, Exception):
+                self._retry(chunks, result.outcomes)
+                return
+            for chunk, outcome in zip(chunks, result.outcomes, strict=True):
+                self._scheduler.computed(chunk, self._explained(outcome, chunk))
 
-    def _computed(self, piece: ScheduledChunk, outcome: Outcome) -> None:
-        if isinstance(outcome, torch.OutOfMemoryError):
-            outcome = self._out_of_memory(outcome, piece.num_tokens)
-        try:
-            self._scheduler.computed(piece, outcome)
-        except Exception as error:  # of its tokenizer, say: others aren't concerned
-            self._scheduler.fail(piece.sequence, error)
-
-    def _retry(self, pieces: Sequence[ScheduledChunk], error: Exception) -> None:
+    def _retry(self, chunks: Sequence[Chunk], error: Exception) -> None:
         """Compute each half of a failed step alone, as often as need be.
 
-        So one that can't be computed ends by itself, and what doesn't fit at once, since something
-        else has taken memory, goes on with less. Keys and values in pages that were stored already
-        are stored again.
+        So a chunk that can't be computed ends by itself, and chunks that don't fit at once, since
+        something else has taken memory, go on with less. Keys and values that were written to pages
+        already are written again.
         """
-        if len(pieces) > 1:
-            middle = len(pieces) // 2
-            self._again.extend([list(pieces[:middle]), list(pieces[middle:])])
+        if len(chunks) > 1:
+            middle = len(chunks) // 2
+            self._failed.extend([list(chunks[:middle]), list(chunks[middle:])])
             return
-        (piece,) = pieces
-        if isinstance(error, torch.OutOfMemoryError) and piece.num_tokens > 1:
-            self._again.append([piece.half])
+        (chunk,) = chunks
+        middle = len(chunk.tokens) // 2
+        if isinstance(error, torch.OutOfMemoryError) and middle:
+            self._failed.append([replace(chunk, tokens=chunk.tokens[:middle])])
         else:
-            self._computed(piece, error)
+            self._scheduler.computed(chunk, self._explained(error, chunk))
 
-    def _out_of_memory(self, error: Exception, num_tokens: int) -> OutOfMemory:
-        """What the one who asked is told of it."""
-        text = f"out of memory, for {format_count(num_tokens, 'token')}: {describe(error)}"
-        return OutOfMemory(text, self._plan, getattr(error, "available_bytes", {}))
+    def _explained(self, outcome: Outcome, chunk: Chunk) -> Outcome:
+        """Replace an out-of-memory error by the one that its requester gets."""
+        if not isinstance(outcome, torch.OutOfMemoryError):
+            return outcome
+        tokens = format_count(len(chunk.tokens), "token")
+        text = f"out of memory, for {tokens}: {describe(outcome)}"
+        return OutOfMemory(text, self._plan, getattr(outcome, "available_bytes", {}))
 
     def _fail(self, error: Exception) -> None:
-        """Nothing can be computed any more."""
+        """Fail all requests: nothing can be computed any more."""
         with self._lock:
             self.failure = error
         if self._on_failure is not None:

@@ -1,4 +1,4 @@
-"""Executors: what computes steps, and how many of them at the same time."""
+"""Executors compute the steps of an engine, in this process or in several."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from duoka.forecast.workload import PAGED_CACHES, Workload
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
 from duoka.runtime import devices
+from duoka.runtime.call.cached_model import CachedModel
+from duoka.runtime.call.chunk import Chunk
+from duoka.runtime.call.paged_model import PagedModel, reading_pages, reads_pages
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
-from duoka.runtime.paged_steps import reads_pages
 from duoka.runtime.publisher import BusyShares, Publisher
 
-from .cached_model import CachedModel
-from .paged_model import PagedModel
 from .request import SamplingParams
 from .sampler import SamplingRow, sample
-from .step import Chunk, EngineStep, Outcome
+from .step import EngineStep, Outcome
 
 _PLAIN = Workload(prefill_chunk_tokens=None)
 _IN_PAGES = ("dynamic", *PAGED_CACHES)
-_NOBODYS_ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
+_PADDING_ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 
 
 class Result(NamedTuple):
-    """What a step came to: an outcome for each chunk, or why it failed, which is all chunks'."""
+    """The result of a step: an outcome for each chunk, or the error of all chunks."""
 
     number: int
     outcomes: Sequence[Outcome] | Exception
@@ -50,55 +50,56 @@ class Executor(Protocol):
     capacity: Capacity
     is_paged: bool
     num_steps: int
-    """Steps that are worth submitting before the first one has ended."""
+    """Steps to have in flight: more of them make nothing faster."""
 
     def start(self) -> None:
         """Warm up, in the thread that calls `wait`; capacity and `is_paged` are final then."""
 
     def submit(self, step: EngineStep) -> None:
-        """Let a step be computed."""
+        """Queue a step."""
 
     def wait(self) -> Result | None:
-        """Wait for the next step to end; None where `wake` was called.
+        """Wait for the next step to end; return None where `wake` was called.
 
         Raises
         ------
         MachineError
-            If a GPU or a process is lost, and with it all steps; no step is computed any more.
+            If a GPU or a process is lost, and with it all steps; no further step is computed.
         """
 
     def wake(self) -> None:
-        """Let who waits look around. From any thread."""
+        """Let `wait` return. From any thread."""
 
     def forget(self, sequence: int) -> None:
-        """A sequence has ended."""
+        """Free the state of an ended sequence."""
 
     def busy_seconds(self) -> dict[str, float]:
-        """For how long each device has computed, as far as that is known."""
+        """Return the computing seconds of each device, where they are known."""
 
     def peaks(self) -> list[PeakBytes]:
-        """The peaks of the devices' memory, known when the executor is closed."""
+        """Return the peaks of the devices' memory, known when the executor is closed."""
 
     def close(self) -> None:
-        """End; give back all that was taken."""
+        """End, and free all resources."""
 
 
 class InlineExecutor:
-    """Computes steps in this process, one after another, when they are waited for.
+    """Computes steps in this process, one after another, in `wait`.
 
     Parameters
     ----------
     model : PreTrainedModel
         On one device, or dispatched over several.
     capacity : Capacity
-        What memory is there for. A model that doesn't read from pages has a page for each sequence,
-        and reads each prompt at once.
+        A model that doesn't read from pages gets a page for each sequence, and reads each prompt in
+        a single step.
     workload : Workload
-        What was planned.
+        That of the plan.
     warm_up : {"first", "largest", "every"}
-        Which steps are computed at once. The forecast of a paged cache has every size.
+        The steps to run in `start`. The forecast of a paged cache has every size.
     plan : Plan, optional
-        Which the model was loaded for just now: its memory is published beside the forecast.
+        The plan of the model, if it has just been loaded: its memory is published beside the
+        forecast.
     """
 
     num_steps = 1
@@ -126,7 +127,7 @@ class InlineExecutor:
         self._busy_seconds = 0.0
 
     def start(self) -> None:
-        """See `Executor`: in each thread that computes cuBLAS takes a workspace of its own."""
+        """See `Executor`: cuBLAS allocates a workspace for each computing thread."""
         self._model = self._open()
         self._opened.callback(self._model.close)
         self.is_paged = isinstance(self._model, PagedModel)
@@ -168,10 +169,10 @@ class InlineExecutor:
                 return Result(step.number, outcomes_of(step, self.run(step.chunks)))
         except Exception as error:
             return Result(step.number, self._explained(error))
-        return Result(step.number, [self._alone(chunk) for chunk in step.chunks])
+        return Result(step.number, [self._compute_one(chunk) for chunk in step.chunks])
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute chunks; the logits of those that have a row, [rows, vocabulary]."""
+        """Compute chunks; return the logits of those with a row, [rows, vocabulary]."""
         return self._model.run(chunks)
 
     def wake(self) -> None:
@@ -179,7 +180,7 @@ class InlineExecutor:
         self._woken.set()
 
     def busy_seconds(self) -> dict[str, float]:
-        """See `Executor`: of several devices only one works at a time, and nobody asks which."""
+        """See `Executor`: with several devices, the share of each isn't known."""
         if len(self._devices) > 1:
             return {}
         return dict.fromkeys(self._devices, self._busy_seconds)
@@ -198,8 +199,8 @@ class InlineExecutor:
         """See `Executor`."""
         self._opened.close()
 
-    def _alone(self, chunk: Chunk) -> Outcome:
-        """What a chunk comes to that isn't computed with others, nor again."""
+    def _compute_one(self, chunk: Chunk) -> Outcome:
+        """Compute a chunk by itself; it is never computed again."""
         try:
             (outcome,) = outcomes_of(EngineStep(0, [chunk]), self.run([chunk]))
         except Exception as error:
@@ -207,20 +208,20 @@ class InlineExecutor:
         return outcome
 
     def _explained(self, error: Exception) -> Exception:
-        """Why a step failed; what it took is given back. A lost GPU ends all work."""
+        """Explain why a step failed, and free its memory; a lost GPU ends all work."""
         lost = find_lost_gpu(error)
         if lost is not None:
             raise lost from error
         if isinstance(error, torch.OutOfMemoryError):
             explain(error, self._publisher)
-            error.__traceback__ = None  # which holds what was on the devices
+            error.__traceback__ = None  # it holds tensors on the devices
             devices.give_back()
         return error
 
 
 def outcomes_of(step: EngineStep, logits: Tensor) -> list[Outcome]:
-    """Choose the next tokens of a step's sequences."""
-    padding = [_NOBODYS_ROW] * (len(logits) - len(step.rows))
+    """Sample the next tokens of a step's sequences."""
+    padding = [_PADDING_ROW] * (len(logits) - len(step.rows))
     choices = iter(sample(logits, step.rows + padding))
     return [None if chunk.row is None else next(choices) for chunk in step.chunks]
 
@@ -229,8 +230,11 @@ def _open(
     model: PreTrainedModel, capacity: Capacity, workload: Workload, warm_up: WarmUp
 ) -> PagedModel | CachedModel:
     if workload.cache in _IN_PAGES and not workload.images and reads_pages(model):
-        paged = PagedModel(model, capacity)
-        with suppress(ModelError):  # its code wants more of attention than it is known to
-            paged.try_out(warm_up)
+        # A ModelError: the model's code needs more than causal attention.
+        with suppress(ModelError), ExitStack() as undo, reading_pages(model):
+            paged = PagedModel(model, capacity)
+            undo.callback(paged.close)
+            paged.warm_up(warm_up)
+            undo.pop_all()
             return paged
     return CachedModel(model, workload)

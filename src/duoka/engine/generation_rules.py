@@ -1,6 +1,7 @@
-"""Rules of a checkpoint's generation config: tokens that `generate` forbids, and those it forces.
+"""Rules of a checkpoint's generation config: forbidden and forced tokens, as in `generate`.
 
-Each is what transformers' processor of that name does. It knows nothing of what a person chooses.
+Each rule does the same as the logits processor of transformers with its name. Sampling parameters
+are no part of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from duoka.errors import UsageError
 
-# What `generate` would do beside, where it isn't said to do nothing.
+# Other rules of `generate`, with their neutral values.
 _UNKNOWN = {
     "sequence_bias": None,
     "encoder_repetition_penalty": 1.0,
@@ -25,7 +26,7 @@ _UNKNOWN = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRules:
-    """What a generation config says of single tokens; see `GenerationConfig` of transformers.
+    """The rules of a generation config for single tokens; see `GenerationConfig` of transformers.
 
     `start` is the token that an encoder-decoder's answers begin with; others begin with the prompt.
     """
@@ -45,9 +46,9 @@ class GenerationRules:
     def of(
         cls, model: PreTrainedModel, generation_config: Mapping[str, Any] | None = None
     ) -> GenerationRules:
-        """Those of a model, or of a config in its own's place.
+        """Return the rules of a model, or of another generation config.
 
-        UsageError if it asks for what isn't done here.
+        UsageError for a rule that the engine doesn't apply.
         """
         settings: Any = model.generation_config
         try:
@@ -76,11 +77,11 @@ class GenerationRules:
             ) from error
 
     def context(self, prompt: Sequence[int]) -> Sequence[int]:
-        """What an answer's tokens are taken to follow."""
+        """Return the tokens before an answer."""
         return prompt if self.start is None else (self.start,)
 
     def forced(self, prompt: Sequence[int], place: int, *, is_last: bool) -> int | None:
-        """The token that has to come at a place of the answer."""
+        """Return the forced token at a position of the answer, if any."""
         if is_last and self.forced_eos is not None:
             return self.forced_eos
         return self.forced_bos if place + len(self.context(prompt)) == 1 else None
@@ -88,7 +89,7 @@ class GenerationRules:
     def banned(
         self, prompt: Sequence[int], answer: Sequence[int], stop_ids: Sequence[int]
     ) -> set[int]:
-        """The tokens that may not come next."""
+        """Return the tokens that are forbidden next."""
         context, place = self.context(prompt), len(answer)
         banned = set(self.suppressed)
         # After a token that is forced, if there is one.
@@ -111,7 +112,7 @@ class GenerationRules:
 
 
 def _repeating(source: tuple[int, ...], tokens: tuple[int, ...], size: int) -> set[int]:
-    """The tokens that make so many at the end, of which they are the last, one run of a source."""
+    """Return the tokens that would repeat an n-gram of a source at the end."""
     ends = tokens[len(tokens) - size + 1 :]
     starts = range(len(source) - size + 1)
     return {source[at + size - 1] for at in starts if source[at : at + size - 1] == ends}

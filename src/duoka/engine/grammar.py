@@ -1,9 +1,9 @@
-"""Grammars: answers that fit a JSON schema, a regular expression or a grammar, by llguidance.
+"""Grammars: answers by a JSON schema, a regular expression or a grammar, with llguidance.
 
-All that is known of llguidance is here. It goes over the bytes of an answer, and says after each
-token which ones may follow: a bit for each token of the vocabulary, eight in a byte, the lowest
-first. A special token is no text and never fits; one that ends the answer does where the text so
-far is whole. Nothing here knows of tensors.
+Only this module calls llguidance. A matcher follows the bytes of an answer, and returns a bit mask
+of the tokens that may come next: a bit for each token of the vocabulary, the lowest first. Special
+tokens are no text and never fit, except stop tokens where the text is complete. Nothing here knows
+of tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NUM_COMPILED = 16
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to fit: made by `json_schema`, `json_object`, `regex` or `lark`.
+    """The grammar of an answer, made by `json_schema`, `json_object`, `regex` or `lark`.
 
     Raises
     ------
@@ -69,7 +69,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Grammar:
-        """JSON that fits a schema, of whose keywords llguidance knows most."""
+        """Return the grammar of JSON by a schema; llguidance knows most keywords."""
         try:
             text = schema if isinstance(schema, str) else json.dumps(schema)
             # Parsed, so that it is one object whose keys stand once.
@@ -84,22 +84,22 @@ class Grammar:
 
     @classmethod
     def json_object(cls) -> Grammar:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls("json_schema", '{"type":"object"}')
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """A text that a regular expression of Rust's matches as a whole."""
+        """Return the grammar of texts that a regular expression of Rust matches entirely."""
         return cls("regex", pattern)
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
-        """A text that the rule `start` of a grammar derives, in llguidance's variant of Lark."""
+        """Return the grammar of texts by the rule `start`, in llguidance's variant of Lark."""
         return cls("lark", grammar)
 
     @classmethod
     def from_response_format(cls, value: object) -> Grammar | None:
-        """What OpenAI's `response_format` asks for; the types "regex" and "lark" are ours."""
+        """Return the grammar of a `response_format`; the types "regex" and "lark" are duoka's."""
         form = value if isinstance(value, Mapping) else {}
         kind = form.get("type")
         if form == {"type": "text"}:
@@ -119,7 +119,7 @@ class Grammar:
 
     @property
     def source(self) -> str:
-        """The same in llguidance's form."""
+        """The grammar in llguidance's form."""
         options = (JSON_OPTIONS,) if self.kind == "json_schema" else ()
         convert = getattr(_llguidance().LLMatcher, f"grammar_from_{self.kind}")
         try:
@@ -128,7 +128,7 @@ class Grammar:
             raise self.refusal(str(error)) from None
 
     def refusal(self, problem: str) -> UsageError:
-        """What to raise where llguidance has a problem with it."""
+        """Return the error for a problem of llguidance's."""
         lines = [line for line in problem.splitlines() if line]
         reason = next((line for line in lines if line.startswith("error:")), lines[0])
         return UsageError(
@@ -139,9 +139,9 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A tokenizer's tokens in llguidance's form, and the bits of those that are text, and that end.
+    """A tokenizer's tokens in llguidance's form, with bit masks of text and of stop tokens.
 
-    There are `size` of them, if that is fewer than the tokenizer has.
+    Tokens from `size` on are left out.
     """
 
     tokenizer: Any
@@ -152,7 +152,7 @@ class Vocabulary:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, stop_ids: Iterable[int], size: int | None
     ) -> Vocabulary:
-        """Read a tokenizer; UsageError if it isn't known what its tokens are as bytes."""
+        """Read a tokenizer; UsageError if the bytes of its tokens aren't known."""
         stops = [token for token in stop_ids if token < len(tokenizer)]
         try:
             backend: Any = tokenizer
@@ -178,9 +178,9 @@ class Vocabulary:
 
 
 class GrammarMatcher:
-    """How far an answer is in its grammar.
+    """The state of an answer in its grammar.
 
-    `allowed` has the bits of the tokens that may come next.
+    `allowed` is the bit mask of the tokens that may come next.
     """
 
     def __init__(self, grammar: Grammar, matcher: Any, vocabulary: Vocabulary) -> None:
@@ -191,7 +191,7 @@ class GrammarMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing can follow but the end."""
+        """Return True if only the end can follow."""
         return bool(self._matcher.is_stopped())
 
     def advance(self, token: int) -> None:
@@ -217,24 +217,24 @@ class GrammarMatcher:
 
 
 class BytesDetokenizer:
-    """Text of an answer by the bytes that its grammar matched; see `Detokenizer`."""
+    """Decodes the text of an answer from the bytes of its grammar; see `Detokenizer`."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokenizer = vocabulary.tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
-        """Take one token; return the text that is complete now."""
+        """Take a token; return the completed text."""
         is_text = not self._tokenizer.is_special_token(token)
         return self._decoder.decode(self._tokenizer.decode_bytes([token]) if is_text else b"")
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the rest of the text."""
         return self._decoder.decode(b"", final=True)
 
 
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer, which it reads when the first one comes; in any thread."""
+    """Compiles grammars for a tokenizer, which is read with the first grammar; in any thread."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], size: int | None
@@ -245,7 +245,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def start(self, grammar: Grammar) -> tuple[GrammarMatcher, BytesDetokenizer]:
-        """What an answer is matched and written by; UsageError if it can't be compiled."""
+        """Return the matcher and the detokenizer of an answer; UsageError without a grammar."""
         with self._lock:
             matcher = self._compiled(grammar).deep_copy()
             vocabulary = self._vocabulary()
@@ -276,7 +276,7 @@ def _llguidance() -> Any:
 
 
 def token_bits(tokens: Iterable[int]) -> bytes:
-    """A bit for each of these tokens."""
+    """Return a bit mask of tokens."""
     content = bytearray()
     for token in sorted(tokens):
         content.extend(bytes(token // 8 + 1 - len(content)))

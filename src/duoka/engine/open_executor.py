@@ -11,13 +11,12 @@ from duoka.forecast.serving import PAGE_TOKENS, Capacity, WarmUp
 from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
-from duoka.runtime.paged_steps import reads_pages
+from duoka.runtime.call.paged_model import reads_pages
 from duoka.runtime.prompt_reader import PromptReader, num_embeddings
-from duoka.stages.route import Routes
+from duoka.stages.route import Routes, find_step_routes
 
 from .executor import Executor, InlineExecutor
 from .generation_rules import GenerationRules
-from .paged_model import find_routes
 from .staged_executor import StagedExecutor
 
 
@@ -123,4 +122,4 @@ def _routes(plan: Plan, opened: OpenedModel) -> Routes:
         )
     if any(name.startswith("vgpu") for name in plan.devices):  # torch has to know their names
         devices.materialise(plan.fleet)
-    return find_routes(model, plan.placement)
+    return find_step_routes(model, plan.placement)

@@ -1,10 +1,14 @@
-"""Pages of a KV cache: which are free, whose they are, and which hold the same tokens.
+"""Pages of a KV cache: allocation, reference counts, and sharing of common prefixes.
 
-A page has the keys and values of so many tokens of one sequence, in every layer. Numbers stand for
-pages here; the tensors are elsewhere. Sequences that begin with the same tokens share the full
-pages of these: a page is known by all tokens up to its end. One that nobody has any more stays as
-it is, and can be shared again, until its place is needed; the one that was left longest ago goes
-first.
+A page has the keys and values of `page_tokens` tokens of one sequence, in every layer. Here pages
+are numbers; the tensors are elsewhere. Sequences that begin with the same tokens share their full
+pages: a page is identified by all tokens up to its end. Unused pages keep their content and can be
+shared again, until they are needed for other tokens, the least recently used page first.
+
+A page's content is a number that stands for all tokens up to its end. With pages of 2 tokens:
+
+    tokens 5 6 │ 7 8 │ 9      contents: (nothing, 5 6) → 1, (1, 7 8) → 2
+    tokens 5 6 │ 7 1          shares the page of content 1; (1, 7 1) → 3
 """
 
 from __future__ import annotations
@@ -13,18 +17,18 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 
 Key = tuple[int, tuple[int, ...]]
-"""What a full page holds: the content of the page before, by its number, and its own tokens."""
+"""The identity of a full page: the content of the previous page, and its own tokens."""
 _NOTHING = 0
 
 
 class PagePool:
-    """Pages of a KV cache, by number.
+    """Allocates the pages of a KV cache, by number.
 
     Parameters
     ----------
     num_pages : int
     page_tokens : int
-        Tokens of a page.
+        Tokens per page.
     """
 
     def __init__(self, num_pages: int, page_tokens: int) -> None:
@@ -32,33 +36,33 @@ class PagePool:
         self.page_tokens = page_tokens
         self._empty: deque[int] = deque(range(num_pages))
         self._num_users = [0] * num_pages
-        # Full pages that can be shared, by what they hold, and the reverse. Contents are numbered,
-        # and no number comes again: what followed a page that is gone is never found by another's.
+        # Full pages that can be shared, by identity, and the reverse. Numbers of contents are not
+        # reused: pages behind a page that is gone are never found through another page.
         self._contents: dict[Key, tuple[int, int]] = {}
         self._keys: dict[int, Key] = {}
-        # Of full pages the number of what they hold, be it this page that is shared or another one.
+        # The contents of full pages; a twin of a page has the same content and isn't shared.
         self._numbers: dict[int, int] = {}
         self._last_content = _NOTHING
-        # Those of them that nobody has.
+        # Pages that can be shared and have no users.
         self._unused: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Pages that a sequence can have."""
+        """The number of free pages."""
         return len(self._empty) + len(self._unused)
 
     def pages_for(self, num_tokens: int) -> int:
-        """How many pages so many tokens take."""
+        """Return the number of pages for so many tokens."""
         return -(-num_tokens // self.page_tokens)
 
     def take(
         self, tokens: Sequence[int], num_tokens: int, spare: int = 0
     ) -> tuple[list[int], int] | None:
-        """Pages for a sequence that begins with `tokens` and will have `num_tokens`.
+        """Allocate pages for a sequence that begins with `tokens` and will have `num_tokens`.
 
-        Returns them with the number of tokens that they hold already; of these there is always one
-        less than of the first ones, since the last one's output is what comes next. None, and
-        nothing is taken, where there aren't enough, with `spare` others that stay free.
+        Return the pages, and the number of tokens that they hold already. The last token is never
+        among them: its output gives the next token. Return None, and allocate nothing, where not
+        enough pages are free beside `spare` others.
         """
         shared = list(self._shared(tokens[:-1]))
         needed = self.pages_for(num_tokens) - len(shared)
@@ -70,13 +74,15 @@ class PagePool:
         fresh = [self._fresh() for _ in range(needed)]
         return shared + fresh, len(shared) * self.page_tokens
 
-    def more(self, number: int) -> list[int]:
-        """More pages for a sequence; there must be so many."""
+    def allocate(self, number: int) -> list[int]:
+        """Allocate more pages for a sequence; they must be free."""
         return [self._fresh() for _ in range(number)]
 
     def give_back(self, pages: Iterable[int]) -> None:
-        """A sequence has ended."""
-        for page in reversed(list(pages)):  # the first ones are the likeliest to be shared again
+        """Release the pages of an ended sequence."""
+        for page in reversed(
+            list(pages)
+        ):  # a prefix is the likeliest to be shared again: it goes last
             self._num_users[page] -= 1
             assert self._num_users[page] >= 0, "a page is given back once"
             if not self._num_users[page]:
@@ -86,36 +92,33 @@ class PagePool:
                     self._empty.append(page)
 
     def share(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int) -> None:
-        """Let others have the pages that the first of `tokens`, which have been computed, fill.
+        """Let other sequences share the pages that the computed `num_tokens` of `tokens` fill.
 
-        Those that have been shared before are known, and not gone through again.
+        Pages that were shared before are skipped.
         """
         size, stop = self.page_tokens, num_tokens // self.page_tokens
-        first = stop
-        while first and pages[first - 1] not in self._numbers:
-            first -= 1
-        before = self._numbers[pages[first - 1]] if first else _NOTHING
-        for at in range(first, stop):
-            page, key = pages[at], (before, tuple(tokens[at * size : (at + 1) * size]))
+        start = stop
+        while start and pages[start - 1] not in self._numbers:
+            start -= 1
+        content = self._numbers[pages[start - 1]] if start else _NOTHING
+        for at in range(start, stop):
+            page, key = pages[at], (content, tuple(tokens[at * size : (at + 1) * size]))
             if key not in self._contents:
                 self._last_content += 1
                 self._contents[key] = page, self._last_content
                 self._keys[page] = key
-            _, before = self._contents[key]
-            self._numbers[page] = before
+            _, content = self._contents[key]
+            self._numbers[page] = content
 
     def _shared(self, tokens: Sequence[int]) -> Iterator[int]:
-        before = _NOTHING
-        for part in self._parts(tokens):
-            if (before, part) not in self._contents:
-                return
-            page, before = self._contents[before, part]
-            yield page
-
-    def _parts(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        size = self.page_tokens
+        """Yield the shared pages of the beginning of `tokens`."""
+        content, size = _NOTHING, self.page_tokens
         for start in range(0, len(tokens) - size + 1, size):
-            yield tuple(tokens[start : start + size])
+            key = content, tuple(tokens[start : start + size])
+            if key not in self._contents:
+                return
+            page, content = self._contents[key]
+            yield page
 
     def _fresh(self) -> int:
         if self._empty:

@@ -1,4 +1,4 @@
-"""Requests: what is asked of the engine, and what it tells of an answer as it comes."""
+"""Requests to the engine: sampling parameters, and the events of an answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LARGEST_BIAS = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(Sampling):
-    """How an answer's tokens are chosen, and when it ends.
+    """The parameters of sampling, and the ends of an answer.
 
     Parameters
     ----------
@@ -42,10 +42,10 @@ class SamplingParams(Sampling):
     min_new_tokens : int
         Tokens before which no stop token is chosen, unless a grammar allows nothing else.
     grammar : Grammar, optional
-        What the answer has to fit; it does if it ends with "stop", and not by a text of `stop`.
+        The grammar of the answer; it fits if it ends with "stop", and not by a text of `stop`.
     logprobs : int, optional
-        Tell the log-probability of each token, and of so many of the likeliest ones, before any of
-        the above.
+        Return the log-probability of each token, and of this many of the likeliest tokens, before
+        all other parameters apply.
     """
 
     min_p: float = 0.0
@@ -95,13 +95,13 @@ class SamplingParams(Sampling):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether logits depend on what has been said."""
+        """Return True if logits depend on earlier tokens."""
         return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
 
     def split(self, n: int) -> list[SamplingParams]:
-        """Parameters of n answers to one prompt; the seed of each follows from this one's.
+        """Return the parameters of n answers to a prompt, with seeds derived from this seed.
 
-        The first has this one's seed. Without a seed they have none, and differ all the same.
+        The first keeps the seed. Without a seed none has one, and the answers differ anyway.
         """
         if n < 1:
             raise UsageError(f"n is {n}; it must be at least 1", hint="1 is one answer")
@@ -113,7 +113,7 @@ class SamplingParams(Sampling):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """A token of an answer, with its log-probability and the likeliest tokens' if they are told."""
+    """A token of an answer, with its log-probability and the likeliest tokens, if wanted."""
 
     token: int
     logprob: float | None = None
@@ -121,7 +121,7 @@ class TokenChoice:
 
 
 class TextPiece(NamedTuple):
-    """More of an answer's text, and the tokens that have come since the last piece."""
+    """A piece of an answer's text, with the tokens since the last piece."""
 
     text: str
     tokens: tuple[TokenChoice, ...]
@@ -129,7 +129,7 @@ class TextPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """An answer that has ended.
+    """A finished answer.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
-"""Sampling: one token for each row of logits, each row by its own parameters.
+"""Sampling: a token for each row of logits, each row by its own parameters.
 
-The random number of a row follows from its seed and its place in the answer alone, so that an
-answer is the same in any company. A token is chosen where that number falls among the probabilities
-in falling order. What a row is sampled by is small, and plain data: it can go to another process in
-each step.
+The random number of a row follows from its seed and its position in the generation alone, so that a
+generation doesn't depend on the others of a step. The token is drawn in whose share of the
+probabilities, in falling order, that number falls. The parameters of a row are small, plain data:
+they go to another process in each step.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .request import SamplingParams, TokenChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
-    """What a row of logits is sampled by.
+    """The parameters by which a row of logits is sampled.
 
     Parameters
     ----------
     params : SamplingParams
-        Of which texts and the grammar aren't needed here.
+        Without stop texts and grammar, which aren't needed here.
     seed : int
     place : int
-        The number of tokens in the answer so far.
+        The number of generated tokens so far.
     prompt, answer : sequence of int
         The tokens so far, where penalties depend on them.
     banned : sequence of int
-        Tokens that are chosen only where nothing else is allowed.
+        Tokens that are sampled only where no other token is allowed.
     allowed : bytes, optional
-        The only tokens that are chosen: a bit for each, the lowest of a byte first.
+        The only tokens to sample: a bit for each token, the lowest of a byte first.
     """
 
     params: SamplingParams
@@ -50,14 +50,14 @@ class SamplingRow:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether it does more with logits than choose among them."""
+        """True if logits are changed before sampling."""
         params = self.params
         is_biased = params.has_penalties or params.logit_bias or self.banned
         return bool(is_biased or self.allowed is not None)
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
-    """Choose a token for each row of logits, [rows, vocabulary]."""
+    """Sample a token for each row of logits, [rows, vocabulary]."""
     raw = logits.float()
     changed = raw
     if any(row.changes_logits for row in rows):
@@ -75,24 +75,27 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
 
 
 def _changes(row: SamplingRow, vocabulary: int) -> dict[int, LogitChange]:
-    """What penalties and biases do to a row's logits, by token."""
+    """Collect the changes of a row's logits by penalties and biases, by token."""
     params = row.params
     changes: dict[int, LogitChange] = {}
     if params.repetition_penalty != 1:
         changes |= dict.fromkeys((*row.prompt, *row.answer), LogitChange(params.repetition_penalty))
     for token, times in Counter(row.answer).items() if params.has_penalties else ():
-        known = changes.get(token, LogitChange())
-        subtracted = params.presence_penalty + params.frequency_penalty * times
-        changes[token] = LogitChange(known.divisor, known.addend - subtracted)
+        penalty = params.presence_penalty + params.frequency_penalty * times
+        changes[token] = _add(changes.get(token), -penalty)
     for token, bias in params.logit_bias.items():
-        known = changes.get(token, LogitChange())
-        changes[token] = LogitChange(known.divisor, known.addend + bias)
+        changes[token] = _add(changes.get(token), bias)
     changes |= dict.fromkeys(row.banned, BANNED)
     return {token: change for token, change in changes.items() if 0 <= token < vocabulary}
 
 
+def _add(change: LogitChange | None, addend: float) -> LogitChange:
+    change = change or LogitChange()
+    return LogitChange(change.divisor, change.addend + addend)
+
+
 def _octets(rows: Sequence[SamplingRow], vocabulary: int) -> bytes:
-    """What is allowed of each row, a bit for each token; all of it where nothing is said."""
+    """Join the bits of the allowed tokens of each row; all tokens where a row has no bits."""
     size = -(-vocabulary // 8)
     masks = (row.allowed for row in rows)
     return b"".join(
@@ -101,40 +104,39 @@ def _octets(rows: Sequence[SamplingRow], vocabulary: int) -> bytes:
 
 
 def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """A token of each row at random, by its probability among those that are left."""
+    """Draw a token of each row at random, by its probability among the remaining tokens."""
     device = logits.device
 
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
 
-    params = [row.params for row in rows]
     return draw(
         logits,
-        temperatures=column([known.temperature or 1.0 for known in params]),
-        top_k=column([known.top_k or logits.shape[-1] for known in params]),
-        top_p=column([known.top_p for known in params]),
-        min_p=column([known.min_p for known in params]),
+        temperatures=column([row.params.temperature or 1.0 for row in rows]),
+        top_k=column([row.params.top_k or logits.shape[-1] for row in rows]),
+        top_p=column([row.params.top_p for row in rows]),
+        min_p=column([row.params.min_p for row in rows]),
         numbers=column([_uniform(row.seed, row.place) for row in rows]),
     )
 
 
 def _uniform(seed: int, place: int) -> float:
-    """A number from 0 to below 1, which follows from the two alone."""
+    """Return a number from 0 to below 1 that follows from the two alone."""
     return random.Random(f"{seed}/{place}").random()
 
 
 def _choices(raw: Tensor, tokens: Tensor, rows: Sequence[SamplingRow]) -> list[TokenChoice]:
-    """The tokens, with log-probabilities where somebody wants them."""
+    """Make the outcomes of tokens, with log-probabilities where they are requested."""
     ids: list[int] = tokens.tolist()
-    wanted = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
+    reported = [index for index, row in enumerate(rows) if row.params.logprobs is not None]
     choices = [TokenChoice(token=token) for token in ids]
-    if not wanted:
+    if not reported:
         return choices
-    chosen, best_values, best_ids = (part.tolist() for part in log_probabilities(raw, tokens))
-    for index in wanted:
+    logprobs, best_values, best_ids = (part.tolist() for part in log_probabilities(raw, tokens))
+    for index in reported:
         number = rows[index].params.logprobs or 0
         pairs = zip(best_ids[index][:number], best_values[index][:number], strict=True)
         choices[index] = TokenChoice(
-            token=ids[index], logprob=chosen[index][0], top_logprobs=tuple(pairs)
+            token=ids[index], logprob=logprobs[index][0], top_logprobs=tuple(pairs)
         )
     return choices

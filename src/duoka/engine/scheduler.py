@@ -1,82 +1,54 @@
-"""The scheduler: which tokens of which sequences a step computes.
+"""The scheduler: the tokens of which sequences a step computes.
 
-Several steps may be on their way at once, each in another stage. A sequence that answers is in one
-of them at a time: each takes its share of those that answer, or one takes all of them where the
-forecast says that so they are faster. What a step can hold beside goes to prompts, in pieces, in
-the order in which they came; pieces of one prompt follow one another through the stages, and last
-equally long where the forecast knows seconds. It knows nothing of tensors.
+Several steps may be in flight at once, each in another pipeline stage. It knows nothing of tensors.
 
-A sequence is admitted when there are pages for the tokens that it has, and one more for each that
-is running: how long an answer becomes is not known. Where pages run out, the youngest sequence is
-preempted: it gives its pages up, returns to the head of the queue, and is recomputed later, prompt
-and answer so far. A sequence only ever gives way to an older one, and one alone always fits, so the
-oldest one goes on and all of them end.
+*Decode micro-batches.* A sequence that decodes is in one step at a time. With S steps in flight the
+decoding sequences are dealt to S micro-batches of equal size, or all of them go into one step where
+the forecast says that this is faster.
+
+*Chunked prefill.* The rest of a step's token budget goes to prompts, in the order in which they
+came. Chunks of one prompt follow one another through the stages; where the forecast knows seconds,
+they are cut so that each takes equally long.
+
+*Preemption.* A sequence is admitted when there are pages for the tokens that it has, and one page
+more for each running sequence: nobody knows how long a generation becomes. Where pages run out, the
+youngest sequence is preempted: it gives its pages up, returns to the head of the queue, and is
+recomputed later, prompt and generated tokens. A sequence only ever gives way to an older one, and
+one alone always fits, so the oldest one goes on and all of them end.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
 
-from duoka.errors import UsageError
 from duoka.forecast.forecast import Forecast
 from duoka.forecast.serving import Capacity
+from duoka.runtime.call.chunk import Chunk
 
 from .pages import PagePool
+from .request import TokenChoice
 from .sequence import Sequence
-from .step import Chunk, Outcome
+from .step import Outcome
 
-# Prompts are read in so many pieces for each stage, of at least so many tokens.
-_PIECES_PER_STAGE = 2
+# Prompts are read in so many chunks for each stage, of at least so many tokens.
+_CHUNKS_PER_STAGE = 2
 _LEAST_PROMPT_TOKENS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """What a step computes of a sequence: so many tokens, from the place `start` on."""
-
-    sequence: Sequence
-    start: int
-    num_tokens: int
-
-    @property
-    def chunk(self) -> Chunk:
-        """The same for the executor."""
-        sequence, end = self.sequence, self.start + self.num_tokens
-        is_last = end == sequence.num_tokens
-        return Chunk(
-            sequence.number,
-            sequence.tokens[self.start : end],
-            self.start,
-            sequence.pages,
-            sequence.row if is_last else None,
-            None if self.start else sequence.images,
-        )
-
-    @property
-    def is_current(self) -> bool:
-        """Whether what it comes to is still wanted, and all before it has been computed."""
-        return self.sequence.is_running and self.start == self.sequence.computed
-
-    @property
-    def half(self) -> ScheduledChunk:
-        """The first half of it."""
-        return ScheduledChunk(self.sequence, self.start, self.num_tokens // 2)
-
-
 class Scheduler:
-    """Sequences that wait and those that are on their way, with their pages.
+    """Queued and running sequences, with their pages.
 
     Parameters
     ----------
     capacity : Capacity
     num_steps : int
-        Steps that are on their way at the same time.
+        Steps that are in flight at the same time.
     forget : callable, optional
-        Told the number of each sequence that has ended: for who has more of it.
+        Called with the number of each sequence that has ended, for an executor that keeps state.
     forecast : Forecast, optional
-        Of stages that work at the same time: by it steps are cut where it knows seconds.
+        Of stages that work at the same time; steps are cut by it where it knows seconds.
     """
 
     def __init__(
@@ -94,145 +66,172 @@ class Scheduler:
         self._step_seconds = None if forecast is None else forecast.step_seconds
         self.pool = PagePool(capacity.pages, capacity.page_tokens)
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-
-    def refuse_unfit(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Raise UsageError for a request that no memory is there for, however long it waits."""
-        tokens, limit = prompt_tokens + new_tokens, self.most_tokens
-        if tokens > limit:
-            raise UsageError(
-                f"{prompt_tokens} tokens of prompt and {new_tokens} new ones are {tokens}; there "
-                f"is memory for {limit}",
-                hint="ask for fewer new tokens, or plan with a larger --context",
-            )
+        self.running: dict[int, Sequence] = {}
+        """By number, the oldest first."""
 
     @property
     def most_tokens(self) -> int:
-        """The tokens of a sequence that there is memory for."""
+        """The most tokens of a sequence."""
         return min(self.capacity.context_tokens, self.capacity.pages * self.capacity.page_tokens)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn."""
+        """Queue a sequence."""
         self.waiting.append(sequence)
 
-    def next_step(self) -> list[ScheduledChunk]:
-        """What is to be computed next, beside what is on its way; nothing where nobody waits."""
+    def next_step(self) -> list[Chunk]:
+        """Choose the chunks to compute next, beside those in flight; none if there is no work."""
         self._end_cancelled()
         self._admit()
-        wanted = [sequence for sequence in self.running if not sequence.is_cancelled]
-        answering = [sequence for sequence in wanted if sequence.is_answering]
-        ready = [sequence for sequence in answering if sequence.num_left]
-        share = -(-len(answering) // self._num_steps)
-        if not self._is_grouped(len(answering)):
-            share = 0 if len(ready) < len(answering) else len(ready)
-        # The oldest first; the youngest may have to make room for it.
-        ready = [sequence for sequence in ready[:share] if self._has_room(sequence)]
-        pieces = [ScheduledChunk(sequence, sequence.scheduled, 1) for sequence in ready]
-        left = self._prompt_tokens(len(pieces))
-        for sequence in [sequence for sequence in wanted if sequence.is_running]:
-            number = 0 if sequence.is_answering else sequence.num_left
-            is_cut = number > left and self.capacity.whole_prompts
-            if number and left > 0 and not (is_cut and pieces):
-                pieces.append(ScheduledChunk(sequence, sequence.scheduled, min(left, number)))
-                left -= pieces[-1].num_tokens
-        for piece in pieces:
-            piece.sequence.scheduled = piece.start + piece.num_tokens
-        return pieces
+        sequences = [sequence for sequence in self.running.values() if not sequence.is_cancelled]
+        decoding = [sequence for sequence in sequences if sequence.is_decoding]
+        ready = [sequence for sequence in decoding if sequence.num_left]
+        # The size of a decode micro-batch. With 5 decoding sequences and 2 steps in flight a step
+        # takes 3 of those that no other step has; undivided, it waits until no step has any.
+        share = -(-len(decoding) // self._num_steps)
+        if not self._is_grouped(len(decoding)):
+            share = 0 if len(ready) < len(decoding) else len(ready)
+        # The oldest first; the youngest may be preempted for it.
+        chunks = [
+            self._schedule(sequence, 1) for sequence in ready[:share] if self._has_pages(sequence)
+        ]
+        token_budget = self._prompt_tokens(len(chunks))
+        for sequence in sequences:
+            is_prefilling = sequence.number in self.running and not sequence.is_decoding
+            number = sequence.num_left if is_prefilling else 0
+            is_cut = number > token_budget and self.capacity.whole_prompts
+            if number and token_budget > 0 and not (is_cut and chunks):
+                chunks.append(self._schedule(sequence, min(token_budget, number)))
+                token_budget -= len(chunks[-1].tokens)
+        return chunks
 
-    def _is_grouped(self, num_answering: int) -> bool:
-        """Whether so many answer faster in a group for each step than all in one."""
-        loads = [load for load in self._speeds if load.requests <= num_answering]
+    def schedule_again(self, chunks: Items[Chunk]) -> list[Chunk]:
+        """Take the chunks of a failed step again, without those of ended sequences."""
+        renewed = []
+        for chunk in chunks:
+            sequence = self._current(chunk)
+            if sequence is not None:  # later chunks of it have failed with this one
+                sequence.scheduled = chunk.start
+                renewed.append(self._schedule(sequence, len(chunk.tokens)))
+        return renewed
+
+    def _schedule(self, sequence: Sequence, num_tokens: int) -> Chunk:
+        """Take the next tokens of a sequence for a step."""
+        start, end = sequence.scheduled, sequence.scheduled + num_tokens
+        sequence.scheduled = end
+        return Chunk(
+            sequence.number,
+            sequence.tokens[start:end],
+            start,
+            sequence.pages,
+            sequence.row if end == sequence.num_tokens else None,
+            None if start else sequence.images,
+        )
+
+    def _current(self, chunk: Chunk) -> Sequence | None:
+        """Return the sequence of a chunk if it runs, and all earlier tokens have been computed."""
+        sequence = self.running.get(chunk.sequence)
+        return sequence if sequence is not None and chunk.start == sequence.computed else None
+
+    def _is_grouped(self, num_decoding: int) -> bool:
+        """Return True if so many decode faster in a micro-batch for each step than all in one."""
+        loads = [load for load in self._speeds if load.requests <= num_decoding]
         return not loads or loads[-1].is_grouped
 
-    def _prompt_tokens(self, num_answering: int) -> int:
-        """How many tokens of prompts a step takes beside those that answer."""
-        most = self.capacity.step_tokens - num_answering
+    def _prompt_tokens(self, num_decoding: int) -> int:
+        """Return the token budget for prompts of a step with so many decoded tokens."""
+        budget = self.capacity.step_tokens - num_decoding
         if self._num_steps == 1 or self.capacity.whole_prompts:
-            return most
-        # In pieces, each stage can read another one: of M pieces S stages make M + S - 1 steps.
-        reading = [s for s in self.running if not s.is_answering]
+            return budget
+        # Each stage reads another chunk: M chunks take M + S - 1 steps through S stages.
+        reading = [s for s in self.running.values() if not s.is_decoding]
         if self._step_seconds is not None and reading:
             tokens, past = sum(s.num_tokens for s in reading), reading[0].scheduled
-            piece = self._step_seconds.piece(tokens, past, num_answering, self._num_steps)
+            chunk = self._step_seconds.piece(tokens, past, num_decoding, self._num_steps)
         else:
             unread = sum(s.num_tokens - s.computed for s in reading)
-            piece = -(-unread // (_PIECES_PER_STAGE * self._num_steps))
-        return min(most, max(_LEAST_PROMPT_TOKENS, piece))
+            chunk = -(-unread // (_CHUNKS_PER_STAGE * self._num_steps))
+        return min(budget, max(_LEAST_PROMPT_TOKENS, chunk))
 
-    def computed(self, piece: ScheduledChunk, outcome: Outcome) -> None:
-        """A piece has been computed; its sequence takes the next token, and may end with it."""
-        sequence = piece.sequence
-        if not piece.is_current:  # it has ended, or what was before this has failed
+    def computed(self, chunk: Chunk, outcome: Outcome) -> None:
+        """Take the outcome of a chunk: its sequence gets the next token, and may end with it."""
+        sequence = self._current(chunk)
+        if sequence is None:  # it has ended, or an earlier chunk of it has failed
             return
-        if isinstance(outcome, Exception):
-            self.fail(sequence, outcome)
+        error = outcome if isinstance(outcome, Exception) else None
+        try:
+            if not isinstance(outcome, Exception):
+                self._advance(sequence, chunk.end, outcome)
+        except Exception as raised:  # by its tokenizer, say: other sequences go on
+            error = raised
+        if error is not None:
+            if sequence.number in self.running:
+                self._end(sequence)
+            sequence.fail(error)
+
+    def _advance(self, sequence: Sequence, end: int, choice: TokenChoice | None) -> None:
+        """Count the tokens up to `end` as computed, and add the next token."""
+        size, already = self.capacity.page_tokens, sequence.computed
+        sequence.computed = end
+        if end // size > already // size:
+            self.pool.share(sequence.pages, sequence.tokens, end)
+        if choice is None or sequence.is_cancelled:
             return
-        size, before = self.capacity.page_tokens, sequence.computed
-        sequence.computed = piece.start + piece.num_tokens
-        if sequence.computed // size > before // size:
-            self.pool.share(sequence.pages, sequence.tokens, sequence.computed)
-        finish = None
-        if outcome is not None and not sequence.is_cancelled:
-            finish = sequence.add(outcome)
+        finish = sequence.add(choice)
         if finish is not None:
             self._end(sequence)
             sequence.finish(finish)
 
-    def fail(self, sequence: Sequence, error: Exception) -> None:
-        """End a sequence that can't be computed."""
-        self._end(sequence)
-        sequence.fail(error)
-
     def fail_all(self, error: Exception) -> None:
         """End all sequences: nothing is computed any more."""
-        for sequence in list(self.running):
-            self.fail(sequence, error)
+        for sequence in [*self.running.values()]:
+            self._end(sequence)
+            sequence.fail(error)
         while self.waiting:
             self.waiting.popleft().fail(error)
 
     def cancel_all(self) -> None:
-        """End all that wait or are on the way; no step is any more."""
-        for sequence in (*self.running, *self.waiting):
+        """End all queued and running sequences; no step is in flight any more."""
+        for sequence in (*self.running.values(), *self.waiting):
             sequence.is_cancelled = True
             sequence.scheduled = sequence.computed
         self._end_cancelled()
 
     def _end(self, sequence: Sequence) -> None:
-        """A sequence is no longer on its way, and others can have its pages."""
-        self.running.remove(sequence)
-        sequence.is_running = False
+        """Stop running a sequence, and free its pages."""
+        del self.running[sequence.number]
         self.pool.give_back(sequence.pages)
         sequence.pages = []
         if self._forget is not None:
             self._forget(sequence.number)
 
     def _admit(self) -> None:
-        """Let sequences begin whose turn it is, first come, first served."""
+        """Let queued sequences run for which there are pages, first come, first served."""
         while self.waiting and len(self.running) < self.capacity.sequences:
             sequence = self.waiting[0]
-            if self._is_worth_waiting(sequence):
+            if self._can_share_soon(sequence):
                 return
-            taken = self.pool.take(sequence.tokens, sequence.num_tokens, spare=len(self.running))
-            if taken is None:
+            pages = self.pool.take(sequence.tokens, sequence.num_tokens, spare=len(self.running))
+            if pages is None:
                 return
             self.waiting.popleft()
-            sequence.pages, sequence.computed = taken
+            sequence.pages, sequence.computed = pages
             sequence.scheduled = sequence.computed
-            if not sequence.is_preempted:  # what it finds now may be its own
+            if not sequence.is_preempted:  # a preempted one may find its own pages
                 sequence.shared_tokens = sequence.computed
-            sequence.is_running = True
-            self.running.append(sequence)
+            self.running[sequence.number] = sequence
 
-    def _has_room(self, sequence: Sequence) -> bool:
-        """Give a sequence pages for its next token; younger ones are preempted for it.
+    def _has_pages(self, sequence: Sequence) -> bool:
+        """Give a sequence the pages for its next token; younger sequences are preempted for it.
 
-        False where it has to wait: for older ones, or for what is being computed.
+        Returns False where it has to wait: for older ones, or for what is being computed.
         """
-        if not sequence.is_running:  # preempted a moment ago
+        if sequence.number not in self.running:  # preempted a moment ago
             return False
         missing = self.pool.pages_for(sequence.num_tokens) - len(sequence.pages)
         while self.pool.num_free < missing:
-            youngest = next(s for s in reversed(self.running) if s is sequence or not s.is_in_step)
+            youngest = next(
+                s for s in reversed(self.running.values()) if s is sequence or not s.is_in_step
+            )
             if youngest is sequence:
                 return False
             self._end(youngest)
@@ -240,25 +239,25 @@ class Scheduler:
             youngest.is_preempted = True
             self.waiting.appendleft(youngest)
             self.num_preempted += 1
-        sequence.pages += self.pool.more(missing)
+        sequence.pages += self.pool.allocate(missing)
         return True
 
-    def _is_worth_waiting(self, sequence: Sequence) -> bool:
-        """Whether pages are on their way that hold half of a sequence's tokens, or more of them.
+    def _can_share_soon(self, sequence: Sequence) -> bool:
+        """Return True if a running sequence is computing pages for half of a sequence's tokens.
 
-        Of several answers to one prompt the first computes it, and the others share that.
+        Of several generations from one prompt the first computes it, and the others share that.
         """
         size, tokens = self.capacity.page_tokens, sequence.tokens
-        for other in self.running:
-            end = max((other.computed // size + 1) * size, len(tokens) // 2)
-            shareable = min(len(tokens), len(other.tokens)) - 1
-            if end <= shareable and tokens[:end] == other.tokens[:end]:
+        for running in self.running.values():
+            end = max((running.computed // size + 1) * size, len(tokens) // 2)
+            shareable = min(len(tokens), len(running.tokens)) - 1
+            if end <= shareable and tokens[:end] == running.tokens[:end]:
                 return True
         return False
 
     def _end_cancelled(self) -> None:
         # Others can have the pages when nothing is written to them any more.
-        for sequence in [s for s in self.running if s.is_cancelled and not s.is_in_step]:
+        for sequence in [s for s in self.running.values() if s.is_cancelled and not s.is_in_step]:
             self._end(sequence)
             sequence.finish("cancelled")
         for sequence in [s for s in self.waiting if s.is_cancelled]:

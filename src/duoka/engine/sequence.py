@@ -1,4 +1,4 @@
-"""A sequence: one answer on its way, from the queue to its end."""
+"""Sequences: requests in progress, from the queue to their end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .request import Completion, Finish, SamplingParams, TextPiece, TokenChoice
 from .sampler import SamplingRow
 
 Event = TextPiece | Completion | Exception
-"""What is told of an answer: more of its text, all of it at the end, or why there is none."""
+"""An event of a generation: more of its text, all of it at the end, or an error."""
 
 
 _numbers = count()
@@ -25,10 +25,10 @@ _NO_RULES = GenerationRules()
 
 
 class Sequence:
-    """One answer on its way, by parameters that have a seed and a number of tokens.
+    """A prompt and the tokens generated so far, by parameters with a seed and a number of tokens.
 
-    `computed` counts the tokens whose keys and values are in `pages`, `scheduled` those that have
-    been given to steps.
+    `computed` counts the tokens whose keys and values are in `pages`, `scheduled` the tokens that
+    steps have taken: computed ≤ scheduled ≤ num_tokens.
     """
 
     def __init__(
@@ -52,52 +52,51 @@ class Sequence:
         self.pages: list[int] = []
         self.computed = 0
         self.scheduled = 0
-        self.is_running = False
         self.is_preempted = False
         self.shared_tokens = 0
         self.is_cancelled = False
         self._seed = params.seed
         self._rules = rules
         self._matcher = matcher
-        # What a row is sampled by goes to another process in each step, and has no use for these.
+        # A row goes to another process in each step, where these aren't needed.
         self._row_params = replace(params, grammar=None, stop=())
         self._stop_ids = stop_ids
         self._choices: list[TokenChoice] = []
         self._answer: list[int] = []
-        self.tokens = list(prompt)  # and the answer so far
+        self.tokens = list(prompt)  # and the generated tokens
         self._detokenizer = detokenizer
         self._on_event = on_event
         self._asked_at = time.monotonic()
         self._first_token_at: float | None = None
         self._text = ""
-        self._stop_text: str | None = None  # which one of them has ended it
+        self._stop_text: str | None = None  # the stop text that has ended it
         self._has_ended = False
         self._num_sent = 0  # characters of the text
         self._num_told = 0  # tokens
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens there are: prompt and answer so far."""
+        """The number of tokens of prompt and generation so far."""
         return len(self.tokens)
 
     @property
     def num_left(self) -> int:
-        """The tokens that have been given to no step yet."""
+        """The number of tokens not yet taken by a step."""
         return self.num_tokens - self.scheduled
 
     @property
-    def is_answering(self) -> bool:
-        """Whether all but the last token have been computed: each step brings another one."""
+    def is_decoding(self) -> bool:
+        """True while decoding: all tokens but the last have been computed."""
         return self.num_tokens - self.computed == 1
 
     @property
     def is_in_step(self) -> bool:
-        """Whether some of its tokens are being computed."""
+        """True while a step computes some of its tokens."""
         return self.scheduled > self.computed
 
     @property
     def row(self) -> SamplingRow:
-        """What its next token is sampled by."""
+        """The parameters by which its next token is sampled."""
         params, place, rules = self._row_params, len(self._answer), self._rules
         banned = rules.banned(self.prompt, self._answer, self._stop_ids)
         if place < params.min_new_tokens:
@@ -116,7 +115,7 @@ class Sequence:
         )
 
     def add(self, choice: TokenChoice) -> Finish | None:
-        """Take the next token; whether, and why, it is the last one."""
+        """Add the next token; return the reason if the generation ends with it."""
         place, matcher = len(self._answer), self._matcher
         can_end = place >= self.params.min_new_tokens or matcher is not None
         if choice.token in self._stop_ids and can_end:
@@ -135,15 +134,15 @@ class Sequence:
             if matcher.is_complete:
                 return "stop"
         is_last = len(self._answer) == self.max_new_tokens
-        self._tell(self._num_safe())
+        self._report(self._num_safe())
         return "length" if is_last else None
 
     def finish(self, reason: Finish) -> None:
-        """Tell the end of the answer."""
+        """Report the end of the generation."""
         if self._stop_text is None:
             self._text += self._detokenizer.finish()
             self._is_at_stop_text()
-        self._tell(len(self._text))
+        self._report(len(self._text))
         self._end(
             Completion(
                 text=self._text,
@@ -159,18 +158,18 @@ class Sequence:
         )
 
     def fail(self, error: Exception) -> None:
-        """Tell why there is no answer."""
+        """Report why the generation failed."""
         self._end(error)
 
     def _end(self, event: Completion | Exception) -> None:
-        if self._has_ended:  # what failed was to tell of it
+        if self._has_ended:  # reporting the end has failed
             return
         self._has_ended = True
         if self._on_event is not None:
             self._on_event(event)
 
     def _is_at_stop_text(self) -> bool:
-        """Whether the answer has come to a text that ends it, which is then cut off."""
+        """Return True if the text has reached a stop text, and cut the stop text off."""
         found_at = [(self._text.find(text), text) for text in self.params.stop]
         places = [(place, text) for place, text in found_at if place >= 0]
         if places:
@@ -179,7 +178,7 @@ class Sequence:
         return self._stop_text is not None
 
     def _num_safe(self) -> int:
-        """The characters of the text that can't be the beginning of one that ends it."""
+        """Count the characters of the text that can't be the beginning of a stop text."""
         num_held = 0
         for stop in self.params.stop:
             for size in range(min(len(stop) - 1, len(self._text)), num_held, -1):
@@ -188,7 +187,7 @@ class Sequence:
                     break
         return len(self._text) - num_held
 
-    def _tell(self, end: int) -> None:
+    def _report(self, end: int) -> None:
         if end > self._num_sent:
             tokens = tuple(self._choices[self._num_told :])
             if self._on_event is not None:

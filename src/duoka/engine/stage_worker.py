@@ -22,11 +22,11 @@ from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import LoraAdapter, merge_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
+from duoka.runtime.call.paged_model import PagedModel, PagedStep
 from duoka.runtime.draw import draw_in_every_way
 from duoka.runtime.load import load_weights
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
-from duoka.runtime.paged_steps import PagedStep
 from duoka.runtime.publisher import BusyShares, Publisher
 from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.micro_batch import StageMicroBatch
@@ -36,7 +36,6 @@ from duoka.workers.portable import make_portable
 from duoka.workers.worker import run_with_channel
 
 from .executor import outcomes_of
-from .paged_model import PagedModel
 from .step import EngineStep, Outcome
 
 _BEAT_SECONDS = 0.25

@@ -175,6 +175,9 @@ class StagedExecutor:
         now = time.monotonic()
         if now < self._next_look:
             return
+        # Each worker changes a number in shared memory four times a second. `_beats` has those of
+        # the last look at which all had changed: a worker whose number is the same is silent, also
+        # where its channel is open and other workers go on.
         self._next_look = now + LOOK_SECONDS
         beats = self._memory.beats()
         silent = [rank for rank, beat in enumerate(self._beats) if beat == beats[rank]]

@@ -1,4 +1,4 @@
-"""How fast answers came."""
+"""Measuring the speed of generations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .request import Completion
 
 
 def measured(answers: Sequence[Completion], peaks: Sequence[PeakBytes]) -> Measured:
-    """What there is to say of answers, with the peaks of an engine that has been closed."""
-    begun = [(a, a.first_token_at) for a in answers if a.first_token_at is not None]
-    waits = [first - answer.asked_at for answer, first in begun]
-    # Those that came at the same time share the seconds.
+    """Summarize generations, with the memory peaks of an engine that has been closed."""
+    started = [(a, a.first_token_at) for a in answers if a.first_token_at is not None]
+    waits = [start - answer.asked_at for answer, start in started]
+    # The union of the intervals in which tokens came.
     seconds, until = 0.0, float("-inf")
-    for first, last in sorted((first, answer.ended_at) for answer, first in begun):
-        seconds += max(0.0, last - max(first, until))
-        until = max(until, last)
-    tokens = sum(max(0, len(answer.tokens) - 1) for answer, _ in begun)
+    for start, end in sorted((start, answer.ended_at) for answer, start in started):
+        seconds += max(0.0, end - max(start, until))
+        until = max(until, end)
+    tokens = sum(max(0, len(answer.tokens) - 1) for answer, _ in started)
     return Measured(
         devices=tuple(peaks),
         context_tokens=max((a.prompt_tokens + len(a.tokens) for a in answers), default=0),

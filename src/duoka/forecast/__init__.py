@@ -1,15 +1,16 @@
 """Forecast: a profile and a workload become bytes and seconds. It knows neither torch nor plans.
 
-- `workload`: what a model will be asked to do
-- `profile`, `profile_cache`, `tensor_names`: what a model allocates and computes, block by block
-- `flash_splits`: what flash attention takes for a moment over few queries
-- `alloc_events`, `alloc_program`: the allocations of one workload; those of a stage, compiled
-- `optimizer_memory`: what optimizers hold beside what they train
+- `workload`: batch, context and cache of inference, or a batch to train on
+- `profile`, `profile_cache`, `tensor_names`: allocations, costs and tensors of a model by block
+- `flash_splits`: memory of flash attention over few queries
+- `alloc_events`, `alloc_program`: the allocations of a workload; those of a stage, compiled
+- `optimizer_memory`: states and temporaries of optimizers
 - `allocator`, `device_memory`: CUDA's caching allocator; a device's memory, in Python and in C
-- `serving`: the sizes of steps over a paged cache, and why no others need to be known
-- `replay`, `replay_serving`, `replay_training`: a stage's steps, run through that memory
-- `stage_bytes`: what comes of it
-- `latency`, `serving_speed`: how long stages take, and how many requests they answer meanwhile
-- `stages`, `costs`: the chain that is cut and its lower bounds; what the search asks of stages
+- `serving`: the sizes of steps over a paged cache, as a finite set
+- `replay`, `replay_serving`, `replay_training`: passes of a stage on that memory, by schedule
+- `stage_bytes`: the bytes of a stage at the peak
+- `latency`, `serving_speed`: seconds of stages, and tokens per second of requests
+- `stages`, `training_bounds`: the chain of blocks to cut, and lower bounds of its stages' bytes
+- `costs`: bytes and seconds of stages, for the search
 - `forecast`: bytes and seconds of a placement
 """

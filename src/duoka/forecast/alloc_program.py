@@ -113,6 +113,7 @@ class StageCompiler:
             alive_before = len(self._code), self._num_registers, len(self._copied), len(self.alive)
             self._copy_inputs(block)
             self._run_block(block)
+            # With as many live tensors as before, and no copies, the block may be one of a period.
             is_steady = (
                 alive_before[2:] == (len(self._copied), len(self.alive)) and not self._detour_copies
             )
@@ -155,6 +156,8 @@ class StageCompiler:
             else:
                 return 0
         self.alive, self._num_registers = alive, self._num_registers + number * written
+        # The code of all repeated blocks at once: [blocks, instructions, 3]. Registers of inputs,
+        # which are caches, move by as many as a block has, all others by as many as it writes.
         code = np.array(self._code[start:]).reshape(-1, 3)
         further = np.where(code[:, :1] < self._num_inputs, num_kept, written) * [1, 0, 0]
         times = np.arange(1, number + 1)[:, None, None]
@@ -257,6 +260,7 @@ class StageCompiler:
             at[max(maker, 0)],
             *(at[start] for start in starts if start > maker),
         ]
+        # Devices in a row count once, and the last ones are where the block is.
         hops = [device for device, _ in itertools.groupby(path)]
         while hops and hops[-1] == at[block]:
             hops.pop()

@@ -118,6 +118,8 @@ class SegmentPool:
 
     def take(self, size: int) -> Block | None:
         """Take the smallest free block of at least so many bytes, split, or return None."""
+        # Best fit: `free` is sorted by size, then address. A rest too small for any request of this
+        # pool stays with the block.
         free = self.free
         index = bisect_left(free, size << ADDRESS_BITS)
         if index == len(free):
@@ -134,8 +136,9 @@ class SegmentPool:
         self._starts[behind], self._ends[behind + rest] = rest, behind
         return size << ADDRESS_BITS | address
 
-    def give(self, block: Block) -> None:
+    def release(self, block: Block) -> None:
         """Take a block back, and merge it with its free neighbours."""
+        # A free neighbour behind begins where the block ends, one before it ends where it begins.
         free, starts, ends = self.free, self._starts, self._ends
         address = block & ADDRESS
         end = address + (block >> ADDRESS_BITS)
@@ -226,7 +229,7 @@ class CachingAllocator:
         assert not allocation.is_free, "freed twice"
         allocation.is_free = True
         self.allocated_bytes -= allocation.size
-        self.give(allocation.block)
+        self.release(allocation.block)
 
     def take(self, size: int) -> Block:
         """Return a block for a rounded request, counted as reserved and not as allocated."""
@@ -238,11 +241,11 @@ class CachingAllocator:
             assert block is not None, "a new segment holds what it was made for"
         return block
 
-    def give(self, block: Block) -> None:
+    def release(self, block: Block) -> None:
         """Take back a block of `take`."""
         # A block of the large pool is always larger than one of the small pool.
         is_small = block >> ADDRESS_BITS <= SMALL_REQUEST_BYTES
-        (self.small if is_small else self.large).give(block)
+        (self.small if is_small else self.large).release(block)
 
     def has_room_for(self, segment: int) -> bool:
         """Return True if so many more bytes can be reserved."""

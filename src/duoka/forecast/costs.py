@@ -20,7 +20,7 @@ from .replay import Replay, stage_signature
 from .replay_training import TrainingReplay, replay_of
 from .serving import SERVING_MONOMIALS
 from .stage_bytes import StageBytes
-from .stages import Chain, Growth, between, lower_bounds
+from .stages import Chain, Growth, lower_bounds, sum_ranges
 from .training_bounds import training_bounds
 from .workload import Workload
 
@@ -126,9 +126,9 @@ class Costs:
         return [(index, *self._chain.attached[index]) for index in self.chain]
 
     @property
-    def alike(self) -> Ints:
+    def stage_classes(self) -> Ints:
         """[start, stop]: equal numbers only where equal bytes are needed."""
-        return self._chain.alike
+        return self._chain.stage_classes
 
     def streamed_bytes(self, start: int, stop: int) -> int:
         """Return the bytes copied from the host to a stage in each step."""
@@ -232,7 +232,7 @@ class Costs:
             rules = [trace.sizes[number] for number in trace.retained]
             of_kind.append(sum(round(rule[place]) for rule in rules if len(rule) > place))
         kinds = [[profile.blocks[block].kind for block in blocks] for blocks in self.places]
-        return np.asarray(between([sum(of_kind[kind] for kind in row) for row in kinds]))
+        return np.asarray(sum_ranges([sum(of_kind[kind] for kind in row) for row in kinds]))
 
     @property
     def latency(self) -> LatencyModel:
@@ -246,7 +246,7 @@ class Costs:
         if device.memory_bytes_per_second is None:
             return None  # without computing what isn't needed
         seconds = self.latency.seconds_on(device)
-        return None if seconds is None else between(seconds.sum(axis=0))
+        return None if seconds is None else sum_ranges(seconds.sum(axis=0))
 
     @property
     def time_objective(self) -> Literal["latency", "throughput"] | None:

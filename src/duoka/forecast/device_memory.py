@@ -84,7 +84,7 @@ class PlainMemory:
     def release(self, block: Held, cached: bool = False) -> None:
         """Free a block of `hold` or `run`, again with its `cached`."""
         address, size, requested = block
-        self._allocator.give(size << ADDRESS_BITS | address)
+        self._allocator.release(size << ADDRESS_BITS | address)
         self._allocator.allocated_bytes -= size
         self.requested -= requested
         self.cached -= size * cached

@@ -63,6 +63,8 @@ def _splits(blocks: int, key_blocks: int) -> int:
     """Return the fewest splits with nearly the best use of the multiprocessors."""
     if blocks >= _BUSY * _AT_A_TIME:
         return 1
+    # Blocks of work run in waves over the multiprocessors; the share of busy ones is best where the
+    # last wave is full.
     shares = {}
     for splits in range(1, min(_MOST_SPLITS, _AT_A_TIME, key_blocks) + 1):
         # As many key blocks in each as with one split fewer would leave the last one empty.

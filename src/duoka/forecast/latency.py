@@ -161,7 +161,8 @@ class LatencyModel:
         self._known: dict[tuple[object, ...], Floats] = {}
         self._work = {kind: self._work_of(kind) for kind in self._kinds()}
         kinds = [block.kind for block in self._profile.blocks]
-        # The first block of a stage, and the last one of the stage before.
+        # What is sent over a cut follows from the kinds of the two blocks at it: the first one of a
+        # stage, and the last one of the stage before.
         cuts = [(kinds[first_block], kinds[max(first_block - 1, 0)]) for first_block, *_ in places]
         boundaries = {cut: self._boundary(*cut) for cut in set(cuts)}
         # [places + 1, (bytes, number), (prefill, decode)]
@@ -265,6 +266,8 @@ class LatencyModel:
                 s.prefill_transfer_seconds + s.decode_transfer_seconds,
             )
         )
+        # In a pipeline of K stages, m micro-batches take m + K - 1 times one stage, if all are
+        # equal: once through all stages (the sums over m), and m - 1 times the slowest more.
         training, tokens = self._workload.training, self._workload.new_tokens
         total = (prefill + decode + (self._num_passes - 1) * slowest) / self._num_passes
         busy = slowest

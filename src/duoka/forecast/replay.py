@@ -136,6 +136,8 @@ class Replay(AllocEvents):
             return _ends(keys)
         if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
             return keys
+        # Which lengths need a replay follows from the sizes of caches: a cache is allocated anew in
+        # every step, and asks for another segment only where its size class changes.
         chosen_lengths = {*_ends(keys)}
         rules = {
             trace.sizes[index]
@@ -182,8 +184,8 @@ def stage_signature(profile: Profile, blocks: Sequence[int]) -> tuple[int, ...]:
 class StageRun:
     """A replay of a stage on a device of its own, pass by pass.
 
-    `kept` are the caches or gradients, block by block; `num_kept` has how many each block has. The
-    first matrix product of forward passes takes cuBLAS's workspace for good; so does that of
+    `retained` are the caches or gradients, block by block, and `num_kept` their number per block.
+    The first matrix product of forward passes takes cuBLAS's workspace for good; so does that of
     backward passes, which run in another thread.
     """
 
@@ -205,7 +207,7 @@ class StageRun:
         for size in buffer_bytes(profile.streamed_bytes(self.blocks)):
             memory.hold(size)
         self._weight_bytes = memory.allocated
-        self.kept: list[Held] = []
+        self.retained: list[Held] = []
         self.num_kept = (0,) * len(self.blocks)
         self.is_paused = False
         self._passes = replay.passes(self)
@@ -239,6 +241,7 @@ class StageRun:
         replay = self.replay
         is_backward = replay.is_backward(step)
         workspace = 0 if is_backward in self._has_workspace else replay.workspace_bytes
+        # Steps of one regime with as many caches run the same code; only their sizes differ.
         key = (self._signature, workspace, replay.steps[step].regime, self.num_kept)
         if key not in self._programs:
             compiler = StageCompiler(
@@ -253,13 +256,13 @@ class StageRun:
             self._programs[key] = compiler.program()
         program = self._programs[key]
         sizes = program.sizes(replay, step)
-        out = self.memory.run(program.code, sizes, [*self.kept, *saved], program.live_out)
+        out = self.memory.run(program.code, sizes, [*self.retained, *saved], program.live_out)
         if program.takes_workspace:
             self._has_workspace.add(is_backward)
         if not is_backward:
             self._saved = program.saved
         number = sum(program.num_kept)
-        self.kept, self.num_kept = out[:number], program.num_kept
+        self.retained, self.num_kept = out[:number], program.num_kept
         return out[number:]
 
 

@@ -73,6 +73,8 @@ class TrainingReplay(Replay):
             ends.add(end)
 
     def _run_micro_batches(self, stage: StageRun) -> None:
+        # Warm-up: forward passes until the limit. Steady state: a backward pass of the oldest
+        # micro-batch, then a forward pass. Cool-down: the backward passes that are left.
         limit, flying = self.in_flight, list[list[Held]]()
         step = BACKWARD
         last_seen: dict[Any, int] = {}
@@ -81,8 +83,8 @@ class TrainingReplay(Replay):
             if len(flying) == limit:
                 stage.run_pass(step, flying.pop(0))
                 step = ACCUMULATE
-                # From the same state of the allocator the same follows: so many micro-batches
-                # later it has come round, and whole rounds more needn't be run.
+                # The same allocator state leads to the same states again. If it was last seen with
+                # `period` more micro-batches to go, whole periods of the rest change nothing.
                 state = _allocator_state(stage.memory, flying)
                 period = last_seen.setdefault(state, remaining) - remaining
                 if period:
@@ -138,9 +140,9 @@ class TrainingReplay(Replay):
             if MOST_TEMPORARIES[optimizer]:
                 sizes = [tensor.num_bytes for tensor in group]
                 _hold_for_update(stage.memory, sizes, MOST_TEMPORARIES[optimizer])
-        for gradient in stage.kept:
+        for gradient in stage.retained:
             stage.memory.release(gradient, cached=True)
-        stage.kept, stage.num_kept = [], (0,) * len(stage.blocks)
+        stage.retained, stage.num_kept = [], (0,) * len(stage.blocks)
 
     def _ends(self) -> Iterator[tuple[Key, int]]:
         for block in range(len(self.profile.blocks)):

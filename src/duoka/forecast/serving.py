@@ -140,6 +140,7 @@ class Capacity:
         What is before the last layer doesn't depend on how many logits there are, nor these on the
         pieces: each of both comes with every number of tokens, not with each of the other.
         """
+        # The sizes of logits and of rows don't meet: n-th largest with n-th largest covers each.
         sizes = []
         for tokens in reversed(_distinct(map(self.tokens, range(1, self.step_tokens + 1)))):
             rows = _distinct(power(number) for number in range(1, min(tokens, PIECE_ROWS) + 1))

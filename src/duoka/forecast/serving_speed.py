@@ -106,6 +106,8 @@ def step_seconds(
         seconds = model.seconds_of(stages, fleet)
         return None if seconds is None else seconds.first_token_seconds
 
+    # Three prompts give three unknowns: a single token the fixed part, a chunk the part of each of
+    # its tokens, and a second chunk behind it the part of each pair of a token and an earlier one.
     token, chunk, chunks = map(seconds_at, (1, size, 2 * size))
     if token is None or chunk is None or chunks is None:
         return None

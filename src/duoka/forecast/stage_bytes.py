@@ -70,6 +70,6 @@ class StageBytes:
         """Bytes of the budget not requested at the peak; at least `free_bytes`."""
         return self.budget_bytes - self.requested_bytes
 
-    def placed(self, device: Device) -> StageBytes:
+    def place_on(self, device: Device) -> StageBytes:
         """Return the bytes with the name and the budget of a device."""
         return replace(self, device=device.name, budget_bytes=device.budget_bytes)

@@ -54,7 +54,7 @@ class Chain:
         )
 
     @cached_property
-    def alike(self) -> NDArray[np.int64]:
+    def stage_classes(self) -> NDArray[np.int64]:
         """[start, stop]: equal numbers only where the signatures are equal."""
         kinds, end, num = self.profile.blocks, len(self.profile.blocks) - 1, len(self)
         table = np.zeros((num + 1, num + 1), np.int64)
@@ -78,7 +78,7 @@ class Chain:
         profile = self.profile
         of_kind = [sum(map(rounded_bytes, kind.weight_bytes)) for kind in profile.kinds]
         return np.triu(
-            between(
+            sum_ranges(
                 [
                     sum(of_kind[profile.blocks[b].kind] for b in (index, *self.attached[index]))
                     for index in self.blocks
@@ -137,7 +137,8 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
     block_of = dict(zip(kinds, chain.blocks, strict=True))
     of_kind = {kind: [*_cache_and_peaks(chain, replay, block)] for kind, block in block_of.items()}
     rows = {kind: row for row, kind in enumerate(of_kind)}
-    # [steps, places, numbers]
+    # A profile has few kinds of blocks: each is looked at once, and its numbers are spread over all
+    # places of that kind.
     costs = _undominated(np.array([*of_kind.values()]))[:, [rows[kind] for kind in kinds]]
     bounds = np.zeros((num + 1, num + 1), np.int64)
     starts, places = np.arange(num)[:, None], np.arange(num)
@@ -202,6 +203,7 @@ class Growth:
         kinds, regimes = chain.profile.kinds, np.array([step.regime for step in replay.steps])
         self._kinds = [chain.profile.blocks[index].kind for index in chain.blocks]
         self._held_bytes = chain.weight_bytes + _buffers(chain)
+        # The largest tensor of each step, in any block, bounds the segments that are free later.
         largest, grown = np.zeros(len(regimes)), np.zeros((len(kinds), len(regimes) + 1), np.int64)
         sizes = dict[tuple[int, int], NDArray[np.int64]]()
         for kind, regime in itertools.product(range(len(kinds)), {*regimes.tolist()}):
@@ -210,9 +212,12 @@ class Growth:
             values = [step.values for step in replay.steps if step.regime == regime]
             sizes[kind, regime] = evaluate_all(rules, np.array(values).T)
             largest[at] = np.maximum(largest[at], sizes[kind, regime].max(axis=0, initial=0))
+        # Before the first step there are segments of up to 20 MiB, and the one of the workspace.
         least_segment = segment_bytes(max(LARGE_REQUEST_BYTES - 1, replay.workspace_bytes))
         segments = -(-largest // SEGMENT_ROUND_BYTES) * SEGMENT_ROUND_BYTES
         self._largest_segments = np.maximum.accumulate([least_segment, *segments])
+        # Of the tensors alive at an allocation, [allocations, tensors], those that are larger than
+        # any segment so far, [tensors, steps], each need a segment of their own.
         for (kind, regime), of_step in sizes.items():
             at, alive = regimes == regime, _alive(kinds[kind].traces[regime])
             large = np.where(of_step > self._largest_segments[:-1][at], of_step, 0)[: len(alive)]
@@ -222,6 +227,7 @@ class Growth:
 
     def bounds(self, room_bytes: int) -> NDArray[np.int64]:
         """[start, stop]: lower bounds of the reserved bytes of stages with so much room left."""
+        # Steps up to the first segment larger than the room: then cached memory may go back.
         num_steps = int(np.searchsorted(self._largest_segments[1:], room_bytes, "right"))
         grown = np.tile(self._grown_bytes[self._kinds, num_steps], (len(self._kinds), 1))
         bounds = self._held_bytes.copy()
@@ -240,7 +246,7 @@ def _alive(trace: AllocationTrace) -> NDArray[np.float64]:
     return alive
 
 
-def between(values: ArrayLike) -> NDArray[Any]:
+def sum_ranges(values: ArrayLike) -> NDArray[Any]:
     """[start, stop]: sums of values over places; below the diagonal their negatives."""
     total = np.cumsum(np.concatenate([[0], np.asarray(values)]))
     return np.asarray(total[None, :] - total[:, None])

@@ -37,7 +37,7 @@ from .allocator import rounded_bytes
 from .optimizer_memory import MOST_TEMPORARIES, state_bytes
 from .profile import BlockKind, Profile, Ref, evaluate
 from .replay_training import ACCUMULATE, BACKWARD, FORWARD, TrainingReplay
-from .stages import Chain, between, running_peaks
+from .stages import Chain, running_peaks, sum_ranges
 
 Ints = NDArray[np.int64]
 
@@ -58,7 +58,7 @@ def training_bounds(chain: Chain, replay: TrainingReplay) -> Ints:
         _pass_peaks(saved, [_peak(replay, blocks, step) for blocks in places])
         for step in (FORWARD, BACKWARD, ACCUMULATE)
     )
-    saved_by_others = (in_flight - 1) * between(saved)
+    saved_by_others = (in_flight - 1) * sum_ranges(saved)
     needed = [
         gradients + (matrices if MOST_TEMPORARIES[optimizer] == inf else 0),
         saved_by_others + np.maximum(forward, backward),
@@ -66,7 +66,7 @@ def training_bounds(chain: Chain, replay: TrainingReplay) -> Ints:
     if training.micro_batches > in_flight:
         needed.append(gradients + saved_by_others + np.maximum(forward, accumulate))
     elif training.micro_batches > 1:
-        needed.append(gradients + (in_flight - 2) * between(saved) + accumulate)
+        needed.append(gradients + (in_flight - 2) * sum_ranges(saved) + accumulate)
     return np.triu(weights + states + np.maximum.reduce(needed), 1)
 
 
@@ -76,7 +76,7 @@ def _sums(
     sizes: Callable[[BlockKind], Sequence[int]],
 ) -> Ints:
     """[start, stop]: bytes of some tensors of stages."""
-    return between(
+    return sum_ranges(
         [
             sum(
                 rounded_bytes(size)

@@ -1,18 +1,25 @@
-"""Tensors described as boxes of other tensors, for finding out what a conversion moves where.
+"""The boxes of tensors in a conversion, read off a run without data.
 
-A `Sketch` goes through the code that converts a checkpoint's tensors in the place of a tensor and
-records splitting, joining, stacking and transposing instead of doing it. Operations that move
-single elements about cannot be described by boxes and raise `IndescribableError`.
+A conversion splits, joins, stacks and transposes tensors. A `CopyTracer` runs it on tensors of the
+meta device. Most operations return views there, whose offset and strides tell which box of which
+tensor they show. Joining, stacking and copying make new tensors; of these the tracer notes which
+view is filled with which operand. So a result is traced back, copy by copy, to boxes of sources:
+
+    gate, up [2, 3] → stack → cat        made₂ [2, 4, 3]
+    made₂[:, 0:2] ← made₁, made₁[0] ← gate₀, made₁[1] ← gate₁
+    box of gate₁ (0:2, 0:3) → box of made₂ (1:2, 0:2, 0:3)
+
+Operations that move single elements about are not made of boxes and raise `IndescribableError`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 Box = tuple[tuple[int, int], ...]
 """A half-open range for each dimension."""
@@ -22,26 +29,25 @@ class IndescribableError(Exception):
     """An operation whose result isn't made of boxes of its inputs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorCopy:
-    """A box of one checkpoint tensor, and the box of one parameter or buffer that it fills.
+class TensorCopy(NamedTuple):
+    """A box of a checkpoint tensor, and the box of a parameter or buffer to fill with it.
 
     `axes` has for each dimension of the target the source's dimension along it; None where the
-    source has none, as along a stack of experts. Dimensions of the source that are absent have
-    extent 1. While the target is a `Sketch` it has no name.
+    target's box has extent 1, as along a stack of experts. Other dimensions of the source's box
+    have extent 1. While a conversion is traced the target has no name.
     """
 
-    target: str = ""
     source: str
     source_shape: tuple[int, ...]
     source_box: Box
     target_box: Box
     axes: tuple[int | None, ...]
+    target: str = ""
 
     @property
     def source_slices(self) -> tuple[slice, ...]:
         """The box as an index, as tensors and safetensors' lazy slices take it."""
-        return tuple(slice(start, stop) for start, stop in self.source_box)
+        return as_slices(self.source_box)
 
     def orient(self, part: Tensor) -> Tensor:
         """Return a view of ``source[source_slices]`` with the dimensions of the target's box."""
@@ -51,224 +57,177 @@ class TensorCopy:
         return part.permute((*axes, *dropped)).reshape(extents)
 
     def place(self, target: Tensor) -> Tensor:
-        """Return the view of the parameter or buffer that the piece fills."""
-        return target[tuple(slice(start, stop) for start, stop in self.target_box)]
+        """Return the copy's view of the parameter or buffer."""
+        return target[as_slices(self.target_box)]
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the piece from the whole checkpoint tensor into the whole target."""
-        with torch.no_grad():
-            self.place(target).copy_(self.orient(source[self.source_slices]))
-
-    def cut(self, dim: int, start: int, stop: int) -> TensorCopy | None:
-        """Return what lies in [start, stop) of the target's `dim`, counted from `start`."""
-        low, high = max(self.target_box[dim][0], start), min(self.target_box[dim][1], stop)
-        if low >= high:
+    def restrict(self, box: Box) -> TensorCopy | None:
+        """Return the part of the copy whose source lies in a box; None where there is none."""
+        common = intersect(self.source_box, box)
+        if common is None:
             return None
-        origin, axis = self.source_box, self.axes[dim]
-        if axis is not None:
-            shift = origin[axis][0] - self.target_box[dim][0]
-            origin = _with_extent(origin, axis, (low + shift, high + shift))
-        box = _with_extent(self.target_box, dim, (low - start, high - start))
-        return replace(self, source_box=origin, target_box=box)
-
-    def shift(self, dim: int, by: int) -> TensorCopy:
-        """Return the piece moved along the target's `dim`."""
-        start, stop = self.target_box[dim]
-        return replace(self, target_box=_with_extent(self.target_box, dim, (start + by, stop + by)))
+        target_box = []
+        for axis, (start, stop) in zip(self.axes, self.target_box, strict=True):
+            if axis is not None:
+                start += common[axis][0] - self.source_box[axis][0]
+                stop = start + common[axis][1] - common[axis][0]
+            target_box.append((start, stop))
+        return self._replace(source_box=common, target_box=tuple(target_box))
 
 
-def _with_extent(box: Box, dim: int, extent: tuple[int, int]) -> Box:
-    return (*box[:dim], extent, *box[dim + 1 :])
+def whole_box(shape: Iterable[int]) -> Box:
+    """Return the box of a whole tensor."""
+    return tuple((0, extent) for extent in shape)
 
 
-class Sketch:
-    """A shape, and the parts that fill it."""
+def as_slices(box: Box) -> tuple[slice, ...]:
+    """Return a box as an index of a tensor."""
+    return tuple(slice(start, stop) for start, stop in box)
 
-    def __init__(self, shape: Sequence[int], parts: Sequence[TensorCopy]) -> None:
-        self.shape = torch.Size(shape)
-        self.parts = tuple(parts)
 
-    @classmethod
-    def of(cls, name: str, shape: Sequence[int]) -> Sketch:
-        """Describe a whole tensor."""
-        box = tuple((0, extent) for extent in shape)
-        whole = TensorCopy(
-            source=name,
-            source_shape=tuple(shape),
-            source_box=box,
-            target_box=box,
-            axes=tuple(range(len(box))),
-        )
-        return cls(shape, [whole])
+def intersect(box: Box, bounds: Box) -> Box | None:
+    """Return the elements that two boxes have in common; None where there are none."""
+    common = tuple(
+        (max(start, lower), min(stop, upper))
+        for (start, stop), (lower, upper) in zip(box, bounds, strict=True)
+    )
+    return None if any(start >= stop for start, stop in common) else common
 
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
 
-    def dim(self) -> int:
-        """Return the number of dimensions."""
-        return len(self.shape)
+class _Filling(NamedTuple):
+    """A box of a new tensor, its operand, and by axis the operand's dimension."""
 
-    def size(self, dim: int | None = None) -> Any:
-        """Return the shape, or one extent of it."""
-        return self.shape if dim is None else self.shape[dim]
+    box: Box
+    operand: Tensor
+    dims: Mapping[int, int]
 
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.shape.numel()
 
-    def __getitem__(self, index: Any) -> Sketch:
-        if index is Ellipsis:
-            return self
-        raise IndescribableError(f"indexing by {index!r}")
+class CopyTracer(TorchFunctionMode):
+    """Runs code on sources without data, and traces results back to boxes of the sources.
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        # A method call is the function of the same name, if that is one of those described.
-        operation = _METHODS.get(name)
-        if operation is None:
-            raise IndescribableError(name)
-        return lambda *args, **kwargs: operation(self, *args, **kwargs)
+    Parameters
+    ----------
+    shapes : mapping of str to sequence of int
+        Of the sources, by name. Code that is run under this mode gets `tensors` in their place.
+    """
 
-    @classmethod
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self.tensors = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
+        # By storage: the tensor that has all of it, and its name or the parts that fill it.
+        self._origins: dict[int, tuple[Tensor, str | list[_Filling]]] = {
+            _storage(tensor): (tensor, name) for name, tensor in self.tensors.items()
+        }
+
     def __torch_function__(
-        cls,
+        self,
         func: Callable[..., Any],
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        operation = _METHODS.get(getattr(func, "__name__", ""))
-        if operation is None:
-            raise IndescribableError(str(func))
-        return operation(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("cat", "stack"):
+            operands = args[0] if args else (kwargs or {})["tensors"]
+            dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim", 0)
+            self._note(result, operands, dim % result.ndim, is_stack=name == "stack")
+        elif name in ("contiguous", "clone", "to") and _storage(result) != _storage(args[0]):
+            dims = {axis: axis for axis in range(result.ndim)}
+            filling = _Filling(whole_box(result.shape), args[0], dims)
+            self._origins[_storage(result)] = result, [filling]
+        return result
 
+    def _note(
+        self, result: Tensor, operands: Sequence[Tensor], dim: int, *, is_stack: bool
+    ) -> None:
+        """Note the operands that fill a tensor one after another along a dimension."""
+        box, start, fillings = whole_box(result.shape), 0, []
+        dims = {axis: axis - (is_stack and axis > dim) for axis in range(result.ndim)}
+        if is_stack:
+            del dims[dim]
+        for operand in operands:
+            stop = start + (1 if is_stack else operand.shape[dim])
+            fillings.append(_Filling((*box[:dim], (start, stop), *box[dim + 1 :]), operand, dims))
+            start = stop
+        self._origins[_storage(result)] = result, fillings
 
-def _same(sketch: Sketch, *_args: Any, **_kwargs: Any) -> Sketch:
-    return sketch
-
-
-def _narrow(sketch: Sketch, dim: int, start: int, length: int) -> Sketch:
-    dim %= sketch.ndim
-    shape = (*sketch.shape[:dim], length, *sketch.shape[dim + 1 :])
-    cuts = (part.cut(dim, start, start + length) for part in sketch.parts)
-    return Sketch(shape, [part for part in cuts if part is not None])
-
-
-def _split(sketch: Sketch, sizes: int | Sequence[int], dim: int = 0) -> tuple[Sketch, ...]:
-    extent = sketch.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, extent - start) for start in range(0, extent, sizes)]
-    if sum(sizes) != extent:
-        raise ValueError(f"{extent} cannot be split into {list(sizes)}")
-    return tuple(_consecutive(sketch, sizes, dim))
-
-
-def _consecutive(sketch: Sketch, sizes: Sequence[int], dim: int) -> Iterator[Sketch]:
-    start = 0
-    for size in sizes:
-        yield _narrow(sketch, dim, start, size)
-        start += size
-
-
-def _chunk(sketch: Sketch, chunks: int, dim: int = 0) -> tuple[Sketch, ...]:
-    return _split(sketch, -(-sketch.shape[dim] // chunks), dim)
-
-
-def _unbind(sketch: Sketch, dim: int = 0) -> tuple[Sketch, ...]:
-    return tuple(_squeeze(single, dim) for single in _split(sketch, 1, dim))
-
-
-def _squeeze(sketch: Sketch, dim: int) -> Sketch:
-    dim %= sketch.ndim
-    if sketch.shape[dim] != 1:
-        return sketch
-    return Sketch(
-        _without(sketch.shape, dim),
-        [
-            replace(
-                part,
-                target_box=_without(part.target_box, dim),
-                axes=_without(part.axes, dim),
+    def copies(self, value: Tensor) -> Iterator[TensorCopy]:
+        """Yield the copies from sources that together make a result."""
+        whole, origin = self._origins.get(_storage(value), (value, None))
+        if origin is None:
+            raise IndescribableError("neither views nor copies of the sources")
+        if not value.numel():
+            return
+        box, axes = _box_of(value, whole)
+        if isinstance(origin, str):
+            yield TensorCopy(
+                source=origin,
+                source_shape=tuple(whole.shape),
+                source_box=box,
+                target_box=whole_box(value.shape),
+                axes=axes,
             )
-            for part in sketch.parts
-        ],
-    )
+            return
+        for filling in origin:
+            common = intersect(box, filling.box)
+            if common is None:
+                continue
+            part = filling.operand
+            for axis, dim in filling.dims.items():
+                start, stop = common[axis]
+                if (start, stop) != filling.box[axis]:
+                    part = part.narrow(dim, start - filling.box[axis][0], stop - start)
+            for copy in self.copies(part):
+                target = [
+                    _shifted(copy, filling.dims.get(axis), common[axis][0] - box[axis][0])
+                    if axis is not None
+                    else ((0, 1), None)
+                    for axis in axes
+                ]
+                yield copy._replace(
+                    target_box=tuple(ends for ends, _ in target),
+                    axes=tuple(axis for _, axis in target),
+                )
 
 
-def _without(items: Sequence[Any], index: int) -> tuple[Any, ...]:
-    return (*items[:index], *items[index + 1 :])
+def _shifted(copy: TensorCopy, dim: int | None, shift: int) -> tuple[tuple[int, int], int | None]:
+    """Return the range of a copy's target along a dimension, shifted, and the source's axis."""
+    if dim is None:
+        return (shift, shift + 1), None
+    start, stop = copy.target_box[dim]
+    return (start + shift, stop + shift), copy.axes[dim]
 
 
-def _unsqueeze(sketch: Sketch, dim: int) -> Sketch:
-    dim %= sketch.ndim + 1
-    return Sketch(
-        (*sketch.shape[:dim], 1, *sketch.shape[dim:]),
-        [
-            replace(
-                part,
-                target_box=(*part.target_box[:dim], (0, 1), *part.target_box[dim:]),
-                axes=(*part.axes[:dim], None, *part.axes[dim:]),
-            )
-            for part in sketch.parts
-        ],
-    )
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
-def _cat(sketches: Sequence[Sketch], dim: int = 0) -> Sketch:
-    first = sketches[0]
-    dim %= first.ndim
-    parts: list[TensorCopy] = []
-    extent = 0
-    for sketch in sketches:
-        if _without(sketch.shape, dim) != _without(first.shape, dim):
-            raise ValueError(f"{tuple(sketch.shape)} cannot be joined to {tuple(first.shape)}")
-        parts += (part.shift(dim, extent) for part in sketch.parts)
-        extent += sketch.shape[dim]
-    return Sketch((*first.shape[:dim], extent, *first.shape[dim + 1 :]), parts)
+# Of a tensor [4, 6], with strides (6, 1), a view at offset 8 = 1 · 6 + 2 · 1 starts at [1, 2].
+# A dimension of extent 3 and stride 6 runs along axis 0, so the view's box begins with 1:4. There
+# is no box for a stride that no axis has (2, of every other column), or an extent beyond its axis.
+def _box_of(view: Tensor, whole: Tensor) -> tuple[Box, tuple[int | None, ...]]:
+    """Return the box of a tensor in a view, and the axis of each dimension.
 
-
-def _stack(sketches: Sequence[Sketch], dim: int = 0) -> Sketch:
-    return _cat([_unsqueeze(sketch, dim) for sketch in sketches], dim)
-
-
-def _permute(sketch: Sketch, order: Sequence[int]) -> Sketch:
-    return Sketch(
-        [sketch.shape[dim] for dim in order],
-        [
-            replace(
-                part,
-                target_box=tuple(part.target_box[dim] for dim in order),
-                axes=tuple(part.axes[dim] for dim in order),
-            )
-            for part in sketch.parts
-        ],
-    )
-
-
-def _transpose(sketch: Sketch, dim0: int, dim1: int) -> Sketch:
-    order = list(range(sketch.ndim))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
-    return _permute(sketch, order)
-
-
-def _transpose_2d(sketch: Sketch) -> Sketch:
-    return _transpose(sketch, 0, 1)
-
-
-_METHODS: dict[str, Callable[..., Any]] = {
-    "cat": _cat,
-    "chunk": _chunk,
-    "clone": _same,
-    "contiguous": _same,
-    "detach": _same,
-    "narrow": _narrow,
-    "split": _split,
-    "squeeze": _squeeze,
-    "stack": _stack,
-    "t": _transpose_2d,
-    "to": _same,
-    "transpose": _transpose,
-    "unbind": _unbind,
-    "unsqueeze": _unsqueeze,
-}
+    Dimensions of extent 1 have no axis.
+    """
+    if view is whole:
+        return whole_box(whole.shape), tuple(
+            axis if extent > 1 else None for axis, extent in enumerate(whole.shape)
+        )
+    offset, strides = int(view.storage_offset() - whole.storage_offset()), whole.stride()
+    box = [(0, 1)] * whole.ndim
+    by_stride = {}
+    for axis in sorted(range(whole.ndim), key=strides.__getitem__, reverse=True):
+        if whole.shape[axis] > 1:
+            start, offset = divmod(offset, strides[axis])
+            box[axis] = (start, start + 1)
+            by_stride[strides[axis]] = axis
+    axes: list[int | None] = []
+    for extent, stride in zip(view.shape, view.stride(), strict=True):
+        along = by_stride.pop(stride, None) if extent > 1 else None
+        if along is not None and box[along][0] + extent <= whole.shape[along]:
+            box[along] = (box[along][0], box[along][0] + extent)
+        elif extent > 1:
+            raise IndescribableError("a view that is no box")
+        axes.append(along)
+    return tuple(box), tuple(axes)

@@ -27,8 +27,8 @@ from . import chatglm, glm4v, transformers4
 from .meta import construct
 from .remote_code import RemoteCode
 
-# Where a generating class is looked for when the configuration names none, in this order; for an
-# encoder with a decoder in the reverse of the first two, since its decoder alone answers nothing.
+# The mappings in which a generating class is looked up when the configuration names none, in this
+# order; for an encoder with a decoder the first two in reverse: its decoder can't run by itself.
 _CAUSAL = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
 _ENCODER_DECODER = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 _IMAGE = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -59,7 +59,7 @@ def build(
 
     try:
         model = construct(partial(make, chosen))
-        # A checkpoint's own code keeps what its constructor makes: its users compute with that.
+        # A checkpoint's own code keeps the frequencies of its constructor, as its users have them.
         frequencies = _frequencies(model).values() if code is None else ()
         if any(buffer.dtype != torch.float32 for buffer in frequencies):
             _replace_buffers(model, _frequencies(construct(partial(make, torch.float32))))
@@ -93,7 +93,7 @@ def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> P
     except ModelError:
         raise
     except Exception as error:
-        # A strict dataclass tells which field only; its cause tells why.
+        # A strict dataclass names only the field; its cause has the reason.
         reason = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise ModelError(
             f"the configuration is not valid for model_type {config_class.model_type!r}: {reason}",
@@ -102,7 +102,7 @@ def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> P
 
 
 def _decode(value: Any) -> Any:
-    """Copy a JSON value; transformers writes infinities as an object, and reads them so."""
+    """Copy a JSON value; read infinities from transformers' form of them."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -111,7 +111,7 @@ def _decode(value: Any) -> Any:
 
 
 def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Choose the class that the configuration names, unless that is a body without a head."""
+    """Choose the class named by the configuration, unless without a head."""
     named = _named_class(config)
     bare = _mapped(modeling_auto.MODEL_MAPPING, config)
     if named is not None and named is not bare:
@@ -187,7 +187,7 @@ def _replace_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> No
 
 
 def _keep_in_32_bit(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give parameters that the architecture keeps in 32 bit that dtype, as transformers does."""
+    """Cast the architecture's 32-bit parameters, as transformers does."""
     patterns = [name.replace("*", ".*") for name in model._get_dtype_plan(dtype)]
     if not patterns:
         return

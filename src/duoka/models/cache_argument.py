@@ -1,8 +1,8 @@
-"""The name of the cache in calls and outputs: 5.24 of transformers renames it.
+"""The name of the cache in calls and outputs, changed by transformers 5.24.
 
 `generate`, the models of transformers and their outputs say `past_key_values` up to 5.23, and
-`cache` from 5.24 on. Classes of duoka's own, and code that comes with a checkpoint, have one name,
-whichever it is: `takes_cache` lets them be called by either.
+`cache` from 5.24 on. Classes of duoka's own, and code that comes with a checkpoint, have either
+name: `takes_cache` lets them be called by both.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ CACHE: str = ALL_CACHE_NAMES[0]
 """The name that the installed transformers uses."""
 _EITHER = ("cache", "past_key_values")
 CACHE_NAMES = (*ALL_CACHE_NAMES, *_EITHER, "cache_params", "presents", "kv_caches", "kv_cache")
-"""What models call a cache that they return, or take: transformers' names, and of older code."""
-# Names of arguments that change attention, or what it reads.
+"""All names of caches in arguments and outputs of models: transformers', and of older code."""
+# Names of arguments that change attention, or its inputs.
 _CHANGES = re.compile(r"past|cache|att|mask|bias|alibi|causal|window|cap$|sink|aux$|^(state|mems)$")
 _CHANGES_NOTHING = {"use_cache", "cache_position", "output_attentions", "return_legacy_cache"}
 
 
 def cache_name(model: Any) -> str:
-    """The argument of a model's `forward` that takes the cache."""
+    """Return the name of the cache among the arguments of `forward`."""
     accepted = inspect.signature(model.forward).parameters
     return next((name for name in (CACHE, "cache_params", "state") if name in accepted), CACHE)
 
 
 def cache_in(outputs: Mapping[str, Any]) -> Any:
-    """The cache that a model returned by any name, or None."""
+    """Return the cache among a model's outputs, by any name, or None."""
     return next((cache for name in CACHE_NAMES if (cache := outputs.get(name)) is not None), None)
 
 
@@ -46,16 +46,16 @@ def takes_cache(function: Callable[..., Any], *, strict: bool = True) -> Any:
     accepted = next((name for name in _EITHER if name in signature.parameters), None)
     if accepted is None or (accepted == CACHE and not strict):
         return function
-    other = _EITHER[accepted == _EITHER[0]]
+    alias = _EITHER[accepted == _EITHER[0]]
 
     @functools.wraps(function)
     def renamed(*args: Any, **kwargs: Any) -> Any:
-        if other in kwargs:
-            cache = kwargs.pop(other)
+        if alias in kwargs:
+            cache = kwargs.pop(alias)
             if kwargs.get(accepted) is None:
                 kwargs[accepted] = cache
             elif cache is not None:
-                raise TypeError(f"{function.__qualname__} got both {accepted!r} and {other!r}")
+                raise TypeError(f"{function.__qualname__} got both {accepted!r} and {alias!r}")
         unknown = kwargs.keys() - signature.parameters.keys() - _CHANGES_NOTHING
         for name in unknown if strict else ():
             if kwargs[name] is not None and _CHANGES.search(name):

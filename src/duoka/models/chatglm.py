@@ -1,7 +1,7 @@
 """The ChatGLM family: ChatGLM2-6B, ChatGLM3-6B (8K, 32K, 128K), GLM-4-9B and their chat models.
 
 The published code of these models stopped loading with transformers 5, but their arithmetic is
-that of transformers' own `GlmForCausalLM`. What differs is said here: the names in the
+that of transformers' own `GlmForCausalLM`. The differences are here: the names in the
 configuration, the names and the layout of the tensors, two ways to reach longer contexts
 (`ChatGLMConfig`), and rotary frequencies that stay in 32 bit whatever the model is cast to.
 
@@ -88,7 +88,7 @@ class ChatGLMConfig(GlmConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Read a configuration; one with a vision tower is of a class of its own."""
+        """Read a configuration, as `GLM4VConfig` with a vision tower."""
         if cls is ChatGLMConfig and config_dict.get("vision_config"):
             from .glm4v import GLM4VConfig
 
@@ -96,7 +96,7 @@ class ChatGLMConfig(GlmConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Give published names their new ones and decide what the files leave unsaid."""
+        """Translate published names, and infer settings left out by the files."""
         refuse_other_chatglm({**vars(self), **kwargs})
         for old, new in CHATGLM_NAMES.items():
             if old in kwargs:
@@ -120,7 +120,7 @@ def _rope_parameters(rope_ratio: float, *, is_glm4: bool) -> dict[str, Any]:
 
 
 class ChatGLMRotaryEmbedding(GlmRotaryEmbedding):
-    """Rotary tables from 32-bit frequencies, and the query scale where the model has one."""
+    """Rotary tables from 32-bit frequencies, with the query scale of ChatGLM3-6B-128K."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
         """Return cosine, sine: [batch, tokens, rotated]; and perhaps scale: [batch, tokens]."""
@@ -132,15 +132,15 @@ class ChatGLMRotaryEmbedding(GlmRotaryEmbedding):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # `half()` would cast the frequencies with everything else; at 2,300 tokens that is an
         # error of 9e-2 in the logits instead of 2e-2. `to_empty()` would leave them undefined.
-        # So they follow the device and nothing else.
-        before = dict(self._buffers)
+        # So they follow the device alone.
+        originals = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for name, after in self._buffers.items():
-            exact = before[name]
-            if exact is not None and after is not None:
-                if exact.is_meta and not after.is_meta:
+        for name, moved in self._buffers.items():
+            exact = originals[name]
+            if exact is not None and moved is not None:
+                if exact.is_meta and not moved.is_meta:
                     exact = self._frequencies()
-                self._buffers[name] = exact.to(after.device)
+                self._buffers[name] = exact.to(moved.device)
         return self
 
     def _frequencies(self) -> Tensor:
@@ -152,12 +152,12 @@ class ChatGLMRotaryEmbedding(GlmRotaryEmbedding):
 
 
 def query_length_scale(position_ids: Tensor) -> Tensor:
-    """Return what ChatGLM3-6B-128K multiplies the query of each position by, in 32 bit."""
+    """Return the factor on the query of each position in ChatGLM3-6B-128K, in 32 bit."""
     return ((position_ids + 65).float().log() / math.log(2048)).clamp(min=1.0)
 
 
 class ChatGLMAttention(GlmAttention):
-    """`GlmAttention` that scales its queries when the position embeddings carry a scale."""
+    """`GlmAttention` with queries scaled by a scale among the position embeddings."""
 
     @takes_cache
     def forward(
@@ -202,12 +202,12 @@ class ChatGLMDecoderLayer(GlmDecoderLayer):
 
 
 class ChatGLMPreTrainedModel(GlmPreTrainedModel):
-    """What both model classes tell transformers about themselves."""
+    """Base of both model classes, with their facts for transformers."""
 
     config: ChatGLMConfig
     config_class = ChatGLMConfig
     _no_split_modules = ["ChatGLMDecoderLayer"]  # noqa: RUF012 (transformers' own form)
-    # A buffer that follows from the configuration; published files hold it nevertheless.
+    # A buffer that follows from the configuration; published files have it nevertheless.
     _keys_to_ignore_on_load_unexpected = [r"rotary_pos_emb\.inv_freq"]  # noqa: RUF012
     published_buffers = ("transformer.rotary_pos_emb.inv_freq",)
 
@@ -247,7 +247,7 @@ class ChatGLMForCausalLM(ChatGLMPreTrainedModel, GlmForCausalLM):
 
 
 class SplitQueryKeyValue(ConversionOps):
-    """Rows [heads, groups, groups] x head_dim of one tensor to query, key and value."""
+    """Splits rows [heads, groups, groups] x head_dim of a tensor into query, key and value."""
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
@@ -257,7 +257,7 @@ class SplitQueryKeyValue(ConversionOps):
         target_patterns: list[str],
         **kwargs: Any,
     ) -> dict[str, Tensor]:
-        """Split the only tensor given into one for each target, in their order."""
+        """Split the fused tensor into a tensor for each target, in their order."""
         (tensors,) = input_dict.values()
         fused = tensors[0] if isinstance(tensors, list) else tensors
         config = kwargs["config"]
@@ -268,7 +268,7 @@ class SplitQueryKeyValue(ConversionOps):
 
     @property
     def reverse_op(self) -> ConversionOps:
-        """The way back, for ``save_pretrained``."""
+        """The inverse, for ``save_pretrained``."""
         return Concatenate(dim=0)
 
 
@@ -282,11 +282,11 @@ RENAMED = {
     "mlp.dense_h_to_4h": "mlp.gate_up_proj",
     "mlp.dense_4h_to_h": "mlp.down_proj",
 }
-"""Parts of published names, and what they are in `GlmForCausalLM`; the fused projection apart."""
+"""Parts of published names, and their names in `GlmForCausalLM`, but for the fused projection."""
 
 
 def conversions() -> list[WeightRenaming | WeightConverter]:
-    """Return how published names and layouts become those of `GlmForCausalLM`.
+    """Return the conversions from published names and layouts to `GlmForCausalLM`'s.
 
     ``mlp.dense_h_to_4h`` holds the gate's rows first, then the up projection's, as
     ``gate_up_proj`` does; the rotary pairs are interleaved in both. So only names change, apart

@@ -1,8 +1,13 @@
-"""The head and the loss in chunks: logits of all tokens at once are the most that training holds.
+"""The head and the loss in chunks: the logits of all tokens are the largest tensor in training.
 
-The output embedding returns logits that nobody has computed yet. What code does to each row of them
-alike is remembered. Cross entropy computes them some rows at a time, and once more in its backward
-pass. Whatever else is done with them computes them all, as ever.
+The output embedding returns lazy logits. Operations on each row alike are recorded:
+
+    logits = head(hidden)          LazyLogits(hidden, steps=())
+    logits.float()[:-1]            LazyLogits(hidden[:-1], steps=(float,))
+    cross_entropy(logits, target)  computes some rows of logits at a time
+
+Cross entropy computes the logits once more in its backward pass. Any other operation computes all
+logits first.
 """
 
 from __future__ import annotations
@@ -20,9 +25,9 @@ from duoka.forecast.workload import loss_chunk_tokens
 
 
 class ChunkedHead:
-    """Takes the place of an output embedding's `forward`.
+    """Replaces an output embedding's `forward`.
 
-    `chunk_begins` hears of each chunk its number, and None behind the last one.
+    `chunk_begins` is called with the number of each chunk, and with None behind the last chunk.
     """
 
     def __init__(self, head: nn.Module, num_columns: int) -> None:
@@ -31,7 +36,7 @@ class ChunkedHead:
         self.chunk_begins: Callable[[int | None], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return logits that nobody has computed."""
+        """Return lazy logits."""
         if kwargs or len(args) != 1 or args[0].dim() < 2 or args[0].is_meta:
             return self.compute(*args, **kwargs)
         [hidden] = args
@@ -41,12 +46,12 @@ class ChunkedHead:
         return LazyLogits.of(hidden, recipe)
 
     def compute(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the head returns by itself."""
+        """Compute the head."""
         logits: Tensor = type(self.head).forward(self.head, *args, **kwargs)
         return logits
 
     def chunks(self, num_rows: int) -> Iterator[slice]:
-        """The rows of each chunk."""
+        """Yield the rows of each chunk."""
         chunk_begins = self.chunk_begins or (lambda number: None)
         size = loss_chunk_tokens(num_rows)
         for number, start in enumerate(range(0, num_rows, size)):
@@ -62,7 +67,7 @@ def chunk_loss(model: nn.Module) -> None:
     except (AttributeError, NotImplementedError):
         return
     num_columns = getattr(head, "out_features", None)
-    # A chunk that is computed again would drop others than before.
+    # A chunk that is computed again would drop other elements.
     drops = isinstance(head, nn.Module) and any(
         isinstance(part, nn.Dropout) and part.p > 0 for part in head.modules()
     )
@@ -71,7 +76,7 @@ def chunk_loss(model: nn.Module) -> None:
 
 
 def chunked_head(model: nn.Module) -> ChunkedHead | None:
-    """What stands in for the forward of a model's head, where its loss is computed in chunks."""
+    """Return the replacement of a model's head, where its loss is computed in chunks."""
     forwards = (vars(module).get("forward") for module in model.modules())
     return next((forward for forward in forwards if isinstance(forward, ChunkedHead)), None)
 
@@ -90,7 +95,7 @@ def whole_logits(model: nn.Module) -> Iterator[None]:
 
 
 class _Recipe(NamedTuple):
-    """How logits are computed: by which head, and what is done to each row of them then."""
+    """The computation of logits: a head, then recorded operations on each row."""
 
     source: ChunkedHead
     steps: tuple[Callable[[Tensor], Tensor], ...]
@@ -99,12 +104,12 @@ class _Recipe(NamedTuple):
     device: torch.device
 
     def autocasting(self, hidden: Tensor) -> torch.autocast:
-        """Autocast as it was in the head's call; a weight that it kept would be there twice."""
+        """Return autocast as in the head's call, without a cache of weights."""
         kind, is_on = hidden.device.type, self.autocast is not None
         return torch.autocast(kind, dtype=self.autocast, enabled=is_on, cache_enabled=False)
 
     def compute(self, hidden: Tensor) -> Tensor:
-        """The logits [..., columns] of hidden states [..., width]."""
+        """Compute logits [..., columns] from hidden states [..., width]."""
         logits = self.source.compute(hidden)
         for step in self.steps:
             logits = step(logits)
@@ -112,7 +117,7 @@ class _Recipe(NamedTuple):
 
 
 class LazyLogits(Tensor):
-    """Logits that are computed when somebody asks for them."""
+    """Logits computed at their first use."""
 
     hidden: Tensor
     recipe: _Recipe
@@ -120,7 +125,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def of(hidden: Tensor, recipe: _Recipe) -> LazyLogits:
-        """The logits of hidden states, by a recipe."""
+        """Make the lazy logits of hidden states."""
         lazy: LazyLogits = Tensor._make_wrapper_subclass(
             LazyLogits,
             (*hidden.shape[:-1], recipe.source.num_columns),
@@ -131,8 +136,8 @@ class LazyLogits(Tensor):
         lazy.hidden, lazy.recipe, lazy.computed = hidden, recipe, None
         return lazy
 
-    def whole(self) -> Tensor:
-        """All of the logits."""
+    def compute_all(self) -> Tensor:
+        """Compute all logits, once."""
         if self.computed is None:
             is_recorded = bool(self.requires_grad)
             with torch.set_grad_enabled(is_recorded), self.recipe.autocasting(self.hidden):
@@ -148,9 +153,9 @@ class LazyLogits(Tensor):
             inherited: Any = super()  # without types there
             return inherited.__torch_function__(func, types, args, kwargs)
         logits = args[0] if args else None
-        # What was computed may have been written to.
+        # Computed logits may have been written to.
         if isinstance(logits, LazyLogits) and logits.computed is None:
-            result = logits._unhurried(func, args[1:], kwargs)
+            result = logits._apply_lazily(func, args[1:], kwargs)
             if result is not None:
                 return result
         return cls.__torch_dispatch__(func, types, args, kwargs)
@@ -159,11 +164,11 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(LazyLogits, LazyLogits.whole, (args, kwargs or {}))
+        args, kwargs = tree_map_only(LazyLogits, LazyLogits.compute_all, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _unhurried(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a function makes of these logits without all of them; None where it needs them."""
+    def _apply_lazily(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply a function lazily; return None if impossible."""
         if func is cross_entropy:
             return _loss(self, *args, **kwargs)
         if func in _SHAPING and not kwargs:
@@ -191,9 +196,9 @@ def _facts() -> Iterator[Any]:
         yield getattr(Tensor, name)
 
 
-# What is known of logits that nobody has computed.
+# Attributes of lazy logits.
 _FACTS = frozenset(_facts())
-# What is done to each row alike, with which kinds of arguments.
+# Operations on each row alike, with the types of their arguments.
 _STEPS: dict[Any, tuple[type, ...]] = {
     Tensor.float: (),
     Tensor.to: (bool, str, torch.dtype, torch.device),
@@ -204,7 +209,7 @@ _SHAPING = frozenset({Tensor.view, Tensor.reshape, Tensor.__getitem__, Tensor.co
 
 
 def _reshaped(logits: LazyLogits, func: Any, args: tuple[Any, ...]) -> Tensor | None:
-    """The hidden states of logits in another shape; None where columns change as well."""
+    """Reshape the hidden states as the logits are; return None where columns change as well."""
     hidden = logits.hidden
     if func is Tensor.contiguous:
         return hidden
@@ -232,12 +237,13 @@ def _loss(
     label_smoothing: float = 0.0,
     **rare: Any,
 ) -> Tensor | None:
-    """Cross entropy in chunks; None where it is asked for in another way than for tokens."""
+    """Compute cross entropy of tokens in chunks; return None for other kinds."""
     is_plain = all(option is None for option in (*rest, *rare.values())) and not label_smoothing
     if not is_plain or reduction not in ("mean", "sum"):
         return None
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
         return None
+    # Gradients of the head are summed up over chunks, so its parameters are inputs of the function.
     trained = [p for p in logits.recipe.source.head.parameters() if p.requires_grad]
     loss: Tensor = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
         logits.recipe, ignore_index, target, logits.hidden, *trained
@@ -248,10 +254,10 @@ def _loss(
 
 
 class _ChunkedSum(torch.autograd.Function):
-    """The sum of cross entropy over all rows, in 32 bit; its backward computes its chunks again.
+    """The sum of cross entropy over all rows, in 32 bit; its backward recomputes the chunks.
 
-    Gradients that the forward pass made would be held for every micro-batch in flight, and in fp16
-    they need the scale of the loss, which isn't known before.
+    Gradients made in the forward pass would be held for every micro-batch in flight, and in fp16
+    they need the scale of the loss, which isn't known then.
     """
 
     @staticmethod
@@ -274,7 +280,7 @@ class _ChunkedSum(torch.autograd.Function):
         sums = [torch.zeros_like(parameter) for parameter in trained]
 
         def add(rows: slice) -> None:
-            # In a function, so that nothing of a chunk is there when the next one begins.
+            # In a function, so that all of a chunk is freed when the next chunk begins.
             part = hidden[rows].detach().requires_grad_(needs_hidden)
             with torch.enable_grad(), ctx.recipe.autocasting(hidden):
                 loss = _sum(ctx.recipe, part, target[rows], ctx.ignore_index)

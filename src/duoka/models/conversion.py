@@ -1,18 +1,21 @@
-"""Where every tensor of a model comes from, in the names and the layout of its checkpoint.
+"""Matching the tensors of a checkpoint with the parameters of a model.
 
 transformers knows how published checkpoints become its models: keys are renamed, fused tensors
-split, experts stacked. `plan_tensors` runs those conversions on descriptions instead of tensors.
-What comes out says which box of which tensor in the file belongs into which box of which
-parameter, so that a loader copies straight into its place and never holds a second copy.
+split, experts stacked. `plan_tensors` runs those conversions on tensors without data
+(`boxes.CopyTracer`), and returns which box of which tensor in the file belongs into which box of
+which parameter, so that a loader copies straight into its place and never holds a second copy.
+
+transformers' own loader isn't used: it makes stacks of experts from whole tensors beside those that
+it reads, and hands a quantizer whole tensors in 16 bit.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +31,14 @@ from transformers.core_model_loading import (
 
 from duoka.errors import LoadError
 
-from .boxes import Sketch, TensorCopy
+from .boxes import CopyTracer, IndescribableError, TensorCopy, whole_box
 
 Shape = Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Custom:
-    """A conversion that moves single elements about, so that boxes can't describe it.
+    """A conversion of single elements, beyond boxes.
 
     `convert` makes all `targets` by name from all `sources`, whole, by name.
     """
@@ -47,15 +50,25 @@ class Custom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Where every parameter and persistent buffer of a model comes from.
+    """The origin of every parameter and persistent buffer of a model.
 
-    `pieces` are in the order of the model's parameters, tied ones named once as by
-    ``named_parameters``; `customs` are what no piece can describe. `duplicates` are second copies
-    of tied parameters: not to be loaded, perhaps compared. `derived` are parameters that
-    checkpoints of this architecture leave out and its code computes (`initialize_derived`),
-    `ignored` are checkpoint tensors that the model computes for itself. Nothing fills what is
-    `missing`; what is `unexpected` has no place in the model. `mismatched`: target, its shape from
-    the checkpoint, and in the model.
+    Parameters
+    ----------
+    pieces : tuple of TensorCopy
+        In the order of the model's parameters, tied ones under their first name.
+    customs : tuple of Custom
+        Conversions that no piece can describe.
+    duplicates : tuple of TensorCopy
+        Second copies of tied parameters: not to be loaded, perhaps compared.
+    derived : tuple of str
+        Parameters that checkpoints of this architecture leave out and its code computes
+        (`initialize_derived`).
+    missing, unexpected : tuple of str
+        Parameters that nothing fills, and checkpoint tensors without a place in the model.
+    ignored : tuple of str
+        Checkpoint tensors that the model computes for itself.
+    mismatched : tuple
+        Target, its shape from the checkpoint, and its shape in the model.
     """
 
     pieces: tuple[TensorCopy, ...] = ()
@@ -67,8 +80,14 @@ class Recipe:
     ignored: tuple[str, ...] = ()
     mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
 
+    @property
+    def targets(self) -> set[str]:
+        """The names filled by pieces and customs."""
+        customs = {name for custom in self.customs for name in custom.targets}
+        return customs | {piece.target for piece in self.pieces}
+
     def limited(self, names: Collection[str]) -> Recipe:
-        """What of it fills some tensors of the model alone."""
+        """Return the part of the recipe that fills some tensors of the model alone."""
         return replace(
             self,
             pieces=tuple(piece for piece in self.pieces if piece.target in names),
@@ -78,7 +97,7 @@ class Recipe:
 
 
 def published_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's state in the names and layout in which ``save_pretrained`` writes it.
+    """Return the model's state in the names and layout of ``save_pretrained``.
 
     For a model on meta this costs nothing but names; tied tensors appear once.
     """
@@ -93,30 +112,54 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collection[str]) -> Recipe:
-    """Find out which checkpoint tensors fill which parameters and persistent buffers."""
+    """Match checkpoint tensors with parameters and persistent buffers."""
     given_shapes = dict(tensors) if isinstance(tensors, Mapping) else dict.fromkeys(tensors)
     shapes = _complete(model, given_shapes)
     state = model.state_dict()
     groups, unplaced = _group(model, state, shapes)
-    sketches: dict[str, Sketch] = {}
+    layouts: dict[str, _Layout] = {}
     customs: list[Custom] = []
     for target, group in groups.items():
         if group.converter is None:
             name = group.members[0][1]
             shape = shapes[name]
-            sketches[target] = Sketch.of(name, state[target].shape if shape is None else shape)
+            layouts[target] = _Layout.of(name, state[target].shape if shape is None else shape)
             continue
         described = _describe(model, target, group, shapes)
         if isinstance(described, Custom):
             customs.append(described)
         else:
-            sketches.update(described)
-    return _recipe(model, sketches, customs, unplaced)
+            layouts.update(described)
+    return _recipe(model, layouts, customs, unplaced)
+
+
+class _Layout(NamedTuple):
+    """A shape, filled with boxes of checkpoint tensors."""
+
+    shape: tuple[int, ...]
+    copies: tuple[TensorCopy, ...]
+
+    @classmethod
+    def of(cls, name: str, shape: Shape) -> _Layout:
+        """Describe a whole checkpoint tensor."""
+        box, shape = whole_box(shape), tuple(shape)
+        copy = TensorCopy(
+            source=name,
+            source_shape=shape,
+            source_box=box,
+            target_box=box,
+            axes=tuple(range(len(box))),
+        )
+        return cls(shape, (copy,))
+
+    def pieces(self, target: str) -> Iterable[TensorCopy]:
+        """Return the copies with the name of their target."""
+        return (copy._replace(target=target) for copy in self.copies)
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Checkpoint tensors that are converted together, or one that is renamed only."""
+    """Checkpoint tensors of a conversion, or a single renamed tensor."""
 
     converter: WeightConverter | None
     members: list[tuple[str, str]]  # source pattern, tensor name
@@ -125,7 +168,7 @@ class _Group:
 def _complete(
     model: nn.Module, given_shapes: Mapping[str, Shape | None]
 ) -> dict[str, tuple[int, ...] | None]:
-    """Fill in the shapes that the model's published form tells."""
+    """Fill in the shapes of the model's published form."""
     published = published_tensors(model) if None in given_shapes.values() else {}
     shapes: dict[str, tuple[int, ...] | None] = {}
     for name, shape in given_shapes.items():
@@ -138,7 +181,7 @@ def _complete(
 def _group(
     model: nn.Module, state: dict[str, Tensor], names: Iterable[str]
 ) -> tuple[dict[str, _Group], dict[str, str]]:
-    """Sort tensors by what they become; return those without a place too, with their new names."""
+    """Group tensors by target; return tensors without a target too, with their new names."""
     if not isinstance(model, PreTrainedModel):
         groups = {name: _Group(None, [(name, name)]) for name in names if name in state}
         return groups, {name: name for name in names if name not in state}
@@ -166,11 +209,11 @@ def _group(
 
 def _describe(
     model: nn.Module, target: str, group: _Group, shapes: Mapping[str, tuple[int, ...] | None]
-) -> dict[str, Sketch] | Custom:
-    """Say what a group becomes: boxes by target, or a conversion of whole tensors."""
-    known = {name: shape for _, name in group.members if (shape := shapes[name]) is not None}
-    if len(known) < len(group.members):
-        unknown = ", ".join(name for _, name in group.members if name not in known)
+) -> dict[str, _Layout] | Custom:
+    """Describe the result of a group: layouts by target, or a conversion of whole tensors."""
+    sources = {name: shape for _, name in group.members if (shape := shapes[name]) is not None}
+    if len(sources) < len(group.members):
+        unknown = ", ".join(name for _, name in group.members if name not in sources)
         raise LoadError(f"the shapes of {unknown} are needed to convert them, and not known")
 
     def convert(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,43 +227,46 @@ def _describe(
             for name, value in converted.items()
         }
 
+    # The conversion runs once, on tensors without data: an error there is the checkpoint's; results
+    # that boxes can't describe are converted again when the tensors are loaded.
+    tracer = CopyTracer(sources)
     try:
-        return convert({name: Sketch.of(name, shape) for name, shape in known.items()})
-    except Exception:
-        # Not describable, or wrong: tensors without data tell which, and name the targets.
-        return _custom(known, convert)
-
-
-def _custom(
-    shapes: Mapping[str, tuple[int, ...]],
-    convert: Callable[[Mapping[str, Any]], dict[str, Any]],
-) -> Custom:
-    try:
-        trial = convert({n: torch.empty(shape, device="meta") for n, shape in shapes.items()})
-    except Exception as error:
-        listed = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        with tracer:
+            converted = convert(tracer.tensors)
+    except Exception as error:  # whatever transformers' operations raise
+        listed = ", ".join(f"{name} {list(shape)}" for name, shape in sources.items())
         raise LoadError(f"checkpoint tensors don't fit together: {listed}: {error}") from error
-    return Custom(targets=tuple(trial), sources=tuple(shapes), convert=convert)
+    try:
+        return {
+            name: _Layout(tuple(value.shape), tuple(tracer.copies(value)))
+            for name, value in converted.items()
+        }
+    except IndescribableError:
+        return Custom(targets=tuple(converted), sources=tuple(sources), convert=convert)
 
 
 def _recipe(
     model: nn.Module,
-    sketches: Mapping[str, Sketch],
+    layouts: Mapping[str, _Layout],
     customs: Sequence[Custom],
     unplaced: Mapping[str, str],
 ) -> Recipe:
-    """Compare what the checkpoint gives with what the model has."""
+    """Compare the checkpoint's tensors with the model's."""
     state = model.state_dict()
     canonical = _canonical_names(model)
-    sources = _one_of_each_tie(canonical, sketches)
+    # Under which of its names each tensor is loaded: the first that the checkpoint has.
+    sources: dict[str, str] = {}
+    for name, target in canonical.items():
+        if name in layouts:
+            sources.setdefault(target, name)
     fitting = {
-        target: sketches[source]
+        target: layouts[source]
         for target, source in sources.items()
-        if sketches[source].shape == state[target].shape
+        if layouts[source].shape == tuple(state[target].shape)
     }
     spare = {
-        canonical[name]: sketch
-        for name, sketch in sketches.items()
+        canonical[name]: layout
+        for name, layout in layouts.items()
         if sources[canonical[name]] != name
     }
     filled = {*sources, *(canonical[name] for custom in customs for name in custom.targets)}
@@ -228,15 +274,15 @@ def _recipe(
     derived, missing = _sort_absent(model, absent)
     ignores = _ignores(model)
     return Recipe(
-        pieces=tuple(piece for item in fitting.items() for piece in _pieces(*item)),
+        pieces=tuple(p for target, layout in fitting.items() for p in layout.pieces(target)),
         customs=tuple(customs),
-        duplicates=tuple(piece for item in spare.items() for piece in _pieces(*item)),
+        duplicates=tuple(p for target, layout in spare.items() for p in layout.pieces(target)),
         derived=tuple(derived),
         missing=tuple(missing),
         unexpected=tuple(n for n, renamed in unplaced.items() if not ignores(n, renamed)),
         ignored=tuple(n for n, renamed in unplaced.items() if ignores(n, renamed)),
         mismatched=tuple(
-            (target, tuple(sketches[source].shape), tuple(state[target].shape))
+            (target, layouts[source].shape, tuple(state[target].shape))
             for target, source in sources.items()
             if target not in fitting
         ),
@@ -245,29 +291,16 @@ def _recipe(
 
 def _canonical_names(model: nn.Module) -> dict[str, str]:
     """Map each name in the state to the first name of the same tensor."""
-    first: dict[int, str] = {}
+    canonical: dict[int, str] = {}
     names = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
-            names[name] = first.setdefault(id(value), name)
+            names[name] = canonical.setdefault(id(value), name)
     return names
 
 
-def _one_of_each_tie(canonical: Mapping[str, str], available: Collection[str]) -> dict[str, str]:
-    """Choose under which of its names each tensor is loaded: the first that the checkpoint has."""
-    chosen: dict[str, str] = {}
-    for name, first in canonical.items():
-        if name in available:
-            chosen.setdefault(first, name)
-    return chosen
-
-
-def _pieces(target: str, sketch: Sketch) -> Iterator[TensorCopy]:
-    return (replace(part, target=target) for part in sketch.parts)
-
-
 def _sort_absent(model: nn.Module, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Tell what the model's code computes (derived) from what is missing."""
+    """Separate parameters computed by the model's code (derived) from missing ones."""
     expected = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
     parameters = {name for name, _ in model.named_parameters()}
     derived, missing = [], []
@@ -280,7 +313,7 @@ def _sort_absent(model: nn.Module, names: Iterable[str]) -> tuple[list[str], lis
 
 
 def _ignores(model: nn.Module) -> Callable[[str, str], bool]:
-    """Return whether a tensor without a place is one that the model has no need of."""
+    """Return a predicate for tensors without a place that the model doesn't need."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     leaves = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     # Older files hold what is now computed, under the name of each layer.
@@ -295,7 +328,7 @@ def _matcher(patterns: Iterable[str] | None) -> Callable[[str], bool]:
 
 
 def initialize_derived(model: nn.Module, recipe: Recipe) -> None:
-    """Compute the parameters that checkpoints leave out, once they have storage."""
+    """Compute the parameters left out by checkpoints, once allocated."""
     for name in recipe.derived:
         owner = model.get_submodule(name.rpartition(".")[0])
         ancestors = [m for m in model.modules() if isinstance(m, PreTrainedModel)]

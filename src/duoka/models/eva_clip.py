@@ -1,9 +1,9 @@
-"""The vision tower of GLM-4V-9B: EVA2-CLIP-E, and what turns its patches into words.
+"""The vision tower of GLM-4V-9B: EVA2-CLIP-E, and its adapter to the text model.
 
 Names of modules are those of the published tensors. A picture becomes patches of the tower's
-width, and after all blocks, four neighbours at a time, as wide as the text model's tokens.
+width; after all blocks four neighbours become a feature of the text model's width.
 
-Sources: Sun et al. 2023 (EVA-CLIP, arXiv:2303.15389) for blocks whose norms come behind the
+Sources: Sun et al. 2023 (EVA-CLIP, arXiv:2303.15389) for blocks with norms behind the
 sublayers; Wang et al. 2023 (CogVLM, arXiv:2311.03079) for such a tower beside a text model.
 """
 
@@ -40,12 +40,12 @@ class EvaClipConfig(PreTrainedConfig):
 
     @property
     def num_features(self) -> int:
-        """How many features a picture has, without those that begin and end it."""
+        """The number of features of a picture, without its begin and end."""
         return (self.image_size // self.patch_size // 2) ** 2
 
 
 class PatchEmbedding(nn.Module):
-    """Pixels to patches, behind a class token, with learned positions."""
+    """Turns pixels into patches, behind a class token, with learned positions."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PatchEmbedding(nn.Module):
         self.position_embedding = nn.Embedding(config.num_positions, width)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[images, channels, height, width] to [images, 1 + patches, tower's width]."""
+        """Embed [images, channels, height, width] as [images, 1 + patches, tower's width]."""
         if pixels.shape[1:] != self.shape:
             raise UsageError(
                 f"pixels are {list(pixels.shape)}; this tower reads [images, "
@@ -69,7 +69,7 @@ class PatchEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every patch looks at every other."""
+    """Full attention between all patches."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Attention(nn.Module):
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[images, tokens, width], both ways."""
+        """Compute [images, tokens, width] from [images, tokens, width]."""
         images, tokens, width = hidden_states.shape
         fused = self.query_key_value(hidden_states)
         fused = fused.view(images, tokens, 3, self.num_heads, width // self.num_heads)
@@ -99,13 +99,13 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[images, tokens, width], both ways."""
+        """Compute [images, tokens, width] from [images, tokens, width]."""
         output: Tensor = self.fc2(self.activation(self.fc1(hidden_states)))
         return output
 
 
 class EvaClipBlock(nn.Module):
-    """Attention and MLP, each with its norm behind it, before it is added."""
+    """Attention and MLP, each followed by a norm and added."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -116,28 +116,28 @@ class EvaClipBlock(nn.Module):
         self.post_attention_layernorm = nn.LayerNorm(width, eps=eps)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[images, tokens, width], both ways."""
+        """Compute [images, tokens, width] from [images, tokens, width]."""
         hidden_states = hidden_states + self.input_layernorm(self.attention(hidden_states))
         output: Tensor = hidden_states + self.post_attention_layernorm(self.mlp(hidden_states))
         return output
 
 
 class Blocks(nn.Module):
-    """All blocks, one after another."""
+    """All blocks in order."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.layers = nn.ModuleList(EvaClipBlock(config) for _ in range(config.num_hidden_layers))
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """[images, tokens, width], both ways."""
+        """Compute [images, tokens, width] from [images, tokens, width]."""
         for layer in self.layers:
             hidden_states = layer(hidden_states)
         return hidden_states
 
 
 class VisionAdapter(nn.Module):
-    """What four patches came to, as the text model's layers want it."""
+    """Projects the features of four patches into the text model's space."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class VisionAdapter(nn.Module):
         self.dense_4h_to_h = nn.Linear(inner, width, bias=False)
 
     def forward(self, features: Tensor) -> Tensor:
-        """[images, tokens, text's width], both ways."""
+        """Compute [images, tokens, text's width] from [images, tokens, text's width]."""
         features = functional.gelu(self.norm1(self.linear_proj(features)))
         gated = functional.silu(self.gate_proj(features)) * self.dense_h_to_4h(features)
         output: Tensor = self.dense_4h_to_h(gated)
@@ -157,7 +157,7 @@ class VisionAdapter(nn.Module):
 
 
 class EvaClip(nn.Module):
-    """The tower: pixels to the tokens that stand for a picture, its beginning and end included."""
+    """The tower: pixels to the features of a picture, its begin and end included."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class EvaClip(nn.Module):
         self.eoi = nn.Parameter(torch.zeros(1, 1, width))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """[images, channels, height, width] to [images, 2 + tokens, text's width]."""
+        """Compute [images, 2 + tokens, text's width] from [images, channels, height, width]."""
         patches = self.transformer(self.patch_embedding(pixels))[:, 1:]
         side = self.config.image_size // self.config.patch_size
         grid = patches.transpose(1, 2).unflatten(2, (side, side))

@@ -1,8 +1,8 @@
-"""A stand-in for flash_attn where it isn't installed, for code that imports it anyway.
+"""A stand-in for a missing flash_attn, for published code.
 
-This module is the package and each of its modules: it has the functions that published model code
-imports, with the same numbers and shapes. They run on any device, by PyTorch's
-`scaled_dot_product_attention`, and refuse arguments that they don't know.
+This module stands for the package and each of its modules: it has the functions that published
+model code imports, with the same numbers and shapes. They run on any device, by PyTorch's
+`scaled_dot_product_attention`, and refuse unknown arguments.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class FlashAttnOptions(NamedTuple):
 def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *args: Any, **named: Any) -> Tensor:
     """Attention of [batch, queries, heads, head_dim] to [batch, keys, key_heads, head_dim].
 
-    The last query belongs to the last key. A window is how many keys before that and behind it a
-    query sees; a negative number is all of them.
+    The last query belongs to the last key. A window is the numbers of keys before and behind it
+    that a query sees; a negative number means all of them.
     """
     options = FlashAttnOptions(*args, **named)
     ahead, (left, right) = k.shape[1] - q.shape[1], options.window_size
@@ -58,9 +58,9 @@ def flash_attn_varlen_func(
     *args: Any,
     **kw: Any,
 ) -> Tensor:
-    """Attention within sequences that lie behind each other: [tokens, heads, head_dim].
+    """Attention within sequences in a packed row: [tokens, heads, head_dim].
 
-    Two arguments follow that say how long the longest ones are, then those of `flash_attn_func`.
+    The longest lengths follow as two arguments, then the arguments of `flash_attn_func`.
     """
     options = {name: value for name, value in kw.items() if not name.startswith("max_seqlen_")}
     args = args[2 - len(kw) + len(options) :]

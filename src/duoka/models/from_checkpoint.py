@@ -1,4 +1,4 @@
-"""From a checkpoint: its model without data, its weights in the form that they will have."""
+"""From a checkpoint to its model without data, with weights in their final form."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ IMAGES_CONFIG = "_duoka_images_config"
 
 
 def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
-    """The model of a checkpoint, without data."""
+    """Build the model of a checkpoint, without data."""
     method = method_of(checkpoint.config)
     dtype = getattr(torch, workload.dtype)
     config = checkpoint.config if method is None else without_quantization(checkpoint.config)
     code = _code_of(checkpoint) if checkpoint.builds_own_model else None
     model = models.build(config, dtype=dtype, code=code)
-    # For made-up images; transformers' models know nothing of how theirs are processed.
+    # For made-up images; transformers' models don't know their image processors.
     vars(model)[IMAGES_CONFIG] = checkpoint.images_config
     scheme = _scheme(workload)
     if method is not None:
@@ -41,7 +41,7 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
 def tokenizer_of(
     checkpoint: Checkpoint, native: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint whose files are on this machine; see `load_tokenizer`."""
+    """Load the tokenizer of a checkpoint whose files are on this machine; see `load_tokenizer`."""
     reference = own_class(checkpoint)
     tokenizer_class = reference and _code_of(checkpoint).import_class(reference)
     return load_tokenizer(
@@ -50,7 +50,7 @@ def tokenizer_of(
 
 
 def _code_of(checkpoint: Checkpoint) -> models.RemoteCode:
-    """The code that came with a checkpoint, and may run."""
+    """Return the trusted code of a checkpoint."""
     return models.RemoteCode(
         checkpoint.path,
         {file.name: file.content for file in checkpoint.code},
@@ -59,7 +59,7 @@ def _code_of(checkpoint: Checkpoint) -> models.RemoteCode:
 
 
 def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload) -> tuple[str, ...]:
-    """What a person should know of how a model's weights are quantized, in sentences."""
+    """Return notes for people on how a model's weights are quantized."""
     method = method_of(checkpoint.config)
     scheme = _scheme(workload)
     if method is None:
@@ -81,7 +81,7 @@ def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload)
 
 
 def _scheme(workload: Workload) -> quantization.Scheme | None:
-    """What the weights are quantized to while they are loaded."""
+    """Return the quantization of the weights while they are loaded, or None."""
     assert workload.quantize != "auto", "resolve it first"
     return None if workload.quantize == "none" else workload.quantize
 

@@ -3,7 +3,7 @@
 The published configuration is that of the text model with a ``vision_config`` and the two tokens
 around a picture. Pictures come as `pixel_values` or, as the published code calls them, `images`;
 prompts with the three tokens of the published tokenizer, or with `boi_token_id` for every feature
-of a picture, which is the form that transformers can read in chunks. `ImageTokens` has both.
+of a picture, the form that transformers can read in chunks. `ImageTokens` has both.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class GLM4VConfig(ChatGLMConfig):
 
     @property
     def image_tokens(self) -> ImageTokens:
-        """Where pictures are in prompts."""
+        """The tokens of pictures in prompts."""
         vision: Any = self.vision_config
         return ImageTokens(self.boi_token_id, self.eoi_token_id, vision.num_features)
 
 
 class GLM4VModel(ChatGLMModel):
-    """The decoder without its head, and the tower whose pictures it reads."""
+    """The decoder without its head, and the vision tower."""
 
     config: GLM4VConfig
     config_class = GLM4VConfig
@@ -65,7 +65,7 @@ class GLM4VModel(ChatGLMModel):
         self.vision = EvaClip(config)
 
     def get_image_features(self, pixel_values: Tensor, return_dict: Literal[True] = True) -> Any:
-        """Pictures as features for the decoder: `pooler_output` [pictures, tokens, width]."""
+        """Encode pictures as features: `pooler_output` [pictures, tokens, width]."""
         return BaseModelOutputWithPooling(pooler_output=self.vision(pixel_values))
 
     @takes_cache
@@ -121,7 +121,7 @@ class GLM4VModel(ChatGLMModel):
     def positions(
         self, ids: Tensor, mask: Tensor | None = None, cache: Any = None
     ) -> tuple[Tensor, Tensor]:
-        """`ImageTokens.positions` of tokens behind those that a cache holds."""
+        """Compute `ImageTokens.positions` of tokens behind those in a cache."""
         first: Any = 0 if cache is None else cache.get_seq_length()
         begun: Any = 0
         if first and hasattr(cache, "reached"):
@@ -134,7 +134,7 @@ class GLM4VModel(ChatGLMModel):
         return positions + first, begun
 
     def _with_pictures(self, embeds: Any, ids: Tensor, pictures: Any) -> Tensor:
-        """The embeddings with pictures in their places."""
+        """Replace the embeddings of picture tokens by features."""
         joined = pictures.flatten(0, 1) if isinstance(pictures, Tensor) else torch.cat(pictures)
         features = joined.to(embeds)
         where = ids == self.config.boi_token_id
@@ -206,12 +206,12 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         )
 
     def get_image_features(self, pixel_values: Tensor, return_dict: Literal[True] = True) -> Any:
-        """Pictures as features for the decoder; see `GLM4VModel`."""
+        """Encode pictures as features for the decoder; see `GLM4VModel`."""
         return self.model.get_image_features(pixel_values, return_dict)
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate; what is returned begins with the prompt as it was given."""
+        """Generate; the result begins with the given prompt."""
         inherited: Any = super()  # whose type asks for another class
         prompt = inputs if inputs is not None else kwargs.pop("input_ids", None)
         pixels = kwargs.pop("images", kwargs.pop("pixel_values", None))
@@ -246,7 +246,7 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, *args: Any, input_ids: Any = None, **kwargs: Any
     ) -> Any:
-        """As many of each prompt as there are beams, and of its pictures."""
+        """Repeat each prompt and its pictures for the beams."""
         inherited: Any = super()
         pixels = kwargs.pop("pixel_values", None)
         ids, kwargs = inherited._expand_inputs_for_generation(
@@ -263,7 +263,7 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Any:
-        """Positions of all tokens, those in the cache too; `generate` counts on from the last."""
+        """Compute positions of all tokens, cached ones included, for `generate` to continue."""
         ids = model_kwargs.get("input_ids")
         ids = inputs_tensor if ids is None or not ids.shape[1] else ids
         mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)

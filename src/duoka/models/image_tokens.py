@@ -1,9 +1,12 @@
-"""Where pictures are in prompts of GLM-4V, and which positions their tokens have.
+"""Pictures in prompts of GLM-4V: their tokens and the positions of these.
 
-A published prompt has three tokens for a picture: its beginning, one that is to be replaced, and
-its end. Written out, the beginning is there as often as the picture has features, and stands for
-all of them. All between the first and the last stand at one position; what comes behind goes on
-as if there were one.
+A published prompt has three tokens for a picture: its begin, a placeholder, and its end. Written
+out, the begin is repeated for each feature of the picture. All features between the first and the
+last have the same position; the tokens behind continue as if there were a single one:
+
+    published    text  begin  placeholder  end  text
+    written out  text  begin  begin … begin  begin  text      (patches + 2 times)
+    positions    0     1      2     … 2      3      4
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """The tokens that begin and end a picture, and how many patches are between."""
+    """The tokens of a picture's begin and end, and the number of patches between them."""
 
     begin: int
     end: int
@@ -28,17 +31,26 @@ class ImageTokens:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens a picture is, with those that begin and end it."""
+        """The number of tokens of a picture, its begin and end included."""
         return self.patches + 2
 
     def positions(
         self, ids: Tensor, mask: Tensor | None = None, begun: Tensor | int = 0
     ) -> tuple[Tensor, Tensor]:
-        """The position of each token, padding aside; how many tokens of a picture come last.
+        """Return the position of each token, and how many tokens of a cut-off picture come last.
 
-        ids, mask, and what is returned first: [batch, tokens]. begun, and what is returned second:
-        [batch, 1], 0 where there is no picture that goes on behind these tokens. Positions count
-        from 0, so that of padding on the left is -1.
+        Parameters
+        ----------
+        ids, mask : Tensor
+            [batch, tokens]; without a mask nothing is padding.
+        begun : Tensor or int
+            Tokens of a picture that come before these, [batch, 1]; 0 where there are none.
+
+        Returns
+        -------
+        tuple of Tensor
+            Positions from 0, [batch, tokens], -1 for padding on the left; and the next call's
+            `begun`, [batch, 1].
         """
         inside = ids == self.begin
         numbers = inside.cumsum(1) + begun
@@ -59,10 +71,10 @@ class ImageTokens:
         *,
         on_the_left: bool = False,
     ) -> dict[str, Any]:
-        """Arguments of `forward`, [batch, tokens] each, with published prompts written out.
+        """Write out published prompts among the arguments of `forward`, [batch, tokens] each.
 
-        Rows that are shorter than the longest are padded, on the left if the mask says that one
-        is already. What has no token of its own in the prompt has no label either.
+        Shorter rows are padded, on the left if the mask has padding there already. Tokens that the
+        prompt doesn't have are without labels.
         """
         rows: dict[str, Any] = {
             "attention_mask": attention_mask,
@@ -88,7 +100,7 @@ class ImageTokens:
         }
 
     def _source(self, replaced: Tensor, on_the_left: bool) -> tuple[Tensor, Tensor]:
-        """Where each token that is written out comes from, and which are padding."""
+        """Return the source of each written-out token, and a mask of padding."""
         repeats = torch.where(replaced, self.patches, 1)
         lengths = repeats.sum(1, keepdim=True)
         columns = torch.arange(int(lengths.max()), device=replaced.device)
@@ -98,7 +110,7 @@ class ImageTokens:
         return source.masked_fill(padding, 0), padding
 
     def _replaced(self, ids: Tensor) -> Tensor:
-        """Which tokens a published prompt has in place of a picture's patches."""
+        """Return a mask of the placeholders in published prompts."""
         between = (ids != self.begin) & (ids != self.end)
         between &= ids.roll(1, 1) == self.begin
         between &= ids.roll(-1, 1) == self.end

@@ -1,12 +1,12 @@
-"""KV caches: what keeps the keys and values of earlier tokens, on the device of their layer.
+"""KV caches: the keys and values of earlier tokens, on the device of their layer.
 
-Two kinds, by `Workload.cache`, beside those in pages (`runtime.paged_attention`). "dynamic" is
-transformers' `DynamicCache`: it grows by a copy with each step. "int8" grows too, and keeps each
-token's keys and values as 8-bit integers with a scale for each head.
+There are two kinds (`Workload.cache`), beside paged ones (`runtime.call.paged_attention`).
+"dynamic" is transformers' `DynamicCache`: it grows by a copy with each step. "int8" grows too, and
+keeps each token's keys and values as 8-bit integers with a scale for each head.
 
-That one is duoka's own. Of the backends of transformers' `QuantizedCache`, quanto's has no 8 bit;
-fp8 takes one scale for a whole layer from the first tokens, which later ones may overflow; hqq's
-8 bit works, but can't be added to: every 128 tokens all of a layer is made whole in float32 and
+"int8" is duoka's own. Of the backends of transformers' `QuantizedCache`, quanto's has no 8 bit; fp8
+takes a single scale for a whole layer from the first tokens, which later tokens may overflow; hqq's
+8 bit works, but can't be added to: every 128 tokens a whole layer is dequantized to float32 and
 rounded again.
 
 It knows nothing of devices: a layer's cache is made where its first keys come from.
@@ -30,8 +30,8 @@ _MOST = 127
 
 
 def new_cache(model: Any, kind: Cache = "dynamic") -> Any:
-    """The cache for one run of a model; None for models that make one of their own kind."""
-    # Remote code may lack the question; `generate` needs it.
+    """Make the cache for a run of a model; None for models that make their own kind."""
+    # Remote code may lack the method; `generate` needs it.
     takes_ours = getattr(model, "_supports_default_dynamic_cache", lambda: True)
     if not takes_ours():
         _refuse(model, kind, "it makes a cache of its own kind")
@@ -46,7 +46,7 @@ def new_cache(model: Any, kind: Cache = "dynamic") -> Any:
 
 
 def layer_tensors(cache: Any) -> list[dict[str, Any]]:
-    """Return what each layer of a cache holds; that of an encoder with a decoder has two parts."""
+    """Return the attributes of each layer of a cache, of both parts for an encoder and decoder."""
     parts = [
         cache,
         *(getattr(cache, f"{part}_attention_cache", None) for part in ("self", "cross")),
@@ -55,7 +55,7 @@ def layer_tensors(cache: Any) -> list[dict[str, Any]]:
 
 
 def lengthen(cache: Any, tokens: int) -> bool:
-    """Let a cache hold that many more tokens of any content; False where it has another layout."""
+    """Append tokens of any content to a cache; return False for another layout."""
     layers = getattr(cache, "layers", [])
     if not layers or any(type(layer) not in _LENGTHENED for layer in layers):
         return False
@@ -66,7 +66,7 @@ def lengthen(cache: Any, tokens: int) -> bool:
 
 
 def longer(layers: Any, past: int, tokens: int) -> Any:
-    """A cache of `past` tokens in plain tuples, with more; None if their dimension isn't sure."""
+    """Append tokens to a cache of `past` tokens in plain tuples; None if it is ambiguous."""
     if not isinstance(layers, tuple) or not all(isinstance(layer, tuple) for layer in layers):
         return None
     if any(list(state.shape).count(past) != 1 for layer in layers for state in layer):
@@ -84,9 +84,8 @@ def longer(layers: Any, past: int, tokens: int) -> Any:
 class Int8Layer(DynamicLayer):
     """Keys and values of all tokens as 8-bit integers, with a scale for each token and head.
 
-    What a step brings is rounded once, when it comes. The first step attends to its own keys and
-    values as they are; later ones to a copy of all in the model's type, for as long as the layer
-    computes.
+    New keys and values are rounded once, when they come. The first step attends to its exact keys
+    and values; later steps to a copy of all in the model's type, while the layer computes.
     """
 
     def __init__(self) -> None:
@@ -99,7 +98,7 @@ class Int8Layer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Add tokens, and return the keys and values of all: [batch, heads, tokens, head_dim].
 
-        `kwargs` are what 5.24 of transformers has for caches of continuous batching.
+        `kwargs` are for continuous batching in transformers 5.24.
         """
         is_first = not self.is_initialized
         if is_first:
@@ -111,7 +110,7 @@ class Int8Layer(DynamicLayer):
         return keys, values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note the type and the device; memory is taken by the first tokens."""
+        """Note the type and the device; the first tokens allocate memory."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
@@ -121,14 +120,14 @@ class Int8Layer(DynamicLayer):
         self.is_initialized = False
 
     def get_seq_length(self) -> int:
-        """How many tokens there are."""
+        """Return the number of tokens."""
         return 0 if self.keys is None else int(self.keys.shape[-2])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens."""
         super().crop(tokens_to_remove)
-        left = self.get_seq_length()
-        self._change_scales(lambda scales: scales[..., :left, :])
+        length = self.get_seq_length()
+        self._change_scales(lambda scales: scales[..., :length, :])
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take other sequences of the batch, as beam search does."""
@@ -153,18 +152,18 @@ class Int8Layer(DynamicLayer):
 def _extended(
     cached: Tensor | None, scales: Tensor | None, states: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers and scales with new states behind, and all of it in the states' type."""
+    """Append states; return integers, scales, and all states in their own type."""
     new, new_scales = round_to_int8(states)
     if cached is None or scales is None:
         return new, new_scales, states
-    # Scales come first, as in the first step: so each step ends what the one before made in order.
+    # Scales first, as in the first step, so that frees come in the order of allocations.
     scales = torch.cat([scales, new_scales], dim=-2)
     cached = torch.cat([cached, new], dim=-2)
     return cached, scales, cached * scales
 
 
 def round_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
-    """[…, head_dim] as 8-bit integers, and what to multiply them with: […, 1]."""
+    """Round […, head_dim] to 8-bit integers; return them with their scales, […, 1]."""
     scales = states.abs().amax(dim=-1, keepdim=True) / _MOST
     scales = scales.clamp_(min=torch.finfo(states.dtype).tiny)
     # A scale is rounded too, so that the largest may come out a little above the range.
@@ -172,11 +171,11 @@ def round_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _make_int8(cache: Any) -> bool:
-    """Put layers that keep 8 bit in the place of those that keep keys and values."""
+    """Replace plain layers by layers in 8 bit."""
     if cache.layer_class_to_replicate is DynamicLayer:
         cache.layer_class_to_replicate = Int8Layer
         return True
-    # Others (a window of the last tokens, linear attention, an index of its own) keep their type.
+    # Other layers (a window, linear attention, an index) keep their type.
     cache.layers = [Int8Layer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return any(isinstance(layer, Int8Layer) for layer in cache.layers)
 
@@ -206,6 +205,6 @@ _LENGTHENED: dict[type, Callable[[Any, int], None]] = {
 
 
 def _longer(states: Tensor, tokens: int) -> Tensor:
-    """[batch, heads, tokens, head_dim] with more tokens, on the same device."""
+    """Append zeros for more tokens to [batch, heads, tokens, head_dim]."""
     batch, heads, length, width = states.shape
     return states.new_zeros((batch, heads, length + tokens, width))

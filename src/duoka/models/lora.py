@@ -1,9 +1,11 @@
-"""LoRA adapters: what is added to which module, in a model's own names or as it was published.
+"""LoRA adapters: low-rank updates of modules, in a model's own names or in published names.
 
 duoka builds the ChatGLM family with a query, a key and a value projection, where the published code
 has one fused matrix, `query_key_value`; other modules have other names. Both forms of an adapter
-say the same: of a fused one the three parts share what goes down to the rank, and split the rows of
-what goes up; three separate ones are a fused one of the sum of their ranks.
+are equivalent. The parts of a fused adapter share its A, and split the rows of its B. Three
+separate adapters are a fused one with the sum of their ranks:
+
+    A = [A_q; A_k; A_v]      B = diag(B_q, B_k, B_v)
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ _FUSED = "self_attention.query_key_value"
 _PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _KEYS = ("lora_A.weight", "lora_B.weight")
 _ADAPTER = "default"
-# What an adapter adds to a weight is computed so many elements at a time.
+# An update of a weight is computed so many elements at a time.
 _MERGED_ELEMENTS = 2**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
-    """What is added to the weight of one module: `scaling` times `up` @ `down`.
+    """An update of a module's weight: `scaling` times `up` @ `down`.
 
     Parameters
     ----------
@@ -44,10 +46,9 @@ class LowRank:
     is_embedding : bool
         Whether the module is an embedding; its weight, [tokens, size], is the transposed product.
     parameter : str or None
-        What is adapted where that is no weight of a layer: a parameter of any other module, which
-        may be a stack of experts.
+        The adapted parameter of a module that is no layer; it may be a stack of experts.
     num_experts : int
-        In the stack; each has its own rank.
+        Of the stack; each expert has its own rank.
     """
 
     down: Tensor
@@ -64,7 +65,7 @@ class LowRank:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """`down` and `up` by their names in peft's files, after the module's."""
+        """`down` and `up`, by their names in peft's files after the module's name."""
         if self.is_embedding:
             return {"lora_embedding_A": self.down, "lora_embedding_B": self.up}
         return {"lora_A.weight": self.down, "lora_B.weight": self.up}
@@ -77,12 +78,12 @@ class LoraAdapter:
     Parameters
     ----------
     layers : mapping of str to LowRank
-        By the name of the module, as peft has it: of two parameters of one module that are adapted
-        one is in its `base_layer`.
+        By the name of the module in peft: of two adapted parameters of a module the second is in
+        its `base_layer`.
     base : str
-        The model that it is for, as peft names it.
+        The base model, as peft names it.
     dropout : float
-        Of what goes into it, in training.
+        Of the inputs, in training.
     """
 
     layers: Mapping[str, LowRank]
@@ -90,19 +91,19 @@ class LoraAdapter:
     dropout: float = 0.0
 
     def target(self, name: str) -> str:
-        """What is adapted of a module, by peft's name for it: the module itself or a parameter."""
+        """Return the name of the adapted module or parameter, by peft's name of the module."""
         parameter = self.layers[name].parameter
         return name if parameter is None else f"{base_name(name)}.{parameter}"
 
     @property
     def common(self) -> tuple[int, float]:
-        """The rank and the scaling that most layers have."""
+        """The rank and the scaling of most layers."""
         pairs = Counter((layer.rank, layer.scaling) for layer in self.layers.values())
         return pairs.most_common(1)[0][0]
 
     @property
     def training_settings(self) -> dict[str, Any]:
-        """The arguments of `Training` for a run whose adapters can begin with these values."""
+        """Arguments of `Training` for a run from this adapter on."""
         rank, scaling = self.common
         return {
             "lora_rank": rank,
@@ -115,7 +116,7 @@ class LoraAdapter:
 
 
 def native_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
-    """The same adapter in the names of the class that duoka builds of a configuration."""
+    """Translate an adapter into the names of the class that duoka builds of a configuration."""
     if config.get("model_type") != CHATGLM:
         return adapter
     layers: dict[str, LowRank] = {}
@@ -136,7 +137,7 @@ def native_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
 
 
 def published_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
-    """The same adapter in the names of the code that a configuration was published with."""
+    """Translate an adapter into the names of the code published with a configuration."""
     if config.get("model_type") != CHATGLM:
         return adapter
     layers: dict[str, LowRank] = {}
@@ -166,18 +167,18 @@ def _published_name(name: str) -> str:
 
 
 def _rows(config: Mapping[str, Any]) -> list[int]:
-    """How many rows of the fused matrix are the query's, the key's and the value's."""
+    """Return the numbers of rows of query, key and value in the fused matrix."""
     parsed = cast(Any, resolve(config)[0])
     heads, groups = parsed.num_attention_heads, parsed.num_key_value_heads
     return [count * parsed.head_dim for count in (heads, groups, groups)]
 
 
 def _fuse(parts: list[LowRank | None], rows: list[int]) -> LowRank:
-    """One adapter of the fused matrix; where a part has none there are rows of zeros."""
-    there = [part for part in parts if part is not None]
-    scaling = there[0].scaling
-    down = torch.cat([part.down for part in there])
-    up = there[0].up.new_zeros(sum(rows), len(down))
+    """Fuse adapters of query, key and value; a part without an adapter gets rows of zeros."""
+    present = [part for part in parts if part is not None]
+    scaling = present[0].scaling
+    down = torch.cat([part.down for part in present])
+    up = present[0].up.new_zeros(sum(rows), len(down))
     row = column = 0
     for part, num_rows in zip(parts, rows, strict=True):
         if part is not None:
@@ -192,7 +193,7 @@ def _fuse(parts: list[LowRank | None], rows: list[int]) -> LowRank:
 
 
 def put_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
-    """Put an adapter in native form into a model, frozen, beside the weights where these are.
+    """Put an adapter in native form into a model, frozen, on the devices of the weights.
 
     Raises
     ------
@@ -225,7 +226,7 @@ def put_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
 
 
 def merge_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
-    """Add an adapter in native form to a model's weights where they are, a few rows at a time.
+    """Add an adapter in native form to a model's weights in place, a few rows at a time.
 
     Raises
     ------
@@ -253,7 +254,7 @@ def merge_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
 
 
 def fill_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
-    """Give a model's adapters, as far as they have data, the values of another in native form.
+    """Copy an adapter in native form into a model's adapters, as far as they have data.
 
     Raises
     ------
@@ -261,11 +262,11 @@ def fill_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
         If the model has adapters on other modules, or of other ranks.
     """
     adapted = dict(_adapted(model))
-    unlike = sorted(adapted.keys() ^ adapter.layers.keys())
-    if unlike:
+    differing = sorted(adapted.keys() ^ adapter.layers.keys())
+    if differing:
         raise LoadError(
             f"the run has adapters on {len(adapted)} modules, and the adapter to start from on "
-            f"{len(adapter.layers)}; not on both is {unlike[0]}",
+            f"{len(adapter.layers)}; not on both is {differing[0]}",
             hint="a run trains every module of its targets that text reaches: start a new adapter "
             "on these targets: " + ", ".join(adapter.training_settings["lora_targets"]),
         )
@@ -286,7 +287,7 @@ def fill_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
 
 
 def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "") -> LoraAdapter:
-    """The adapter that is in a model, with values from tensors by their names there.
+    """Return the adapter in a model, with values from tensors by their names in the model.
 
     Raises
     ------
@@ -315,7 +316,7 @@ def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of a model that have an adapter, by name."""
+    """Yield the modules of a model with an adapter, by name."""
     from peft.tuners.lora import LoraLayer
 
     for name, module in model.named_modules():
@@ -324,13 +325,13 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _in_model(key: str) -> str:
-    """A tensor's name in an adapted module, by that in a file."""
+    """Translate a tensor's name in a file into its name in an adapted module."""
     kind, dot, weight = key.partition(".")
     return f"{kind}.{_ADAPTER}{dot}{weight}"
 
 
 def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
-    """Raise LoadError if an adapter in native form is not for a model, which has none yet."""
+    """Raise LoadError if an adapter in native form isn't for a model without adapters."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     for name, layer in adapter.layers.items():
         if layer.parameter is None:
@@ -355,7 +356,7 @@ def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
 
 
 def _sizes(module: Any) -> tuple[int, ...] | None:
-    """What goes into a module and comes out of it; None where it can't have an adapter."""
+    """Return the numbers of inputs and outputs of a module; None if it can't have an adapter."""
     match module:
         case nn.Linear():
             return module.in_features, module.out_features

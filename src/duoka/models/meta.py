@@ -1,7 +1,7 @@
 """Construct a module whose parameters have no storage and whose buffers are real.
 
 PyTorch's own ``torch.device("meta")`` puts buffers on meta as well, and they cannot be computed
-afterwards: what a rotary frequency or a mask should hold is known only to the constructor.
+afterwards: only the constructor knows the values of a rotary frequency or a mask.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from transformers.initialization import no_init_weights
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
-# Parameters of this many elements are worth no allocation, even a short one (64 MiB in 16 bit).
+# Parameters of this many elements are worth no allocation, even briefly (64 MiB in 16 bit).
 _LARGE = 1 << 25
-# More than any model's masks and positions take. A hostile configuration asks for all there is.
+# More than any model's masks and positions take. A hostile configuration asks for all memory.
 _MOST_BYTES = 1 << 33
 _EMPTY = frozenset({torch.empty, torch.empty_strided})
 _FILLED = frozenset({torch.zeros, torch.ones, torch.full, torch.rand, torch.randn})
@@ -29,9 +29,9 @@ _WRITTEN = _FILLED | {torch.arange, torch.eye, torch.linspace}
 
 
 class _Bounded(TorchFunctionMode):
-    """Refuse what takes so much memory that no model can mean it.
+    """Refuses tensors too large for any model's buffers.
 
-    `lazily` sends to meta what is only a place for weights: uninitialised, or large and floating.
+    `lazily` puts tensors on meta that only hold weights: uninitialised, or large and floating.
     """
 
     def __init__(self, *, lazily: bool) -> None:
@@ -63,7 +63,7 @@ class _Bounded(TorchFunctionMode):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Replace each parameter by one on meta as it is registered, in this thread only."""
+    """Replace parameters by parameters on meta at registration, in this thread only."""
     thread = threading.get_ident()
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> object:
@@ -71,7 +71,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
 
-    # torch's annotation says that a hook returns nothing; its documentation, that it may replace.
+    # By torch's annotation a hook returns nothing; by its documentation it may replace.
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         yield
@@ -94,8 +94,8 @@ def construct(make: Callable[[], _Module]) -> _Module:
             if not stray:
                 return module
         except Exception:
-            # The code computes with an uninitialised tensor, or it is wrong in any case: the way
-            # without meta tells, and its error is the one to report.
+            # The code computes with an uninitialised tensor, or it is wrong in any case: running it
+            # without meta tells, and has the error to report.
             pass
         with _Bounded(lazily=False):
             module = make()
@@ -104,7 +104,7 @@ def construct(make: Callable[[], _Module]) -> _Module:
 
 
 def _stray(module: nn.Module) -> Iterator[str]:
-    """Yield the owners of tensors on meta that are no parameters."""
+    """Yield the owners of tensors on meta other than parameters."""
     for name, child in module.named_modules():
         values = [*child._buffers.values(), *vars(child).values()]
         if any(isinstance(value, Tensor) and value.is_meta for value in values):
@@ -112,7 +112,7 @@ def _stray(module: nn.Module) -> Iterator[str]:
 
 
 def _initialize_owners(module: nn.Module, names: list[str]) -> None:
-    """Let transformers' models fill buffers that their constructor leaves uninitialised."""
+    """Let transformers' models fill buffers left uninitialised by the constructor."""
     for name in names:
         path = name.split(".") if name else []
         for length in range(len(path), -1, -1):

@@ -1,4 +1,4 @@
-"""Models of checkpoints that were published quantized: their weights hold what is stored."""
+"""Models of checkpoints published quantized, with weights of stored tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_NAMES = 5  # of each kind that an error tells
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A stored tensor, or the share of it that belongs to one weight."""
+    """A stored tensor, or its share in a weight."""
 
     kind: str
     info: TensorInfo
@@ -29,7 +29,7 @@ class _Held:
 
 
 def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, TensorInfo]) -> None:
-    """Let the quantized weights of a model consist of the tensors that its checkpoint stores."""
+    """Make the quantized weights of a model consist of the checkpoint's stored tensors."""
     shapes = {name: tensors[name].shape for name in stored.plain} | dict.fromkeys(stored.weights)
     recipe = plan_tensors(model, shapes)
     parameters = {name for name, _ in model.named_parameters()}
@@ -51,7 +51,7 @@ def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, Tenso
 
 
 def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str]) -> None:
-    """Name everything that the checkpoint lacks, and what isn't the model's."""
+    """Refuse missing tensors and tensors of another model, all by name."""
     faults = [
         f"{len(names)} {text}: {', '.join(names[:_MOST_NAMES])}"
         for names, text in (
@@ -72,7 +72,7 @@ def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str])
 
 
 def _by_target(recipe: Recipe, stored: Stored) -> dict[str, list[_Held]]:
-    """For every weight of the model what is stored of it, in the checkpoint's order."""
+    """Group the stored tensors by weight of the model, in the checkpoint's order."""
     by_target: dict[str, list[_Held]] = {}
     for piece in recipe.pieces:
         if piece.source in stored.weights:
@@ -94,7 +94,7 @@ def _shares(stored: Stored, weight: str, share: float) -> Iterator[_Held]:
 
 
 def _tensors(shares: Iterable[_Held]) -> dict[str, Tensor]:
-    """One tensor for each kind; several of a kind are one where the model stacks them."""
+    """Make a tensor for each kind; several of a kind become one where the model stacks them."""
     kinds: dict[str, list[_Held]] = {}
     for share in shares:
         kinds.setdefault(share.kind, []).append(share)

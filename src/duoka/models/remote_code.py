@@ -1,8 +1,8 @@
-"""Model code that comes with a checkpoint, imported from where it lies.
+"""Importing a checkpoint's model code from its own files.
 
-Transformers runs a copy of such code, in a folder of its own. Whoever looks for faults in the code
-wants to read of the file that he has: here modules have the names of his files, and run what was
-read of them once. Nothing is written, no cache of bytecode either.
+Transformers runs a copy of such code, in a folder of its own. Reports of faults should name the
+user's files: here modules have the names of these files, and run their content as it was read once.
+Nothing is written, no cache of bytecode either.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _FLASH_ATTENTION = re.compile("flash[-_ ]?att", re.IGNORECASE)
 
 
 def stop_hint(message: str, hint: str = OTHER_VERSIONS) -> str:
-    """Return what to do where such code stops with a message: the hint where it tells nothing."""
+    """Return the hint for an error of such code."""
     if _FLASH_ATTENTION.search(message):
         return f'{missing_module("flash_attn")}, or "_attn_implementation": "eager" in config.json'
     return hint
 
 
 class RemoteCode(MetaPathFinder):
-    """The files of a checkpoint's code, in a package of its own; other content makes another.
+    """The files of a checkpoint's code, in a package whose name follows from their content.
 
     `legacy` says that they were written for transformers 4. The modules stay importable for the
     life of the process, as others do: code may import them when it runs.
@@ -55,15 +55,15 @@ class RemoteCode(MetaPathFinder):
         self._package = f"checkpoint_{hashlib.sha256(content).hexdigest()[:16]}"
 
     def import_class(self, reference: str) -> Any:
-        """Import a class by what ``auto_map`` calls it: "file.Class"."""
+        """Import a class by its name in ``auto_map``: "file.Class"."""
         if not _REFERENCE.fullmatch(reference):
             raise ModelError(
                 f"the checkpoint's auto_map asks for {reference[:200]!a}, which is no code of its "
                 "own; code from elsewhere is not run",
                 hint="use the repository that holds the code, or put its files into this one",
             )
-        known = (finder._package for finder in sys.meta_path if isinstance(finder, RemoteCode))
-        if self._package not in known:
+        packages = (finder._package for finder in sys.meta_path if isinstance(finder, RemoteCode))
+        if self._package not in packages:
             sys.meta_path.append(self)
         module, _, name = reference.partition(".")
         try:

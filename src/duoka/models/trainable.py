@@ -1,8 +1,8 @@
-"""Making a model ready to be trained: what learns, in which type, and what is kept for backward.
+"""Preparing a model for training: trainable parameters, their types, and checkpointing.
 
-Adapters are peft's own, put into the model in place: its modules keep their names, and what
-peft adds lies inside the layer that it adapts. So a placement of the model places the adapters,
-each with its layer.
+Adapters are peft's own, put into the model in place: its modules keep their names, and the added
+parameters lie inside the adapted layer. So a placement of the model places the adapters, each with
+its layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .chunked_loss import chunk_loss
 from .quantization import freeze_quantized
 
 _ADAPTED = ".base_layer"
-"""Where peft keeps the layer that it adapts, below the name that the layer had."""
+"""The name of the adapted layer below the name that the layer had."""
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, Conv1D)
 _ALL_LINEAR = "all-linear"
 WITHOUT_CHECKPOINTING = "train it without gradient_checkpointing (--gradient-checkpointing)"
@@ -43,8 +43,8 @@ def make_trainable(
 ) -> None:
     """Change a model in place so that a step of training can be run.
 
-    The modules and parameters called `frozen` aren't trained, and keep their type. Without
-    adapters a model for LoRA is only frozen; somebody else puts adapters into it.
+    The modules and parameters called `frozen` aren't trained, and keep their type. Without adapters
+    a model for LoRA is only frozen; the caller puts adapters into it.
     """
     freeze_quantized(model)
     if training.method == "lora" and has_adapters:
@@ -71,8 +71,8 @@ def make_trainable(
 def initialize_adapters(model: nn.Module, seed: int) -> None:
     """Give the adapters of layers that have data their first values, each beside its layer.
 
-    They are peft's own, drawn by the seed and the layer's name: the same however many processes
-    share the model, and whichever has the layer.
+    They are peft's own, drawn by the seed and the layer's name: the same in any number of processes
+    that share the model.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -94,7 +94,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 def base_name(name: str) -> str:
-    """The name that a module or tensor had before adapters were put into its model."""
+    """Return the name that a module or tensor had before adapters were put into its model."""
     return name.replace(_ADAPTED, "")
 
 
@@ -109,7 +109,7 @@ def inject(model: nn.Module, **settings: Any) -> None:
         ) from error
     try:
         with warnings.catch_warnings():
-            # Layers that keep their weight transposed are told to be so, and handled.
+            # peft warns of layers with transposed weights, and handles them.
             warnings.filterwarnings("ignore", ".*fan_in_fan_out.*")
             # torchao's weights can't be merged with adapters: duoka merges with the checkpoint's.
             warnings.filterwarnings("ignore", ".*get_apply_tensor_subclass.*")
@@ -126,7 +126,7 @@ def _is_in(name: str, frozen: Sequence[str]) -> bool:
 
 
 def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Sequence[str]) -> None:
-    before = {id(parameter) for parameter in model.parameters()}
+    originals = {id(parameter) for parameter in model.parameters()}
     inject(
         model,
         r=training.lora_rank,
@@ -137,14 +137,14 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Seq
     )
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in before and parameter.dtype != dtype:
+            if id(parameter) not in originals and parameter.dtype != dtype:
                 _retype(module, name, dtype)
 
 
 def known_targets(
     model: nn.Module, targets: Sequence[str], frozen: Sequence[str] = ()
 ) -> list[str]:
-    """Return the targets, all of which are ends of names of modules that can have adapters."""
+    """Check targets: ends of names of adaptable modules; return a list."""
     layers = {name for name, module in model.named_modules() if isinstance(module, _ADAPTABLE)}
     trained = {name for name in layers if not _is_in(name, frozen)}
     ends = sorted({name.rpartition(".")[2] for name in trained})

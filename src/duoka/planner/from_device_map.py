@@ -93,7 +93,7 @@ class _MappedModel:
             peaks = replay.run(blocks, device.budget_bytes, device_of=self.device_of)
             peaks = peaks or replay.run(blocks, device_of=self.device_of)
             assert peaks is not None, "nothing limits this run"
-            stages.append(peaks.placed(device))
+            stages.append(peaks.place_on(device))
         return stages
 
     def plan(self, workload: Workload, stages: Sequence[StageBytes], notes: Sequence[str]) -> Plan:

@@ -41,7 +41,7 @@ def fill(
         stages = [(sorted(blocks[name]), fleet.device(name).budget_bytes) for name in plan.devices]
         workload, peaks = with_pages(costs.profile, workload, stages, costs.usable_bytes, device_of)
         devices = tuple(
-            stage.placed(fleet.device(name))
+            stage.place_on(fleet.device(name))
             for stage, name in zip(peaks, plan.devices, strict=True)
         )
         plan = replace(plan, workload=workload, forecast=replace(plan.forecast, devices=devices))

@@ -306,7 +306,7 @@ def _make_plan(
     device_of = _device_of(costs, solution, fleet)
     runs = [(fleet.names[stage.device], stage.start, stage.stop) for stage in solution.stages]
     forecasts = tuple(
-        stage_bytes.placed(fleet.device(name))
+        stage_bytes.place_on(fleet.device(name))
         for (name, _, _), stage_bytes in zip(runs, peaks, strict=True)
     )
     entries = tuple(

@@ -1,7 +1,7 @@
-"""Devices as torch sees them: virtual GPUs made real, real ones looked for, and memory.
+"""Devices in torch: virtual GPUs are made, real ones checked, and their memory is queried.
 
-One function serves every kind of device, through torch's own module for it. Which GPUs there are
-and who uses them isn't known here: `Fleet.detect` asks the driver.
+One function serves every kind of device, through torch's own module for it. The GPUs of a machine
+and their users aren't known here: `Fleet.detect` asks the driver.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _NO_CUDA = 'without a GPU, try virtual ones: --gpus "virtual:2x24GiB"'
 
 
 def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
-    """Make sure that the devices of a fleet exist: virtual ones are made, others looked for.
+    """Make the virtual devices of a fleet, and check the existence of the others.
 
-    Virtual GPUs that are there already with the same budgets stay, and what is on them too.
+    Virtual GPUs that exist with the same budgets stay, with the tensors on them.
     """
     virtual_budgets: dict[int, int] = {}
     if any(name.startswith("cuda") for name in fleet.names):
@@ -46,9 +46,9 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
 
 
 def give_back() -> None:
-    """Let CUDA's allocator give back what it keeps and nobody uses: for the driver that isn't free.
+    """Release the reserved but unallocated memory of CUDA's allocator to the driver.
 
-    Without CUDA, and before it has started, there is nothing to give.
+    Do nothing without CUDA, and before CUDA has started.
     """
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -62,32 +62,32 @@ def _parse(name: str) -> tuple[str, int]:
 def _refuse_absent(index: int) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
-        seen = f"it sees {count}" if count else "it sees no CUDA GPU"
-        raise FleetError(f"cuda:{index} is not there for torch: {seen}", hint=_NO_CUDA)
+        gpus = f"it sees {count}" if count else "it sees no CUDA GPU"
+        raise FleetError(f"cuda:{index} is not there for torch: {gpus}", hint=_NO_CUDA)
 
 
 def _refuse_other(device: Device, index: int) -> None:
-    """Refuse a GPU that isn't the device's own: CUDA's numbers change, its UUID doesn't."""
+    """Refuse a GPU with another UUID than the device's: CUDA's numbers change, UUIDs don't."""
     if not device.uuid:
-        return  # it was declared: any GPU is meant
+        return  # a declared device: any GPU is meant
     properties = torch.cuda.get_device_properties(index)
     if device.uuid.lower().startswith("mig-"):
-        # torch may tell the UUID of the whole GPU, the driver tells that of the instance.
+        # torch may report the UUID of the whole GPU; the driver reports that of the instance.
         visible = cuda_driver.visible_uuids()
-        seen = f"MIG-{visible[index]}" if index < len(visible) else ""
+        uuid_here = f"MIG-{visible[index]}" if index < len(visible) else ""
     else:
-        seen = f"GPU-{properties.uuid}"
-    if seen.lower() != device.uuid.lower():
+        uuid_here = f"GPU-{properties.uuid}"
+    if uuid_here.lower() != device.uuid.lower():
         raise FleetError(
             f"{device.name} is another GPU for torch than the fleet says: torch sees "
-            f"{properties.name} ({seen}), the fleet has {device.product} ({device.uuid})",
+            f"{properties.name} ({uuid_here}), the fleet has {device.product} ({device.uuid})",
             hint="detect the GPUs again, in the process that uses them; CUDA_VISIBLE_DEVICES must "
             "not change after CUDA has started",
         )
 
 
 def _make_virtual(budgets_bytes: dict[int, int], data: str, generation: GpuGeneration) -> None:
-    # A fleet may name vgpu:2 alone; those before it exist then, and can hold nothing.
+    # A fleet may name vgpu:2 alone; lower ones exist then, and can hold nothing.
     capacities = [budgets_bytes.get(index, 1) for index in range(max(budgets_bytes) + 1)]
     if _virtual_now() != (capacities, data, generation):
         virtual.set_gpus(capacities, data=data, generation=generation)
@@ -103,7 +103,7 @@ def _virtual_now() -> tuple[list[int | None], str, GpuGeneration] | None:
 
 
 def peak_bytes(device: str | torch.device) -> PeakBytes | None:
-    """A device's peaks since the start, or `reset_peaks`; None for one that has no allocator."""
+    """Return a device's memory peaks since `reset_peaks`; None without an allocator."""
     backend = _backend(device)
     if not hasattr(backend, "max_memory_reserved"):
         return None
@@ -115,7 +115,7 @@ def peak_bytes(device: str | torch.device) -> PeakBytes | None:
 
 
 def memory_now(device: str | torch.device) -> tuple[int, int]:
-    """Bytes that are allocated and reserved now; none on a device that has no allocator."""
+    """Return the allocated and the reserved bytes now; 0 without an allocator."""
     backend = _backend(device)
     if not hasattr(backend, "memory_reserved"):
         return 0, 0
@@ -123,38 +123,38 @@ def memory_now(device: str | torch.device) -> tuple[int, int]:
 
 
 def free_bytes(device: str | torch.device) -> int:
-    """Bytes that nobody has on a device with an allocator."""
+    """Return the free bytes of a device with an allocator."""
     free: int = _backend(device).mem_get_info(device)[0]
     return free
 
 
 def uuid(device: str | torch.device) -> str:
-    """A CUDA GPU's identity, as NVML writes it; empty for other devices."""
+    """Return a CUDA GPU's UUID, as NVML writes it; empty for other devices."""
     device = torch.device(device)
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
 
 
 def reset_peaks(device: str | torch.device) -> None:
-    """Start the peaks of a device's memory again from what is in use now."""
+    """Reset the peaks of a device's memory to the bytes in use now."""
     backend = _backend(device)
     if hasattr(backend, "reset_peak_memory_stats"):
         backend.reset_peak_memory_stats(device)
 
 
 def make_current(device: str | torch.device) -> None:
-    """Make a device the one that code means which names its kind alone."""
+    """Make a device the current device of its kind."""
     backend = _backend(device)
     if hasattr(backend, "set_device"):
         backend.set_device(device)
 
 
 def can_pin(device: str | torch.device) -> bool:
-    """Whether copies from the host's memory to a device are faster where that is pinned."""
+    """Return True if copies to a device are faster from pinned memory of the host."""
     return torch.device(device).type == "cuda"
 
 
 def synchronize(device: str | torch.device) -> None:
-    """Wait until a device has done all that was asked of it."""
+    """Wait until a device has finished all work."""
     backend = _backend(device)
     if hasattr(backend, "synchronize"):
         backend.synchronize(device)

@@ -1,7 +1,7 @@
-"""Drawing tokens: what a device does to choose one for each row of logits.
+"""Drawing tokens: the work of a device that samples a token from each row of logits.
 
-All rows are treated alike, whatever is asked of each: what that takes follows from how many there
-are. It knows nothing of requests.
+All rows are computed alike, whatever their parameters, so that the memory follows from the number
+of rows alone. Requests aren't known here.
 """
 
 from __future__ import annotations
@@ -25,47 +25,56 @@ def draw(
     min_p: Tensor,
     numbers: Tensor,
 ) -> Tensor:
-    """A token of each row, [rows, vocabulary], where a number from 0 to below 1 falls.
+    """Draw a token of each row of logits, [rows, vocabulary].
 
-    That is among the probabilities of those that are left, in falling order. What it goes by is
-    [rows, 1].
+    Probabilities are sorted in falling order, filtered, and summed up; the token is drawn in whose
+    share of the sum the row's number falls. With probabilities 0.5, 0.3, 0.2 the number 0.6 draws
+    the second token.
+
+    Parameters
+    ----------
+    logits : Tensor
+    temperatures, top_k, top_p, min_p : Tensor
+        [rows, 1]
+    numbers : Tensor
+        From 0 to below 1, [rows, 1].
     """
     ordered, tokens = logits.sort(dim=-1, descending=True)
-    # The largest one becomes 0: what follows stays in range at any temperature.
+    # The largest one becomes 0, so that exponents stay in range at any temperature.
     probabilities = torch.softmax((ordered - ordered[:, :1]) / temperatures, dim=-1)
     ranks = torch.arange(logits.shape[-1], device=logits.device)
     probabilities = probabilities.masked_fill(ranks >= top_k, 0.0)
     probabilities /= probabilities.sum(dim=-1, keepdim=True)
-    # A token is left out when those before it have the share already; the first one stays.
-    before = probabilities.cumsum(dim=-1) - probabilities
-    least = min_p * probabilities[:, :1]
-    dropped = ((before >= top_p) | (probabilities < least)) & (ranks > 0)
-    sums = probabilities.masked_fill(dropped, 0.0).cumsum(dim=-1)
+    # A token is dropped when likelier ones sum up to top_p already; the likeliest one stays.
+    likelier = probabilities.cumsum(dim=-1) - probabilities
+    threshold = min_p * probabilities[:, :1]
+    is_dropped = ((likelier >= top_p) | (probabilities < threshold)) & (ranks > 0)
+    sums = probabilities.masked_fill(is_dropped, 0.0).cumsum(dim=-1)
     places = torch.searchsorted(sums, numbers * sums[:, -1:], right=True)
-    # Rounding may put a number at the very end.
-    last = (sums < sums[:, -1:]).sum(dim=-1, keepdim=True)
-    return tokens.gather(-1, torch.minimum(places, last))[:, 0]
+    # Rounding may put a number behind the last token.
+    last_place = (sums < sums[:, -1:]).sum(dim=-1, keepdim=True)
+    return tokens.gather(-1, torch.minimum(places, last_place))[:, 0]
 
 
 class LogitChange(NamedTuple):
-    """What a logit is divided by if it is positive, or else multiplied by, and what is added."""
+    """A change of a logit: divided by `divisor` if positive, else multiplied; `addend` added."""
 
     divisor: float = 1.0
     addend: float = 0.0
 
 
-# The least number there is, and not minus infinity, which is for what isn't allowed at all.
+# The smallest number, and not minus infinity, which is for tokens that a grammar excludes.
 BANNED = LogitChange(1.0, torch.finfo(torch.float32).min)
 
 
 def change(logits: Tensor, changes: Sequence[tuple[int, int, LogitChange]]) -> None:
     """Change logits, [rows, vocabulary], in place: each row and token at most once.
 
-    So many are changed at a time, however many there are.
+    `_CHANGED` of them are changed at a time, padding included.
     """
     for start in range(0, len(changes), _CHANGED):
         part = changes[start : start + _CHANGED]
-        padding = [(0, _CHANGED - len(part)), (0, 0)]  # by the last: twice is the same as once
+        padding = [(0, _CHANGED - len(part)), (0, 0)]  # with the last one: twice is the same
         places = np.pad(np.array([pair[:2] for pair in part], np.int64), padding, "edge")
         numbers = np.pad(np.array([pair[2] for pair in part], np.float32), padding, "edge")
         where = torch.from_numpy(places).to(logits.device)
@@ -78,7 +87,7 @@ def change(logits: Tensor, changes: Sequence[tuple[int, int, LogitChange]]) -> N
 
 
 def mask(logits: Tensor, octets: bytes) -> None:
-    """Leave only what is allowed, in place: a bit for each token of each row, the lowest first."""
+    """Mask all but the allowed tokens, in place: a bit for each token, the lowest first."""
     rows, vocabulary = logits.shape
     packed = torch.frombuffer(bytearray(octets), dtype=torch.uint8).to(logits.device)
     bits = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
@@ -87,16 +96,16 @@ def mask(logits: Tensor, octets: bytes) -> None:
 
 
 def log_probabilities(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of the tokens, [rows, 1], and of the likeliest ones with these, [rows, number]."""
+    """Return log-probabilities of the tokens, and of the likeliest tokens, with their ids."""
     logprobs = torch.log_softmax(logits, dim=-1)
     best = logprobs.topk(min(MOST_LOGPROBS, logits.shape[-1]), dim=-1)
     return logprobs.gather(-1, tokens[:, None]), best.values, best.indices
 
 
 def draw_in_every_way(logits: Tensor) -> None:
-    """Do all that may be done to choose from rows of logits, one way after the other.
+    """Sample from rows of logits in every way, in turn.
 
-    So a device that has memory for this has it for any of the ways.
+    A device that has memory for this has memory for any of the ways.
     """
     raw = logits.float()
     for is_changed in (False, True):

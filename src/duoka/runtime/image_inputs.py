@@ -1,8 +1,8 @@
 """Images as a model's `forward` takes them: right in shape and number, without content.
 
 Transformers' own image processor for the model makes the pixels, set up by the model's
-configuration, and the model's own code says how many tokens an image takes. No tokenizer is needed,
-so none of a prompt's words are real ones.
+configuration, and the model's own code tells the number of tokens of an image. No tokenizer is
+needed: the words of a prompt are made up.
 """
 
 from __future__ import annotations
@@ -34,10 +34,7 @@ Size = tuple[int, int]
 _PIXELS = ("pixel_values", "flattened_patches", "images")
 _IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_index")
 _BEGIN = (
-    "vision_start_token_id",
-    "image_start_token_id",
-    "boi_token_id",
-    "boi_token_index",
+    *("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index"),
     "image_bos_token_id",
 )
 _END = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
@@ -46,22 +43,16 @@ _PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: i
 _IMAGE_PROCESSORS: dict[str, dict[str, str]] = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _TEXT_ID = 5
 _QUESTION_TOKENS = 8
+# All that transformers' processors and a model's tower raise for settings that don't suit them.
 _UNFIT = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    virtual.UnknownValueError,  # of code that reads pixels
+    *(ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError),
+    *(ValueError, virtual.UnknownValueError),  # from code that reads pixels
 )
-"""What transformers' processors and a model's tower raise for settings that don't suit them."""
 _HINT = "pass inputs yourself: duoka.check or duoka.plan(model, …, inputs={...})"
 
 
 def prompts_for(model: Any, conditions: Conditions) -> ImagePrompts | None:
-    """The prompts with the images that a workload has; None where it has none."""
+    """Make prompts with a workload's images; return None for a workload without images."""
     if conditions.image_size is None:
         return None
     height, width = conditions.image_size
@@ -69,11 +60,17 @@ def prompts_for(model: Any, conditions: Conditions) -> ImagePrompts | None:
 
 
 class ImagePrompts:
-    """Prompts with certain images, of any batch and length; as arguments of `forward`.
+    """Prompts with images, of any batch and length, as arguments of `forward`.
 
-    The model is on the CPU or on meta, not yet spread, and is left as it was; afterwards it may go
-    anywhere. `sizes` are width and height in pixels of each image of a prompt; `least_tokens` is
-    the length of the shortest prompt that holds the images.
+    `least_tokens` is the length of the shortest prompt that holds the images.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+        On the CPU or on meta, before it is spread; it stays as it is, and may go anywhere
+        afterwards.
+    sizes : sequence of tuple of int
+        Width and height in pixels of each image of a prompt.
     """
 
     def __init__(self, model: PreTrainedModel, sizes: Sequence[Size]) -> None:
@@ -90,21 +87,18 @@ class ImagePrompts:
     def inputs(
         self, batch: int, prompt_tokens: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """The arguments of `forward` for one batch; prompts are longer if the images need more."""
-        return {
-            **self.pictures(batch, device),
-            **self.text(batch, prompt_tokens, device),
-        }
+        """Make the arguments of a batch; prompts are longer where the images need more tokens."""
+        return {**self.pictures(batch, device), **self.text(batch, prompt_tokens, device)}
 
     def pictures(self, batch: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """What the image processor makes of one batch's images."""
+        """Return the image processor's outputs for a batch."""
         with self._guessing():
             return self._accepted_on(device, self._processed(batch))
 
     def text(
         self, batch: int, prompt_tokens: int, device: torch.device | str = "cpu"
     ) -> dict[str, Tensor]:
-        """The ids of one batch, and what says where the images are."""
+        """Return the ids of a batch, with the masks of image tokens that families read."""
         with self._guessing():
             return self._accepted_on(device, self._build(batch, prompt_tokens))
 
@@ -122,16 +116,33 @@ class ImagePrompts:
         return self._pictures[batch]
 
     def _build(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
-        prompt = _Prompt(self._model.config, self._counts, self._processed(batch))
-        return prompt.arguments(batch, prompt_tokens)
+        """Make `input_ids` [batch, tokens], and the arguments that families have beside them."""
+        config, pictures = self._model.config, self._processed(batch)
+        ids, is_image = _ids(config, self._counts, prompt_tokens)
+        ids, is_image = ids.repeat(batch, 1), is_image.repeat(batch, 1)
+        num_images = len(self._counts)
+        arguments = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "mm_token_type_ids": is_image.int(),
+            "token_type_ids": is_image.long(),
+            "image_embeds_position_mask": is_image,
+            "qformer_input_ids": torch.full((batch * num_images, _QUESTION_TOKENS), _TEXT_ID),
+        }
+        if "aspect_ratio_mask" in pictures:
+            shape = (*ids.shape, num_images, pictures["aspect_ratio_mask"].shape[-1])
+            arguments["cross_attention_mask"] = torch.ones(shape, dtype=torch.long)
+        if getattr(config, "is_encoder_decoder", False):
+            arguments["decoder_input_ids"] = ids[:, :1].clone()
+        return arguments
 
     @contextmanager
     def _guessing(self) -> Iterator[None]:
-        """Say that this family isn't known where what was guessed of its settings fails."""
+        """Turn errors of guessed settings into the error that the family isn't known."""
         try:
             yield
         except torch.OutOfMemoryError:
-            raise  # which is a RuntimeError, and says nothing of the guess
+            raise  # a RuntimeError, and no fault of the guess
         except _UNFIT as error:
             sizes = ", ".join(f"{width}x{height}" for width, height in self._sizes)
             raise ModelError(
@@ -145,7 +156,7 @@ class ImagePrompts:
 
 
 def _pictures(model: PreTrainedModel, sizes: Sequence[Sequence[Size]]) -> dict[str, Tensor]:
-    """What the image processor makes of black images, one list of sizes for each prompt."""
+    """Process black images; `sizes` has a list for each prompt."""
     processor = _processor(model.config, vars(model).get(IMAGES_CONFIG, {}))
     images = [[np.zeros((height, width, 3), np.uint8) for width, height in row] for row in sizes]
     try:
@@ -160,9 +171,9 @@ def _pictures(model: PreTrainedModel, sizes: Sequence[Sequence[Size]]) -> dict[s
 
 
 def _processor(config: Any, stated: Mapping[str, Any]) -> Any:
-    """The family's image processor, with the settings that are stated or its configuration names.
+    """Make the family's image processor, with the settings of its checkpoint or configuration.
 
-    `stated` is what a checkpoint says of it.
+    `stated` are the checkpoint's settings.
     """
     processor_class = _processor_class(config)
     if processor_class is None:
@@ -172,38 +183,35 @@ def _processor(config: Any, stated: Mapping[str, Any]) -> Any:
         )
     stated = {name: value for name, value in stated.items() if name not in _NO_SETTINGS}
     processor = processor_class(**{**dict(_settings(processor_class(), config)), **stated})
-    whole = getattr(transformers, _PROCESSORS.get(config.model_type, ""), None)
-    for name, value in image_settings(whole).items():
+    processor_of_texts = getattr(transformers, _PROCESSORS.get(config.model_type, ""), None)
+    for name, value in image_settings(processor_of_texts).items():
         if name in _OF_TILES and name not in stated:
             setattr(processor, name, value)
     return processor
 
 
 def _processor_class(config: Any) -> Any:
-    """The class for the model, or for one that shares its processor, or for its tower's format."""
+    """Find the class for the model, for a relative with the same processor, or for its tower."""
     class_name = _PROCESSORS.get(config.model_type)
-    alike = [kind for kind, name in _PROCESSORS.items() if class_name and name == class_name]
+    relatives = [kind for kind, name in _PROCESSORS.items() if class_name and name == class_name]
     tower = _vision(config)
-    kinds = [config.model_type, *alike, tower.model_type]
+    kinds = [config.model_type, *relatives, tower.model_type]
     if hasattr(tower, "temporal_patch_size"):
         kinds.append("qwen2_vl")  # patches in a row, and a grid for each image
     elif _side(config) is not None:
         kinds.append("clip")  # one square of the tower's size
-    classes = (getattr(transformers, name, None) for kind in kinds for name in _named(kind))
-    return next(
-        # Where its libraries aren't there, transformers leaves a stand-in.
-        (it for it in classes if it is not None and not getattr(it, "is_dummy", False)),
-        None,
-    )
-
-
-def _named(model_type: str) -> list[str]:
-    backends = _IMAGE_PROCESSORS.get(model_type) or {}
-    return [backends[name] for name in ("pil", "torchvision") if backends.get(name)]
+    for kind in kinds:
+        backends = _IMAGE_PROCESSORS.get(kind) or {}
+        for name in ("pil", "torchvision"):
+            processor_class = getattr(transformers, backends.get(name) or "", None)
+            # Where its libraries are missing, transformers has a dummy.
+            if processor_class is not None and not getattr(processor_class, "is_dummy", False):
+                return processor_class
+    return None
 
 
 def _vision(config: Any) -> Any:
-    """The configuration of the tower."""
+    """Return the configuration of the vision tower."""
     for name in ("vision_config", "encoder"):
         part = getattr(config, name, None)
         if isinstance(part, dict):  # in configurations that come with a model
@@ -214,11 +222,11 @@ def _vision(config: Any) -> Any:
 
 
 def _settings(processor: Any, config: Any) -> Iterator[tuple[str, Any]]:
-    """What the configuration says under a default processor's names, and the image's size."""
+    """Yield the configuration's settings under a processor's names."""
     parts = (_vision(config), config)
     for name in dir(processor):
         default = getattr(processor, name)
-        stated = _first(parts, (_RENAMED.get(name, name),))
+        stated = _first_stated(parts, (_RENAMED.get(name, name),))
         if name.startswith("_") or callable(default) or stated is None:
             continue
         if name in _FROM_CONFIG or type(stated) is type(default):
@@ -234,12 +242,11 @@ _NO_SETTINGS = frozenset(
 )
 _OF_TILES = frozenset({"crop_to_patches", "min_patches", "max_patches"})
 _RENAMED = {"merge_size": "spatial_merge_size", "max_image_tiles": "max_num_tiles"}
-_PIXEL_COUNT = 4096
-"""A longest edge above this is a number of pixels."""
+_PIXEL_COUNT = 4096  # a longest edge above this is a number of pixels
 
 
 def _side(config: Any) -> int | None:
-    stated = _first((_vision(config), config), ("image_size",))
+    stated = _first_stated((_vision(config), config), ("image_size",))
     if isinstance(stated, (list, tuple)):
         stated = stated[0]
     return stated if isinstance(stated, int) else None
@@ -255,7 +262,7 @@ def _sized(processor: Any, side: int) -> Iterator[tuple[str, Any]]:
             yield name, dict.fromkeys(edges, side)
 
 
-def _first(parts: Sequence[Any], names: Sequence[str]) -> Any:
+def _first_stated(parts: Sequence[Any], names: Sequence[str]) -> Any:
     values = (getattr(part, name, None) for part in parts for name in names)
     return next((value for value in values if value is not None), None)
 
@@ -264,18 +271,18 @@ def _first(parts: Sequence[Any], names: Sequence[str]) -> Any:
 
 
 def _num_tokens(model: PreTrainedModel, size: Size) -> int:
-    """The tokens of the prompt that one image takes the place of; 0 where it takes none."""
-    stated = _first((model.config,), ("num_query_tokens", "latent_query_num"))
+    """Return the number of prompt tokens of an image; 0 without tokens."""
+    stated = _first_stated((model.config,), ("num_query_tokens", "latent_query_num"))
     if stated is not None:
         return int(stated)
     pictures = _pictures(model, [[size]])
     owner = _owner(model)
     if owner is None:
-        marks = _first((model.config,), (*_IMAGE_TOKENS, *_BEGIN))
+        marks = _first_stated((model.config,), (*_IMAGE_TOKENS, *_BEGIN))
         return 0 if marks is None else 1
     names = inspect.signature(owner.get_image_features).parameters
     snapshot = TensorSnapshot(model)
-    # One virtual GPU: model code that mixes devices is for the check itself to find.
+    # A single virtual GPU: the check itself finds model code that mixes devices.
     device = virtual.virtual_device(0)
     with virtual.unnamed_gpus([None], data="meta"), torch.no_grad():
         try:
@@ -287,7 +294,7 @@ def _num_tokens(model: PreTrainedModel, size: Size) -> int:
 
 
 def _owner(model: PreTrainedModel) -> Any:
-    """The innermost part that makes image features: the outer ones only pass arguments on."""
+    """Return the innermost part with image features; outer parts pass arguments on."""
     parts = (getattr(model, "model", None), getattr(model, model.base_model_prefix, None), model)
     return next((part for part in parts if hasattr(part, "get_image_features")), None)
 
@@ -299,55 +306,29 @@ def _features(owner: Any, pictures: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 def _image_id(config: Any) -> int | None:
-    stated = _first((config,), _IMAGE_TOKENS)
+    stated = _first_stated((config,), _IMAGE_TOKENS)
     words = getattr(config, "vocabulary_map", None) or {}
     return stated if isinstance(stated, int) else words.get("<image>")
 
 
-class _Prompt:
-    """The text around the images, and what says where they are."""
+def _ids(config: Any, counts: Sequence[int], prompt_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return the ids of a prompt, and a mask of its image tokens: [tokens] each.
 
-    def __init__(self, config: Any, counts: Sequence[int], pictures: Mapping[str, Tensor]) -> None:
-        self.config = config
-        self.counts = counts
-        self.pictures = pictures
+    With two images of 3 tokens, and b, e as begin and end of an image:
 
-    def arguments(self, batch: int, prompt_tokens: int) -> dict[str, Tensor]:
-        """`input_ids` [batch, tokens], and what families want beside them."""
-        ids, places = self._ids(prompt_tokens)
-        ids, places = ids.repeat(batch, 1), places.repeat(batch, 1)
-        arguments = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "mm_token_type_ids": places.int(),
-            "token_type_ids": places.long(),
-            "image_embeds_position_mask": places,
-            "qformer_input_ids": torch.full((batch * len(self.counts), _QUESTION_TOKENS), _TEXT_ID),
-        }
-        if "aspect_ratio_mask" in self.pictures:
-            num_tiles = self.pictures["aspect_ratio_mask"].shape[-1]
-            shape = (*ids.shape, len(self.counts), num_tiles)
-            arguments["cross_attention_mask"] = torch.ones(shape, dtype=torch.long)
-        if getattr(self.config, "is_encoder_decoder", False):
-            arguments["decoder_input_ids"] = ids[:, :1].clone()
-        return arguments
-
-    def _ids(self, prompt_tokens: int) -> tuple[Tensor, Tensor]:
-        """Ids, and where the images are: [tokens] each."""
-        begin, end = (_first((self.config,), names) for names in (_BEGIN, _END))
-        text, image = self._text_id(), _image_id(self.config)
-        if begin == image:  # which is one of those that are counted, as the end is
-            begin = end = None
-        ids: list[tuple[int, bool]] = []
-        for count in self.counts:
-            for token, repeats in ((begin, 1), (text if image is None else image, count), (end, 1)):
-                is_image = token is not begin and token is not end
-                ids += [(token, is_image)] * repeats if isinstance(token, int) else []
-        before = [(text, False)] * max(1, prompt_tokens - len(ids) - _QUESTION_TOKENS)
-        ids = [*before, *ids, *([(text, False)] * _QUESTION_TOKENS)]
-        return torch.tensor([token for token, _ in ids]), torch.tensor([place for _, place in ids])
-
-    def _text_id(self) -> int:
-        """A token that means nothing to the model."""
-        named = {name: value for name, value in vars(self.config).items() if "token" in name}
-        return next(number for number in range(_TEXT_ID, 1000) if number not in named.values())
+        text … text  b i i i e  b i i i e  question
+    """
+    begin, end = (_first_stated((config,), names) for names in (_BEGIN, _END))
+    # A token that means nothing to the model.
+    special = [value for name, value in vars(config).items() if "token" in name]
+    text, image = next(n for n in range(_TEXT_ID, 1000) if n not in special), _image_id(config)
+    if begin == image:  # it is counted as an image token, as the end is
+        begin = end = None
+    images: list[tuple[int, bool]] = []
+    for count in counts:
+        for token, repeats in ((begin, 1), (text if image is None else image, count), (end, 1)):
+            is_image = token is not begin and token is not end
+            images += [(token, is_image)] * repeats if isinstance(token, int) else []
+    num_text = max(1, prompt_tokens - len(images) - _QUESTION_TOKENS)
+    tokens = [*[(text, False)] * num_text, *images, *[(text, False)] * _QUESTION_TOKENS]
+    return torch.tensor([token for token, _ in tokens]), torch.tensor([mask for _, mask in tokens])

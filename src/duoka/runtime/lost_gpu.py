@@ -16,8 +16,8 @@ _OF_LIBRARIES = re.compile(r"\b(CUDA|NCCL) error|\bCU[A-Z]+_STATUS_")
 def find_lost_gpu(error: BaseException | None, device: str = "") -> GpuLostError | None:
     """Return the error of a lost GPU that is behind an error, or None.
 
-    CUDA's errors but out of memory stay: each later call in the process returns the same one.
-    `device` is the GPU of this process, where there is one alone.
+    Errors of CUDA are sticky, but for out of memory: each later call returns the same error.
+    `device` is the GPU of this process, where the process has a single one.
     """
     while error is not None:
         if isinstance(error, GpuLostError):

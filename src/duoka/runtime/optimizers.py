@@ -1,4 +1,4 @@
-"""Optimizers: the one place that makes them, for the forecast's steps, the proof and training.
+"""Optimizers, for the forecast's steps, the proof and training.
 
 AdamW in 8 bit is bitsandbytes': its update is one operator, which takes nothing beside the states
 and runs on CUDA, the CPU and virtual GPUs alike; torchao's is compiled for each of them.
@@ -29,7 +29,7 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of what a model has here to be trained.
+    """Make the optimizer of a model's trained parameters here.
 
     Parameters
     ----------

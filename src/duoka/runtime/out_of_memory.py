@@ -1,4 +1,4 @@
-"""Why a device had no room: what asked, what is there, and what the plan had counted on."""
+"""Explaining a lack of memory: the code that allocated, the memory in use, and the plan's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import devices
 from .publisher import Publisher
 
 _PACKAGES = Path(torch.__file__).parents[1]
-# Frames that pass a call on: what matters is the model's line that made it.
+# Frames that pass a call on; the frame of the model's code is reported.
 _BETWEEN = (str(_PACKAGES / "torch"), *(
     str(Path(__file__).parents[1] / name) for name in ("runtime", "virtual", "engine", "stages")
 ))  # fmt: skip
@@ -24,14 +24,14 @@ _DEVICE = re.compile(r"\bGPU (\d+) has a total")
 
 
 def explain(error: Exception, publisher: Publisher | None) -> Exception:
-    """Add to an out-of-memory error what is known of it; others stay as they are.
+    """Add an explanation to an out-of-memory error; other errors stay as they are.
 
-    Call it where the error is caught: its traceback still holds what was on the device. `__notes__`
-    has the text, and `available_bytes` what this process could have on each device in all; both go
-    with the error to another process.
+    Call it where the error is caught, while its traceback still holds the tensors on the device.
+    `__notes__` gets the text, and `available_bytes` the bytes that this process could have on each
+    device in all; both go with the error to another process.
     """
     if isinstance(error, torch.OutOfMemoryError) and publisher is not None:
-        # Another thread changes what is looked at: what can't be told must not hide the error.
+        # Other threads change the caches that are looked at: that must not hide the error.
         with suppress(Exception):
             _explain(error, publisher)
     return error
@@ -62,7 +62,7 @@ def _explain(error: Exception, publisher: Publisher) -> None:
 
 
 def _request(error: Exception, publisher: Publisher) -> str:
-    """The line of the model's code that asked, and the module that this is in."""
+    """Name the allocating line of the model's code, and its module."""
     names = {id(module): name for name, module in publisher.model.named_modules()}
     line, module = "", ""
     for frame, number in traceback.walk_tb(error.__traceback__):
@@ -79,7 +79,7 @@ def _short(file: str) -> str:
 
 
 def _filled(measured: StageBytes, forecast: StageBytes) -> str:
-    """What is on a device, by kind, beside the forecast."""
+    """Describe the memory of a device, by kind, beside the forecast."""
     planned = {**forecast.kinds, "reserved": forecast.reserved_bytes}
     kinds = [
         f"{kind} {format_bytes(size)} ({format_bytes(planned[kind])})"

@@ -1,4 +1,4 @@
-"""Prompts for a model, read before its weights are, within what was planned."""
+"""Prompts for a model, read before its weights and within the planned limits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,23 @@ from duoka.models.from_checkpoint import tokenizer_of
 from duoka.models.text.image_prompts import ImagePrompt
 from duoka.models.text.messages import ChatMessage
 from duoka.models.text.prompts import ChatFormat, chat_format
+
+
+class PromptTooLong(UsageError):
+    """The error for a prompt without enough memory."""
+
+
+def refuse_long(prompt_tokens: int, limit: int, *, new_tokens: int = 0) -> None:
+    """Raise PromptTooLong unless a prompt, with its answer if given, is within a limit."""
+    if prompt_tokens + new_tokens > limit:
+        text, hint = f"the prompt has {prompt_tokens} tokens", "plan with a larger --context"
+        if not new_tokens:
+            raise PromptTooLong(f"{text}; there is memory for {limit}", hint=hint)
+        raise PromptTooLong(
+            f"{text}, and {new_tokens} new ones are asked for; there is memory for {limit} "
+            "together",
+            hint=f"ask for fewer new tokens, or {hint}",
+        )
 
 
 class PromptReader:
@@ -46,12 +63,12 @@ class PromptReader:
         return self.chat.prompt([*messages, user])
 
     def plain(self, text: str) -> list[int]:
-        """The token ids of a text that is to be continued."""
+        """Return the token ids of a text to continue."""
         ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
         return ids
 
     def check_images(self, images: Sequence[Image]) -> None:
-        """Refuse images of one prompt that no memory was planned for."""
+        """Refuse images of a prompt beyond the planned number or size."""
         planned, reader = self.workload, self.chat.images
         if not images:
             return
@@ -74,7 +91,7 @@ class PromptReader:
                 )
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse what no memory was planned for."""
+        """Refuse prompts beyond the plan."""
         planned = self.workload
         if not prompts or not all(map(len, prompts)):
             raise UsageError("there is nothing to answer: a prompt is empty")
@@ -83,23 +100,23 @@ class PromptReader:
         for what, got, limit, option in (
             ("prompts", len(prompts), planned.batch, "--batch"),
             ("images in a prompt", max(images, default=0), planned.images, "--images"),
-            ("tokens of prompt", longest, planned.prompt_tokens, "--context"),
         ):
             if got > limit:
                 raise UsageError(
                     f"{got} {what}; the plan has memory for {limit}",
                     hint=f"plan with a larger {option}",
                 )
+        refuse_long(longest, planned.prompt_tokens)
 
 
 def num_embeddings(model: PreTrainedModel) -> int | None:
-    """The rows of a model's embedding; None where it doesn't tell them."""
+    """Return the rows of a model's embedding, if known."""
     # Not its weight's: that may be in the host's memory.
     return getattr(model.get_input_embeddings(), "num_embeddings", None)
 
 
 def refuse_beyond(tokens: Iterable[int], rows: int | None) -> None:
-    """Refuse tokens that an embedding has no rows for."""
+    """Refuse tokens beyond an embedding."""
     for token in tokens:
         if token < 0 or (rows is not None and token >= rows):
             known = "from 0 on" if rows is None else f"0 to {rows - 1}"

@@ -1,4 +1,4 @@
-"""A process says what memory it has, about once a second: `duoka top` reads it (`report.live`)."""
+"""Publishing a process's memory about once a second, for `duoka top` (`report.live`)."""
 
 from __future__ import annotations
 
@@ -22,38 +22,47 @@ from duoka.report import live
 from . import devices
 
 _SECONDS = 1.0
-# Over so many looks a device's busy share is taken: a single step may be as long as one of them.
+# A device's busy share is that of so many looks: a single step may be as long as a look.
 _LOOKS = 5
 _DEEPEST = 6
 ByDevice = Callable[[], Mapping[str, float]]
 
 
 class BusyShares:
-    """How much of the last seconds each device has computed, by the seconds so far."""
+    """The share of the last seconds in which each device has computed."""
 
     def __init__(self, busy_seconds: ByDevice) -> None:
         self._busy_seconds = busy_seconds
         self._looks: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=_LOOKS + 1)
 
     def __call__(self) -> dict[str, float]:
-        """The shares since some looks ago."""
+        """Return the shares since some looks ago."""
         self._looks.append((time.monotonic(), self._busy_seconds()))
-        (then, before), (now, seconds) = self._looks[0], self._looks[-1]
-        if now == then:
+        (start, earlier), (now, seconds) = self._looks[0], self._looks[-1]
+        if now == start:
             return {}
         return {
-            name: min(1.0, max(0.0, total - before.get(name, 0.0)) / (now - then))
+            name: min(1.0, max(0.0, total - earlier.get(name, 0.0)) / (now - start))
             for name, total in seconds.items()
         }
 
 
 class Publisher:
-    """Says what memory a model has on its devices, by kind, beside what its plan forecasts.
+    """Publishes the memory of a model on its devices, by kind, beside the plan's forecast.
 
-    Make it when the weights are there and nothing else: what the allocator has then are the
-    weights. A thread says it from `start` to `close`. Caches are known by the model's calls; an
-    optimizer by its states and its parameters' gradients; what else tensors take are activations.
-    `names` are those of the plan's devices that this process has.
+    Make it when the weights are loaded, and nothing else is: the allocated bytes are the weights
+    then. A thread publishes from `start` to `close`. Caches are found in the model's calls; an
+    optimizer's memory is its states and its parameters' gradients; all other bytes are activations.
+
+    Parameters
+    ----------
+    plan : Plan
+    model : nn.Module
+    names : iterable of str
+        The plan's devices that this process has.
+    optimizer : Optimizer, optional
+    busy_shares : callable, optional
+        Returns the busy share of each device.
     """
 
     def __init__(
@@ -82,12 +91,12 @@ class Publisher:
         self._thread = threading.Thread(target=self._work, name="duoka-publisher", daemon=True)
 
     def start(self) -> Self:
-        """Begin to say it."""
+        """Begin to publish."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Say nothing any more, and take back what was said."""
+        """End, and withdraw the last publication."""
         self._hook.remove()
         self._is_closed.set()
         if self._thread.is_alive():
@@ -96,16 +105,16 @@ class Publisher:
 
     def _work(self) -> None:
         # Nothing that goes wrong here may disturb the work: a full disk, a directory of another
-        # user's, a cache that changes while it is looked at. What isn't said isn't shown.
+        # user's, a cache that changes while it is looked at.
         with suppress(Exception):
-            live.read_memory()  # which removes what processes that were killed have left
+            live.read_memory()  # removes the files of killed processes
         while not self._is_closed.is_set():
             with suppress(Exception):
                 live.publish_memory(self.look(), self._name)
             self._is_closed.wait(_SECONDS)
 
     def look(self) -> list[live.LiveDevice]:
-        """What there is to say now."""
+        """Return the memory of each device now."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         kinds = {
             "kv_cache_bytes": _bytes_by_device(tuple(self._caches)),
@@ -154,7 +163,7 @@ def _bytes_by_device(values: Any) -> Counter[str]:
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """The tensors that caches or an optimizer's states have, whatever they are kept in."""
+    """Yield the tensors of caches or of an optimizer's states, in any containers."""
     if isinstance(value, Tensor):
         yield value
         return

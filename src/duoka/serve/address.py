@@ -1,4 +1,4 @@
-"""Where a server listens, and who may ask."""
+"""The address of a server, and the key of its clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from duoka.errors import UsageError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where a server listens, and who may ask.
+    """The address of a server, and the key of its clients.
 
     Parameters
     ----------
@@ -19,7 +19,7 @@ class Address:
     port : int
         0 for any that is free.
     key : str, optional
-        What a client has to know.
+        The key that clients have to send.
     """
 
     host: str = "127.0.0.1"
@@ -28,7 +28,7 @@ class Address:
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone reaches it."""
+        """Return True if only this machine reaches the address."""
         return self.host in ("localhost", "::1") or self.host.startswith("127.")
 
     def bind(self) -> socket.socket:

@@ -1,17 +1,24 @@
-"""Answers in OpenAI's form: whole, or piece by piece."""
+"""Answers in the forms of OpenAI's chats and completions: whole, or piece by piece.
+
+Every form takes the same events, and returns the pieces of each in a stream. The answers of the
+other two interfaces are in `response_answer` and `message_answer`.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
-from codecs import IncrementalDecoder, getincrementaldecoder
-from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from abc import ABC, abstractmethod
+from codecs import getincrementaldecoder
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+from .errors import HttpError
 from .messages import Begun, Delta, Ended, Event, Token
+
+Piece = dict[str, Any]
+"""An object of a stream."""
 
 
 @dataclass(slots=True)
@@ -21,11 +28,9 @@ class Usage:
     prompt_tokens: int = 0
     new_tokens: int = 0
     shared_tokens: int = 0
-    num_sources: int = 0
-    """Prompts whose answers have begun to be told."""
 
-    def take(self, event: Event) -> None:
-        """Count what comes."""
+    def add(self, event: Event) -> None:
+        """Count the tokens of an event."""
         if isinstance(event, Begun):
             self.prompt_tokens += event.prompt_tokens
         elif isinstance(event, Ended):
@@ -33,7 +38,7 @@ class Usage:
             self.shared_tokens = max(self.shared_tokens, event.shared_tokens)
 
     def to_dict(self) -> dict[str, Any]:
-        """In OpenAI's form."""
+        """Return the tokens in OpenAI's form."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.new_tokens,
@@ -42,197 +47,256 @@ class Usage:
         }
 
 
-@dataclass(slots=True)
-class AnswerChoice:
-    """One answer, put together."""
+class Answer(ABC):
+    """The answer to a request in the form of an interface, during generation."""
 
-    texts: dict[str, list[str]] = field(default_factory=lambda: {"content": [], "reasoning": []})
-    calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+    has_names = False
+    """Whether the pieces of a stream are events with names, and no mark ends it."""
+
+    def __init__(self) -> None:
+        self.usage = Usage()
+
+    def begin(self, source: int) -> Iterator[Piece]:
+        """Return the pieces before the answers to a prompt, by the number of the prompt."""
+        yield from ()
+
+    @abstractmethod
+    def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
+        """Take an event of the answers to a prompt; return its pieces."""
+
+    def finish(self) -> Iterator[Piece]:
+        """Return the pieces after all answers."""
+        yield from ()
+
+    def fail(self, error: HttpError) -> Iterator[Piece]:
+        """Return the pieces for the error of a stream."""
+        yield error.body
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole answer."""
+
+
+class OpenAIAnswer(Answer):
+    """The common form of chats and completions, with several choices.
+
+    Parameters
+    ----------
+    head : dict
+        The fields of every piece.
+    choices : sequence
+        Each with its `content`, `logprobs` and `finish`.
+    has_logprobs, has_usage : bool
+        Whether log-probabilities are wanted, and the tokens at the end of a stream.
+    """
+
+    # Fields of a whole answer in place of a piece's.
+    _fields: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self, head: dict[str, Any], choices: Sequence[Any], *, has_logprobs: bool, has_usage: bool
+    ) -> None:
+        super().__init__()
+        self._head = head
+        self._choices = choices
+        self._has_logprobs, self._has_usage = has_logprobs, has_usage
+
+    def finish(self) -> Iterator[Piece]:
+        """See `Answer`."""
+        if self._has_usage:
+            yield {**self._head, "choices": [], "usage": self.usage.to_dict()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """See `Answer`."""
+        choices = [
+            _choice(number, choice.content, self._has_logprobs and choice.logprobs, choice.finish)
+            for number, choice in enumerate(self._choices)
+        ]
+        return {
+            **self._head,
+            **self._fields,
+            "choices": choices,
+            "usage": self.usage.to_dict(),
+        }
+
+    def _piece(self, number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> Piece:
+        return {**self._head, "choices": [_choice(number, content, logprobs, finish)]}
+
+
+def _choice(number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> dict[str, Any]:
+    end = {"logprobs": logprobs or None, "finish_reason": finish}
+    return {"index": number, **content, **end}
+
+
+@dataclass(slots=True)
+class ChatChoice:
+    """A choice among the answers to a chat."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[Token] = field(default_factory=list)
     finish: str = "stop"
 
-    def take(self, event: Event) -> None:
-        """Add what comes."""
-        if isinstance(event, Ended):
-            self.finish = finish_reason(event)
-        elif isinstance(event, Delta):
-            self.tokens += event.tokens
-            if event.kind in ("content", "reasoning"):
-                self.texts[event.kind].append(event.text)
-                return
-            if event.kind == "tool_name":
-                self.calls[event.call] = new_call(event.text)
-            else:
-                self.calls[event.call]["function"]["arguments"] += event.text
+    def add(self, delta: Delta) -> dict[str, Any]:
+        """Add a part; return its form in a stream."""
+        self.tokens += delta.tokens
+        if delta.kind == "content":
+            self.texts.append(delta.text)
+            return {"content": delta.text}
+        if delta.kind == "reasoning":
+            self.thoughts.append(delta.text)
+            return {"reasoning_content": delta.text}
+        if delta.kind == "tool_name":
+            function = {"name": delta.text, "arguments": ""}
+            call = {"id": make_id("call_"), "type": "function", "function": function}
+            self.calls.append(call)
+            return {"tool_calls": [{"index": delta.call, **call, "function": {**function}}]}
+        self.calls[delta.call]["function"]["arguments"] += delta.text
+        return {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.text}}]}
 
     @property
-    def content(self) -> str:
-        """What was said."""
-        return "".join(self.texts["content"])
+    def logprobs(self) -> dict[str, Any]:
+        """The log-probabilities of the whole answer."""
+        return write_chat_logprobs(self.tokens)
 
     @property
-    def reasoning(self) -> str:
-        """What was thought."""
-        return "".join(self.texts["reasoning"])
-
-    @property
-    def message(self) -> dict[str, Any]:
-        """The message of a chat."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
+    def content(self) -> dict[str, Any]:
+        """The message of the whole answer."""
+        content: str | None = "".join(self.texts)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if any(self.thoughts):
+            message["reasoning_content"] = "".join(self.thoughts)
         if self.calls:
-            message["tool_calls"] = [*self.calls.values()]
-            message["content"] = self.content or None
-        return message
+            message |= {"content": content or None, "tool_calls": self.calls}
+        return {"message": message}
 
 
-async def collected(events: AsyncIterator[Event], n: int, usage: Usage) -> list[AnswerChoice]:
-    """All answers to a request, when they have ended."""
-    choices = [AnswerChoice() for _ in range(n)]
-    async for event in events:
-        usage.take(event)
-        if isinstance(event, Delta | Ended):
-            choices[event.choice].take(event)
-    return choices
+class ChatAnswer(OpenAIAnswer):
+    """The answers to a chat; for `options` see `OpenAIAnswer`."""
 
+    _fields: ClassVar = {"object": "chat.completion"}
 
-def finish_reason(event: Ended) -> str:
-    """OpenAI's word for why an answer has ended."""
-    return "stop" if event.finish == "cancelled" else event.finish
+    def __init__(self, model: str, n: int, **options: bool) -> None:
+        head = {"id": make_id("chatcmpl-"), "created": int(time.time()), "model": model}
+        choices = [ChatChoice() for _ in range(n)]
+        super().__init__({**head, "object": "chat.completion.chunk"}, choices, **options)
 
+    def begin(self, source: int) -> Iterator[Piece]:
+        """See `Answer`."""
+        for number in range(len(self._choices)):
+            delta = {"role": "assistant", "content": ""}
+            yield self._piece(number, {"delta": delta}, None, None)
 
-def new_id(prefix: str) -> str:
-    """A name of its own for what is answered."""
-    return f"{prefix}{uuid.uuid4().hex}"
-
-
-def new_call(name: str) -> dict[str, Any]:
-    """A call of a tool, without arguments yet."""
-    return {"id": new_id("call_"), "type": "function", "function": {"name": name, "arguments": ""}}
-
-
-class ChatAnswer:
-    """The forms of what is answered to a chat."""
-
-    def __init__(self, model: str) -> None:
-        self._head = {"id": new_id("chatcmpl-"), "created": int(time.time()), "model": model}
-
-    def whole(
-        self, choices: Sequence[AnswerChoice], usage: Usage, *, logprobs: bool
-    ) -> dict[str, Any]:
-        """All of it."""
-        return {
-            **self._head,
-            "object": "chat.completion",
-            "choices": [
-                {
-                    "index": number,
-                    "message": choice.message,
-                    "logprobs": chat_logprobs(choice.tokens) if logprobs else None,
-                    "finish_reason": choice.finish,
-                }
-                for number, choice in enumerate(choices)
-            ],
-            "usage": usage.to_dict(),
-        }
-
-    def first(self, n: int) -> list[dict[str, Any]]:
-        """What each answer begins with."""
-        return [self._chunk(number, {"role": "assistant", "content": ""}) for number in range(n)]
-
-    def piece(self, event: Delta | Ended, *, logprobs: bool) -> dict[str, Any]:
-        """More of an answer, or its end."""
+    def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
+        """See `Answer`."""
+        self.usage.add(event)
         if isinstance(event, Ended):
-            return self._chunk(event.choice, {}, finish=finish_reason(event))
-        logprobs_form = chat_logprobs(event.tokens) if logprobs else None
-        if event.kind == "content":
-            delta: dict[str, Any] = {"content": event.text}
-        elif event.kind == "reasoning":
-            delta = {"reasoning_content": event.text}
-        elif event.kind == "tool_name":
-            delta = {"tool_calls": [{"index": event.call, **new_call(event.text)}]}
-        else:
-            call = {"index": event.call, "function": {"arguments": event.text}}
-            delta = {"tool_calls": [call]}
-        return self._chunk(event.choice, delta, logprobs=logprobs_form)
-
-    def last(self, usage: Usage) -> dict[str, Any]:
-        """The tokens, after all answers."""
-        head = {**self._head, "object": "chat.completion.chunk"}
-        return {**head, "choices": [], "usage": usage.to_dict()}
-
-    def _chunk(
-        self, number: int, delta: dict[str, Any], *, logprobs: Any = None, finish: str | None = None
-    ) -> dict[str, Any]:
-        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
+            finish = self._choices[event.choice].finish = name_finish(event)
+            yield self._piece(event.choice, {"delta": {}}, None, finish)
+        elif isinstance(event, Delta):
+            logprobs = write_chat_logprobs(event.tokens) if self._has_logprobs else None
+            delta = self._choices[event.choice].add(event)
+            yield self._piece(event.choice, {"delta": delta}, logprobs, None)
 
 
-class CompletionAnswer:
-    """The forms of what is answered to a text that goes on."""
+class CompletionChoice:
+    """A choice among the continuations of a text."""
 
-    def __init__(self, model: str) -> None:
-        self._head = {
-            "id": new_id("cmpl-"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
+    def __init__(self, prefix: str) -> None:
+        self.texts = [prefix]
+        self.logprobs: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
         }
-        # Of each answer how many characters there are, and the bytes of the next one.
-        self._offsets: defaultdict[int, int] = defaultdict(int)
-        self._decoders: defaultdict[int, IncrementalDecoder] = defaultdict(
-            partial(getincrementaldecoder("utf-8"), "replace")
-        )
+        self.finish = "stop"
+        # The number of characters so far, and the bytes of one that isn't whole.
+        self._offset = 0
+        self._decoder = getincrementaldecoder("utf-8")("replace")
 
-    def whole(
-        self, choices: Sequence[tuple[str, AnswerChoice]], usage: Usage, *, logprobs: bool
-    ) -> dict[str, Any]:
-        """All of it; each answer with what stands before it."""
-        return {
-            **self._head,
-            "choices": [
-                {
-                    "index": number,
-                    "text": before + choice.content,
-                    "logprobs": self._logprobs(number, choice.tokens) if logprobs else None,
-                    "finish_reason": choice.finish,
-                }
-                for number, (before, choice) in enumerate(choices)
-            ],
-            "usage": usage.to_dict(),
-        }
+    @property
+    def content(self) -> dict[str, Any]:
+        """The whole text."""
+        return {"text": "".join(self.texts)}
 
-    def piece(
-        self, number: int, text: str, tokens: Sequence[Token], finish: str | None, *, logprobs: bool
-    ) -> dict[str, Any]:
-        """More of an answer, or its end."""
-        logprobs_form = self._logprobs(number, tokens) if logprobs and tokens else None
-        choice = {"index": number, "text": text, "logprobs": logprobs_form, "finish_reason": finish}
-        return {**self._head, "choices": [choice]}
-
-    def last(self, usage: Usage) -> dict[str, Any]:
-        """The tokens, after all answers."""
-        return {**self._head, "choices": [], "usage": usage.to_dict()}
-
-    def _logprobs(self, number: int, tokens: Sequence[Token]) -> dict[str, Any]:
+    def add_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
+        """Add the log-probabilities of tokens, and return them."""
         offsets = []
         for token in tokens:
-            offsets.append(self._offsets[number])
-            self._offsets[number] += len(self._decoders[number].decode(token.data))
-        return {
-            "tokens": [_spelled(token.text, token.data) for token in tokens],
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(token.data))
+        entries: dict[str, list[Any]] = {
+            "tokens": [_spell(token.text, token.data) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {_spelled(text, data): logprob for text, data, logprob in token.likeliest}
+                {_spell(text, data): logprob for text, data, logprob in token.likeliest}
                 for token in tokens
             ],
             "text_offset": offsets,
         }
+        for name, values in entries.items():
+            self.logprobs[name] += values
+        return entries
 
 
-def _spelled(text: str, data: bytes) -> str:
-    """A token as completions have it, which tell no bytes: what is no text is written out."""
+class CompletionAnswer(OpenAIAnswer):
+    """The continuations of some texts.
+
+    Parameters
+    ----------
+    prefixes : sequence of str
+        For each prompt the text to repeat before its continuations; empty for none.
+    n : int
+        The number of continuations of each.
+    options
+        See `OpenAIAnswer`.
+    """
+
+    def __init__(self, model: str, prefixes: Sequence[str], n: int, **options: bool) -> None:
+        head = {"id": make_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
+        choices = [CompletionChoice(prefix) for prefix in prefixes for _ in range(n)]
+        super().__init__({**head, "model": model}, choices, **options)
+        self._n = n
+
+    def begin(self, source: int) -> Iterator[Piece]:
+        """See `Answer`."""
+        for number in range(source * self._n, (source + 1) * self._n):
+            (prefix,) = self._choices[number].texts
+            if prefix:
+                yield self._piece(number, {"text": prefix}, None, None)
+
+    def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
+        """See `Answer`."""
+        self.usage.add(event)
+        if not isinstance(event, Delta | Ended):
+            return
+        number = source * self._n + event.choice
+        choice = self._choices[number]
+        if isinstance(event, Ended):
+            choice.finish = name_finish(event)
+            yield self._piece(number, {"text": ""}, None, choice.finish)
+        else:
+            if event.kind == "content":
+                choice.texts.append(event.text)
+            has_logprobs = self._has_logprobs and event.tokens
+            logprobs = choice.add_tokens(event.tokens) if has_logprobs else None
+            yield self._piece(number, {"text": event.text}, logprobs, None)
+
+
+def name_finish(event: Ended) -> str:
+    """Return OpenAI's word for the reason why an answer ended."""
+    return "stop" if event.finish == "cancelled" else event.finish
+
+
+def make_id(prefix: str) -> str:
+    """Return a random id with a prefix."""
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def _spell(text: str, data: bytes) -> str:
+    """Write a token as completions do; invalid UTF-8 is spelled out byte by byte."""
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -240,8 +304,8 @@ def _spelled(text: str, data: bytes) -> str:
     return text
 
 
-def chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
-    """Log-probabilities as chats have them."""
+def write_chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Return log-probabilities as chats have them."""
     content = [
         {
             "token": token.text,

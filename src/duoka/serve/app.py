@@ -1,9 +1,7 @@
-"""The server's application: what each address answers."""
+"""The application of the server: the answers of each path."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,21 +12,20 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
-from .answers import ChatAnswer, CompletionAnswer, Usage, collected, finish_reason
+from .answers import ChatAnswer, CompletionAnswer
 from .anthropic import add_messages
-from .errors import HttpError, invalid
+from .errors import HttpError, describe_invalid
 from .limits import ClientLimits, Gate, JsonRoute
-from .messages import Delta, Ended, Prompt
+from .messages import Prompt
 from .requests import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Sampled,
     TokenizeRequest,
 )
 from .responses import add_responses
-from .service import Events, Service, status_of
-from .streams import awaited, streamed, unless_gone
+from .service import Service, status_of
+from .streams import respond
 
 _PAGE = Path(__file__).parent / "page"
 _POLICY = (
@@ -61,14 +58,11 @@ def make_app(
     app.add_middleware(
         Gate, memory=service.memory, limits=limits or ClientLimits(), key=key, is_local=is_local
     )
-    app.add_exception_handler(HttpError, _tell)
-    app.add_exception_handler(RequestValidationError, _tell_invalid)
-    app.add_exception_handler(HTTPException, _tell_http)
-    app.add_exception_handler(Exception, _tell)
+    for kind in (HttpError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _answer_error)
     _add_health(app, service)
     _add_models(app, service)
-    _add_chat(app, service)
-    _add_completions(app, service)
+    _add_openai(app, service)
     add_responses(app, service)
     add_messages(app, service)
     _add_tokens(app, service)
@@ -82,12 +76,12 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/health")
     async def health() -> Response:
-        """Whether the server is alive, or ever will be again."""
+        """Answer 200 unless every engine has ended for good."""
         return Response(status_code=503 if pool.has_failed else 200)
 
     @app.get("/ready")
     async def ready() -> Response:
-        """Whether an engine answers now."""
+        """Answer 200 if an engine is ready."""
         return Response(status_code=200 if pool.is_ready else 503)
 
     @app.get("/version")
@@ -97,7 +91,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        """What Prometheus reads."""
+        """Return the metrics for Prometheus."""
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/duoka/status")
@@ -108,19 +102,19 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def described() -> dict[str, Any]:
-        ready = next((e.capacity for e in service.pool.engines if e.capacity), None)
-        most = None if ready is None else ready.context_tokens
+        capacity = next((e.capacity for e in service.pool.engines if e.capacity), None)
+        context_tokens = None if capacity is None else capacity.context_tokens
         return {
             "id": service.model,
             "object": "model",
             "created": 0,
             "owned_by": "duoka",
-            "max_model_len": most,
+            "max_model_len": context_tokens,
         }
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served."""
+        """List the served model."""
         return {"object": "list", "data": [described()]}
 
     @app.get("/v1/models/{name:path}")
@@ -130,73 +124,27 @@ def _add_models(app: FastAPI, service: Service) -> None:
         return described()
 
 
-def _add_chat(app: FastAPI, service: Service) -> None:
+def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat(request: ChatCompletionRequest, http: Request) -> Response:
+    async def create_chat_completion(request: ChatCompletionRequest, http: Request) -> Response:
         """Answer a chat."""
         service.check_model(request.model)
-        form, n = ChatAnswer(service.model), request.n or 1
-        events = service.ask(request.prompt, request.params(), n, is_streamed=request.stream)
-        has_logprobs = bool(request.logprobs)
-        if not request.stream:
-            usage = Usage()
-            choices = await unless_gone(http, collected(events, n, usage))
-            return JSONResponse(form.whole(choices, usage, logprobs=has_logprobs))
+        has_usage = request.stream_options.include_usage
+        options = {"has_logprobs": request.logprobs, "has_usage": has_usage}
+        answer = ChatAnswer(service.model, request.n, **options)
+        return await respond(service, request, [request.to_prompt()], answer, http)
 
-        async def pieces(events: Events, usage: Usage) -> AsyncIterator[Any]:
-            for piece in form.first(n):
-                yield piece
-            async for event in events:
-                usage.take(event)
-                if isinstance(event, Delta | Ended):
-                    yield form.piece(event, logprobs=has_logprobs)
-            if has_usage(request):
-                yield form.last(usage)
-
-        return await streamed([events], pieces)
-
-
-def _add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
-    async def completions(request: CompletionRequest, http: Request) -> Response:
+    async def create_completion(request: CompletionRequest, http: Request) -> Response:
         """Continue texts."""
         service.check_model(request.model)
-        form, n = CompletionAnswer(service.model), request.n or 1
-        prompts, has_logprobs = request.prompts, request.top is not None
-        befores = [(await _text_of(service, prompt)) if request.echo else "" for prompt in prompts]
-        sources = [
-            service.ask(prompt, request.params(), n, is_streamed=request.stream)
-            for prompt in prompts
+        prompts, has_logprobs = request.to_prompts(), request.top is not None
+        prefixes = [
+            (await _spell_prompt(service, prompt)) if request.echo else "" for prompt in prompts
         ]
-        if not request.stream:
-            usage = Usage()
-            work = asyncio.gather(*(collected(events, n, usage) for events in sources))
-            answers = await unless_gone(http, awaited(work))
-            choices = [
-                (before, choice)
-                for before, several in zip(befores, answers, strict=True)
-                for choice in several
-            ]
-            return JSONResponse(form.whole(choices, usage, logprobs=has_logprobs))
-
-        async def pieces(events: Events, usage: Usage) -> AsyncIterator[Any]:
-            at = usage.num_sources * n
-            before = befores[usage.num_sources]
-            usage.num_sources += 1
-            for number in range(n if before else 0):
-                yield form.piece(at + number, before, (), None, logprobs=has_logprobs)
-            async for event in events:
-                usage.take(event)
-                if isinstance(event, Delta):
-                    number = at + event.choice
-                    yield form.piece(number, event.text, event.tokens, None, logprobs=has_logprobs)
-                elif isinstance(event, Ended):
-                    end = finish_reason(event)
-                    yield form.piece(at + event.choice, "", (), end, logprobs=has_logprobs)
-            if has_usage(request) and usage.num_sources == len(sources):
-                yield form.last(usage)
-
-        return await streamed(sources, pieces)
+        options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
+        answer = CompletionAnswer(service.model, prefixes, request.n, **options)
+        return await respond(service, request, prompts, answer, http)
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
@@ -204,10 +152,10 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a chat's prompt."""
         service.check_model(request.model)
-        ready = service.pool.choose().capacity
-        most = None if ready is None else ready.context_tokens
-        tokens = list(await service.count(request.question))
-        return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
+        capacity = service.pool.choose().capacity
+        context_tokens = None if capacity is None else capacity.context_tokens
+        tokens = list(await service.count(request.to_prompt()))
+        return {"count": len(tokens), "max_model_len": context_tokens, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
@@ -228,30 +176,19 @@ def _add_page(app: FastAPI) -> None:
     app.mount("/page", StaticFiles(directory=_PAGE))
 
 
-async def _text_of(service: Service, prompt: Prompt) -> str:
+async def _spell_prompt(service: Service, prompt: Prompt) -> str:
     """The text of a prompt."""
     if prompt.text is not None:
         return prompt.text
     return await service.detokenize(prompt)
 
 
-def has_usage(request: Sampled) -> bool:
-    """Whether a stream tells the tokens at its end."""
-    return request.stream_options is not None and request.stream_options.include_usage
-
-
-async def _tell(request: Request, error: Exception) -> Response:
-    known = HttpError.of(error)
-    return JSONResponse(known.body_for(request.url.path), known.status, known.headers)
-
-
-async def _tell_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError), "it is asked for these"
-    return await _tell(request, invalid(error.errors(), error.body))
-
-
-async def _tell_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException), "it is asked for these"
-    refused = HttpError(error.status_code, str(error.detail))
-    body = refused.body_for(request.url.path)
-    return JSONResponse(body, error.status_code, dict(error.headers or {}))
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, RequestValidationError):
+        error = describe_invalid(error.errors(), error.body)
+    answer = HttpError.of(error)
+    headers = answer.headers
+    if isinstance(error, HTTPException):  # Starlette's own, of an unknown path or method
+        answer = HttpError(error.status_code, str(error.detail))
+        headers = dict(error.headers or {})
+    return JSONResponse(answer.body_for(request.url.path), answer.status, headers)

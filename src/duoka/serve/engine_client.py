@@ -32,6 +32,8 @@ from .messages import (
 )
 
 _LOG = logging.getLogger(__name__)
+# starting → ready ⇄ restarting → failed: "starting" until the first time that the engine is ready
+# (an engine that can't be opened fails at once), "failed" when the restart policy gives up.
 State = Literal["starting", "ready", "restarting", "failed"]
 _GRACE_SECONDS = 5.0
 _MAX_COUNTS = 64

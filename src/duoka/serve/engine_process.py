@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -22,11 +22,12 @@ with quiet_libraries():
     from duoka.engine import Engine, SamplingParams
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
-    from duoka.runtime.prompt_reader import PromptReader, refuse_beyond
+    from duoka.models.text.answer_reader import AnswerReader
+    from duoka.runtime.prompt_reader import PromptReader, PromptTooLong, refuse_beyond
     from duoka.runtime.publisher import BusyShares
+from duoka.base.answer_parts import AnswerPart
 from duoka.base.garbage import freeze_objects
-from duoka.engine.grammar import Grammar
-from duoka.errors import DuokaError, MachineError, UsageError
+from duoka.errors import DuokaError, MachineError
 from duoka.models.text.token_bytes import TokenBytes
 from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.workers.worker import DEFECT, exit_now, run_with_channel
@@ -40,12 +41,10 @@ from .messages import (
     EngineRequest,
     EngineSettings,
     Failed,
-    Kind,
-    Prompt,
     Status,
     Token,
 )
-from .questions import PartReader, Question, QuestionReader
+from .questions import QuestionReader
 
 _PROMPT_THREADS = 4
 _SEND_SECONDS = 0.5
@@ -65,7 +64,6 @@ class EngineProcess:
         self._outbox = outbox
         plan, remote = settings.plan, settings.trust_remote_code
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=remote)
-        self._generation_config = checkpoint.generation_config
         self._engine = Engine(
             plan,
             max_new_tokens=settings.max_new_tokens,
@@ -74,11 +72,10 @@ class EngineProcess:
             on_failure=outbox.send_last,
         )
         self._reader = PromptReader.open(checkpoint, plan.workload)
-        self._questions = QuestionReader(self._reader)
+        self._questions = QuestionReader(
+            self._reader, checkpoint.generation_config, self._engine.capacity.context_tokens
+        )
         self._token_bytes = TokenBytes(self._reader.tokenizer)
-        vocabulary = self._reader.tokenizer.get_vocab()
-        self._longest_token = max(map(len, vocabulary))
-        self._num_tokens = 1 + max(vocabulary.values())
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.
         self._picture_thread = ThreadPoolExecutor(1, "duoka-pictures")
@@ -100,7 +97,7 @@ class EngineProcess:
             else:
                 if request.task == "generate":
                     self._streams[request.number] = []
-                has_pictures = _has_pictures(request.prompt)
+                has_pictures = any(turn.images for turn in request.prompt.messages or ())
                 threads = self._picture_thread if has_pictures else self._threads
                 threads.submit(self._answer, request)
 
@@ -108,11 +105,11 @@ class EngineProcess:
         number, prompt = request.number, request.prompt
         try:
             if request.task == "tokenize":
-                tokens = list(self._question(prompt).tokens)
+                tokens = list(self._questions.read(prompt).tokens)
                 self._outbox.put(Counted(number=number, tokens=tokens))
             elif request.task == "detokenize":
                 tokens = list(prompt.tokens or ())
-                refuse_beyond(tokens, self._num_tokens)
+                refuse_beyond(tokens, self._questions.num_tokens)
                 text = str(self._reader.tokenizer.decode(tokens))
                 self._outbox.put(Counted(number=number, text=text))
             elif number in self._streams:  # not cancelled while it waited
@@ -122,31 +119,12 @@ class EngineProcess:
             self._outbox.put(failed(number, error, prompt.field))
 
     def _generate(self, request: EngineRequest) -> None:
-        values = dict(request.params)
-        form = values.pop("response_format", None)
-        field = "text.format" if request.prompt.field == "input" else "response_format"
-        try:
-            grammar = None if form is None else Grammar.from_response_format(form)
-            field = "logit_bias"
-            refuse_beyond(values.get(field, ()), self._num_tokens)
-        except UsageError as error:
-            error.param = field
-            raise
-        question = self._question(request.prompt, grammar)
-        values["grammar"] = question.grammar
-        params = SamplingParams.recommended(self._generation_config, **values)
-        limit = self._engine.capacity.context_tokens
-        tokens, new = question.tokens, params.max_new_tokens or 1
-        if len(tokens) + new > limit:
-            raise _LongPromptError(
-                f"the prompt has {len(tokens)} tokens, and {new} new ones are asked for; there "
-                f"is memory for {limit} together"
-            )
+        question = self._questions.read(request.prompt, request.params)
         running = _RunningRequest(request, self)
-        for choice, choice_params in enumerate(params.split(request.n)):
-            listener = _GenerationListener(choice, choice_params, running, question.reader())
+        for choice, params in enumerate(question.params.split(request.n)):
+            listener = _GenerationListener(choice, params, running, question.open_reader())
             stream = self._engine.submit(
-                tokens, choice_params, kept_ids=question.kept_ids, on_event=listener.take
+                question.tokens, params, kept_ids=question.kept_ids, on_event=listener.take
             )
             with self._lock:
                 streams = self._streams.get(request.number)
@@ -154,18 +132,7 @@ class EngineProcess:
                     streams.append(stream)
             if streams is None:  # cancelled, or failed, meanwhile
                 stream.cancel()
-        running.begin(len(tokens))
-
-    def _question(self, prompt: Prompt, grammar: Grammar | None = None) -> Question:
-        """Read a prompt; an endless text is refused before its tokenization, of minutes."""
-        limit = self._engine.capacity.context_tokens
-        number = sum(len(text) for text in _texts(prompt))
-        if number > limit * self._longest_token:
-            raise _LongPromptError(
-                f"the prompt has {number} characters, and {limit} tokens, for which there is "
-                f"memory, have at most {self._longest_token} each"
-            )
-        return self._questions.read(prompt, grammar)
+        running.begin(len(question.tokens))
 
     def _cancel(self, number: int) -> None:
         with self._lock:
@@ -205,28 +172,6 @@ class EngineProcess:
         )
 
 
-class _LongPromptError(UsageError):
-    """A prompt beyond the context."""
-
-
-def _has_pictures(prompt: Prompt) -> bool:
-    contents = [message.get("content") for message in prompt.messages or ()]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, Mapping) and "image_url" in part for part in parts)
-
-
-def _texts(prompt: Prompt) -> Iterator[str]:
-    """Yield the texts of a prompt."""
-    if prompt.text is not None:
-        yield prompt.text
-    for message in prompt.messages or ():
-        content = message.get("content")
-        for part in content if isinstance(content, list) else [{"text": content}]:
-            text = part.get("text") if isinstance(part, Mapping) else None
-            if isinstance(text, str):
-                yield text
-
-
 class _RunningRequest:
     """The events of a request, sent once the engine has accepted all of its generations.
 
@@ -263,7 +208,7 @@ class _GenerationListener:
     """Turns the engine's events of a generation into messages."""
 
     def __init__(
-        self, choice: int, params: SamplingParams, running: _RunningRequest, reader: PartReader
+        self, choice: int, params: SamplingParams, running: _RunningRequest, reader: AnswerReader
     ) -> None:
         self._choice, self._running, self._reader = choice, running, reader
         # Those of text that may still become a part of another kind.
@@ -288,7 +233,7 @@ class _GenerationListener:
         is_cut = event.finish != "stop" or event.stop_text is not None
         self._send(self._reader.finish(is_cut=is_cut))
         if self._unsent_tokens and self._has_logprobs:
-            self._send([("content", 0, "")])
+            self._send([AnswerPart("content", "")])
         has_calls = event.finish == "stop" and self._reader.num_calls
         running.send(
             Ended(
@@ -302,18 +247,16 @@ class _GenerationListener:
         )
         running.end()
 
-    def _send(self, parts: Sequence[tuple[Kind, int, str]]) -> None:
+    def _send(self, parts: Sequence[AnswerPart]) -> None:
         running = self._running
-        for kind, call, text in parts:
+        for part in parts:
             tokens, self._unsent_tokens = self._unsent_tokens, []
             logprobs = map(running.process.token, tokens if self._has_logprobs else ())
             running.send(
                 Delta(
                     number=running.number,
                     choice=self._choice,
-                    kind=kind,
-                    call=call,
-                    text=text,
+                    **part._asdict(),
                     num_tokens=len(tokens),
                     tokens=tuple(logprobs),
                 )
@@ -323,7 +266,8 @@ class _GenerationListener:
 def failed(number: int, error: Exception, field: str | None = None) -> Failed:
     """Return the HTTP error of a request; `field` is at fault, unless the error names another."""
     is_theirs = isinstance(error, DuokaError) and not isinstance(error, MachineError)
-    hint = getattr(error, "hint", None)
+    is_too_long = isinstance(error, PromptTooLong)  # its hint is for the operator
+    hint = None if is_too_long else getattr(error, "hint", None)
     text = (
         str(error)[:1000]
         if isinstance(error, DuokaError)
@@ -333,7 +277,7 @@ def failed(number: int, error: Exception, field: str | None = None) -> Failed:
         number=number,
         status=400 if is_theirs else 500,
         text=f"{text}; {hint}" if hint else text,
-        code="context_length_exceeded" if isinstance(error, _LongPromptError) else None,
+        code="context_length_exceeded" if is_too_long else None,
         param=getattr(error, "param", None) or field,
     )
 

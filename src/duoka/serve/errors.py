@@ -28,7 +28,7 @@ _MOST_CHARACTERS, _MOST_PARAM_CHARACTERS = 1500, 200
 
 
 class HttpError(Exception):
-    """A request that isn't answered: its status, and what its body says.
+    """The refusal of a request: its status, and the error in its body.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class HttpError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> HttpError:
-        """The same; what else was raised is a defect."""
+        """Return the error; any other exception is a defect."""
         text = f"a defect of duoka's: {type(error).__name__}"
         return error if isinstance(error, cls) else cls(500, text, code="internal_error")
 
@@ -71,33 +71,33 @@ class HttpError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What is answered."""
+        """The body in OpenAI's form."""
         error = {"message": self.text, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """The same in Anthropic's form."""
+        """The body in Anthropic's form."""
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.text}}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """What is answered to a request of this path."""
+        """Return the body for a request of a path."""
         is_anthropic = path == _ANTHROPIC_PATH or path.startswith(f"{_ANTHROPIC_PATH}/")
         return self.anthropic_body if is_anthropic else self.body
 
     @property
     def headers(self) -> dict[str, str]:
-        """What is said in headers."""
+        """The headers of the answer."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return headers | ({"WWW-Authenticate": "Bearer"} if self.status == 401 else {})
 
 
-def invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
-    """The error where a body doesn't have its form, by what pydantic says of it.
+def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
+    """Return the error of a body that doesn't have its form, by the errors of pydantic.
 
-    What may be of several kinds is wrong in several ways; what lies deepest is told, and what is
-    wrong before what is missing.
+    A value of a union is wrong in several ways: the error at the deepest place is reported, and a
+    wrong value before a missing one.
     """
     places = [_place(error, body) for error in errors]
     kinds = [error["type"] != "missing" for error in errors]
@@ -112,16 +112,17 @@ def invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpError:
 
 
 def _text(error: Mapping[str, Any]) -> str:
-    """What is wrong, without pydantic's words for its own code."""
+    """Describe an error without pydantic's words for its own code."""
     if error["type"].startswith("union_tag_"):
         tag = error["ctx"].get("tag")
-        kind = "no type is given" if tag is None else f"the type {tag[:80]!r} is unknown"
+        field = "role" if error["ctx"]["discriminator"] == "'role'" else "type"
+        kind = f"no {field} is given" if tag is None else f"the {field} {tag[:80]!r} is unknown"
         return f"{kind}; known: {error['ctx'].get('expected_tags', 'see the documentation')}"
     return str(error["msg"]).removeprefix("Value error, ")
 
 
 def _place(error: Mapping[str, Any], body: Any) -> tuple[str, ...]:
-    """Where it is in the body: pydantic also names the kinds that it has tried."""
+    """Return the place of an error in the body; pydantic also names the types it has tried."""
     loc = error["loc"][1:]
     names = []
     for part in loc:

@@ -1,4 +1,4 @@
-"""Limits for what is hostile or slow, and who may ask: what every request goes through first."""
+"""Limits for hostile and slow clients, and the check of the key, before anything else."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any, ClassVar
 
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,16 +37,16 @@ _THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientLimits:
-    """For how long a client is waited for, and for how many.
+    """Limits in time and number for clients.
 
     Parameters
     ----------
     header_seconds : float
-        Until all headers of a request have come.
+        For all headers of a request.
     body_seconds : float
-        Until its body has, and a second more for each 16 KiB of it.
+        For its body, and a second more for each 16 KiB of it.
     take_seconds : float
-        In which a client takes nothing of its answer.
+        Without progress in sending an answer.
     connections : int
     """
 
@@ -56,13 +57,13 @@ class ClientLimits:
 
 
 class RequestMemory:
-    """Bytes of requests that are in memory."""
+    """The bytes of requests in memory."""
 
     def __init__(self) -> None:
         self._number = 0
 
     def add(self, number: int) -> None:
-        """Count more of them, or fewer."""
+        """Add bytes, or remove them; HttpError above the limit."""
         if number > 0 and self._number + number > _MOST_MEMORY_BYTES:
             text = f"requests of {self._number // 2**20} MiB are on their way"
             raise HttpError(503, text, code="overloaded", retry_after=5)
@@ -70,7 +71,7 @@ class RequestMemory:
 
 
 class Gate:
-    """Lets a request in that has the key, and a body that comes in time and isn't too large.
+    """Admits requests with the key, and with a body of limited size that comes in time.
 
     A body is read before anything else sees it; `JsonRoute` parses it.
 
@@ -80,10 +81,10 @@ class Gate:
     memory : RequestMemory
     limits : ClientLimits
     key : str, optional
-        What a client has to know.
+        The key that clients have to send.
     is_local : bool
-        Whether no other name is answered than this machine's own: a page of the web can give a name
-        of its own this machine's address, and would be let in as the server's own page.
+        Whether only this machine's own names are answered: with DNS rebinding a page of the web
+        gives its name this machine's address, and would be taken for the server's own page.
     """
 
     def __init__(
@@ -112,7 +113,8 @@ class Gate:
             if await body.read():
                 await self._app(scope, body.receive, send)
         except HttpError as error:  # before anything was answered
-            await respond(send, error, scope["path"])
+            response = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
+            await response(scope, receive, send)
         finally:
             self._memory.add(-body.num_bytes)
 
@@ -129,14 +131,14 @@ class Gate:
             raise HttpError(415, "a body is taken without Content-Encoding alone")
         if self._digest is None or path in _OPEN or path.startswith("/page/"):
             return
-        kind, _, said = headers.get("authorization", "").partition(" ")
-        key = said.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        key = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not hmac.compare_digest(_digest(key), self._digest):
             raise HttpError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
 class _Body:
-    """What a client sends, up to a limit and in time."""
+    """The body of a request, up to a limit and in time."""
 
     def __init__(self, memory: RequestMemory, seconds: float, receive: Receive) -> None:
         self._memory = memory
@@ -146,10 +148,11 @@ class _Body:
         self.num_bytes = 0
 
     async def read(self) -> bool:
-        """Take all of it; whether the client is still there then."""
+        """Read the whole body; return False if the client has gone."""
         parts: list[bytes] = []
         begin = asyncio.get_running_loop().time()
-        while True:
+        is_open = True
+        while is_open:
             end = begin + self._seconds + self.num_bytes / _LEAST_BYTES_PER_SECOND
             try:
                 async with asyncio.timeout_at(end):
@@ -164,19 +167,18 @@ class _Body:
                 raise _too_large()
             self._memory.add(len(parts[-1]))
             self.num_bytes += len(parts[-1])
-            if not message.get("more_body", False):
-                break
+            is_open = message.get("more_body", False)
         self._whole = {"type": "http.request", "body": b"".join(parts), "more_body": False}
         return True
 
     async def receive(self) -> Message:
-        """All of it once; then the client's going away, as long as it takes."""
+        """Return the whole body once; then wait until the client goes away."""
         message, self._whole = self._whole, None
         return await self._receive() if message is None else message
 
 
 class JsonRoute(APIRoute):
-    """A route that parses the body of a request once, by `parse_json`."""
+    """A route with `parse_json` as parser of bodies."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """See FastAPI."""
@@ -213,6 +215,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         text = f"the body has more than {_MOST_COMMAS:,} commas"
         raise HttpError(400, text, code="too_large", param="body")
     place = depth = number = 0
+    # Brackets outside of texts are counted without parsing: a body of 32 MiB of "[" would take
+    # gigabytes as lists, and pydantic reports an error for each item of a list.
     while bracket := _NEXT_BRACKET.match(body, place):
         place, opens = bracket.end(), bracket[1] in b"[{"
         depth += 1 if opens else -1
@@ -230,35 +234,24 @@ def parse_json(body: bytes) -> dict[str, Any]:
     return value
 
 
-async def respond(send: Send, error: HttpError, path: str) -> None:
-    """Answer a request of this path with an error."""
-    body = json.dumps(error.body_for(path)).encode()
-    length = {"Content-Length": str(len(body))}
-    headers = {"Content-Type": "application/json", **length, **error.headers}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": error.status,
-            "headers": [(k.lower().encode(), v.encode()) for k, v in headers.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": body})
-
-
 class TimedProtocol(H11Protocol):
-    """HTTP, on connections whose requests come in time, and whose answers are taken in time."""
+    """HTTP with limits in time for the headers of a request and for the sending of an answer."""
 
+    # uvicorn has no such limits. Two timers abort the connection:
+    #   "headers" runs from the connection's beginning, or the end of an answer, until a request
+    #             is complete and is being answered;
+    #   "answer"  runs while the transport's buffer is full, or holds the rest of an answer.
+    # The body has a limit of its own, in `_Body.read`.
     limits: ClassVar = ClientLimits()
-    _header_timer: asyncio.TimerHandle | None = None
-    _take_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
-        self._header_timer = self.loop.call_later(self.limits.header_seconds, transport.abort)
-        most = self.limits.connections
-        if len(self.connections) > most:
-            text = f"{most} connections are open"
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._start_timer("headers", self.limits.header_seconds, transport.abort)
+        limit = self.limits.connections
+        if len(self.connections) > limit:
+            text = f"{limit} connections are open"
             self._refuse(HttpError(503, text, code="overloaded", retry_after=5))
 
     def send_400_response(self, msg: str) -> None:
@@ -267,7 +260,7 @@ class TimedProtocol(H11Protocol):
         self._refuse(HttpError(getattr(error, "error_status_hint", 400), f"{msg} {error}"))
 
     def _refuse(self, error: HttpError) -> None:
-        """Answer with an error what isn't a request yet, and close the connection."""
+        """Answer with an error before there is a request, and close the connection."""
         body = json.dumps(error.body).encode()
         headers = {"Connection": "close", "Content-Length": len(body), **error.headers}
         lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
@@ -278,39 +271,37 @@ class TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._stop("_header_timer")
-        self._stop("_take_timer")
+        for name in list(self._timers):
+            self._stop_timer(name)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
         super().data_received(data)
         if self._is_answering:
-            self._stop("_header_timer")
-        elif self._header_timer is None:  # uvicorn's own ends with the first byte
-            seconds = self.limits.header_seconds
-            self._header_timer = self.loop.call_later(seconds, self.transport.abort)
+            self._stop_timer("headers")
+        elif "headers" not in self._timers:  # uvicorn's own ends with the first byte
+            self._start_timer("headers", self.limits.header_seconds, self.transport.abort)
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         super().pause_writing()
-        self._stop("_take_timer")
-        self._take_timer = self.loop.call_later(self.limits.take_seconds, self.transport.abort)
+        self._start_timer("answer", self.limits.take_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
-        self._stop("_take_timer")
+        self._stop_timer("answer")
         super().resume_writing()
 
     def on_response_complete(self) -> None:
         """See uvicorn."""
         super().on_response_complete()
-        if self.transport.get_write_buffer_size() and self._take_timer is None:
-            self._take_timer = self.loop.call_later(self.limits.take_seconds, self._let_go)
+        if self.transport.get_write_buffer_size() and "answer" not in self._timers:
+            self._start_timer("answer", self.limits.take_seconds, self._abort_untaken)
 
-    def _let_go(self) -> None:
-        """End a connection where an answer's rest wasn't taken, which closing waits for."""
-        self._take_timer = None
+    def _abort_untaken(self) -> None:
+        """Close a connection whose client doesn't take the rest of an answer."""
+        self._stop_timer("answer")
         if self.transport.get_write_buffer_size() and not self._is_answering:
             self.transport.abort()
 
@@ -318,18 +309,21 @@ class TimedProtocol(H11Protocol):
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _stop(self, name: str) -> None:
-        timer: asyncio.TimerHandle | None = getattr(self, name)
+    def _start_timer(self, name: str, seconds: float, action: Callable[[], object]) -> None:
+        self._stop_timer(name)
+        self._timers[name] = self.loop.call_later(seconds, action)
+
+    def _stop_timer(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
         if timer is not None:
             timer.cancel()
-            setattr(self, name, None)
 
 
-def _check_type(said: str) -> None:
-    """Refuse a body of another type than JSON, which a page of the web may send unasked."""
-    kind = said.partition(";")[0].strip().lower()
+def _check_type(content_type: str) -> None:
+    """Refuse a body of another type than JSON: pages of the web may send those unasked."""
+    kind = content_type.partition(";")[0].strip().lower()
     if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
-        text = f"Content-Type is {said[:80]}" if said else "Content-Type is missing"
+        text = f"Content-Type is {content_type[:80]}" if content_type else "Content-Type is missing"
         raise HttpError(415, f"{text}; send JSON, and say application/json")
 
 

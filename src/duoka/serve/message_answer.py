@@ -1,4 +1,4 @@
-"""Answers in Anthropic's form: blocks, and the events that tell how they grow."""
+"""Answers in the form of Anthropic's messages: blocks, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from .answers import new_id
+from .answers import Piece, make_id
+from .blocks import BlockKind, BlocksAnswer
 from .errors import HttpError
 from .messages import Delta, Ended
-from .parts import PartKind, PartsAnswer, Piece
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
-# Under which name Anthropic's clients get arguments back that are no JSON object.
+# The key of arguments that are no JSON object.
 _NO_JSON = "INVALID_JSON"
 
 
-class MessageAnswer(PartsAnswer):
-    """One message, as it comes; `model` is its model's name."""
+class MessageAnswer(BlocksAnswer):
+    """A message during generation; `model` is the model's name."""
 
     def __init__(self, model: str) -> None:
         super().__init__()
         self._blocks: list[dict[str, Any]] = []
         self._arguments = ""
         self._message: dict[str, Any] = {
-            "id": new_id("msg_"),
+            "id": make_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": model,
@@ -35,30 +35,29 @@ class MessageAnswer(PartsAnswer):
             "usage": {},
         }
 
-    @property
-    def answer(self) -> dict[str, Any]:
-        """See `PartsAnswer`."""
+    def to_dict(self) -> dict[str, Any]:
+        """See `Answer`."""
         return self._message
 
-    def failed(self, error: HttpError) -> list[Piece]:
-        """See `PartsAnswer`."""
-        return [error.anthropic_body]
+    def fail(self, error: HttpError) -> Iterator[Piece]:
+        """See `Answer`."""
+        yield error.anthropic_body
 
     def _begin(self) -> Iterator[Piece]:
         self._message["usage"] = self._usage()
         yield {"type": "message_start", "message": copy.deepcopy(self._message)}
 
-    def _begin_part(self, kind: PartKind, name: str) -> Iterator[Piece]:
+    def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
         block: dict[str, Any] = {"type": "text", "text": ""}
         if kind == "tool":
-            block = {"type": "tool_use", "id": new_id("toolu_"), "name": name, "input": {}}
+            block = {"type": "tool_use", "id": make_id("toolu_"), "name": name, "input": {}}
             self._arguments = ""
         elif kind == "reasoning":
             block = {"type": "thinking", "thinking": "", "signature": ""}
         self._blocks.append(block)
         yield self._at("content_block_start", content_block=copy.deepcopy(block))
 
-    def _add(self, kind: PartKind, delta: Delta) -> Iterator[Piece]:
+    def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
         if not delta.text:
             return
         block = self._blocks[-1]
@@ -73,7 +72,7 @@ class MessageAnswer(PartsAnswer):
             change = {"type": "text_delta", "text": delta.text}
         yield self._at("content_block_delta", delta=change)
 
-    def _end_part(self, kind: PartKind, *, is_whole: bool) -> Iterator[Piece]:
+    def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
         if kind == "tool":
             self._blocks[-1]["input"] = _read(self._arguments)
         yield self._at("content_block_stop")
@@ -89,7 +88,7 @@ class MessageAnswer(PartsAnswer):
         yield {"type": "message_stop"}
 
     def _usage(self) -> dict[str, Any]:
-        """Its tokens; those that were in the cache are counted apart."""
+        """Return the tokens, with cached ones counted apart."""
         usage = self.usage
         return {
             "input_tokens": usage.prompt_tokens - usage.shared_tokens,
@@ -103,7 +102,7 @@ class MessageAnswer(PartsAnswer):
 
 
 def _read(arguments: str) -> dict[str, Any]:
-    """The arguments of a call; what was cut is no JSON, and given back as it is."""
+    """Parse the arguments of a call; text that was cut is no JSON, and returned unchanged."""
     try:
         content = json.loads(arguments or "{}")
     except (ValueError, RecursionError):

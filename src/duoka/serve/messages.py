@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from duoka.base.answer_parts import PartKind
 from duoka.planner.plan import Plan
 
 
@@ -23,17 +24,34 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """A prompt: messages of a chat in OpenAI's form, a text to be continued, or its tokens.
+class Turn:
+    """A message of a chat, whatever the form of its request.
 
-    `field` is where the request has it.
+    `images` are data URLs or addresses, and are shown before the text. `calls` have an id and a
+    function each. `call_id` is the call of a tool's result.
     """
 
-    messages: Sequence[Mapping[str, Any]] | None = None
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    images: tuple[str, ...] = ()
+    reasoning: str = ""
+    calls: tuple[Mapping[str, Any], ...] = ()
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt: the messages of a chat, a text to be continued, or its tokens.
+
+    `tools` are those that may be called; with `must_call` the answer has to call one. `field` is
+    the prompt's place in the request.
+    """
+
+    messages: Sequence[Turn] | None = None
     text: str | None = None
     tokens: Sequence[int] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
-    tool_choice: str | Mapping[str, Any] = "auto"
+    must_call: bool = False
     parallel_tool_calls: bool = True
     field: str = "messages"
 
@@ -65,17 +83,14 @@ class Token:
     likeliest: tuple[tuple[str, bytes, float], ...] = ()
 
 
-Kind = Literal["content", "reasoning", "tool_name", "tool_arguments"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """The next piece of an answer; `call` is the number of a tool call."""
+    """A part of an answer, as in `AnswerPart`, with its tokens."""
 
     number: int
     choice: int
     text: str
-    kind: Kind = "content"
+    kind: PartKind = "content"
     call: int = 0
     num_tokens: int = 0
     tokens: tuple[Token, ...] = ()

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: under vLLM's names, so that its dashboards work, and duoka's own.
+"""Metrics for Prometheus: under vLLM's names, for its dashboards, and duoka's own.
 
 Source: vLLM 0.33, ``v1/metrics/loggers.py`` (names and buckets are its interface).
 """
@@ -24,7 +24,7 @@ _REASONS = {"cancelled": "abort", "tool_calls": "stop"}
 
 
 class Metrics:
-    """What has been counted since the start, and how the engines are now."""
+    """Counts since the start, and the state of the engines."""
 
     def __init__(self, pool: EnginePool, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -61,31 +61,31 @@ class Metrics:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of answers lately, by the pieces that came."""
+        """The rate of generated tokens in the last seconds."""
         now = time.monotonic()
         while self._pieces and self._pieces[0][0] < now - _LATELY_SECONDS:
             self._pieces.popleft()
         return sum(number for _, number in self._pieces) / _LATELY_SECONDS
 
     def came(self, now: float, number: int) -> None:
-        """Note that so many tokens came."""
+        """Count generated tokens."""
         self._pieces.append((now, number))
 
     def failed(self, status: int) -> None:
-        """Count a request that wasn't answered."""
+        """Count a failed request."""
         self.failures.labels(self._model, str(status)).inc()
 
     def watch(self) -> RequestMetrics:
-        """What counts the events of one request."""
+        """Return the counter of a request."""
         return RequestMetrics(self, self._model)
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Return all metrics in Prometheus' form."""
         return generate_latest(self.registry)
 
 
 class RequestMetrics:
-    """Counts what comes of one request."""
+    """Counts the events of a request."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model
@@ -93,7 +93,7 @@ class RequestMetrics:
         self._first: float | None = None
 
     def take(self, event: Event) -> None:
-        """Count what comes."""
+        """Count an event."""
         metrics, now = self._metrics, time.monotonic()
         if isinstance(event, Begun):
             metrics.prompt_tokens.inc(event.prompt_tokens)
@@ -127,8 +127,8 @@ class _Engines(Collector):
         """See prometheus-client."""
         labels = ("model_name", "engine")
 
-        def gauge(name: str, text: str, *more: str) -> GaugeMetricFamily:
-            return GaugeMetricFamily(name, text, labels=[*labels, *more])
+        def gauge(name: str, text: str, *labels_added: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(name, text, labels=[*labels, *labels_added])
 
         running = gauge("vllm:num_requests_running", "Requests that are answered.")
         waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")

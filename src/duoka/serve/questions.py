@@ -1,128 +1,153 @@
-"""Questions: what a request's prompt becomes in the engine's process, and what reads its answer."""
+"""Requests for the engine: tokens, sampling parameters, and the reader of the answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from duoka.engine.grammar import Grammar
+from duoka.engine.request import SamplingParams
 from duoka.errors import UsageError
-from duoka.models.text.answer_format import AnswerFormat
-from duoka.models.text.answer_parts import CallArguments, CallStart, Content, Part, ReasoningPart
 from duoka.models.text.answer_reader import AnswerReader
-from duoka.models.text.call_grammars import ForcedCall
-from duoka.models.text.chat_requests import MOST_IMAGES, ChatMessages
 from duoka.models.text.image_prompts import images_of
-from duoka.models.text.messages import Tool
-from duoka.models.text.tool_choice import ToolChoice
-from duoka.runtime.prompt_reader import PromptReader
+from duoka.runtime.prompt_reader import PromptReader, PromptTooLong, refuse_beyond, refuse_long
 
-from .messages import Kind, Prompt
+from .chats import MOST_IMAGES, ChatMessages
+from .messages import Prompt
 
-
-class PartReader:
-    """Reads the parts of an answer as they are told: kind, number of the call, text."""
-
-    def __init__(self, reader: AnswerReader | None, *, is_parallel: bool = True) -> None:
-        self._reader = reader
-        self._is_parallel = is_parallel
-
-    @property
-    def num_calls(self) -> int:
-        """How many calls are whole."""
-        return 0 if self._reader is None else self._reader.num_calls
-
-    def feed(self, text: str) -> list[tuple[Kind, int, str]]:
-        """What more of an answer's text comes to."""
-        return [("content", 0, text)] if self._reader is None else self._of(self._reader.feed(text))
-
-    def finish(self, *, is_cut: bool = False) -> list[tuple[Kind, int, str]]:
-        """What was held back until the end, which may be a limit's."""
-        return [] if self._reader is None else self._of(self._reader.finish(is_cut=is_cut))
-
-    def _of(self, parts: Sequence[Part]) -> list[tuple[Kind, int, str]]:
-        return [
-            known
-            for part in parts
-            if (known := _known(part)) is not None and (self._is_parallel or not known[1])
-        ]
-
-
-def _known(part: Part) -> tuple[Kind, int, str] | None:
-    if isinstance(part, Content):
-        return "content", 0, part.text
-    if isinstance(part, ReasoningPart):
-        return "reasoning", 0, part.text
-    if isinstance(part, CallStart):
-        return "tool_name", part.index, part.name
-    return ("tool_arguments", part.index, part.text) if isinstance(part, CallArguments) else None
+_FORMAT = "response_format"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A prompt's tokens, what its answer has to fit, and how that is read."""
+    """A prompt's tokens, the parameters of its answers, and how these are read.
+
+    Parameters
+    ----------
+    tokens : list of int
+    params : SamplingParams
+    kept_ids : sequence of int
+        Special tokens that stay in an answer's text.
+    open_reader : callable
+        Returns a reader of one answer.
+    """
 
     tokens: list[int]
-    grammar: Grammar | None = None
-    answers: AnswerFormat | None = None
-    tools: Sequence[Tool] = ()
-    forced: ForcedCall | None = None
-    is_parallel: bool = True
-    kept_ids: Sequence[int] = ()
-
-    def reader(self) -> PartReader:
-        """What reads one answer."""
-        if self.answers is None:
-            return PartReader(None)
-        reader = self.answers.reader(self.tools, self.tokens, forced=self.forced)
-        return PartReader(reader, is_parallel=self.is_parallel)
+    params: SamplingParams
+    kept_ids: Sequence[int]
+    open_reader: Callable[[], AnswerReader]
 
 
 class QuestionReader:
-    """Makes questions of prompts, with a model's tokenizer and chat format."""
+    """Makes questions of requests, with a model's tokenizer, chat format and recommendations.
 
-    def __init__(self, reader: PromptReader) -> None:
+    Parameters
+    ----------
+    reader : PromptReader
+    generation_config : mapping, optional
+        The sampling parameters that the checkpoint recommends.
+    context_tokens : int, optional
+        The tokens of a prompt and its answer for which there is memory.
+    """
+
+    def __init__(
+        self,
+        reader: PromptReader,
+        generation_config: Mapping[str, Any] | None = None,
+        context_tokens: int | None = None,
+    ) -> None:
         self._reader = reader
-        self._answers = reader.chat.answers
-        self._kept_ids = self._answers.kept_ids
+        self._generation_config = generation_config
+        self._limit = context_tokens
+        vocabulary = reader.tokenizer.get_vocab()
+        self._longest_token = max(map(len, vocabulary))
+        self.num_tokens = 1 + max(vocabulary.values())
 
-    def read(self, prompt: Prompt, grammar: Grammar | None = None) -> Question:
-        """A prompt, whose answer has to fit a grammar.
+    def read(self, prompt: Prompt, values: Mapping[str, Any] | None = None) -> Question:
+        """Read a prompt, and the sampling parameters of its answers where some are asked for.
 
         Raises
         ------
         UsageError
-            For what a prompt can't have.
+            If the model can't be asked so; `param` is the field, where it isn't the prompt's.
         """
-        if prompt.tokens is not None:
-            return Question(tokens=list(prompt.tokens), grammar=grammar)
-        if prompt.text is not None:
-            return Question(tokens=self._reader.plain(prompt.text), grammar=grammar)
-        chat = self._reader.chat
-        choice = ToolChoice.openai(prompt.tool_choice, prompt.parallel_tool_calls)
-        tools = choice.offered(prompt.tools)
+        grammar = self._read_grammar(prompt, values or {})
+        # In this order, cheap checks come before the tokenizer, and the prompt's own refusals
+        # before the check of its length.
+        self._refuse_endless(prompt)
+        params_given = {name: value for name, value in (values or {}).items() if name != _FORMAT}
+        question = self._read_prompt(prompt, grammar)
+        params_given["grammar"] = question.params.grammar
+        params = SamplingParams.recommended(self._generation_config, **params_given)
+        if values is not None and self._limit is not None:
+            new_tokens = params.max_new_tokens or 1
+            refuse_long(len(question.tokens), self._limit, new_tokens=new_tokens)
+        return replace(question, params=params)
+
+    def _read_grammar(self, prompt: Prompt, values: Mapping[str, Any]) -> Grammar | None:
+        """Read the grammar of the answers, and check the tokens of `logit_bias`."""
+        field = "text.format" if prompt.field == "input" else _FORMAT
+        try:
+            form = values.get(_FORMAT)
+            grammar = None if form is None else Grammar.from_response_format(form)
+            field = "logit_bias"
+            refuse_beyond(values.get(field, ()), self.num_tokens)
+        except UsageError as error:
+            error.param = field
+            raise
+        return grammar
+
+    def _refuse_endless(self, prompt: Prompt) -> None:
+        """Refuse an endless prompt by its characters: tokenizing would take minutes."""
+        texts = [prompt.text or "", *(turn.content for turn in prompt.messages or ())]
+        number = sum(map(len, texts))
+        if self._limit is not None and number > self._limit * self._longest_token:
+            raise PromptTooLong(
+                f"the prompt has {number} characters, and {self._limit} tokens, for which there is "
+                f"memory, have at most {self._longest_token} each"
+            )
+
+    def _read_prompt(self, prompt: Prompt, grammar: Grammar | None) -> Question:
+        if prompt.messages is not None:
+            return self._read_chat(prompt, grammar)
+        tokens = prompt.tokens
+        return Question(
+            tokens=self._reader.plain(prompt.text or "") if tokens is None else list(tokens),
+            params=SamplingParams(grammar=grammar),
+            kept_ids=(),
+            open_reader=lambda: AnswerReader(None, {}, None, keeps_space=True),
+        )
+
+    def _read_chat(self, prompt: Prompt, grammar: Grammar | None) -> Question:
+        chat, answers, tools = self._reader.chat, self._reader.chat.answers, prompt.tools
         request = ChatMessages(
-            reasoning=self._answers.reasoning,
+            reasoning=answers.reasoning,
             takes_images=chat.images is not None,
             most_images=min(MOST_IMAGES, self._reader.workload.images),
         )
-        messages = request.openai(list(prompt.messages or ()))
+        messages = request.read(prompt.messages or ())
         self._reader.check_images(images_of(messages))
         tokens = chat.prompt(messages, tools or None)
-        forced = None
-        if choice.mode == "required":
+        is_parallel, forced = prompt.parallel_tool_calls, None
+        if prompt.must_call:
             if grammar is not None:
                 raise UsageError(
                     "an answer can't be a call and have a response_format",
                     hint="leave one of them out",
                 )
-            forced = self._answers.forced_call(tools, tokens, parallel=choice.is_parallel)
+            forced = answers.forced_call(tools, tokens, parallel=is_parallel)
             tokens.extend(forced.prompt_ids)
             grammar = Grammar.lark(forced.grammar)
         elif grammar is not None:
             tokens.extend(chat.content_start)
-        more: dict[str, Any] = {"tools": tools, "forced": forced, "is_parallel": choice.is_parallel}
+
+        def open_reader() -> AnswerReader:
+            return answers.reader(tools, tokens, forced=forced, is_parallel=is_parallel)
+
         return Question(
-            tokens=tokens, grammar=grammar, answers=self._answers, kept_ids=self._kept_ids, **more
+            tokens=tokens,
+            params=SamplingParams(grammar=grammar),
+            kept_ids=answers.kept_ids,
+            open_reader=open_reader,
         )

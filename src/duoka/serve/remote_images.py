@@ -1,14 +1,12 @@
-"""Images that requests name by their address: fetched where that is allowed, within limits."""
+"""Fetch the images of requests from their addresses, within limits."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-import re
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 from duoka.errors import UsageError
 
@@ -16,14 +14,13 @@ from .errors import HttpError
 from .limits import MOST_BODY_BYTES, RequestMemory
 from .messages import Prompt
 
-# Of one request, together; as many bytes as a body has room for in base64.
+# Of one request, together; as many bytes as a body can hold in base64.
 _MOST_IMAGES, _MOST_BYTES, _MOST_SECONDS = 16, MOST_BODY_BYTES * 3 // 4, 20.0
 _MOST_REQUESTS = 16
-_ADDRESS = re.compile("https?://", re.IGNORECASE)
 
 
 class RemoteImages:
-    """Puts images into prompts, in the place of their addresses.
+    """Replaces the addresses of images in prompts by the images.
 
     Parameters
     ----------
@@ -36,33 +33,38 @@ class RemoteImages:
 
     @asynccontextmanager
     async def put_into(self, prompt: Prompt) -> AsyncGenerator[Prompt, None]:
-        """The prompt with its images, as long as it is needed.
+        """Provide the prompt with its images; they count as memory of requests meanwhile.
 
         Raises
         ------
         HttpError
             If one can't be fetched within the limits.
         """
-        chat = prompt.messages or ()
-        parts = [part for message in chat for part in _parts(message)]
-        addresses = list(dict.fromkeys(filter(None, map(_address, parts))))
+        turns = prompt.messages or ()
+        addresses = [url for turn in turns for url in turn.images if is_address(url)]
         if not addresses:
             yield prompt
             return
-        self._memory.add(_MOST_BYTES)  # what there may be until all are there
+        self._memory.add(_MOST_BYTES)  # until all are there
         try:
-            images = await self._fetch(addresses, prompt.field)
+            images = await self._fetch(list(dict.fromkeys(addresses)), prompt.field)
             num_bytes = sum(map(len, images.values()))
         finally:
             self._memory.add(-_MOST_BYTES)
         self._memory.add(num_bytes)
         try:
-            yield replace(prompt, messages=[_with_images(message, images) for message in chat])
+            yield replace(
+                prompt,
+                messages=[
+                    replace(turn, images=tuple(images.get(url, url) for url in turn.images))
+                    for turn in turns
+                ],
+            )
         finally:
             self._memory.add(-num_bytes)
 
     async def _fetch(self, addresses: list[str], field: str) -> dict[str, str]:
-        """Data URLs by address."""
+        """Return data URLs by address."""
         from duoka.base.web import fetch
 
         if len(addresses) > _MOST_IMAGES:
@@ -72,15 +74,18 @@ class RemoteImages:
             text = f"images of {_MOST_REQUESTS} requests are being fetched already"
             raise HttpError(429, text, code="queue_full", retry_after=5)
         self._num_requests += 1
-        images, room = {}, _MOST_BYTES
-        begin = asyncio.get_running_loop().time()
+        images, remaining_bytes = {}, _MOST_BYTES
+        time = asyncio.get_running_loop().time
+        deadline = time() + _MOST_SECONDS
         try:
             for address in addresses:
-                left = begin + _MOST_SECONDS - asyncio.get_running_loop().time()
                 content = await fetch(
-                    address, most_bytes=room, public_only=True, most_seconds=max(0.1, left)
+                    address,
+                    most_bytes=remaining_bytes,
+                    public_only=True,
+                    most_seconds=max(0.1, deadline - time()),
                 )
-                room -= len(content)
+                remaining_bytes -= len(content)
                 images[address] = f"data:image/any;base64,{base64.b64encode(content).decode()}"
         except UsageError as error:
             raise HttpError(400, str(error), param=field) from error
@@ -89,23 +94,6 @@ class RemoteImages:
         return images
 
 
-def _address(part: object) -> str | None:
-    """Where an image of a message's content is."""
-    image = part.get("image_url") if isinstance(part, Mapping) else None
-    url = image.get("url") if isinstance(image, Mapping) else None
-    return url if isinstance(url, str) and _ADDRESS.match(url) else None
-
-
-def _parts(message: Mapping[str, Any]) -> Sequence[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else ()
-
-
-def _with_images(message: Mapping[str, Any], images: Mapping[str, str]) -> Mapping[str, Any]:
-    parts = [
-        {**part, "image_url": {**part["image_url"], "url": images[address]}}
-        if (address := _address(part)) is not None
-        else part
-        for part in _parts(message)
-    ]
-    return {**message, "content": parts} if parts else message
+def is_address(url: str) -> bool:
+    """Return True if a URL is an address of http or https."""
+    return url.lower().startswith(("http://", "https://"))

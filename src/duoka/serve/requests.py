@@ -1,60 +1,80 @@
-"""Requests in OpenAI's form: chats and completions, as pydantic models that refuse what is unknown.
+"""The forms of requests to OpenAI's chats and completions: pydantic models without unknown fields.
 
-Source: https://platform.openai.com/docs/api-reference, and its official Python client's types.
+The fields of a form are the parameters of its interface. Those that `SamplingParams` has too bear
+its names, with the interface's name as alias. The other forms of chats are in `responses` and
+`anthropic`; all become a `Prompt`, whose messages are `Turn`s.
+
+Source: https://platform.openai.com/docs/api-reference, and the types of its official Python client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from .errors import HttpError
-from .messages import Prompt
+from .messages import Prompt, Turn
 
-_MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 256
 _MOST_CHOICES = 16
-_MOST_BIASES = 1024
 MOST_TOP_LOGPROBS = 20
-# What is called the same here and by the engine.
-_SAMPLING = {"temperature", "top_p", "min_p", "logit_bias"}
-_SAMPLING |= {"presence_penalty", "frequency_penalty", "repetition_penalty"}
+_EMPTY: tuple[Any, ...] = (None, "", [], {})
+_PARAMS = {"temperature", "top_p", "top_k", "min_p", "logit_bias", "seed", "stop"}
+_PARAMS |= {"presence_penalty", "frequency_penalty", "repetition_penalty", "max_new_tokens"}
 
-StopText = Annotated[str, Field(min_length=1, max_length=_MOST_STOP_CHARACTERS)]
-StopTexts = Annotated[list[StopText], Field(max_length=_MOST_STOPS)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+StopTexts = Annotated[list[StopText], Field(max_length=16), AfterValidator(tuple)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Count = Annotated[int, Field(ge=1)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
 
 
-def without_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said."""
+def drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the values that are None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 class Form(BaseModel):
-    """An object of a request: a field that is null is absent, and one that is unknown refused."""
+    """An object of a request: null means absent, and unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
-    def _without_null(cls, values: Any) -> Any:
-        return without_none(values) if isinstance(values, Mapping) else values
+    def _drop_null(cls, values: Any) -> Any:
+        return drop_none(values) if isinstance(values, Mapping) else values
 
 
-class StreamOptions(Form):
-    """What a stream has beside its pieces; they are never padded."""
+class AnswerRequest(Form):
+    """The common fields of requests for answers."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    model: str = ""
+    stream: bool = False
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+
+    @property
+    def top(self) -> int | None:
+        """The number of likeliest tokens whose log-probabilities are wanted, beside the token's."""
+        return None
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """The form of the answer, for `Grammar.from_response_format`."""
+        return None
+
+    def params(self) -> dict[str, Any]:
+        """Return the given parameters under the names of `SamplingParams`."""
+        values = {name: getattr(self, name, None) for name in _PARAMS}
+        return drop_none(values | {"logprobs": self.top, "response_format": self.grammar})
 
 
-class Unheeded(Form):
-    """Fields of OpenAI's that change no answer here."""
+class IgnoredFields(Form):
+    """OpenAI's fields without effect."""
 
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
@@ -66,8 +86,148 @@ class Unheeded(Form):
     user: str | None = None
 
 
+# ── messages and tools ──
+
+
+# Messages are checked here, and nowhere else: `to_turn` drops the form, and the engine's process
+# checks only the facts of the model and of the conversation (images, memory, ids of calls).
+
+
+class MessageForm(Form):
+    """A message of a chat; unknown fields may be there if they are empty, as answers have them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        fields = cls.model_fields
+        return {key: value for key, value in values.items() if key in fields or value not in _EMPTY}
+
+
+class TextPart(MessageForm):
+    """A text of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(MessageForm):
+    """A refusal of an assistant."""
+
+    type: Literal["refusal"]
+    text: Annotated[str, Field(alias="refusal")]
+
+
+class ImageAddress(MessageForm):
+    """A data URL, or an address."""
+
+    url: str
+    detail: Literal["auto", "low", "high"] | None = None
+
+
+class ImagePart(MessageForm):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageAddress
+
+    @property
+    def url(self) -> str:
+        """The URL of the image."""
+        return self.image_url.url
+
+
+class CalledFunction(Form):
+    """The function of a call, and its arguments as JSON."""
+
+    model_config = ConfigDict(extra="ignore")  # clients add what they have parsed
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class AnsweredCall(MessageForm):
+    """A call of a tool in an answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class SystemMessage(MessageForm):
+    """A message of the system."""
+
+    role: Literal["system", "developer"]
+    content: str | list[TextPart]
+
+    def to_turn(self) -> Turn:
+        """Return the message, whatever its form."""
+        return make_turn("system", self.content)
+
+
+class UserMessage(MessageForm):
+    """A message of the user."""
+
+    role: Literal["user"]
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
+
+    def to_turn(self) -> Turn:
+        """Return the message, whatever its form."""
+        return make_turn("user", self.content)
+
+
+class AssistantMessage(MessageForm):
+    """An answer of the model."""
+
+    role: Literal["assistant"]
+    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] = ""
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[AnsweredCall] | None = None
+
+    def to_turn(self) -> Turn:
+        """Return the message, whatever its form."""
+        calls = tuple(
+            {"id": call.id, "function": dict(call.function)} for call in self.tool_calls or ()
+        )
+        reasoning = self.reasoning_content or self.reasoning or ""
+        return make_turn("assistant", self.content, reasoning=reasoning, calls=calls)
+
+
+class ToolMessage(MessageForm):
+    """The result of a call."""
+
+    role: Literal["tool"]
+    tool_call_id: str
+    content: str | list[TextPart] = ""
+    name: str | None = None
+
+    def to_turn(self) -> Turn:
+        """Return the message, whatever its form."""
+        return make_turn("tool", self.content, call_id=self.tool_call_id)
+
+
+RequestMessage = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+
+def make_turn(role: Any, content: str | Iterable[Any], **values: Any) -> Turn:
+    """Return a message with a content of text, or of parts with a `text` or a `url` each."""
+    if isinstance(content, str):
+        return Turn(role=role, content=content, **values)
+    parts = list(content)
+    return Turn(
+        role=role,
+        content="".join(getattr(part, "text", "") for part in parts),
+        images=tuple(part.url for part in parts if hasattr(part, "url")),
+        **values,
+    )
+
+
 class Function(Form):
-    """A function that may be called."""
+    """A function of the client."""
 
     name: str
     description: str | None = None
@@ -76,28 +236,60 @@ class Function(Form):
 
 
 class ChatTool(Form):
-    """A tool of a chat; functions alone are known."""
+    """A tool of a chat: a function."""
 
     type: Literal["function"] = "function"
     function: Function
 
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.function.name
 
-def refuse_missing_tool(
-    choice: str | Mapping[str, Any], tools: Sequence[Mapping[str, Any]]
-) -> None:
-    """Refuse to have a tool called that isn't there."""
-    names = [tool["function"]["name"] for tool in tools]
-    if isinstance(choice, str):
-        is_there = bool(names) or choice in ("none", "auto")
-    else:
-        is_there = choice["function"]["name"] in names
-    if not is_there:
+
+def choose_tools(
+    tools: Iterable[dict[str, Any]], choice: str | None, name: str | None = None
+) -> dict[str, Any]:
+    """Return the arguments of a `Prompt` for its tools.
+
+    Parameters
+    ----------
+    tools : iterable of dict
+        As chats have them.
+    choice : {"none", "auto", "required"}, optional
+        Whether tools may be called, or one has to be. By default they may be.
+    name : str, optional
+        The only tool that may be called, with "required".
+    """
+    offered = [] if choice == "none" else list(tools)
+    names = [tool["function"]["name"] for tool in offered]
+    if (choice == "required" and not names) or name not in (None, *names):
         text = f"tool_choice needs tools that have it; there are {', '.join(names) or 'none'}"
         raise HttpError(400, text, param="tool_choice")
+    usable = [tool for tool in offered if name in (None, tool["function"]["name"])]
+    return {"tools": usable, "must_call": choice == "required"}
+
+
+def choose_openai_tools(
+    tools: Iterable[dict[str, Any]], choice: Any, parallel: bool | None
+) -> dict[str, Any]:
+    """Return the arguments of a `Prompt` by OpenAI's `tool_choice`: a mode, or a tool."""
+    mode = (choice, None) if isinstance(choice, str | None) else ("required", choice.name)
+    return {**choose_tools(tools, *mode), "parallel_tool_calls": parallel is not False}
+
+
+# ── chats and completions ──
+
+
+class StreamOptions(Form):
+    """Additions to a stream; its pieces are never padded."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
 
 
 class ResponseFormat(Form):
-    """What an answer has to fit; the types "regex" and "lark" are ours."""
+    """The form of an answer; the types "regex" and "lark" are duoka's own."""
 
     type: Literal["text", "json_object", "json_schema", "regex", "lark"]
     json_schema: dict[str, Any] | None = None
@@ -105,112 +297,85 @@ class ResponseFormat(Form):
     lark: str | None = None
 
 
-class Sampled(Form):
-    """What all kinds of requests say of how tokens are chosen."""
+class OpenAIRequest(AnswerRequest):
+    """The fields of chats and completions."""
 
-    model: str = ""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] | None = None
-    stop: StopText | StopTexts | None = None
-    seed: Seed | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    stream_options: StreamOptions = StreamOptions()
+    n: Annotated[int, Field(ge=1, le=_MOST_CHOICES)] = 1
+    stop: Annotated[StopText, AfterValidator(lambda text: (text,))] | StopTexts | None = None
+    seed: (
+        Annotated[int, Field(ge=-(2**63), lt=2**63), AfterValidator(lambda seed: seed % 2**63)]
+        | None
+    ) = None
+    top_k: Annotated[int, Field(ge=-1), AfterValidator(lambda number: max(number, 0))] | None = None
     min_p: Share | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3)] | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=_MOST_BIASES)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=1024)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    ignore_eos: bool = False  # load generators want answers of a length
+    ignore_eos: bool = False  # load generators want answers of a given length
     response_format: ResponseFormat | None = None
     user: str | None = None
 
     @property
-    def most_new_tokens(self) -> int | None:
-        """How long an answer may be, where that is said."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def least_new_tokens(self) -> int | None:
-        """How long an answer has to be, where that is said."""
-        if self.ignore_eos and self.most_new_tokens is None:
-            raise HttpError(400, "ignore_eos needs max_tokens", param="ignore_eos")
-        return self.most_new_tokens if self.ignore_eos else self.min_tokens
-
-    @property
-    def top(self) -> int | None:
-        """Of how many of the likeliest tokens log-probabilities are told."""
-        return None
+    def grammar(self) -> dict[str, Any] | None:
+        """See `AnswerRequest`."""
+        form = self.response_format
+        return None if form is None else form.model_dump(exclude_none=True)
 
     def params(self) -> dict[str, Any]:
-        """Sampling parameters in duoka's names; those that aren't said are left out."""
-        values = self.model_dump(include=_SAMPLING)
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        form = self.response_format
-        values |= {
-            "top_k": 0 if self.top_k == -1 else self.top_k,
-            "seed": None if self.seed is None else self.seed % 2**63,
-            "stop": None if stop is None else tuple(stop),
-            "max_new_tokens": self.most_new_tokens,
-            "min_new_tokens": self.least_new_tokens,
-            "logprobs": self.top,
-            "response_format": form and form.model_dump(exclude_none=True),
-        }
-        return without_none(values)
+        """See `AnswerRequest`."""
+        max_tokens = self.max_completion_tokens or self.max_tokens
+        if self.ignore_eos and max_tokens is None:
+            raise HttpError(400, "ignore_eos needs max_tokens", param="ignore_eos")
+        min_tokens = max_tokens if self.ignore_eos else self.min_tokens
+        lengths = {"max_new_tokens": max_tokens, "min_new_tokens": min_tokens}
+        return super().params() | drop_none(lengths)
 
 
-class ChatCompletionRequest(Sampled, Unheeded):
+class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    messages: Annotated[list[RequestMessage], Field(min_length=1)]
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
     tools: list[ChatTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChatTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    prediction: dict[str, Any] | None = None  # what an answer might be, for more speed
-    reasoning_effort: str | None = None  # how much there is, the model alone decides
+    prediction: dict[str, Any] | None = None  # a guess at the answer, for more speed
+    reasoning_effort: str | None = None  # the model alone decides
     verbosity: Literal["medium"] | None = None
 
     @property
     def top(self) -> int | None:
-        """See `Sampled`."""
+        """See `AnswerRequest`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def prompt(self) -> Prompt:
-        """What is asked."""
-        chosen = self.tool_choice or "auto"
-        choice = chosen if isinstance(chosen, str) else chosen.model_dump(exclude_none=True)
+    def to_prompt(self) -> Prompt:
+        """Return the chat."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        refuse_missing_tool(choice, tools)
-        return Prompt(
-            messages=self.messages,
-            tools=tools,
-            tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-        )
+        usable = choose_openai_tools(tools, self.tool_choice, self.parallel_tool_calls)
+        return Prompt(messages=[message.to_turn() for message in self.messages], **usable)
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(OpenAIRequest):
     """``POST /v1/completions``."""
 
     prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+    logprobs: TopLogprobs | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
     @property
     def top(self) -> int | None:
-        """See `Sampled`."""
+        """See `AnswerRequest`."""
         if self.echo and self.logprobs is not None:
             raise HttpError(
                 400,
@@ -219,40 +384,36 @@ class CompletionRequest(Sampled):
             )
         return self.logprobs
 
-    @property
-    def prompts(self) -> list[Prompt]:
-        """What is asked."""
+    def to_prompts(self) -> list[Prompt]:
+        """Return the texts."""
         value: Any = self.prompt
-        is_one = isinstance(value, str) or (value and isinstance(value[0], int))
-        several = [value] if is_one else value
+        is_single = isinstance(value, str) or (value and isinstance(value[0], int))
+        several = [value] if is_single else value
         if not all(several) or not 0 < len(several) <= _MOST_CHOICES:
-            raise HttpError(
-                400, f"1 to {_MOST_CHOICES} prompts can be given, none empty", param="prompt"
-            )
+            text = f"1 to {_MOST_CHOICES} prompts can be given, none empty"
+            raise HttpError(400, text, param="prompt")
         return [
-            Prompt(text=prompt, field="prompt")
-            if isinstance(prompt, str)
-            else Prompt(tokens=prompt, field="prompt")
+            Prompt(field="prompt", **{"text" if isinstance(prompt, str) else "tokens": prompt})
             for prompt in several
         ]
 
 
 class TokenizeRequest(Form):
-    """``POST /tokenize``: a text, or a chat as it is asked."""
+    """``POST /tokenize``: a text, or a chat."""
 
     model: str = ""
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[RequestMessage] | None = None
     tools: list[ChatTool] | None = None
 
-    @property
-    def question(self) -> Prompt:
-        """What is to be made tokens of."""
+    def to_prompt(self) -> Prompt:
+        """Return the text or the chat."""
         if (self.prompt is None) == (self.messages is None):
             raise HttpError(400, "either prompt or messages is needed", param="prompt")
+        if self.messages is None:
+            return Prompt(text=self.prompt, field="prompt")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        field = "messages" if self.prompt is None else "prompt"
-        return Prompt(text=self.prompt, messages=self.messages, tools=tools, field=field)
+        return Prompt(messages=[message.to_turn() for message in self.messages], tools=tools)
 
 
 class DetokenizeRequest(Form):

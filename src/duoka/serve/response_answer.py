@@ -1,4 +1,4 @@
-"""Answers in the form of OpenAI's responses: items, and the events that tell how they grow."""
+"""Answers in the form of OpenAI's responses: items, and the events of a stream."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
-from .answers import chat_logprobs, new_id
+from .answers import Piece, make_id, write_chat_logprobs
+from .blocks import BlockKind, BlocksAnswer
 from .errors import HttpError
 from .messages import Delta, Ended
-from .parts import PartKind, PartsAnswer, Piece
 
 # The events of each kind of part, and what its text is called.
 _EVENTS = {
@@ -22,16 +22,16 @@ _EVENTS = {
 _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 
 
-class ResponseAnswer(PartsAnswer):
-    """One response, as it comes.
+class ResponseAnswer(BlocksAnswer):
+    """A response during generation.
 
     Parameters
     ----------
     model : str
     settings : mapping
-        What it repeats of the request.
+        The settings of the request, which the response repeats.
     has_logprobs : bool
-        Whether log-probabilities are told.
+        Whether log-probabilities are wanted.
     """
 
     def __init__(self, model: str, settings: Mapping[str, Any], *, has_logprobs: bool) -> None:
@@ -40,7 +40,7 @@ class ResponseAnswer(PartsAnswer):
         self._numbers = count()
         self._output: list[dict[str, Any]] = []
         self._response: dict[str, Any] = {
-            "id": new_id("resp_"),
+            "id": make_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
@@ -59,30 +59,29 @@ class ResponseAnswer(PartsAnswer):
             **settings,
         }
 
-    @property
-    def answer(self) -> dict[str, Any]:
-        """See `PartsAnswer`."""
+    def to_dict(self) -> dict[str, Any]:
+        """See `Answer`."""
         return self._response
 
-    def failed(self, error: HttpError) -> list[Piece]:
-        """See `PartsAnswer`."""
+    def fail(self, error: HttpError) -> Iterator[Piece]:
+        """See `Answer`."""
         code = _CODES.get(error.status, "server_error")
         self._response |= {"status": "failed", "error": {"code": code, "message": error.text}}
-        return [self._whole("response.failed")]
+        yield self._snapshot("response.failed")
 
     def _begin(self) -> Iterator[Piece]:
-        yield self._whole("response.created")
-        yield self._whole("response.in_progress")
+        yield self._snapshot("response.created")
+        yield self._snapshot("response.in_progress")
 
-    def _begin_part(self, kind: PartKind, name: str) -> Iterator[Piece]:
+    def _begin_block(self, kind: BlockKind, name: str) -> Iterator[Piece]:
         item: dict[str, Any]
         if kind == "tool":
-            call = {"call_id": new_id("call_"), "name": name, "arguments": ""}
-            item = {"type": "function_call", "id": new_id("fc_"), **call}
+            call = {"call_id": make_id("call_"), "name": name, "arguments": ""}
+            item = {"type": "function_call", "id": make_id("fc_"), **call}
         elif kind == "reasoning":
-            item = {"type": "reasoning", "id": new_id("rs_"), "summary": [], "content": []}
+            item = {"type": "reasoning", "id": make_id("rs_"), "summary": [], "content": []}
         else:
-            item = {"type": "message", "id": new_id("msg_"), "role": "assistant", "content": []}
+            item = {"type": "message", "id": make_id("msg_"), "role": "assistant", "content": []}
         item["status"] = "in_progress"
         self._output.append(item)
         yield self._at("response.output_item.added", item=copy.deepcopy(item))
@@ -94,7 +93,7 @@ class ResponseAnswer(PartsAnswer):
         item["content"].append(part)
         yield self._of_part("response.content_part.added", part=copy.deepcopy(part))
 
-    def _add(self, kind: PartKind, delta: Delta) -> Iterator[Piece]:
+    def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
         item, name = self._output[-1], f"{_EVENTS[kind]}.delta"
         if kind == "tool":
             item["arguments"] += delta.text
@@ -105,11 +104,11 @@ class ResponseAnswer(PartsAnswer):
         if kind == "reasoning":
             yield self._of_part(name, delta=delta.text)
             return
-        logprobs = chat_logprobs(delta.tokens)["content"] if self._has_logprobs else []
+        logprobs = write_chat_logprobs(delta.tokens)["content"] if self._has_logprobs else []
         part["logprobs"] += logprobs
         yield self._of_part(name, delta=delta.text, logprobs=logprobs)
 
-    def _end_part(self, kind: PartKind, *, is_whole: bool) -> Iterator[Piece]:
+    def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
         item, name = self._output[-1], f"{_EVENTS[kind]}.done"
         item["status"] = "completed" if is_whole else "incomplete"
         if kind == "tool":
@@ -124,8 +123,8 @@ class ResponseAnswer(PartsAnswer):
     def _end(self, event: Ended) -> Iterator[Piece]:
         is_whole = event.finish != "length"
         if not self._output:  # an answer without a word is one all the same
-            yield from self._begin_part("content", "")
-            yield from self._end_part("content", is_whole=is_whole)
+            yield from self._begin_block("content", "")
+            yield from self._end_block("content", is_whole=is_whole)
         self._response["usage"] = {
             "input_tokens": self.usage.prompt_tokens,
             "input_tokens_details": {
@@ -140,9 +139,9 @@ class ResponseAnswer(PartsAnswer):
         self._response["status"] = "completed" if is_whole else "incomplete"
         if not is_whole:
             self._response["incomplete_details"] = {"reason": "max_output_tokens"}
-        yield self._whole("response.completed" if is_whole else "response.incomplete")
+        yield self._snapshot("response.completed" if is_whole else "response.incomplete")
 
-    def _whole(self, kind: str) -> Piece:
+    def _snapshot(self, kind: str) -> Piece:
         return self._event(kind, response=copy.deepcopy(self._response))
 
     def _at(self, kind: str, **values: Any) -> Piece:

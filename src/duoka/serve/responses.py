@@ -1,35 +1,39 @@
 """``POST /v1/responses``, OpenAI's other form of chats; nothing is kept between requests.
 
 Source: https://platform.openai.com/docs/api-reference/responses, and its official Python client's
-types. What would need a memory, or tools of the server's own, is refused by name.
+types. Requests that need a memory, or tools of the server's own, are refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Discriminator, Field, Tag, field_validator
 
-from .messages import Prompt
-from .parts import respond
+from .messages import Prompt, Turn
 from .requests import (
-    MOST_TOP_LOGPROBS,
+    AnswerRequest,
+    Count,
     Form,
     Function,
-    Share,
-    Unheeded,
-    refuse_missing_tool,
-    without_none,
+    IgnoredFields,
+    TopLogprobs,
+    choose_openai_tools,
+    make_turn,
 )
 from .response_answer import ResponseAnswer
 from .service import Service
+from .streams import respond
 
 _LOGPROBS = "message.output_text.logprobs"
-_REPEATED = {"instructions", "max_output_tokens", "temperature", "top_logprobs", "top_p"}
-_REPEATED |= {"user", "safety_identifier", "prompt_cache_key"}
+_REPEATED = (
+    *("prompt_cache_key", "safety_identifier", "user", "instructions", "max_output_tokens"),
+    *("temperature", "top_p", "top_logprobs"),
+)
 _STORED = ("previous_response_id", "conversation", "prompt")
 
 
@@ -41,90 +45,81 @@ class InputText(Form):
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 
-    def part(self) -> dict[str, Any]:
-        """In the form of a chat."""
-        return {"type": "text", "text": self.text}
-
 
 class InputRefusal(Form):
-    """What an assistant has refused to say."""
+    """A refusal of an assistant."""
 
     type: Literal["refusal"]
-    refusal: str
-
-    def part(self) -> dict[str, Any]:
-        """In the form of a chat."""
-        return {"type": "text", "text": self.refusal}
+    text: Annotated[str, Field(alias="refusal")]
 
 
 class InputImage(Form):
     """An image of a message."""
 
     type: Literal["input_image"]
-    image_url: str
+    url: Annotated[str, Field(alias="image_url")]
     detail: Literal["auto", "low", "high"] | None = None
-
-    def part(self) -> dict[str, Any]:
-        """In the form of a chat."""
-        image = without_none({"url": self.image_url, "detail": self.detail})
-        return {"type": "image_url", "image_url": image}
 
 
 Part = Annotated[InputText | InputRefusal | InputImage, Field(discriminator="type")]
 
 
-class InputMessage(Form):
-    """A message, as it is asked or was answered."""
+class InputItem(Form):
+    """The fields of every item of a conversation."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(InputItem):
+    """A message of a request or of an answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[Part]
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
-    phase: Literal["commentary", "final_answer"] | None = None
+    phase: str | None = None
 
 
-class FunctionCall(Form):
-    """A call of a tool, as it was answered."""
+class FunctionCall(InputItem):
+    """A call of a tool in an answer."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class FunctionCallOutput(Form):
-    """What a tool has returned."""
+class FunctionCallOutput(InputItem):
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[Part]
-    id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class ReasoningText(Form):
-    """A text of what was thought."""
+    """A text of a reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class InputReasoning(Form):
-    """What was thought before an answer."""
+class InputReasoning(InputItem):
+    """The reasoning before an answer."""
 
     type: Literal["reasoning"]
-    id: str | None = None
     summary: list[ReasoningText] | None = None
     content: list[ReasoningText] | None = None
     encrypted_content: None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+    @property
+    def texts(self) -> Sequence[ReasoningText]:
+        """The texts, or the texts of a summary."""
+        return self.content or self.summary or ()
 
 
-def _kind(item: Any) -> str | None:
-    """A message alone may leave its type out."""
+def _type_of(item: Any) -> str | None:
+    """Return the type of an item; only a message may leave its type out."""
     kind = item.get("type", "message") if isinstance(item, Mapping) else None
     return kind if isinstance(kind, str) else None
 
@@ -134,17 +129,17 @@ Item = Annotated[
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
     | Annotated[InputReasoning, Tag("reasoning")],
-    Discriminator(_kind),
+    Discriminator(_type_of),
 ]
 
 
 class FunctionTool(Function):
-    """A function that may be called."""
+    """A function of the client."""
 
     type: Literal["function"]
 
-    def tool(self) -> dict[str, Any]:
-        """In the form of a chat."""
+    def to_chat_tool(self) -> dict[str, Any]:
+        """Return the tool in the form of chats."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -156,7 +151,7 @@ class TextFormat(Form):
 
 
 class ResponseSchemaFormat(Form):
-    """JSON that fits a schema; it always does, whether `strict` or not."""
+    """JSON by a schema, `strict` or not."""
 
     type: Literal["json_schema"]
     name: str
@@ -166,43 +161,25 @@ class ResponseSchemaFormat(Form):
 
 
 class TextConfig(Form):
-    """How the text of an answer is."""
+    """The form of the text of an answer."""
 
     format: Annotated[TextFormat | ResponseSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ReasoningOptions(Form):
-    """What is asked of reasoning; how much there is, the model alone decides."""
-
-    effort: str | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-
-
-class ResponseStreamOptions(Form):
-    """What a stream has beside its events; they are never padded."""
-
-    include_obfuscation: bool | None = None
-
-
-class ResponsesRequest(Unheeded):
+class ResponsesRequest(AnswerRequest, IgnoredFields):
     """``POST /v1/responses``."""
 
     input: str | Annotated[list[Item], Field(min_length=1)]
-    model: str = ""
     instructions: str | None = None
-    stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    stream_options: dict[str, Any] | None = None  # events are never padded
+    max_new_tokens: Annotated[Count | None, Field(alias="max_output_tokens")] = None
+    top_logprobs: TopLogprobs | None = None
     text: TextConfig | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
+    reasoning: dict[str, Any] | None = None  # the model alone decides
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
@@ -220,127 +197,86 @@ class ResponsesRequest(Unheeded):
 
     @property
     def top(self) -> int | None:
-        """Of how many of the likeliest tokens log-probabilities are told."""
+        """See `AnswerRequest`."""
         is_wanted = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
         return (self.top_logprobs or 0) if is_wanted else None
 
     @property
-    def question(self) -> Prompt:
-        """What is asked."""
-        chosen = self.tool_choice or "auto"
-        named = {"type": "function", "function": {"name": getattr(chosen, "name", None)}}
-        choice = chosen if isinstance(chosen, str) else named
-        tools = [tool.tool() for tool in self.tools or ()]
-        refuse_missing_tool(choice, tools)
-        return Prompt(
-            messages=[*_instructions(self.instructions), *chat_of(self.input)],
-            tools=tools,
-            tool_choice=choice,
-            parallel_tool_calls=self.parallel_tool_calls is not False,
-            field="input",
-        )
-
-    def params(self) -> dict[str, Any]:
-        """Sampling parameters in duoka's names; those that aren't said are left out."""
-        values = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "max_new_tokens": self.max_output_tokens,
-            "logprobs": self.top,
-            "response_format": self._response_format(),
-        }
-        return without_none(values)
-
-    def _response_format(self) -> dict[str, Any] | None:
+    def grammar(self) -> dict[str, Any] | None:
+        """See `AnswerRequest`."""
         form = None if self.text is None else self.text.format
         if isinstance(form, ResponseSchemaFormat):
-            content = form.model_dump(by_alias=True, exclude_none=True)
+            content = _dump(form)
             return {"type": content.pop("type"), "json_schema": content}
         return None if form is None else form.model_dump()
 
+    def to_prompt(self) -> Prompt:
+        """Return the chat."""
+        instructions = [Turn(role="system", content=self.instructions or "")]
+        return Prompt(
+            messages=[*(instructions if self.instructions else ()), *read_turns(self.input)],
+            field="input",
+            **choose_openai_tools(
+                [tool.to_chat_tool() for tool in self.tools or ()],
+                self.tool_choice,
+                self.parallel_tool_calls,
+            ),
+        )
+
     def settings(self) -> dict[str, Any]:
-        """What an answer repeats of it."""
-        text = {"format": {"type": "text"}} if self.text is None else _dumped(self.text)
-        return self.model_dump(include=_REPEATED) | {
+        """Return the settings for the answer, which repeats them."""
+        values = self.model_dump(by_alias=True)
+        return {name: values[name] for name in _REPEATED} | {
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "text": text,
-            "tool_choice": _dumped(self.tool_choice or "auto"),
+            "text": {"format": {"type": "text"}} if self.text is None else _dump(self.text),
+            "tool_choice": _dump(self.tool_choice or "auto"),
             "tools": [
-                {"parameters": None, "strict": None, **_dumped(tool)} for tool in self.tools or ()
+                {"parameters": None, "strict": None, **_dump(tool)} for tool in self.tools or ()
             ],
         }
 
 
-def chat_of(items: str | Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages of a chat in the form of chat completions.
+def read_turns(items: str | Sequence[Any]) -> list[Turn]:
+    """Return the messages of a conversation.
 
-    An answer's reasoning, text and calls are items of their own here, and one message there.
+    Here the reasoning, the text and the calls of one answer are items of their own.
     """
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
-    chat: list[dict[str, Any]] = []
-    is_open = False  # whether the last message is an answer that may go on
+        return [Turn(role="user", content=items)]
+    # An answer goes on until another role speaks or reasoning begins the next answer:
+    #     reasoning, message, function_call, function_call_output, message
+    #     → assistant (reasoning, text, call); tool; assistant (text)
+    turns: list[Turn] = []
+    is_open = False  # the last message is an answer that may go on
     for item in items:
+        is_answer = False
         if isinstance(item, FunctionCallOutput):
-            content = _content(item.output)
-            chat.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
-            is_open = False
-            continue
-        if isinstance(item, InputMessage) and item.role != "assistant":
+            turns.append(make_turn("tool", item.output, call_id=item.call_id))
+        elif isinstance(item, InputMessage) and item.role != "assistant":
             role = "user" if item.role == "user" else "system"
-            chat.append({"role": role, "content": _content(item.content)})
-            is_open = False
-            continue
-        if not is_open or isinstance(item, InputReasoning):
-            chat.append({"role": "assistant", "content": None})
-            is_open = True
-        _add(chat[-1], item)
-    return [message for message in chat if len(message) > 2 or message["content"] is not None]
+            turns.append(make_turn(role, item.content))
+        elif not isinstance(item, InputReasoning) or item.texts:
+            if not is_open or isinstance(item, InputReasoning):
+                turns.append(Turn(role="assistant"))
+            turns[-1] = _add(turns[-1], item)
+            is_answer = True
+        is_open = is_answer
+    return turns
 
 
-def _add(message: dict[str, Any], item: Any) -> None:
-    """Add to an answer what it also said, thought or called."""
+def _add(turn: Turn, item: Any) -> Turn:
+    """Add the reasoning, a text or a call to an answer."""
     if isinstance(item, InputReasoning):
-        texts = item.content or item.summary or ()
-        if texts:
-            message["reasoning_content"] = "\n".join(text.text for text in texts)
-    elif isinstance(item, FunctionCall):
+        return replace(turn, reasoning="\n".join(text.text for text in item.texts))
+    if isinstance(item, FunctionCall):
         function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        message.setdefault("tool_calls", []).append(call)
-    else:
-        said = _content(item.content)
-        before = message["content"]
-        message["content"] = said if before is None else _joined(before, said)
+        return replace(turn, calls=(*turn.calls, {"id": item.call_id, "function": function}))
+    text = make_turn("assistant", item.content)
+    return replace(turn, content=turn.content + text.content, images=turn.images + text.images)
 
 
-def _joined(before: Any, said: Any) -> Any:
-    if isinstance(before, str) and isinstance(said, str):
-        return before + said
-    return [*_listed(before), *_listed(said)]
-
-
-def _listed(content: Any) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-
-
-def _content(content: str | list[Any]) -> str | list[dict[str, Any]]:
-    """What is said, in parts where there are images."""
-    if isinstance(content, str):
-        return content
-    parts = [part.part() for part in content]
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return parts
-
-
-def _instructions(text: str | None) -> Iterator[dict[str, Any]]:
-    if text:
-        yield {"role": "system", "content": text}
-
-
-def _dumped(value: Any) -> Any:
+def _dump(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(by_alias=True, exclude_none=True)
     return value
@@ -350,11 +286,9 @@ def add_responses(app: FastAPI, service: Service) -> None:
     """Let an application answer ``/v1/responses``."""
 
     @app.post("/v1/responses")
-    async def responses(request: ResponsesRequest, http: Request) -> Response:
+    async def create_response(request: ResponsesRequest, http: Request) -> Response:
         """Answer a chat, in OpenAI's form of responses."""
         service.check_model(request.model)
         has_logprobs = request.top is not None
         form = ResponseAnswer(service.model, request.settings(), has_logprobs=has_logprobs)
-        is_streamed = bool(request.stream)
-        events = service.ask(request.question, request.params(), is_streamed=is_streamed)
-        return await respond(form, events, http, stream=is_streamed)
+        return await respond(service, request, [request.to_prompt()], form, http)

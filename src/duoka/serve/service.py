@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from importlib.metadata import version
@@ -17,11 +16,11 @@ from .pool import EnginePool
 from .remote_images import RemoteImages
 
 Events = AsyncGenerator[Event, None]
-"""What comes of a request."""
-# What a request begins with, for the engine that has read it before.
+"""The events of a request."""
+# The beginning of a request, to find the engine that has its pages.
 _KEY_CHARACTERS = 1024
 CLOSED = 499
-"""The status, for metrics alone, where a client has gone: nginx's."""
+"""The status of a request whose client has gone, as of nginx; for metrics alone."""
 
 
 class Service:
@@ -31,11 +30,11 @@ class Service:
     ----------
     pool : EnginePool
     model : str
-        Its name for clients.
+        The model's name for clients.
     has_key : bool
-        Whether they have to know a key.
+        Whether clients have to send a key.
     fetches_images : bool
-        Whether images are fetched that requests name by their address.
+        Whether images are fetched from addresses in requests.
     """
 
     def __init__(
@@ -58,16 +57,14 @@ class Service:
                 param="model",
             )
 
-    async def ask(
-        self, prompt: Prompt, params: Mapping[str, Any], n: int = 1, *, is_streamed: bool
-    ) -> Events:
+    async def submit(self, prompt: Prompt, params: Mapping[str, Any], n: int = 1) -> Events:
         """Yield the events of a request for `n` answers to a prompt."""
-        content = json.dumps(prompt.messages or prompt.text or prompt.tokens)
+        content = ascii(prompt.messages or prompt.text or prompt.tokens)
         tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()
         try:
-            async with self._whole(prompt) as whole:
-                request = EngineRequest(prompt=whole, params=params, n=n)
+            async with self._fetch_images(prompt) as ready:
+                request = EngineRequest(prompt=ready, params=params, n=n)
                 events = self.pool.submit(request, tokens, content[:_KEY_CHARACTERS])
                 async with aclosing(events):
                     async for event in events:
@@ -82,8 +79,8 @@ class Service:
 
     async def count(self, prompt: Prompt) -> Sequence[int]:
         """Return the tokens of a prompt."""
-        async with self._whole(prompt) as whole:
-            request = EngineRequest(task="tokenize", prompt=whole)
+        async with self._fetch_images(prompt) as ready:
+            request = EngineRequest(task="tokenize", prompt=ready)
             counted = await self.pool.choose().count(request)
         return counted.tokens
 
@@ -92,8 +89,8 @@ class Service:
         request = EngineRequest(task="detokenize", prompt=prompt)
         return (await self.pool.choose().count(request)).text
 
-    def _whole(self, prompt: Prompt) -> AbstractAsyncContextManager[Prompt]:
-        """Put the images that a prompt names by their addresses into it."""
+    def _fetch_images(self, prompt: Prompt) -> AbstractAsyncContextManager[Prompt]:
+        """Put the images at addresses into a prompt."""
         return nullcontext(prompt) if self._images is None else self._images.put_into(prompt)
 
 

@@ -1,8 +1,8 @@
-"""How tensors reach other stages: within a process, or by torch.distributed.
+"""Channels carry activations and gradients between stages, in a process or by torch.distributed.
 
-Between processes a tensor goes by way of the host's memory, and gloo: that works between any two
-GPUs, takes none of their memory, and a micro-batch's hidden states are few bytes beside what a
-stage computes on them.
+Between processes a tensor goes through the host's memory, and gloo: that works between any two
+GPUs, takes none of their memory, and a micro-batch's hidden states are few bytes beside the work of
+a stage on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_TRANSFERS = 2**12
 
 
 class TensorMessage(NamedTuple):
-    """What a tensor is: a transfer's from source to target, or its gradient on the way back."""
+    """The address of a tensor: a transfer from source to target, or its gradient coming back."""
 
     source: int
     target: int
@@ -31,27 +31,27 @@ class TensorMessage(NamedTuple):
 
     @property
     def sender(self) -> int:
-        """The stage that it comes from."""
+        """The sending stage."""
         return self.target if self.is_gradient else self.source
 
     @property
     def receiver(self) -> int:
-        """The stage that it goes to."""
+        """The receiving stage."""
         return self.source if self.is_gradient else self.target
 
 
 class Channel(Protocol):
-    """Brings tensors from one stage to another."""
+    """Carries tensors between stages."""
 
     def send(self, message: TensorMessage, tensor: Tensor) -> None:
-        """Send a tensor; nobody waits until it has come."""
+        """Send a tensor, without waiting for the receiver."""
 
     def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Wait for a tensor, and return it on the receiver's device."""
+        """Wait for a tensor, and return the tensor on the receiver's device."""
 
 
 class LocalChannel:
-    """Between stages of one process, each on its device."""
+    """A channel between stages in this process, each on its device."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._devices = devices
@@ -70,9 +70,14 @@ class LocalChannel:
 
 
 class ProcessChannel:
-    """Between processes: `ranks` says for each stage which one has it, `device` is this one's.
+    """A channel between processes; `waited_seconds` adds up the waiting for other processes.
 
-    `waited_seconds` adds up how long this process has waited for others.
+    Parameters
+    ----------
+    ranks : sequence of int
+        The process of each stage.
+    device : torch.device
+        This process's.
     """
 
     def __init__(self, ranks: Sequence[int], device: torch.device) -> None:
@@ -105,7 +110,7 @@ class ProcessChannel:
         return host.to(self._device)
 
     def flush(self) -> None:
-        """Wait until all that was sent has come."""
+        """Wait until all sent tensors have arrived."""
         begin = time.perf_counter()
         for work, _ in self._pending:
             work.wait()
@@ -114,6 +119,6 @@ class ProcessChannel:
 
 
 def _tag(message: TensorMessage) -> int:
-    """A number that no other message of a step has."""
+    """Return a number that identifies a message within a step."""
     place = message.micro_batch * _MOST_TRANSFERS + message.transfer
     return 2 * place + message.is_gradient

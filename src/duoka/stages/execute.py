@@ -1,4 +1,4 @@
-"""Running micro-batches through stages: all of them in one process, or those of this one."""
+"""Running micro-batches through the stages of a process: all of them, or some."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .route import Route
 from .schedule import ScheduledPass
 
 Forward = Callable[[int, torch.device], Tensor]
-"""Calls the model with a micro-batch; its loss, as far as the last stage gets that."""
+"""Calls the model with a micro-batch; returns the loss in the last stage."""
 
 
 class StagePipeline:
-    """Stages of a model, of which this process has some, by default all.
+    """Runs micro-batches through the stages of a model that this process has, by default all.
 
-    `devices` has one for each stage; it is used of this process's alone.
+    `devices` has the device of each stage; only those of this process's stages are used.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class StagePipeline:
         *,
         learns: bool = True,
     ) -> list[Tensor]:
-        """Run this process's passes in their order; the losses that were computed here.
+        """Run this process's passes in their order; return the losses of the last stage.
 
         `routes` has the route of each micro-batch. Without `learns` there is no backward, and
-        nothing is kept for it.
+        nothing is kept for a backward pass.
         """
         running: dict[tuple[int, int], tuple[StageMicroBatch, Tensor | None]] = {}
         losses: list[Tensor] = []

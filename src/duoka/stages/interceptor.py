@@ -1,4 +1,7 @@
-"""The calls of a model's blocks, and of what contains them, handed to who decides what they do."""
+"""Intercepting the calls of a model's blocks, and of modules that contain blocks.
+
+Blocks get the class of `runtime.dispatch.classes`, as they do from movers and streamed weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from duoka.runtime.dispatch.place_tensors import devices_by_name
 
 
 class PlacedBlock(NamedTuple):
-    """A module that is called on one device; a container holds several, its first one's device."""
+    """A module with a device; a container of blocks has the device of its first block."""
 
     name: str
     device: str
@@ -27,18 +30,18 @@ class PlacedBlock(NamedTuple):
 
 
 class Decider(Protocol):
-    """Who decides what a call of a block does."""
+    """Decides how the call of a block runs."""
 
     def call(
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """Run the call, or not, and return what it returns."""
+        """Run the call, or not, and return its outputs."""
 
 
 class BlockInterceptor:
-    """Hands the calls of a model's blocks to a decider, while there is one.
+    """Hands the calls of a model's blocks to a decider, inside the scope of `deciding`.
 
-    Without one, and in what backward computes again, blocks run as ever.
+    Elsewhere, and in regions that backward computes again, blocks run as ever.
     """
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
@@ -56,7 +59,7 @@ class BlockInterceptor:
 
     @contextmanager
     def deciding(self, decider: Decider) -> Iterator[None]:
-        """Let a decider have the calls, inside the scope."""
+        """Hand the calls to a decider, inside the scope."""
         assert self._decider is None, "one pass at a time"
         self._decider = decider
         try:
@@ -73,12 +76,12 @@ class BlockInterceptor:
         if block.is_container:
             return decider.call(block, forward, args, kwargs)
 
-        def alone(*args: Any, **kwargs: Any) -> Any:
-            # What a block calls inside is its own affair.
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Calls inside of a block are not intercepted.
             self._decider = None
             try:
                 return forward(*args, **kwargs)
             finally:
                 self._decider = decider
 
-        return decider.call(block, alone, args, kwargs)
+        return decider.call(block, run, args, kwargs)

@@ -1,8 +1,12 @@
 """One micro-batch in one stage: its part of `forward`, and of backward.
 
-What comes from other stages are leaves of this stage's graph: their gradients go back to where they
-came from. What went to other stages is where this stage's backward begins, with the gradients that
-come back. Of what was sent only its place in the graph is kept, not the tensor.
+    stage 0                      stage 1
+    embed → layer 0 ──hidden──▶ (leaf) layer 1 → loss
+            edge ◀──gradient─── (leaf).grad
+
+Tensors from other stages are leaves of this stage's graph: their gradients go back to the sender.
+Sent tensors are where this stage's backward begins, with the gradients that come back. Of a sent
+tensor only the edge in the graph is kept, not the tensor.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ _UNPLANNED = -1
 
 
 class StageMicroBatch:
-    """A micro-batch in one stage of a route, on the device of that stage."""
+    """A micro-batch in one stage of a route, on the device of the stage."""
 
     def __init__(
         self,
@@ -49,8 +53,8 @@ class StageMicroBatch:
         self._last_call = route.last_calls()[stage]
         self._last_uses = route.last_uses()
         self._next_call = 0
-        # By transfer: what has come, where the gradients of what was sent arrive in the graph, and
-        # the gradients of what has come.
+        # By transfer: received tensors, the edges of sent tensors in the graph, and the gradients
+        # of received tensors.
         self._received: dict[int, Tensor] = {}
         self._taken: set[int] = set()
         self._sent: dict[int, GradientEdge | None] = {}
@@ -58,7 +62,7 @@ class StageMicroBatch:
         self._around = AroundBlocks()
 
     def forward(self, interceptor: BlockInterceptor, run: Callable[[], Tensor]) -> Tensor | None:
-        """Run this stage's part; the last stage returns what the model does."""
+        """Run this stage's part; in the last stage return the model's outputs."""
         try:
             with interceptor.deciding(self), self._around:
                 result = run()
@@ -69,17 +73,17 @@ class StageMicroBatch:
         return result if self._stage == self._route.num_stages - 1 else None
 
     def abandon(self) -> None:
-        """After a failure: take what comes, and send zeros, so that no other stage waits."""
+        """After a failure receive all tensors, and send zeros, so that no other stage waits."""
         for number, transfer in enumerate(self._route.transfers):
             if transfer.target == self._stage and number not in self._taken:
-                with suppress(torch.OutOfMemoryError):  # it has come then
+                with suppress(torch.OutOfMemoryError):  # the message has been taken then
                     self._receive(number)
             if transfer.source == self._stage and number not in self._sent:
                 zeros = torch.zeros(transfer.shape.sizes, dtype=transfer.shape.dtype)
                 self._channel.send(self._message(number), zeros)
 
     def backward(self, loss: Tensor | None = None) -> None:
-        """Run this stage's part of backward, and send gradients to where they belong."""
+        """Run this stage's part of backward, and send gradients back to the sources."""
         route = self._route
         roots: list[Any] = []
         gradients: list[Tensor | None] = []
@@ -96,7 +100,7 @@ class StageMicroBatch:
         for number, transfer in enumerate(route.transfers):
             if transfer.target == self._stage and transfer.requires_grad:
                 gradient = self._gradients.pop(number, None)
-                if gradient is None:  # nothing that was computed from it reached the loss
+                if gradient is None:  # the loss doesn't depend on the tensor
                     shape = transfer.shape
                     gradient = torch.zeros(shape.sizes, dtype=shape.dtype, device=self._device)
                 self._channel.send(self._message(number, is_gradient=True), gradient)
@@ -111,6 +115,9 @@ class StageMicroBatch:
         if index >= len(calls) or calls[index].block != block.name:
             raise _other_course(block)
         call = calls[index]
+        # Every process makes all calls of the route. Each tensor among the arguments is paired with
+        # its planned arrival: a number of a transfer is sent by the source's process, received by
+        # the target's, and passed over in any other; None is a tensor at home.
         arrivals = iter(call.arrivals)
 
         def passed(tensor: Tensor) -> Tensor:
@@ -145,7 +152,7 @@ class StageMicroBatch:
             return forward(*args, **kwargs)
 
     def _passed(self, number: int | None, tensor: Tensor) -> Tensor:
-        """An argument as a call gets it, which may come from here and go elsewhere."""
+        """Return an argument as a call gets it; send or receive the tensor where it crosses."""
         if number is None:
             return tensor
         transfer = self._route.transfers[number]
@@ -166,7 +173,7 @@ class StageMicroBatch:
         return self._received[number]
 
     def _arrived(self, number: int) -> Tensor:
-        """What comes by a transfer, with its place in this stage's graph."""
+        """Receive a transfer, as a leaf of this stage's graph."""
         if not (self._learns and self._route.transfers[number].requires_grad):
             return self._receive(number)
 
@@ -201,7 +208,7 @@ def _other_course(block: PlacedBlock) -> ModelError:
 
 
 class _Arrival(torch.autograd.Function):
-    """A leaf whose tensor comes from another stage, and that its code may write to."""
+    """A leaf whose tensor comes from another stage; the model's code may write to the tensor."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, micro_batch: StageMicroBatch, number: int) -> Tensor:
@@ -215,11 +222,11 @@ class _Arrival(torch.autograd.Function):
 
 
 class _Left(BaseException):  # model code must not catch it
-    """All that this stage has to do is done."""
+    """Leaves `forward`: this stage has nothing more to do."""
 
 
 @lru_cache(2**12)
 def _bare(shape: Shape) -> Tensor:
-    """A tensor without data, which nobody changes: made while no mode looks at what is made."""
+    """Return a tensor without data, shared by all callers, made outside of any mode."""
     with torch.inference_mode(False):
         return torch.empty(shape.sizes, dtype=shape.dtype, device="meta")

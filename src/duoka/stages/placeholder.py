@@ -1,9 +1,9 @@
-"""Placeholders: tensors that another stage has, of which a process knows shape, type and device.
+"""Placeholders: tensors of another stage, of which a process knows shape, type and device.
 
-Whatever is computed from one is one: code around the blocks of other stages runs as if they were
-here, and computes nothing. Parameters of other stages, which are on the meta device, are taken
-alike. A placeholder says that it is on the process's own device, so that what code makes there "as
-this one" (masks, positions) is real.
+Results computed from a placeholder are placeholders: code around the blocks of other stages runs as
+if they were here, and computes nothing. Parameters of other stages, which are on the meta device,
+count as placeholders. A placeholder reports the process's own device, so that tensors that code
+makes there like it (masks, positions) are real.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Placeholder(Tensor):
 
     @staticmethod
     def of(shape_only: Tensor, device: torch.device) -> Placeholder:
-        """A placeholder that says that it is on a device."""
+        """Make a placeholder on a device."""
         wrapped: Placeholder = Tensor._make_wrapper_subclass(
             Placeholder,
             shape_only.shape,
@@ -51,12 +51,12 @@ class Placeholder(Tensor):
         return _without_values(func, args, kwargs or {})
 
     def tolist(self) -> Any:
-        """Refuse: nobody here knows the values."""
+        """Refuse: the values are unknown here."""
         raise _unknown("tolist")
 
 
 class AroundBlocks(TorchDispatchMode):
-    """The mode in which code around blocks runs: tensors on meta count as placeholders."""
+    """The mode of code around blocks: tensors on meta count as placeholders."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -71,7 +71,7 @@ class AroundBlocks(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the mode for a block, whose operations shouldn't pay for it."""
+        """Leave the mode for a block, whose operations shouldn't pay its overhead."""
         mode: Any = self
         mode.__exit__(None, None, None)
         try:
@@ -81,7 +81,7 @@ class AroundBlocks(TorchDispatchMode):
 
 
 def is_elsewhere(value: object) -> bool:
-    """Whether it is a tensor whose values another process has."""
+    """Return True for a tensor whose values another process has."""
     return isinstance(value, Tensor) and (isinstance(value, Placeholder) or value.is_meta)
 
 
@@ -94,18 +94,18 @@ def _without_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         raise _unknown(str(func))
     try:
         result = func(*tree_map(_bare, args), **tree_map(_bare, kwargs))
-    except NotImplementedError as error:  # what depends on values
+    except NotImplementedError as error:  # its result depends on values
         raise _unknown(str(func)) from error
     if not func._schema.is_mutable:
         return tree_map(partial(_wrapped, device), result)
     written = kwargs.get("out", args[0])
-    if not isinstance(written, Placeholder):  # its values were known, and aren't any more
+    if not isinstance(written, Placeholder):  # its values would no longer be known
         raise _unknown(str(func))
     return written
 
 
 def _bare(value: Any) -> Any:
-    """An operand on the meta device."""
+    """Return an operand on the meta device."""
     if isinstance(value, Placeholder):
         return value.shape_only
     if isinstance(value, torch.device):

@@ -1,9 +1,14 @@
-"""The route of a call: its stages, and which tensors cross between them.
+"""The route of a call: its stages, and the tensors that cross between them.
 
-It is found in one run of the model without data on one virtual GPU: what a block returns belongs to
-its stage, and so does what is computed from that. Where a block of a later stage is called with
-such a tensor, the tensor crosses. What is computed from the inputs alone belongs to nobody: every
-process computes it for itself.
+It is found in one run of the model without data on one virtual GPU, which propagates owners. The
+outputs of a block belong to its stage, and so do results computed from them. Where a block of
+another stage is called with such a tensor, the tensor crosses. Results computed from the inputs
+alone belong to no stage: every process computes them for itself.
+
+    mask = f(ids)           no owner: computed in every process
+    h = embed(ids)          stage 0
+    h = layer0(h, mask)     stage 0
+    h = layer1(h, mask)     stage 1: h crosses from 0 to 1, mask doesn't
 """
 
 from __future__ import annotations
@@ -16,11 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from duoka import virtual
 from duoka.base.model_code import where_raised
 from duoka.errors import ModelError
+from duoka.forecast.serving import Capacity
 from duoka.planner.placement import Placement
+from duoka.runtime.call.chunk import Chunk
+from duoka.runtime.call.paged_model import PagedModel, reading_pages
 from duoka.runtime.dispatch.arguments import mapped, mapped_call, shared_in, tensors_in
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import (
@@ -45,7 +54,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTransfer:
-    """A tensor that one stage makes and another one needs."""
+    """A tensor that a source stage makes and a target stage needs."""
 
     source: int
     target: int
@@ -57,9 +66,16 @@ class StageTransfer:
 class BlockCall:
     """A call of a block or container.
 
-    `arrivals` has for each tensor among the arguments, in the order of `mapped_call`, the number of
-    the transfer that it comes by, or None where it is at home. `outputs` are what a block returns,
-    and what it writes into each of `shared_in`'s dictionaries, with a `Shape` for each tensor.
+    Parameters
+    ----------
+    block : str
+    stage : int
+    arrivals : tuple
+        For each tensor among the arguments, in the order of `mapped_call`, the number of the
+        transfer that brings it, or None where it is at home.
+    outputs
+        The block's outputs, and its writes into each of `shared_in`'s dictionaries, with a `Shape`
+        for each tensor.
     """
 
     block: str
@@ -70,7 +86,7 @@ class BlockCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """The calls of one run of a model in order, its stages' devices, and what crosses."""
+    """The calls of one run of a model in order, the devices of its stages, and the transfers."""
 
     calls: tuple[BlockCall, ...]
     devices: tuple[str, ...]
@@ -78,18 +94,18 @@ class Route:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return len(self.devices)
 
     def course(self) -> tuple[Any, ...]:
-        """All but the sizes: which blocks are called, where, and what crosses."""
+        """Return all but the sizes: calls, devices and transfers."""
         calls = [(call.block, call.stage, call.arrivals) for call in self.calls]
         crossing = [(transfer.source, transfer.target) for transfer in self.transfers]
         ranks = [(len(shape.sizes), shape.dtype) for shape in self.shapes()]
         return calls, self.devices, crossing, ranks
 
     def shapes(self) -> list[Shape]:
-        """Those of all that crosses, and of what blocks return."""
+        """List the shapes of transfers and of blocks' outputs."""
         shapes: list[Shape] = []
 
         def note(shape: Shape) -> Shape:
@@ -100,7 +116,7 @@ class Route:
         return shapes
 
     def with_shapes(self, change: Callable[[Shape], Shape]) -> Route:
-        """The same with other shapes, which are asked for one after another."""
+        """Return the route with each shape changed, in order."""
 
         def of(value: Any) -> Any:
             return change(value) if isinstance(value, Shape) else value
@@ -112,7 +128,7 @@ class Route:
         )
 
     def last_calls(self) -> list[int]:
-        """For each stage the last call that it runs or sends something to."""
+        """Return for each stage the last call to run, or to send a tensor to."""
         last = [0] * self.num_stages
         for index, call in enumerate(self.calls):
             last[call.stage] = index
@@ -122,7 +138,7 @@ class Route:
         return last
 
     def last_uses(self) -> dict[int, int]:
-        """For each transfer the last call that is given what came by it."""
+        """Return for each transfer the last call that gets its tensor."""
         return {
             number: index
             for index, call in enumerate(self.calls)
@@ -132,12 +148,12 @@ class Route:
 
 
 class Routes:
-    """The routes of calls that differ in sizes alone, each linear in the same few numbers.
+    """The routes of calls that differ in sizes alone; each size is linear in a few numbers.
 
     Parameters
     ----------
     routes : mapping of numbers to Route
-        The first one, and for each number one more, in which that alone is larger.
+        A base, then for each number a route in which this number alone is larger.
 
     Raises
     ------
@@ -148,7 +164,8 @@ class Routes:
     def __init__(self, routes: Mapping[tuple[int, ...], Route]) -> None:
         (self._numbers, self._first), *larger = routes.items()
         shapes = self._first.shapes()
-        # For each shape, and each number, how much each size grows with it.
+        # The slope of each size of each shape, by number. From runs with 10 and 14 tokens, and
+        # hidden states [1, 10, 64] and [1, 14, 64], the slopes by tokens are [0, 1, 0].
         self._slopes: list[list[list[int]]] = [[] for _ in shapes]
         for index, (numbers, route) in enumerate(larger):
             step = numbers[index] - self._numbers[index]
@@ -157,18 +174,20 @@ class Routes:
                     "what crosses between the model's blocks depends on how many tokens there are",
                     hint="this model can't run in stages; put it on one GPU",
                 )
-            for slopes, before, after in zip(self._slopes, shapes, route.shapes(), strict=True):
-                sizes = zip(before.sizes, after.sizes, strict=True)
+            for slopes, base, larger_shape in zip(
+                self._slopes, shapes, route.shapes(), strict=True
+            ):
+                sizes = zip(base.sizes, larger_shape.sizes, strict=True)
                 slopes.append([(to - at) // step for at, to in sizes])
         self._known: dict[tuple[int, ...], Route] = {}
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """That of each stage."""
+        """The device of each stage."""
         return self._first.devices
 
     def at(self, *numbers: int) -> Route:
-        """The route for other numbers."""
+        """Return the route for other numbers."""
         if numbers not in self._known:
             if len(self._known) >= _MOST_ROUTES:
                 self._known.clear()
@@ -193,9 +212,19 @@ class Routes:
 def find_route(
     model: nn.Module, placement: Placement, run: Callable[[nn.Module, torch.device], object]
 ) -> Route:
-    """Run a copy of a model without data, by `run(model, device)`, and see what crosses.
+    """Find the route of a call by running a copy of the model without data.
 
-    ModelError is raised where code around the blocks combines what several stages made.
+    Parameters
+    ----------
+    model : nn.Module
+    placement : Placement
+    run : callable
+        Calls the model that it is given, with inputs on a device.
+
+    Raises
+    ------
+    ModelError
+        If code around the blocks combines tensors of several stages.
     """
     bare = without_data(model)
 
@@ -227,14 +256,14 @@ class _Combined(Exception):
 
 
 class _Finder:
-    """Listens to a run, and knows of every tensor which stage it belongs to."""
+    """Listens to a run, and tracks the stage of each tensor."""
 
     def __init__(self, model: nn.Module, placement: Placement) -> None:
         self.calls: list[BlockCall | None] = []
         self.devices: list[str] = []
         self.transfers: list[StageTransfer] = []
         self._in_block = False
-        # By storage: the stage that has made what is in it.
+        # The owner of each storage, by its id.
         self._stages: dict[int, int] = {}
         # Parameters that code around the blocks uses: the device that has them.
         self._homes = {
@@ -242,11 +271,11 @@ class _Finder:
             for name, tensor in tensor_names(model)
             if isinstance(tensor, virtual.VirtualTensor)
         }
-        # What has crossed, by the tensor and its stage: the copy there, and the transfer.
+        # Tensors that have crossed, by id and target stage, with the copy there and the transfer.
         self._crossed: dict[tuple[int, int], tuple[Tensor, Tensor, int]] = {}
 
     def route(self) -> Route:
-        """What was found."""
+        """Return the route."""
         calls = tuple(call for call in self.calls if call is not None)
         return Route(calls=calls, devices=tuple(self.devices), transfers=tuple(self.transfers))
 
@@ -267,15 +296,15 @@ class _Finder:
         if block.is_container:
             result = forward(*args, **kwargs)
         else:
-            before = [(shared, dict(shared)) for shared in shared_in(args, kwargs)]
+            entries = [(shared, dict(shared)) for shared in shared_in(args, kwargs)]
             self._in_block = True
             try:
                 result = forward(*args, **kwargs)
             finally:
                 self._in_block = False
             written = [
-                {key: value for key, value in shared.items() if entries.get(key) is not value}
-                for shared, entries in before
+                {key: value for key, value in shared.items() if earlier.get(key) is not value}
+                for shared, earlier in entries
             ]
             for tensor in tensors_in((result, written)):
                 if isinstance(tensor, virtual.VirtualTensor):
@@ -287,7 +316,7 @@ class _Finder:
         return result
 
     def _brought(self, stage: int, arrivals: list[int | None], tensor: Tensor) -> Tensor:
-        """A tensor as a call in a stage gets it."""
+        """Return a tensor as a call in a stage gets it: a copy where it crosses."""
         source = self._stage_of(tensor)
         if source is None or source == stage:
             arrivals.append(None)
@@ -314,18 +343,18 @@ class _Finder:
         home = self._homes.get(tensor.storage_id)
         if home is None:
             return self._stages.get(tensor.storage_id)
-        # Of the stages on that device the last one so far has it.
-        before = (at for at in reversed(range(len(self.devices))) if self.devices[at] == home)
-        return next(before, None)
+        # A parameter belongs to the latest stage on its device.
+        stages = (at for at in reversed(range(len(self.devices))) if self.devices[at] == home)
+        return next(stages, None)
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
         """Nothing to do."""
 
     def freed(self, gpu: object, storage_id: int) -> None:
-        """Nothing to do: numbers of storages aren't used again."""
+        """Nothing to do: ids of storages aren't used again."""
 
     def operation(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Let what is computed belong to the stage of what it is computed from."""
+        """Let results belong to the stage of the operands."""
         if self._in_block:
             return
         owners = (self._stage_of(tensor) for tensor in _operands(args, kwargs))
@@ -347,3 +376,35 @@ def _operands(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 def _shape_of(tensor: Tensor) -> Any:
     return Shape(tuple(tensor.shape), tensor.dtype)
+
+
+# The engine's steps whose routes are found: tokens, and rows of logits. Each of the two is larger
+# once, and none of them is padded.
+_STEP_SIZES = (10, 2), (14, 2), (10, 4)
+_STEP_CAPACITY = Capacity(sequences=4, context_tokens=16, pages=4, page_tokens=16, step_tokens=16)
+
+
+def find_step_routes(model: PreTrainedModel, placement: Placement) -> Routes:
+    """Find the routes of steps over a paged cache, linear in their tokens and rows, as padded.
+
+    Nothing is computed, and the model needs no data.
+
+    Raises
+    ------
+    ModelError
+        If the model can't read from pages, or can't run in stages.
+    """
+
+    def run(tokens: int, rows: int, copied: Any, device: torch.device) -> None:
+        sizes = [tokens - rows + 1, *[1] * (rows - 1)]
+        chunks = [Chunk(number, [0] * size, 0, [number], ()) for number, size in enumerate(sizes)]
+        paged = PagedModel(copied, _STEP_CAPACITY, device)
+        step = paged.step(chunks)
+        with torch.no_grad():
+            paged.call(step, device)()
+        paged.refuse_other_windows(step)
+
+    with reading_pages(model):
+        return Routes(
+            {sizes: find_route(model, placement, partial(run, *sizes)) for sizes in _STEP_SIZES}
+        )

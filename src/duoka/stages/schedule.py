@@ -1,12 +1,17 @@
-"""Schedules: in which order each device takes forward and backward passes of micro-batches.
+"""Schedules: the order in which each device takes forward and backward passes of micro-batches.
 
 - sequential: one micro-batch after another
 - GPipe: all forward passes, then all backward passes (Huang et al., 2019)
-- 1F1B: a backward pass as soon as there is one; before that, as many micro-batches forward as there
+- 1F1B: backward passes as soon as they can run; before that, as many micro-batches forward as there
   are devices from here to the end (PipeDream-Flush; Narayanan et al., 2021)
 
-The order is found by playing a step whose stages take the same time: a device takes what can begin
-first. The same order serves for stages of unequal length, and for devices that have several.
+The order is found by simulating a step whose stages take the same time: a device takes the pass
+that can begin first. The same order serves for stages of unequal length, and for devices that have
+several stages. Of 1F1B with two stages and three micro-batches (B: backward, twice as long):
+
+    time      0  1  2  3  4  5  6  7  8  9  10 11
+    stage 0   0  1  .  .  B0 ── 2  B1 ── .  B2 ──
+    stage 1   .  0  B0 ── 1  B1 ── 2  B2 ── .  .
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ class ScheduledPass(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """A pass with its begin and end; a forward pass takes 1."""
+    """A pass with its begin and end; a forward pass takes 1 unit of time."""
 
     begin: float
     end: float
@@ -38,9 +43,15 @@ class Timed(NamedTuple):
 def order_passes(
     devices: Sequence[str], training: Training, micro_batches: int | None = None
 ) -> list[Timed]:
-    """The passes of a step by their begin; `devices` has the device of each stage.
+    """Return the passes of a step by their begin.
 
-    There are as many `micro_batches` as the training says, or less in a last step.
+    Parameters
+    ----------
+    devices : sequence of str
+        The device of each stage.
+    training : Training
+    micro_batches : int, optional
+        Less than the training's in a last step.
 
     Examples
     --------
@@ -54,7 +65,7 @@ def order_passes(
 
 
 def busy_shares(devices: Sequence[str], passes: Sequence[Timed]) -> dict[str, float]:
-    """The share of a step in which each device computes; the rest is the pipeline's bubble."""
+    """Return the share of a step in which each device computes; the rest is the bubble."""
     total = max(timed.end for timed in passes)
     busy = dict.fromkeys(devices, 0.0)
     for timed in passes:
@@ -63,7 +74,7 @@ def busy_shares(devices: Sequence[str], passes: Sequence[Timed]) -> dict[str, fl
 
 
 class _Play:
-    """A step of training, played."""
+    """A simulated step of training."""
 
     def __init__(self, devices: Sequence[str], training: Training) -> None:
         self._devices = devices
@@ -89,25 +100,25 @@ class _Play:
             yield Timed(begin, begin + seconds, step)
 
     def _next(self, stage: int) -> Iterator[tuple[float, tuple[bool, int], ScheduledPass]]:
-        """What a stage can do next: when, by which rank among equals, and what."""
+        """Yield a stage's next passes, each with its begin and its rank among equals."""
         free_at = self._free_at[self._devices[stage]]
         forward = ScheduledPass(stage, self._forward[stage], False)
         if forward.micro_batch < self._number and not self._is_full(stage):
-            before = ScheduledPass(stage - 1, forward.micro_batch, False)
-            if stage == 0 or before in self._ended:
-                ready = self._ended.get(before, 0.0)
+            previous = ScheduledPass(stage - 1, forward.micro_batch, False)
+            if stage == 0 or previous in self._ended:
+                ready = self._ended.get(previous, 0.0)
                 yield max(free_at, ready), (not self._is_gpipe, forward.micro_batch), forward
         backward = ScheduledPass(stage, self._backward[stage], True)
         if backward.micro_batch < self._forward[stage]:
             is_last = stage == len(self._devices) - 1
-            after = backward._replace(stage=stage + 1, is_backward=not is_last)
-            after = ScheduledPass(stage, backward.micro_batch, False) if is_last else after
-            if after in self._ended:
-                begin = max(free_at, self._ended[after])
+            # Backward follows that of the next stage; in the last stage its own forward.
+            following = ScheduledPass(stage + (not is_last), backward.micro_batch, not is_last)
+            if following in self._ended:
+                begin = max(free_at, self._ended[following])
                 yield begin, (self._is_gpipe, backward.micro_batch), backward
 
     def _is_full(self, stage: int) -> bool:
-        """Whether a stage may hold no more, or a later one must have it first."""
+        """Return True if a stage may hold no more micro-batches before a backward pass."""
         if self._is_gpipe:
             return False
         return self._forward[stage] - self._backward[stage] >= self._limits[stage]

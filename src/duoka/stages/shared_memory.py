@@ -1,6 +1,6 @@
-"""How tensors reach stages of other processes of one machine: through memory that all of them see.
+"""Channels between processes of a machine, through memory that all of them map.
 
-A tensor is copied into its place there, and a few bytes on a socket tell the receiver. (Over gloo a
+A tensor is copied to its place there, and a few bytes on a socket notify the receiver. (Over gloo a
 small tensor takes some ten times as long: its threads have to wake first.)
 """
 
@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, combinations
 from math import prod
 from multiprocessing.connection import Connection
 from typing import NamedTuple
@@ -30,7 +30,7 @@ _LINE_BYTES = _NOTES.size + _BEATS.size
 
 
 class Notes(NamedTuple):
-    """For how long a process has computed, and the peaks of its device's memory at its end."""
+    """The seconds that a process has computed, and at its end the peaks of its device's memory."""
 
     busy_seconds: float = 0.0
     allocated_bytes: int = 0
@@ -38,11 +38,11 @@ class Notes(NamedTuple):
 
 
 class SharedMemory:
-    """Memory for what crosses between processes in steps that are on their way at the same time.
+    """Memory for the transfers between processes of several steps in flight.
 
-    Each transfer has its place, once for each of `num_steps`; a step has those of its number,
-    modulo this. It can be sent to a process that has the file open, too, and goes when all of them
-    are gone.
+    Each transfer has a place for each of `num_steps`; a step uses the places of its number modulo
+    `num_steps`. The object can be sent to a process that has the file open, too; the memory is
+    freed when all of them are gone.
     """
 
     def __init__(self, largest: Route, num_steps: int, num_processes: int) -> None:
@@ -51,13 +51,13 @@ class SharedMemory:
             for transfer in largest.transfers
         )
         rounded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-        # At its beginning each process has a line for what it notes of itself.
-        first = -(-num_processes * _LINE_BYTES // _ALIGNMENT) * _ALIGNMENT
+        # At its beginning each process has a line for its notes and its heartbeat.
+        start = -(-num_processes * _LINE_BYTES // _ALIGNMENT) * _ALIGNMENT
         self._num_processes = num_processes
         self._num_steps = num_steps
-        self._offsets = list(accumulate(rounded, initial=first))
+        self._offsets = list(accumulate(rounded, initial=start))
         self.descriptor = os.memfd_create("duoka-stages")
-        os.ftruncate(self.descriptor, first + num_steps * (self._offsets[-1] - first))
+        os.ftruncate(self.descriptor, start + num_steps * (self._offsets[-1] - start))
         self._bytes = mmap.mmap(self.descriptor, 0)
 
     def __getstate__(self) -> dict[str, object]:
@@ -68,7 +68,7 @@ class SharedMemory:
         self._bytes = mmap.mmap(self.descriptor, 0)
 
     def place(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A message's place, as a tensor."""
+        """Return the place of a message, as a tensor."""
         begin, end = self._offsets[message.transfer], self._offsets[message.transfer + 1]
         assert prod(sizes) * dtype.itemsize <= end - begin, "larger than the largest step's"
         part = message.micro_batch % self._num_steps * (self._offsets[-1] - self._offsets[0])
@@ -76,42 +76,42 @@ class SharedMemory:
         return flat.view(sizes)
 
     def note(self, rank: int, notes: Notes) -> None:
-        """Note what others may want to know of a process."""
+        """Publish the notes of a process."""
         _NOTES.pack_into(self._bytes, rank * _LINE_BYTES, *notes)
 
     def notes(self) -> list[Notes]:
-        """What processes have noted, by rank."""
+        """Return the notes of all processes, by rank."""
         places = range(0, self._num_processes * _LINE_BYTES, _LINE_BYTES)
         return [Notes(*_NOTES.unpack_from(self._bytes, place)) for place in places]
 
     def beat(self, rank: int, number: int) -> None:
-        """Show that a process is alive, by a number that changes."""
+        """Show that a process is alive, by a changing number."""
         _BEATS.pack_into(self._bytes, rank * _LINE_BYTES + _NOTES.size, number)
 
     def beats(self) -> list[int]:
-        """The last number of each process, by rank."""
+        """Return the last number of each process, by rank."""
         places = range(_NOTES.size, self._num_processes * _LINE_BYTES, _LINE_BYTES)
         return [_BEATS.unpack_from(self._bytes, place)[0] for place in places]
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file; mapped memory stays."""
         os.close(self.descriptor)
 
 
 def connect(number: int) -> list[list[int]]:
-    """Sockets between processes: for each one its ends, by rank; its own place has -1."""
-    places = [(rank, other) for rank in range(number) for other in range(rank)]
-    pairs = [socket.socketpair() for _ in places]  # they close themselves where one can't be had
+    """Make sockets between processes; return for each process its ends by rank, -1 for itself."""
+    ranks = list(combinations(range(number), 2))
+    pairs = [socket.socketpair() for _ in ranks]  # closed by themselves where one of them fails
     ends = [[-1] * number for _ in range(number)]
-    for (rank, other), pair in zip(places, pairs, strict=True):
-        ends[rank][other], ends[other][rank] = (end.detach() for end in pair)
+    for (rank, peer), pair in zip(ranks, pairs, strict=True):
+        ends[rank][peer], ends[peer][rank] = (end.detach() for end in pair)
     return ends
 
 
 class SharedMemoryChannel:
-    """Between processes of one machine; see `channels.Channel`.
+    """A channel between processes of a machine; see `channels.Channel`.
 
-    `waited_seconds` adds up how long this process has waited for others.
+    `waited_seconds` adds up the waiting for other processes.
 
     Parameters
     ----------
@@ -150,7 +150,7 @@ class SharedMemoryChannel:
         peer.send(tuple(message))
 
     def receive(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See `Channel`; EOFError or OSError is raised where the other process is gone."""
+        """See `Channel`; raise EOFError or OSError where the other process is gone."""
         peer = self._peers[self._ranks[message.sender]]
         if peer is None:
             return self._local.receive(message, sizes, dtype)

@@ -82,7 +82,9 @@ def find_groups(
     moves = Moves(experiment.place_of, note_move, experiment.note_creation)
     with experiment.hooks(), virtual.observe(experiment), moves:
         run()
+    # From tags to blocks: sets of owners, in order of execution, fused where a cut can't pass.
     spans = _fuse_glue_work(experiment, _merge_overlaps(experiment.intervals()))
+    # Modules that the run didn't reach (an expert without tokens) go with their closest relative.
     order = {owner: index for index, span in enumerate(spans) for owner in span}
     for owner in experiment.owners:
         if owner not in order:

@@ -288,9 +288,11 @@ class _Basis:
         if self._inverse is None:
             chosen_rows = [self._rows[index] for index in self._chosen]
             self._inverse = _exact(chosen_rows).inv().to_list()
-        names_used = [int(values[index]) for index in self._chosen]
+        # As many samples as coefficients decide on the coefficients, in fractions: a rule in floats
+        # would leave a byte open. The other samples must follow from them.
+        chosen_values = [int(values[index]) for index in self._chosen]
         solution = [
-            sum(weight * value for weight, value in zip(row, names_used, strict=True) if weight)
+            sum(weight * value for weight, value in zip(row, chosen_values, strict=True) if weight)
             for row in self._inverse
         ]
         for row, value in zip(self._rows, values, strict=True):
@@ -302,6 +304,7 @@ class _Basis:
         """Return the rule with the least relative errors, or None if an error is too large."""
         if not all(values):
             return None
+        # Least squares of relative errors: each row is divided by its value, so that all aim at 1.
         relative = np.array(self._rows, np.float64) / np.array(values, np.float64)[:, None]
         solution = np.linalg.lstsq(relative, np.ones(len(values)), rcond=None)[0]
         close = np.abs(relative @ solution - 1).max() <= _TOLERANCE

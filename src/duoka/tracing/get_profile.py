@@ -21,9 +21,9 @@ from duoka.models.from_checkpoint import build_model, notes_of
 from duoka.planner.planner import with_chunks
 from duoka.planner.resolve import joined_note, workload_for
 from duoka.runtime import load as loader
+from duoka.runtime.call.generate import refuse_without_generation
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
-from duoka.runtime.steps import refuse_without_generation
 from duoka.tracing import (
     Irregular,
     TraceSpec,

@@ -51,7 +51,8 @@ class BlockMemo:
             None if block is None else (block, successor)
             for block, successor in zip(signatures, [*signatures[1:], None], strict=True)
         ]
-        # A tower's layers are run in full: their outputs are freed together when all have run.
+        # Without gradients, a tower's layers are run in full: their outputs are freed together when
+        # all have run. In training autograd keeps them in any case.
         self._last_return = max(
             (index for index, group in enumerate(groups) if group.returns_to is not None), default=0
         )

@@ -99,7 +99,8 @@ class Recorder:
         self.recomputes = False
         """Whether a module was called again in a backward pass."""
         self._is_backward = False
-        # The chunk of the loss that runs: all of them allocate what chunk 0 does.
+        # The chunk of the loss that runs: all of them allocate what chunk 0 does, and only that is
+        # recorded.
         self._chunk: int | None = None
         # Of each block the number of its first allocation in this pass.
         self._first_numbers = [0] * len(groups)
@@ -158,6 +159,7 @@ class Recorder:
             self._current = len(self._groups) - 1
             losses.pop().backward()
 
+        # Gradients of arguments were made known by hooks; see `_follow_gradient`.
         self._is_backward = True
         with register_module_forward_pre_hook(self._note_call):
             second_pass = self._record_pass(backward)

@@ -13,10 +13,10 @@ from torch import nn
 
 from duoka.forecast.profile import Phase, Profile, Regime
 from duoka.forecast.workload import Workload
+from duoka.runtime.call.encode_images import reads_in_chunks
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.arguments import to_device
-from duoka.runtime.encode_images import reads_in_chunks
 from duoka.runtime.image_inputs import prompts_for
-from duoka.runtime.steps import Stepper
 
 from .assemble import EVERYWHERE, RegimeTraces, TraceSpec
 from .blocks import find_groups
@@ -193,6 +193,8 @@ class GenerationTracer(Tracer):
         runs = list(plain_runs(is_batched, start, high))
         if self.prompts is not None:
             runs = list(image_runs(runs, self.least_tokens))
+        # A single aligned run checks that rules hold for aligned lengths as well; where they don't,
+        # all runs are recorded at aligned lengths, too.
         samples = _Samples(runs, self._record)
         for phase in dict.fromkeys(sample.phase for sample in samples.all):
             if phase == "encode":

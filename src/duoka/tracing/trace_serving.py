@@ -14,8 +14,8 @@ from torch import nn
 from duoka.errors import ModelError
 from duoka.forecast.profile import Phase, Profile, Regime
 from duoka.forecast.serving import FIRST, Capacity, StepSize, serving_monomials
+from duoka.runtime.call.paged_model import PagedModel, reads_pages
 from duoka.runtime.draw import draw_in_every_way
-from duoka.runtime.paged_steps import PagedStep, PagedStepper, reads_pages
 
 from .assemble import ENDLESS, EVERYWHERE, RegimeTraces, TraceSpec
 from .blocks import find_groups
@@ -86,7 +86,7 @@ class _ServingTracer(Tracer):
             samples,
         )
 
-    def _stepper(self, number: int) -> PagedStepper:
+    def _stepper(self, number: int) -> PagedModel:
         sequences, context, pages = _CACHES[number % len(_CACHES)]
         capacity = Capacity(
             sequences=sequences,
@@ -96,7 +96,7 @@ class _ServingTracer(Tracer):
             step_tokens=128,
             is_int8=self.spec.conditions.cache == "paged-int8",
         )
-        return PagedStepper(self.model, capacity, self.device)
+        return PagedModel(self.model, capacity, self.device)
 
     def _record(self, number: int, size: StepSize) -> tuple[RecordedStep, RecordedStep]:
         stepper = self._stepper(number)
@@ -118,9 +118,9 @@ class _ServingTracer(Tracer):
                 samples.append(RecordedStep(phase, 1, now.tokens, 0, recorded, serving=values))
         return samples[0], samples[1]
 
-    def _try_out(self, stepper: PagedStepper, size: StepSize) -> None:
-        """Take a step as `PagedStepper.try_out`; drawing tokens in all ways counts as no work."""
-        logits = stepper.run(PagedStep.of_size(size, stepper.cache))
+    def _try_out(self, stepper: PagedModel, size: StepSize) -> None:
+        """Take a step as `PagedModel.try_out`; drawing tokens in all ways counts as no work."""
+        logits = stepper.run(size=size)
         self.recorder.counts_work = False
         draw_in_every_way(logits)
         self.recorder.counts_work = True

@@ -20,8 +20,8 @@ from duoka.forecast.workload import Training, Workload
 from duoka.models import base_name
 from duoka.models.chunked_loss import whole_logits
 from duoka.models.trainable import WITHOUT_CHECKPOINTING
-from duoka.runtime.steps import Learner
-from duoka.runtime.text_training import make_text_trainable
+from duoka.runtime.call.learner import Learner
+from duoka.runtime.prepare_training import prepare_for_training
 
 from .assemble import EVERYWHERE, RegimeTraces, TraceSpec, weights_and_ties
 from .blocks import ModuleGroup, find_groups
@@ -70,7 +70,7 @@ class TrainingTracer(Tracer):
         self.workload = workload
         self.training: Training = workload.training
         with running(model):
-            self.prompts = make_text_trainable(model, workload)
+            self.prompts = prepare_for_training(model, workload)
         self.least_tokens = 0 if self.prompts is None else self.prompts.least_tokens
         self.trained: dict[str, list[TrainedTensor]] = {}
 
@@ -110,6 +110,7 @@ class TrainingTracer(Tracer):
         aligned = [
             (batch, -(-length // ALIGNED_TOKENS) * ALIGNED_TOKENS) for batch, length in sizes
         ]
+        # As in generation: one aligned length checks the rules of the others.
         odd, probe = self._record(sizes), self._record(aligned[:1])
         try:
             yield from self._fit(is_batched, (start, stop), [*odd, *probe])

@@ -150,6 +150,7 @@ class Tracer:
             for name, value in vars(part).items()
             if ("window" in name or "chunk" in name) and type(value) is int and value > 1
         }
+        # A sliding window changes masks and caches at its length, chunked code at a chunk's.
         edges = [value for value in sorted(windows) if _SHORTEST_WINDOW <= value < self.longest]
         if edges and self.prompts is not None:
             raise Unlike("costs with a window and images have more lengths")

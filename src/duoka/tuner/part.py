@@ -19,10 +19,10 @@ from duoka.models.lora import LoraAdapter, fill_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
 from duoka.runtime import load as loader
+from duoka.runtime.call.learner import autocast_for
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.dispatch.dispatch import without_data
-from duoka.runtime.steps import autocast_for
-from duoka.runtime.text_training import make_text_trainable
+from duoka.runtime.prepare_training import prepare_for_training
 from duoka.stages.interceptor import BlockInterceptor
 from duoka.stages.route import Route, find_route
 
@@ -86,11 +86,11 @@ class ModelPart:
             model = loader.load_published(checkpoint, model, self.plan.placement, dtype=self._dtype)
         # Adapters are in no checkpoint; what else training changes must be so before it is read.
         if self.training.method == "full":
-            make_text_trainable(model, self.plan.workload)
+            prepare_for_training(model, self.plan.workload)
         if method_of(checkpoint.config) is None:
             loader.load_weights(model, checkpoint, self.plan.placement, only=self.device)
         if self.training.method == "lora":
-            make_text_trainable(model, self.plan.workload)
+            prepare_for_training(model, self.plan.workload)
             initialize_adapters(model, seed)
             if adapter is not None:
                 fill_adapter(model, adapter)

@@ -27,7 +27,7 @@ from duoka.models.text.prompts import chat_format
 from duoka.planner.plan import Plan
 from duoka.planner.search import Objective
 from duoka.runtime.load.adapter import read_adapter
-from duoka.runtime.text_training import make_text_trainable
+from duoka.runtime.prepare_training import prepare_for_training
 
 from .data import Dataset, read_dataset, refuse_packing
 from .result import write_adapter
@@ -167,7 +167,7 @@ def _refuse_unfit(adapter: LoraAdapter, checkpoint: Checkpoint, workload: Worklo
     """Refuse an adapter for another model before planning."""
     model = build_model(checkpoint, Workload(dtype="float32"))
     refuse_other_model(model, adapter)
-    make_text_trainable(model, replace(workload, dtype="float32"))
+    prepare_for_training(model, replace(workload, dtype="float32"))
     fill_adapter(model, adapter)
 
 

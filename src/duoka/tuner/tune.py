@@ -19,7 +19,7 @@ from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import adapter_of, fill_adapter
 from duoka.planner.plan import Plan
-from duoka.runtime.text_training import make_text_trainable
+from duoka.runtime.prepare_training import prepare_for_training
 from duoka.stages.rendezvous import Rendezvous
 from duoka.workers.group import WorkerGroup
 from duoka.workers.signals import handle_signals
@@ -245,7 +245,7 @@ def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
     adapter = None
     if training.method == "lora":
         model = build_model(checkpoint, workload)
-        make_text_trainable(model, workload)
+        prepare_for_training(model, workload)
         former_adapter = directory.read_first_adapter()
         if former_adapter is not None:
             fill_adapter(

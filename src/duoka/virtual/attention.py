@@ -56,6 +56,7 @@ def choose_kernel(
     """Choose the kernel by CUDA's conditions."""
     if not _fusible(query, key, value) or (before_ampere and query.dtype == torch.bfloat16):
         return "math"
+    # Flash where its conditions hold, then memory-efficient, then plain matrix products.
     grouped = query.shape[1] != key.shape[1] or key.shape[1] != value.shape[1]
     may_flash = torch.backends.cuda.flash_sdp_enabled() and not before_ampere
     if may_flash and _fits_flash(query, key, value, mask):
@@ -217,6 +218,7 @@ def _flash_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     inputs = Inputs(query, key, value, is_causal=is_causal, scale=kwargs.get("scale"))
     grads = differentiate(inputs, grad, out, rows)
     results = _place_like(grads, (query, key, value), gpu)
+    # fp32: a sum for each row of queries, and the accumulator of the gradient of queries.
     batch, heads, tokens, head_dim = query.shape
     padded_tokens = _rounded(tokens, _FLASH_ROWS)
     padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)

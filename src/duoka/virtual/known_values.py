@@ -74,23 +74,18 @@ _INDEXING = _MASKED_WRITES | {"index", "_unsafe_index"}
 class UnknownValueError(VirtualDeviceError):
     """Raised where code reads an unknown value of a GPU with meta data."""
 
-    # The defaults are for pickle, which knows the message alone, and sets the rest afterwards.
-    def __init__(self, message: str, *, file: str = "unknown", line: int = 0) -> None:
+    def __init__(self, message: str) -> None:
         super().__init__(
             message,
             hint='run this part on virtual GPUs with data="cpu", which compute real numbers',
         )
-        self.file = file
-        self.line = line
 
 
 def unknown_value(what: str) -> UnknownValueError:
     """Build the error for a read of an unknown value, with the line of the model's code."""
     file, line = caller()
     return UnknownValueError(
-        f"{what} depends on values that a virtual GPU with meta data doesn't have ({file}:{line})",
-        file=file,
-        line=line,
+        f"{what} depends on values that a virtual GPU with meta data doesn't have ({file}:{line})"
     )
 
 
@@ -135,6 +130,8 @@ def forget(tensor: VirtualTensor) -> None:
 
 def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool = False) -> Any:
     """Run a call whose arguments are known, unknown or both."""
+    # All known: computed. Some unknown: only shapes are inferred, unless the shape itself is in the
+    # values. Indexing is between the two: known masks become positions, whose number is known.
     num_known, num_unknown = count(args, kwargs)
     if num_unknown == 0:
         return func(*args, **kwargs) if writes else _evaluate(func, args, kwargs)

@@ -183,8 +183,8 @@ class _Write:
         ]
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        written = list(_virtual_tensors(given.get(name) for name in self._written))
+        by_name = dict(zip(self._names, args, strict=False)) | kwargs
+        written = list(_virtual_tensors(by_name.get(name) for name in self._written))
         plain, gpu = op_call.unwrap(func, args, kwargs)
         if gpu.meta:
             _, num_unknown = known_values.count(plain.args, plain.kwargs)
@@ -200,7 +200,7 @@ class _Write:
                 _follow(tensor, gpu)
         outs = (out,) if len(self._returned) == 1 else out or ()
         results = tuple(
-            op_call.wrap_results(item, gpu) if name is None else given.get(name)
+            op_call.wrap_results(item, gpu) if name is None else by_name.get(name)
             for name, item in zip(self._returned, outs, strict=True)
         )
         return results if len(results) > 1 else next(iter(results), None)

@@ -156,6 +156,7 @@ class VirtualGpu:
         The garbage collector may call this at any point, also while this thread is inside the
         allocator: then the block waits for the next one who takes the lock.
         """
+        # Appending to a deque is atomic; whoever holds the lock frees what is pending.
         self._pending.append(allocation)
         if self._lock.acquire(blocking=False):
             try:

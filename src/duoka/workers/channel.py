@@ -11,6 +11,9 @@ from typing import Any
 
 from .portable import make_portable
 
+# `Connection` writes the length of a message in four bytes, then its content; only messages beyond
+# 2 GiB have another head. So one end can be a `Connection`, which blocks, and the other one a
+# stream of asyncio.
 _LENGTH = struct.Struct("!i")
 
 

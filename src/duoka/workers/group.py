@@ -74,6 +74,8 @@ class WorkerGroup:
         self.channels = [parent_end for parent_end, _ in pipes]
         self._processes: list[WorkerProcess] = []
         with ExitStack() as on_failure, ExitStack() as for_workers:
+            # Where a later worker can't be started the earlier ones are ended. The workers' ends of
+            # the channels are closed here in any case: otherwise no end of a worker would be seen.
             on_failure.callback(self.end)
             for _, worker_end in pipes:
                 for_workers.enter_context(worker_end)
@@ -127,6 +129,8 @@ class WorkerGroup:
         The channels are closed, so that all workers end. Those that end because of another one have
         the exit code `LOST`.
         """
+        # The loss of one worker breaks the channels of others, which may be noticed first. If
+        # rank 1 of three was killed, the exit codes are {0: LOST, 1: -9, 2: LOST}: rank 1 it is.
         self._close_channels()
         codes = self.exit_codes(_LOSS_SECONDS)
         culprit = next((rank for rank, code in codes.items() if code not in (0, LOST)), rank)

@@ -73,7 +73,9 @@ class WorkerProcess:
     def end(self, grace_seconds: float = 0.0) -> int:
         """Kill the group after the grace period; return the exit code of the program."""
         self.wait(grace_seconds)
-        if not self._pipe.closed:  # or another process may have the number by now
+        # The group is killed once: after the end of its last process the kernel may give the number
+        # to another one.
+        if not self._pipe.closed:
             self.kill()
             self._pipe.close()
         return self._process.wait()

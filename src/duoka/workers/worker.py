@@ -19,6 +19,8 @@ LOST, DEFECT = 75, 70
 def end_with_parent() -> None:
     """End this process when its parent is gone, in whatever way the parent ended."""
 
+    # Standard input is a pipe that the parent alone could write to, and never does. However the
+    # parent ends, also by SIGKILL, the kernel closes the pipe, and the read returns nothing.
     def watch() -> None:
         while os.read(0, 1):
             pass

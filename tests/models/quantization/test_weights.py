@@ -17,7 +17,7 @@ from duoka.models.quantization import (
     computes_in,
     empty_weight,
     fill_rows,
-    moved,
+    move_weight,
     num_bytes,
     parts,
     quantize,
@@ -99,8 +99,8 @@ def test_pieces_in_any_order_make_the_whole(weight: Tensor, scheme: Scheme) -> N
 
 def test_weights_of_4_bit_stay_with_their_kind_of_device(weight: Tensor) -> None:
     with pytest.raises(ModelError, match="different layouts"):
-        moved(quantize(weight.to("vgpu:0"), "int4"), torch.device("cpu"))
-    here = moved(quantize(weight.to("vgpu:0"), "nf4"), torch.device("cpu"))
+        move_weight(quantize(weight.to("vgpu:0"), "int4"), torch.device("cpu"))
+    here = move_weight(quantize(weight.to("vgpu:0"), "nf4"), torch.device("cpu"))
     assert {part.device.type for part in parts(here).values()} == {"cpu"}
 
 
@@ -133,7 +133,7 @@ def test_what_a_package_lacks_is_named_with_the_tested_versions(
 ) -> None:
     require(scheme)
     monkeypatch.delattr(f"{where}.{name}")
-    with pytest.raises(UsageError, match=f"need {where}.{name}, which isn't in torch") as caught:
+    with pytest.raises(UsageError, match=f"can't be made with torch .*{name}") as caught:
         require(scheme)
     assert tested in str(caught.value.hint)
 

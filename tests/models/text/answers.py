@@ -6,15 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from duoka.models.text.answer_parts import (
-    CallArguments,
-    CallEnd,
-    CallStart,
-    Content,
-    Part,
-    ReasoningPart,
-)
-from duoka.models.text.answer_reader import AnswerReader, CallForm, Tags, joined
+from duoka.base.answer_parts import AnswerPart
+from duoka.models.text.answer_reader import AnswerReader, CallForm, Tags
 from duoka.models.text.call_forms import (
     LineForm,
     MistralForm,
@@ -103,29 +96,50 @@ def reader(
     )
 
 
-def read(answer: AnswerReader, pieces: Sequence[str], *, is_cut: bool = False) -> list[Part]:
-    """All parts of an answer."""
+def read(answer: AnswerReader, pieces: Sequence[str], *, is_cut: bool = False) -> list[AnswerPart]:
+    """All parts of an answer, those that go on joined."""
     parts = [part for piece in pieces for part in answer.feed(piece)]
-    return joined(parts + answer.finish(is_cut=is_cut))
+    return join(parts + answer.finish(is_cut=is_cut))
 
 
-def content(parts: Sequence[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, Content))
-
-
-def reasoning(parts: Sequence[Part]) -> str:
-    return "".join(part.text for part in parts if isinstance(part, ReasoningPart))
-
-
-def calls(parts: Sequence[Part]) -> list[ToolCall]:
-    """The whole calls; every part of one is told in its order."""
-    names, arguments, whole = {}, {}, []
+def join(parts: Sequence[AnswerPart]) -> list[AnswerPart]:
+    joined: list[AnswerPart] = []
     for part in parts:
-        if isinstance(part, CallStart):
-            assert part.index == len(names)
-            names[part.index], arguments[part.index] = part.name, ""
-        elif isinstance(part, CallArguments):
-            arguments[part.index] += part.text
-        elif isinstance(part, CallEnd) and part.is_whole:
-            whole.append(part.index)
-    return [ToolCall(name=names[n], arguments=json.loads(arguments[n])) for n in whole]
+        last = joined[-1] if joined else None
+        if last and part.kind != "tool_name" and (last.kind, last.call) == (part.kind, part.call):
+            joined[-1] = part._replace(text=last.text + part.text)
+        else:
+            joined.append(part)
+    return joined
+
+
+def text_in(parts: Sequence[AnswerPart], kind: str) -> str:
+    return "".join(part.text for part in parts if part.kind == kind)
+
+
+def content(parts: Sequence[AnswerPart]) -> str:
+    return text_in(parts, "content")
+
+
+def told(parts: Sequence[AnswerPart]) -> list[tuple[str, str]]:
+    """The name and the arguments of each call, in their order."""
+    found: list[tuple[str, str]] = []
+    for part in parts:
+        if part.kind == "tool_name":
+            assert part.call == len(found)
+            found.append((part.text, ""))
+        elif part.kind == "tool_arguments":
+            assert part.call == len(found) - 1
+            found[-1] = found[-1][0], found[-1][1] + part.text
+    return found
+
+
+def calls(parts: Sequence[AnswerPart]) -> list[ToolCall]:
+    """The calls whose arguments are JSON."""
+    whole = []
+    for name, arguments in told(parts):
+        try:
+            whole.append(ToolCall(name=name, arguments=json.loads(arguments)))
+        except ValueError:
+            continue
+    return whole

@@ -10,11 +10,11 @@ from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
 
-from duoka.models.text.answer_parts import CallArguments, CallEnd, CallStart, Content, Part
+from duoka.base.answer_parts import AnswerPart
 from duoka.models.text.messages import ToolCall
 
 from . import answers
-from .answers import FORMS, calls, content, read, reader, reasoning, write
+from .answers import FORMS, calls, content, read, reader, text_in, told, write
 
 NAMES = sorted(FORMS)
 BEIJING = ToolCall(name="get_weather", arguments={"city": "北京", "days": 2})
@@ -55,11 +55,12 @@ def test_what_a_family_writes_is_read_however_it_is_cut(name: str, data: st.Data
     said = data.draw(st.lists(WEATHER_CALLS if is_tagged else ANY_CALLS, min_size=1, max_size=3))
     text = write(name, said)
     pieces = data.draw(st.composite(cut)(text))
-    whole = read(reader(FORMS[name]), [text])
+    answer = reader(FORMS[name])
+    whole = read(answer, [text])
     assert read(reader(FORMS[name]), pieces) == whole
     assert calls(whole) == said
     assert content(whole) == ""
-    assert all(part.is_whole for part in whole if isinstance(part, CallEnd))
+    assert answer.num_calls == len(said)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,7 +69,7 @@ def test_content_and_reasoning_around_calls(name: str) -> None:
     before = "" if name == "llama" else f"I look it up.\n{turn}"
     text = f"\n<think>\nthe <tool_call> of\n</think>\n\n{before}{write(name, [BEIJING, EMPTY])}"
     parts = read(reader(FORMS[name]), list(text))
-    assert reasoning(parts) == "the <tool_call> of"
+    assert text_in(parts, "reasoning") == "the <tool_call> of"
     assert content(parts) == ("" if name == "llama" else "I look it up.")
     assert calls(parts) == [BEIJING, EMPTY]
 
@@ -82,8 +83,8 @@ def test_arguments_are_told_as_they_come(name: str) -> None:
     if name == "chatglm3":  # a line of Python is known when it ends
         assert early == []
     else:
-        assert early[0] == CallStart(0, "get_weather")
-        assert "x" * 50 in str(early[1])
+        assert early[0] == AnswerPart("tool_name", "get_weather")
+        assert "x" * 50 in early[1].text
     assert calls([*early, *answer.feed(text[text.index("yy") :]), *answer.finish()]) == [call]
 
 
@@ -93,7 +94,7 @@ def test_other_names_and_no_tools(name: str) -> None:
     known = write(name, [BEIJING])
     for text, schemas in ((other, None), (known, {})):
         parts = read(reader(FORMS[name], schemas=schemas), [text])
-        assert parts == [Content(text.strip())]
+        assert parts == [AnswerPart("content", text.strip())]
 
 
 BROKEN = {
@@ -111,18 +112,18 @@ BROKEN = {
 @pytest.mark.parametrize("name", NAMES)
 def test_what_only_looks_like_a_call_is_content(name: str) -> None:
     text = BROKEN[name]
-    assert read(reader(FORMS[name]), list(text)) == [Content(text)]
+    assert read(reader(FORMS[name]), list(text)) == [AnswerPart("content", text)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_that_break_off(name: str) -> None:
     text = write(name, [BEIJING])
     cut_off = text[: text.index("days") + 3].strip()
-    parts = read(reader(FORMS[name]), [cut_off])
-    assert calls(parts) == []
+    answer = reader(FORMS[name])
+    parts = read(answer, [cut_off])
+    assert (calls(parts), answer.num_calls) == ([], 0)
     if name != "chatglm3":
-        assert parts[0] == CallStart(0, "get_weather")
-        assert CallEnd(0, is_whole=False) in parts
+        assert parts[0] == AnswerPart("tool_name", "get_weather")
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
@@ -132,10 +133,9 @@ def test_calls_that_a_limit_cuts_leave_no_mark_of_theirs(name: str, is_forced: b
     whole = told(read(reader(FORMS[name]), [text]))
     marker = FORMS[name].markers[0] if name != "llama" and FORMS[name].markers else ""
     for end in range(len(text)):
-        streamed, at_once = (
-            read(reader(FORMS[name], is_forced=is_forced), pieces, is_cut=True)
-            for pieces in (text[:end], [text[:end]])
-        )
+        answer = reader(FORMS[name], is_forced=is_forced)
+        streamed = read(answer, text[:end], is_cut=True)
+        at_once = read(reader(FORMS[name], is_forced=is_forced), [text[:end]], is_cut=True)
         assert streamed == at_once
         for (called, arguments), (name_of_it, all_of_them) in zip(
             told(streamed), whole, strict=False
@@ -149,19 +149,7 @@ def test_calls_that_a_limit_cuts_leave_no_mark_of_theirs(name: str, is_forced: b
             assert said == "" or (said != marker and marker.startswith(said))
         else:  # a message may begin so
             assert text[:end].rstrip().endswith(said)
-            ends = [part.is_whole for part in streamed if isinstance(part, CallEnd)]
-            assert all(ends) or not said
-
-
-def told(parts: list[Part]) -> list[tuple[str, str]]:
-    """The name and arguments of each call."""
-    found: list[tuple[str, str]] = []
-    for part in parts:
-        if isinstance(part, CallStart):
-            found.append((part.name, ""))
-        elif isinstance(part, CallArguments):
-            found[-1] = found[-1][0], found[-1][1] + part.text
-    return found
+            assert answer.num_calls == len(told(streamed)) or not said
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "llama"])
@@ -181,9 +169,8 @@ def test_keys_in_any_order_and_arguments_in_a_text() -> None:
         parts = read(reader(FORMS["hermes"]), [text])
         assert (calls(parts), content(parts)) == ([BEIJING], "")
     for odd in ('{"name": "get", "name": "get", "arguments": {}}', '{"arguments": {}}', "{}"):
-        assert read(reader(FORMS["hermes"]), [f"<tool_call>{odd}"])[0] == Content(
-            f"<tool_call>{odd}"
-        )
+        parts = read(reader(FORMS["hermes"]), [f"<tool_call>{odd}"])
+        assert parts[0] == AnswerPart("content", f"<tool_call>{odd}")
 
 
 @pytest.mark.parametrize("name", ["hermes", "glm4.5", "qwen3-coder"])
@@ -200,8 +187,9 @@ def test_a_tag_that_should_have_ended_a_call_begins_the_next(name: str) -> None:
 
 
 def test_arguments_that_hold_a_key_twice_are_not_whole() -> None:
-    text = 'get\n{"a": 1, "a": 2}'
-    assert read(reader(FORMS["glm4"]), [text])[-1] == CallEnd(0, is_whole=False)
+    answer = reader(FORMS["glm4"])
+    assert told(read(answer, ['get\n{"a": 1, "a": 2}'])) == [("get", '{"a": 1, "a": 2}')]
+    assert answer.num_calls == 0
 
 
 def test_values_between_tags_by_their_schema() -> None:
@@ -227,7 +215,7 @@ def test_a_python_tag_before_an_object_and_before_a_program() -> None:
     text = '<|python_tag|>{"name": "get", "parameters": {}}'
     assert calls(read(reader(FORMS["llama"]), [text])) == [EMPTY]
     program = "<|python_tag|>print(1)"
-    assert read(reader(FORMS["llama"]), [program]) == [Content(program)]
+    assert read(reader(FORMS["llama"]), [program]) == [AnswerPart("content", program)]
 
 
 MARKS = [
@@ -252,11 +240,11 @@ def test_hostile_texts_are_read_however_they_are_cut(name: str, data: st.DataObj
         for pieces in ([text], data.draw(st.composite(cut)(text)))
     )
     assert parts == whole
-    if not any(isinstance(part, CallStart) for part in parts):
-        kept, told = text, reasoning(parts) + content(parts)
+    if not told(parts):
+        kept, said = text, text_in(parts, "reasoning") + content(parts)
         for mark in ("<|assistant|>", "<think>", "</think>"):
-            kept, told = kept.replace(mark, ""), told.replace(mark, "")
-        assert "".join(told.split()) == "".join(kept.split())
+            kept, said = kept.replace(mark, ""), said.replace(mark, "")
+        assert "".join(said.split()) == "".join(kept.split())
 
 
 HOSTILE: dict[str, Any] = {
@@ -303,5 +291,9 @@ def test_work_grows_with_the_text(name: str, hostile: str) -> None:
 @pytest.mark.parametrize("hostile", sorted(HOSTILE))
 @pytest.mark.parametrize("name", NAMES)
 def test_large_hostile_texts(name: str, hostile: str) -> None:
-    parts = read(reader(FORMS[name]), [HOSTILE[hostile]])
-    assert sum(isinstance(part, CallStart) for part in parts) <= 128
+    assert len(told(read(reader(FORMS[name]), [HOSTILE[hostile]]))) <= 128
+
+
+def test_a_call_without_end_is_content() -> None:
+    text = '<tool_call>{"name": "' + "x" * 2**20
+    assert read(reader(FORMS["hermes"]), [text]) == [AnswerPart("content", text)]

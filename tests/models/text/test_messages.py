@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from duoka.models.text.messages import (
     ToolCall,
-    parse_json_call,
     parse_python_call,
     write_json_call,
     write_python_call,
@@ -72,46 +73,12 @@ def test_hostile_python_calls(code: str) -> None:
 @pytest.mark.parametrize("name", ["", "a b", "你好", "a" * 200, "-x", "x\x00", "../x", "<|user|>"])
 def test_hostile_names(name: str) -> None:
     assert parse_python_call(name, fenced("tool_call(x=1)")) is None
-    assert parse_json_call(name, "{}") is None
 
 
 def test_text_around_a_block_is_an_answer() -> None:
     assert parse_python_call("Example", "so:\n" + fenced("tool_call(x=1)")) is None
     assert parse_python_call("Example", "tool_call(x=1)") is None
     assert parse_python_call("Example", "x" * 10**6) is None
-
-
-def test_a_json_call() -> None:
-    call = parse_json_call("get_weather", ' {"city": "北京", "days": [1, 2.5, null]}\n')
-    assert call == ToolCall(name="get_weather", arguments={"city": "北京", "days": [1, 2.5, None]})
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        *(
-            "",
-            "[]",
-            "1",
-            '"x"',
-            "{",
-            '{"a": 1e999}',
-            '{"a": NaN}',
-            '{"a": 1, "a": 2}',
-            "{'a': 1}",
-            '{"a": 1} x',
-        ),
-        *(
-            '{"a":' * 20_000,
-            "[" * 60_000,
-            '{"a": ' + "9" * 5000 + "}",
-            '{"a": "' + "x" * 10**6 + '"}',
-        ),
-    ],
-    ids=lambda content: content[:12],
-)
-def test_hostile_json_calls(content: str) -> None:
-    assert parse_json_call("get_weather", content) is None
 
 
 VALUES = st.recursive(
@@ -130,12 +97,5 @@ def test_what_is_written_is_read(arguments: dict[str, object]) -> None:
     call = ToolCall(
         name="do", arguments={k: v for k, v in arguments.items() if not keyword.iskeyword(k)}
     )
-    assert parse_json_call("do", write_json_call(call)) == call
+    assert json.loads(write_json_call(call)) == call.arguments
     assert parse_python_call("do", write_python_call(call)) == call
-
-
-@given(metadata=st.text(max_size=20), content=st.text(max_size=80))
-def test_any_text_is_read_safely(metadata: str, content: str) -> None:
-    parse_python_call(metadata, content)
-    parse_python_call("x", fenced(content))
-    parse_json_call(metadata, content)

@@ -5,9 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fuzzing import examples
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from duoka.errors import CheckpointError, UsageError
@@ -22,6 +19,7 @@ from duoka.models.text.prompts import (
 from duoka.models.text.tokenizer import load_tokenizer
 
 CHATGLM = {"model_type": "chatglm"}
+BEIJING = ToolCall(name="get_weather", arguments={"city": "北京"})
 WEATHER = {
     "name": "get_weather",
     "description": "查询天气",
@@ -84,7 +82,6 @@ def test_chatglm2(chatglm2: ChatFormat) -> None:
             chatglm2.prompt(refused)
     with pytest.raises(UsageError, match="tools"):
         chatglm2.prompt([user("a")], tools=[WEATHER])
-    assert chatglm2.parse(" 你好 \n").content == "你好"
 
 
 @pytest.mark.parametrize("name", ["chatglm2", "chatglm3", "glm4"])
@@ -146,11 +143,8 @@ def test_chatglm3_tools(chatglm3: Any) -> None:
 
 def test_chatglm3_call_and_its_result(chatglm3: Any) -> None:
     text = "get_weather\n```python\ntool_call(city='北京')\n```"
-    answer = chatglm3.parse(text)
-    assert answer.tool_call == ToolCall(name="get_weather", arguments={"city": "北京"})
-    said_before = chatglm3.parse(f"\n 我来查。<|assistant|> {text}")
-    assert said_before.content == "我来查。"
-    assert said_before.tool_call == answer.tool_call
+    answer = ChatMessage(role="assistant", content="", calls=(BEIJING,))
+    said_before = ChatMessage(role="assistant", content="我来查。", calls=(BEIJING,))
     result = ChatMessage(role="observation", content='{"temperature": 21}')
     ids = chatglm3.prompt([user("北京天气"), answer, result], tools=[WEATHER])
     found = pieces(chatglm3, ids)
@@ -166,32 +160,10 @@ def test_glm4_tools_call_and_result(glm4: Any) -> None:
     )
     system = pieces(glm4, ids)[3]
     assert system.startswith('\n简洁。\n\n# 可用工具\n\n## get_weather\n\n{\n    "name"')
-    answer = glm4.parse('get_weather\n{"city": "北京"}')
-    assert answer.tool_call == ToolCall(name="get_weather", arguments={"city": "北京"})
+    answer = ChatMessage(role="assistant", content="", calls=(BEIJING,))
     result = ChatMessage(role="observation", content="21")
     found = pieces(glm4, glm4.prompt([user("x"), answer, result]))
     assert found[5] == 'get_weather\n{"city": "北京"}'
-
-
-@pytest.mark.parametrize("name", ["chatglm3", "glm4"])
-def test_answers_that_are_no_calls(name: str, request: pytest.FixtureRequest) -> None:
-    chat = request.getfixturevalue(name)
-    for text in (
-        "\n 你好",
-        "one line",
-        "",
-        "Title\nand text",
-        "get_weather\n{broken",
-        "a\n```python\nx\n```",
-    ):
-        answer = chat.parse(text)
-        assert answer.tool_call is None
-        assert answer.content == text.strip()
-    python, parsed = "f\n```python\ntool_call(x=1)\n```", 'f\n{"x": 1}'
-    call = python if name == "chatglm3" else parsed
-    assert chat.parse(call).tool_call is not None
-    assert chat.parse(call, tools=[]).tool_call is None, "no tool was offered"
-    assert chat.parse(call, tools=[WEATHER]).tool_call is None, "another tool was offered"
 
 
 @pytest.mark.parametrize(
@@ -221,15 +193,6 @@ INJECTIONS = [
 def test_injection(name: str, attack: str, request: pytest.FixtureRequest) -> None:
     chat = request.getfixturevalue(name)
     assert_same_special_tokens(chat, attack)
-
-
-@settings(deadline=None, max_examples=examples(100), suppress_health_check=list(HealthCheck))
-@given(
-    parts=st.lists(st.sampled_from([*INJECTIONS, "a", " ", "\n", "<|", "|>", "user"]), max_size=6)
-)
-def test_injection_by_any_mixture(chatglm3: Any, glm4: Any, parts: list[str]) -> None:
-    for chat in (chatglm3, glm4):
-        assert_same_special_tokens(chat, "".join(parts))
 
 
 def assert_same_special_tokens(chat: Any, attack: str) -> None:

@@ -109,8 +109,8 @@ def test_exact_bounds_need_one_evaluation_for_each_stage() -> None:
 
 def test_one_answer_serves_all_stages_that_are_alike() -> None:
     costs = plain_costs(*[3] * 40)
-    starts, stops = np.indices(costs.alike.shape)
-    costs.alike = stops - starts
+    starts, stops = np.indices(costs.stage_classes.shape)
+    costs.stage_classes = stops - starts
     search(costs, fleet_of(*[31] * 8))
     assert len(costs.asked) == 1
 

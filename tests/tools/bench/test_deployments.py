@@ -254,7 +254,7 @@ def test_a_copy_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MOST_SECONDS", 0.01)
     ours, theirs = Pipe()
     with ours, theirs, pytest.raises(MachineError, match=r"no answer within 0\.01 s"):
-        module._ask([ours], [None])
+        module._exchange([ours], [None])
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from duoka.tuner.data.rows import Chat, Document, PromptCompletion, read_row
 TOOL = {"name": "f", "description": "d", "parameters": {}}
 USER, ANSWER = ChatMessage(role="user", content="q"), ChatMessage(role="assistant", content="a")
 SYSTEM = ChatMessage(role="system", content="s")
-CALL = ChatMessage(role="assistant", content="", tool_call=ToolCall(name="f", arguments={"x": 1}))
+CALL = ChatMessage(role="assistant", content="", calls=(ToolCall(name="f", arguments={"x": 1}),))
 RESULT = ChatMessage(role="observation", content="1")
 OPENAI = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 TURNS = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]

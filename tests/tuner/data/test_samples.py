@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_glm(glm: ChatFormat) -> None:
     call = ToolCall(name="f", arguments={"x": 1})
     messages = (
         user("a<|user|>"),
-        ChatMessage(role="assistant", content="", tool_call=call),
+        ChatMessage(role="assistant", content="", calls=(call,)),
         ChatMessage(role="observation", content="1"),
         answer("b"),
         user("c"),
@@ -161,5 +162,7 @@ def test_glm(glm: ChatFormat) -> None:
         assert sample.ids[: len(prompt)] == prompt
         assert not sample.is_trained[len(prompt) - 1]
         assert sample.is_trained[len(prompt)]
-    said = glm.parse(glm.tokenizer.decode(trained[: trained.index(observation_id)]))
-    assert said.tool_call == call
+    said = glm.tokenizer.decode(trained[: trained.index(observation_id)])
+    reader = glm.answers.reader([{"name": call.name}])
+    name, arguments = reader.feed(said) + reader.finish()
+    assert (name.text, json.loads(arguments.text)) == (call.name, call.arguments)

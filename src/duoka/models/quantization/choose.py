@@ -1,9 +1,9 @@
-"""Which weights of a model are quantized, and which stay as they are, with the reason.
+"""Choosing the weights of a model to quantize, with the reasons for which others stay.
 
-Quantized are the weights of linear layers. What transformers' own quantizers leave alone stays:
-the head, and what is tied to another module. So do routers, on whose scores small errors turn
-into other experts; what the architecture keeps in 32 bit; and what has no shape that the kernels
-take. Stacks of experts are no linear layers: no kernel for several experts at once takes them.
+The weights of linear layers are quantized. Exceptions are modules that transformers' own quantizers
+leave out (the head, and tied modules); routers, where small errors select other experts; weights
+that the architecture keeps in 32 bit; and shapes that the kernels don't take. Stacks of experts are
+no linear layers: no kernel for several experts at once takes them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _LEAST_STACK = 3  # dimensions of a stack of experts
 
 
 def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Quantize the linear layers of a model that was built without weights."""
+    """Quantize the linear layers of a model without weights."""
     require(scheme)
-    left = _left_alone(model)
-    # Without data, weights of one shape become alike: one of each is enough to quantize.
-    alike: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+    excluded = _excluded(model)
+    # Without data, weights of one shape become equal: quantizing a single one is enough.
+    templates: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
     for name, module, key in _matrices(model):
         parameter = module.get_parameter(key)
-        if _reason(model, scheme, name, left) is None:
+        if _reason(model, scheme, name, excluded) is None:
             shape = parameter.shape, parameter.dtype
-            if parameter.is_meta and shape in alike:
-                tensor = empty_on(alike[shape], parameter.device)
+            if parameter.is_meta and shape in templates:
+                tensor = empty_on(templates[shape], parameter.device)
             else:
                 tensor = quantize(parameter.detach(), scheme)
             if parameter.is_meta:
-                alike[shape] = tensor
+                templates[shape] = tensor
             weight = nn.Parameter(tensor, requires_grad=False)
             # The layout for tensor cores is always bfloat16; the processor's has the model's type.
             let_compute_in(weight, parameter.dtype)
@@ -45,25 +45,25 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
 
 
 def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
-    """What a person should know of a model that `quantize_model` quantized, in sentences."""
-    left = _left_alone(model)
-    before = after = count = 0
+    """Return notes for people on a quantized model."""
+    excluded = _excluded(model)
+    original_bytes = quantized_bytes = count = 0
     reasons: dict[str, int] = {}
     for name, module, key in _matrices(model):
         parameter = module.get_parameter(key)
         if is_composed(parameter):
             count += 1
-            before += parameter.numel() * computes_in(parameter).itemsize
-            after += num_bytes(parameter)
+            original_bytes += parameter.numel() * computes_in(parameter).itemsize
+            quantized_bytes += num_bytes(parameter)
         else:
-            reason = _reason(model, scheme, name, left) or "others"
+            reason = _reason(model, scheme, name, excluded) or "others"
             reasons[reason] = reasons.get(reason, 0) + 1
     unquantized = "; ".join(f"{reason} ({number})" for reason, number in reasons.items())
     if not count:
         return (f"Nothing is quantized to {scheme}: {unquantized}.",)
     return (
         f"{count} weights of linear layers are quantized to {scheme} while they are loaded: to "
-        f"{after / before:.0%} of their bytes, scales and padding included.",
+        f"{quantized_bytes / original_bytes:.0%} of their bytes, scales and padding included.",
         *([f"Not quantized: {unquantized}."] if unquantized else []),
         f"What that changes in the answers `duoka bench --quality FILE MODEL --quantize {scheme}` "
         "says, on your text.",
@@ -71,7 +71,7 @@ def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Every parameter with two dimensions or more: its name, its module, its name there."""
+    """Yield parameters of two dimensions or more: their name, module, and name in the module."""
     for prefix, module in model.named_modules():
         for key, parameter in list(module.named_parameters(recurse=False)):
             if parameter.ndim > 1:
@@ -79,16 +79,16 @@ def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _reason(
-    model: PreTrainedModel, scheme: Scheme, name: str, left_alone: Collection[str]
+    model: PreTrainedModel, scheme: Scheme, name: str, excluded: Collection[str]
 ) -> str | None:
-    """Why a parameter isn't quantized; None if it is."""
+    """Return the reason against quantizing a parameter, or None."""
     owner = name.rpartition(".")[0]
     module, parameter = model.get_submodule(owner), model.get_parameter(name)
     if not isinstance(module, nn.Linear):
         if parameter.ndim >= _LEAST_STACK and "expert" in name:
             return "stacked experts"
         return "embeddings" if isinstance(module, nn.Embedding) else "what is no linear layer"
-    if owner in left_alone:
+    if owner in excluded:
         return "the head, and what is tied"
     if not _ROUTERS.isdisjoint(owner.split(".")[-2:]):  # or a layer of one
         return "routers"
@@ -97,7 +97,7 @@ def _reason(
     return _misshapen(scheme, parameter)
 
 
-def _left_alone(model: PreTrainedModel) -> frozenset[str]:
+def _excluded(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(HfQuantizer.get_modules_to_not_convert(model))
 
 

@@ -1,12 +1,13 @@
-"""Composed weights: tensors that consist of plain ones, and what PyTorch asks of their classes.
+"""Composed weights: tensors of several plain tensors, by PyTorch's protocol for such classes.
 
-Here is all but how such a weight is multiplied. Others that PyTorch knows (torchao's) bring their
-own; `parts` reads them all, by PyTorch's protocol for such tensors (``__tensor_flatten__``).
+Subclasses define products. Other classes that PyTorch knows (torchao's) have their own; `parts`
+reads all of them, by ``__tensor_flatten__``.
 
-Of a `StoredWeight` only the bytes are known: it has the shape and the type that it stands for, and
-consists of the tensors that a quantized checkpoint's headers list. A model with these can be traced
-and proved, not computed with. A product charges what the formats' own fallback kernels take: the
-weight, unpacked into its type, for the time of the product; of a stack of experts, one expert.
+Of a `StoredWeight` only the bytes are known: it has the shape and type of the original weight, and
+consists of the tensors that a quantized checkpoint's headers list. A model with such weights can be
+traced and proved, not computed with. A product allocates what the formats' own fallback kernels
+allocate: the weight, unpacked into its type, for the time of the product; of a stack of experts, a
+single expert.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
 class Composed(Tensor):
-    """A weight of several plain tensors, all on one device, by names that are identifiers.
+    """A weight of several plain tensors on a device, by name.
 
-    Shape and dtype are those that it stands for.
+    Shape and dtype are those of the original weight.
     """
 
     tensors: dict[str, Tensor]
@@ -38,7 +39,7 @@ class Composed(Tensor):
     def __new__(
         cls: type[Composed], tensors: Mapping[str, Tensor], shape: torch.Size, dtype: torch.dtype
     ) -> Composed:
-        """Make one; see the class."""
+        """Make a weight; see the class."""
         device = next(iter(tensors.values())).device
         weight: Composed = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device
@@ -48,16 +49,16 @@ class Composed(Tensor):
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a product of such weights is."""
+        """Compute a product with such weights."""
         raise NotImplementedError
 
     @classmethod
     def viewed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What any other operator makes of such a weight."""
+        """Apply any other operator to such a weight."""
         raise NotImplementedError(f"{func} of a {cls.__name__}")
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """The same weight of other tensors."""
+        """Return the weight with each of its tensors changed."""
         tensors = {name: change(tensor) for name, tensor in self.tensors.items()}
         return type(self)(tensors, self.shape, self.dtype)
 
@@ -108,12 +109,12 @@ class Composed(Tensor):
 
 
 def is_composed(tensor: Tensor) -> bool:
-    """Whether a tensor consists of others; one on a virtual GPU is as plain as one on CUDA."""
+    """Return True if a tensor consists of others; tensors on virtual GPUs count as plain."""
     return not isinstance(tensor, VirtualTensor) and is_traceable_wrapper_subclass(tensor)
 
 
 def parts(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that hold a tensor's bytes, by their names in it; itself, if it is one."""
+    """Return the plain tensors with a tensor's bytes, by name; a plain tensor has the name ""."""
     if not is_composed(tensor):
         return {"": tensor}
     names, _ = cast(Any, tensor).__tensor_flatten__()
@@ -125,28 +126,23 @@ def parts(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """The bytes that a tensor takes in memory."""
+    """Return the bytes of a tensor in memory."""
     return sum(part.nbytes for part in parts(tensor).values())
 
 
 def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the same make on a device, not filled."""
+    """Allocate a tensor of the same class and shape on a device."""
     if not is_composed(tensor):
         return torch.empty_like(tensor, device=device)
     names, context = cast(Any, tensor).__tensor_flatten__()
     inner = {name: empty_on(getattr(tensor, name), device) for name in names}
-    return rebuilt(tensor, inner, context)
-
-
-def rebuilt(tensor: Tensor, inner: dict[str, Tensor], context: Any) -> Tensor:
-    """A tensor of the same class and shape as another, of other parts."""
     unflatten = cast(Any, type(tensor)).__tensor_unflatten__
     result: Tensor = unflatten(inner, context, tensor.size(), tensor.stride())
     return result
 
 
 class StoredWeight(Composed):
-    """A weight without numbers; it holds what is stored."""
+    """A weight without numbers, made of the stored tensors."""
 
     products = frozenset(
         {
@@ -166,13 +162,13 @@ class StoredWeight(Composed):
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Multiply by what is unpacked for the time of the product."""
+        """Multiply by a weight that is unpacked for the time of the product."""
         args = tuple(_unpacked(arg) for arg in args)
         return func(*args, **{name: _unpacked(arg) for name, arg in kwargs.items()})
 
     @classmethod
     def viewed(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """View it in another shape, or a part of it; it holds all the same."""
+        """View the weight in another shape, or a part of it; the view holds all stored tensors."""
         weight = args[0]
         is_view = any(value.alias_info is not None for value in func._schema.returns)
         if not is_view or not isinstance(weight, StoredWeight):
@@ -183,10 +179,10 @@ class StoredWeight(Composed):
 
 
 def _unpacked(value: Any) -> Any:
-    """A weight in the type that it stands for; of a stack one expert, shown as often as needed."""
+    """Unpack a weight into its type; of a stack a single expert, expanded."""
     if not isinstance(value, StoredWeight):
         return value
     *stack, rows, columns = value.shape
-    # Made from what is stored, so that whoever traces sees whose weight it is.
-    one = next(iter(value.tensors.values())).new_empty((rows, columns), dtype=value.dtype)
-    return one.expand(*stack, rows, columns) if stack else one
+    # Made from a stored tensor, so that a tracer sees the owner of the weight.
+    expert = next(iter(value.tensors.values())).new_empty((rows, columns), dtype=value.dtype)
+    return expert.expand(*stack, rows, columns) if stack else expert

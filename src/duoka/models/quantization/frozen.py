@@ -1,7 +1,7 @@
-"""Quantized weights in a model that is trained: they stay as they are, and gradients pass them.
+"""Quantized weights in training: they stay frozen, and gradients pass them.
 
-Neither torchao's products nor those that unpack a weight give its copy up before the backward pass:
-it would keep the whole model unquantized. Here the weight is unpacked a second time instead, for
+torchao's products, and products that unpack a weight, keep the unpacked copy for the backward pass:
+the whole model would be there unquantized. Here the weight is unpacked a second time instead, for
 the time of the backward product, as bitsandbytes' own layers do it.
 """
 
@@ -42,10 +42,10 @@ def freeze_quantized(model: nn.Module) -> None:
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer with a quantized weight, of which nothing is kept for the backward pass."""
+    """A linear layer with a quantized weight that keeps no copy for the backward pass."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Multiply; in the type of autocast, where that is on."""
+        """Multiply, in the type of autocast where autocast is on."""
         device_type = inputs.device.type
         if torch.is_autocast_enabled(device_type):
             inputs = inputs.to(torch.get_autocast_dtype(device_type))
@@ -55,11 +55,11 @@ class FrozenLinear(nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """A product whose only gradient is that of its input."""
+    """A product with a gradient for its input alone."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight  # which a hook on saved tensors has no need to see
+        ctx.weight = weight  # hooks on saved tensors needn't see it
         return F.linear(inputs, weight, bias)
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Filling a quantized weight with rows of the original, a few at a time.
 
-Each row is quantized by itself, so that a weight need never be whole in its original type: what
-is in memory besides the quantized weight is some rows, and what their quantization makes on the
-way. Results are bit for bit those of the whole weight at once.
+Each row is quantized by itself, so that a weight is never whole in its original type: beside the
+quantized weight only some rows are in memory, with the temporaries of their quantization. Results
+are bit for bit those of the whole weight at once.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _ALIGNED_ROWS = 64
 """The layouts for int4 keep so many rows together."""
 _WORKING_ELEMENTS = 2**20
 """Rows are taken until they have so many numbers; quantizing takes some 20 bytes for each."""
-# Along which dimension of a part the rows lie; along the others they don't.
+# By part: the dimension along which its rows lie.
 _ROW_DIMENSION = {
     "qdata": 0, "scale": 0, "zero_point": 0, "packed": 0, "absmax": 0, "scale_and_zero": 1,
 }  # fmt: skip
 
 
 def takes_rows(target: Tensor, start: int, stop: int) -> bool:
-    """Whether the rows from `start` to `stop` can be filled by themselves."""
+    """Return True if the rows from `start` to `stop` can be filled by themselves."""
     if scheme_of(target) != "int4":
         return True
     return start % _ALIGNED_ROWS == 0 and (stop % _ALIGNED_ROWS == 0 or stop == target.shape[0])
@@ -41,7 +41,7 @@ def fill_rows(target: Tensor, start: int, source: Tensor) -> None:
 
 
 def _fill(target: Tensor, start: int, source: Tensor) -> None:
-    """Quantize rows at once, or in two halves where there isn't memory for that."""
+    """Quantize rows at once, or in two halves where memory is short."""
     if not _does_fill(target, start, source):
         half = len(source) // 2 // _ALIGNED_ROWS * _ALIGNED_ROWS
         _fill(target, start, source[:half])
@@ -55,7 +55,7 @@ def _does_fill(target: Tensor, start: int, source: Tensor) -> bool:
     except torch.OutOfMemoryError as error:
         if len(source) < 2 * _ALIGNED_ROWS:
             raise
-        # Frames that the error refers to hold what was made on the way.
+        # The frames of the error hold temporaries.
         traceback.clear_frames(error.__traceback__)
         return False
     return True
@@ -66,6 +66,6 @@ def _write(target: Tensor, start: int, rows: Tensor) -> None:
     sources = parts(rows)
     for name, part in parts(target).items():
         dim = _ROW_DIMENSION[name]
-        # Packed layouts hold several rows in one place.
+        # Packed layouts hold several rows in one index.
         place = part.narrow(dim, start * part.shape[dim] // total, count * part.shape[dim] // total)
         place.copy_(sources[name])

@@ -5,12 +5,12 @@ int4: one scale and one zero point for each group of a row. On GPUs the weight i
 PyTorch's kernel for tensor cores, which takes no copy, computes in bfloat16, and wants rows of a
 multiple of 1024 numbers: shorter ones are padded. The processor's kernel has a layout of its own.
 Virtual GPUs have CUDA's. nf4 (Dettmers et al., "QLoRA", 2023): two numbers to a byte, and one scale
-in float32 for each block of 64. For one token the kernel reads the weight packed; for more it is
-unpacked for the time of the product. bitsandbytes decides between the two by the card; here it is
-the same on all of them, so that what a product takes is known.
+in float32 for each block of 64. For one token the kernel reads the weight packed; for more tokens
+the weight is unpacked for the time of the product. bitsandbytes decides between the two by the
+card; here all cards do the same, so that the memory of a product is known.
 
-Both packages are optional parts: they are imported when something is quantized. Some of what is
-needed of them no package promises to keep: `require` looks before anything is quantized.
+Both packages are optional: they are imported when a weight is quantized. Some of the functions used
+are no public interface: `require` tries them before anything is quantized.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
-from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
@@ -36,7 +35,7 @@ Scheme = Literal["int8", "int4", "nf4"]
 BLOCK = 64
 """Numbers of a row of nf4 that share a scale."""
 GROUPS = (128, 64, 32)
-"""Sizes of int4's groups: the first one is taken that divides a row."""
+"""Sizes of int4's groups: the first that divides a row is used."""
 ROWS = 16
 """The processor's kernel for int4 takes a multiple of so many rows."""
 _COLUMNS = 1024  # the tensor cores' kernel for int4 takes a multiple of so many
@@ -54,25 +53,11 @@ _PACKAGES: Mapping[Scheme, tuple[str, str]] = {
     "int4": ("torchao", "quantize"),
     "nf4": ("bitsandbytes", "bnb"),
 }
-_NAMES: Mapping[Scheme, tuple[str, ...]] = {
-    "int8": ("torchao.quantization:Int8Tensor", "torchao.quantization:PerRow"),
-    "int4": (
-        "torchao.quantization:Int4TilePackedTo4dTensor",
-        "torchao.quantization.utils:groupwise_affine_quantize_tensor",
-        "torchao.prototype.quantization.int4:Int4OpaqueTensor",
-        "torch:ops.aten._convert_weight_to_int4pack",
-    ),
-    "nf4": (
-        "torch:ops.bitsandbytes.quantize_4bit",
-        "torch:ops.bitsandbytes.dequantize_4bit",
-        "torch:ops.bitsandbytes.gemm_4bit",
-    ),
-}
 _TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
-    """A weight in fewer bits, on the same device; the original may be freed."""
+    """Quantize a weight on its device."""
     if scheme == "int8":
         from torchao.quantization import Int8Tensor, PerRow
 
@@ -84,7 +69,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _opaque(weight: Tensor) -> Tensor:
-    """A weight in int4, laid out for the processor."""
+    """Quantize a weight to int4, in the processor's layout."""
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
     result: Tensor = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
@@ -92,9 +77,9 @@ def _opaque(weight: Tensor) -> Tensor:
 
 
 def _tiled(weight: Tensor) -> Tensor:
-    """A weight in int4, laid out for tensor cores.
+    """Quantize a weight to int4, in the layout of tensor cores.
 
-    torchao's own constructor does the same, and asks for a CUDA device first.
+    torchao's own constructor does the same, and requires a CUDA device.
     """
     from torchao.quantization import Int4TilePackedTo4dTensor
     from torchao.quantization.utils import groupwise_affine_quantize_tensor
@@ -110,7 +95,7 @@ def _tiled(weight: Tensor) -> Tensor:
 
 
 def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
-    """A quantized weight like another on a device, not filled, in the layout of its kernels."""
+    """Allocate a quantized weight like another on a device, in the layout of its kernels."""
     if type(tensor).__name__ != _TILED or device.type != "cpu":
         return empty_on(tensor, device)
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
@@ -123,8 +108,8 @@ def empty_weight(tensor: Tensor, device: torch.device) -> Tensor:
     return result
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A quantized weight on another device."""
+def move_weight(tensor: Tensor, device: torch.device) -> Tensor:
+    """Move a quantized weight to another device."""
     is_tiled = type(tensor).__name__ == _TILED
     if type(tensor).__name__ in (_TILED, _OPAQUE) and is_tiled == (device.type == "cpu"):
         raise ModelError(
@@ -136,23 +121,23 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def scheme_of(tensor: Tensor) -> Scheme:
-    """What a weight was quantized to."""
+    """Return the scheme of a quantized weight."""
     return _SCHEMES[type(tensor).__name__]
 
 
 def computes_in(tensor: Tensor) -> torch.dtype:
-    """The type that a quantized weight was made from; some layouts have one of their own."""
+    """Return the type from which a weight was quantized; some layouts have another type."""
     dtype: torch.dtype = getattr(tensor, _MADE_FROM, tensor.dtype)
     return dtype
 
 
 def let_compute_in(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Note the type that a quantized weight was made from; copies of it know it, too."""
+    """Note the type from which a weight was quantized; copies keep the note."""
     setattr(tensor, _MADE_FROM, dtype)
 
 
 def group_of(columns: int) -> int:
-    """The size of int4's groups in rows of so many numbers."""
+    """Return the size of int4's groups in rows of so many numbers."""
     return next(group for group in GROUPS if columns % group == 0)
 
 
@@ -165,20 +150,20 @@ class Nf4Weight(Composed):
     @staticmethod
     def of(weight: Tensor) -> Composed:
         """Quantize a weight [rows, columns]; the columns are a multiple of `BLOCK`."""
-        import_module("bitsandbytes")  # which gives torch its operators
+        import_module("bitsandbytes")  # registers its operators with torch
         operators = torch.ops.bitsandbytes
         packed, absmax = operators.quantize_4bit(weight.contiguous(), BLOCK, "nf4", torch.uint8)
         return Nf4Weight({"packed": packed, "absmax": absmax}, weight.shape, weight.dtype)
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """The numbers that it stands for."""
+        """Unpack the weight."""
         dequantize = torch.ops.bitsandbytes.dequantize_4bit
         weight: Tensor = dequantize(self.packed, self.absmax, BLOCK, "nf4", list(self.shape), dtype)
         return weight
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Multiply by the kernel for one token, or unpack."""
+        """Multiply by the kernel for a single token, or unpack."""
         return _linear(*args, **kwargs)
 
 
@@ -192,7 +177,7 @@ def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Te
 
 
 def require(scheme: Scheme) -> None:
-    """Refuse to quantize where the package for it is missing or isn't the tested one."""
+    """Refuse to quantize where the package is missing or too different."""
     package, extra = _PACKAGES[scheme]
     if find_spec(package) is None:
         raise UsageError(
@@ -200,13 +185,12 @@ def require(scheme: Scheme) -> None:
             hint=f'pip install "duoka[{extra}]"',
         )
     with quiet_libraries():
-        import_module(package)  # bitsandbytes gives torch its operators then
-    for name in _NAMES[scheme]:
-        try:
-            resolve_name(name)
-        except (ImportError, AttributeError) as error:
-            versions = ", ".join(f"{name_of} {version(name_of)}" for name_of in ("torch", package))
-            raise UsageError(
-                f"{scheme} weights need {name.replace(':', '.')}, which isn't in {versions}",
-                hint=f"tested are torch {_TESTED['torch']} with {package} {_TESTED[package]}",
-            ) from error
+        import_module(package)  # bitsandbytes registers its operators with torch
+    try:
+        quantize(torch.empty((ROWS, _COLUMNS), dtype=torch.bfloat16, device="meta"), scheme)
+    except (ImportError, AttributeError) as error:
+        versions = ", ".join(f"{name} {version(name)}" for name in ("torch", package))
+        raise UsageError(
+            f"{scheme} weights can't be made with {versions}: {error}",
+            hint=f"tested are torch {_TESTED['torch']} with {package} {_TESTED[package]}",
+        ) from error

@@ -1,13 +1,14 @@
-"""Text: what people write ↔ the token ids that a model takes.
+"""Text: messages → token ids of a prompt, and the text of an answer → its parts.
 
-- `tokenizer`: a checkpoint's tokenizer, the ChatGLM family's from its own files
-- `chatglm_tokenizer`: the same for scripts, which write chats by `apply_chat_template`
-- `messages`, `prompts`: a conversation → token ids, and an answer with its tool calls
-- `chat_requests`, `tool_choice`: the same out of what clients of a server send
-- `answer_format`: how a model's answers are read, by its template and its tokens
-- `answer_reader`, `answer_parts`: an answer as it comes → content, reasoning, calls of tools
-- `call_forms`, `json_text`, `call_grammars`: how each family writes calls, and must where asked to
-- `token_bytes`: what single tokens are as bytes
-- `image_prompts`: the images of a conversation → what a model is given of them
-- `chat_template`: the same by a checkpoint's own template, without imitated special tokens
+- `tokenizer`: the tokenizer of a checkpoint, for ChatGLM built from its own files
+- `chatglm_tokenizer`: the same with `apply_chat_template`, for scripts
+- `messages`: the messages of a chat, and calls of tools
+- `prompts`: the chat formats of the ChatGLM family, and the choice of a format
+- `chat_template`: prompts by a checkpoint's template, without imitated special tokens
+- `image_prompts`: prompts with images, by a checkpoint's image processor
+- `answer_format`: the form of a model's answers, by its template and special tokens
+- `answer_reader`: the text of an answer → content, reasoning and calls, as it is generated
+- `characters`: fixed texts and JSON, read character by character
+- `call_forms`, `call_grammars`: each family's form of calls, and grammars of forced calls
+- `token_bytes`: the bytes of single tokens
 """

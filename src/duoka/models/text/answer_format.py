@@ -1,6 +1,6 @@
-"""How one model's answers are read: which form its calls have, and what marks its reasoning.
+"""The form of a model's answers: its calls of tools, and the tags around its reasoning.
 
-Both are told by the chat template and the special tokens that come with the model.
+Both are found in the chat template and the special tokens of the model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from duoka.errors import UsageError
 
 from .answer_reader import AnswerReader, CallForm, Tags
 from .call_forms import LineForm, MistralForm, ObjectForm, PairForm, ParameterForm, TaggedForm
-from .call_grammars import ForcedCall, forced_call
+from .call_grammars import ForcedCall, force_call
 from .messages import TOOL_NAME, Tool, tool_function
 
 _MOST_TOOLS = 128
 _TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
 _NUM_LAST = 8  # tokens of a prompt in which reasoning may begin
-# What a template has only if its model writes calls so; the first that fits.
+# A text of the template, and the form of calls that it tells; the first match counts.
 _FORMS: tuple[tuple[str, CallForm], ...] = (
     ("<arg_key>", PairForm()),
     ("<function=", ParameterForm()),
@@ -35,10 +35,10 @@ _FORMS: tuple[tuple[str, CallForm], ...] = (
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """How a model's answers are read.
+    """The form of a model's answers.
 
-    `form` is None for models that aren't known to call tools, `reasoning` for those that don't
-    reason.
+    `form` is None for models without a known form of calls, `reasoning` for models without
+    reasoning.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class AnswerFormat:
 
     @classmethod
     def of_template(cls, tokenizer: PreTrainedTokenizerBase) -> AnswerFormat:
-        """Find it out by the template for tools and the tokens that were added."""
+        """Find the form by the template for tools and the added tokens."""
         try:
             template = tokenizer.get_chat_template(tools=[{}])
         except ValueError:  # it has none
@@ -63,7 +63,7 @@ class AnswerFormat:
 
     @property
     def kept_ids(self) -> tuple[int, ...]:
-        """Special tokens that an answer's text must have, because its parts are told by them."""
+        """The special tokens that mark parts, and so stay in the text of an answer."""
         special = {
             token.content: number
             for number, token in self.tokenizer.added_tokens_decoder.items()
@@ -77,8 +77,9 @@ class AnswerFormat:
         prompt: Sequence[int] = (),
         *,
         forced: ForcedCall | None = None,
+        is_parallel: bool = True,
     ) -> AnswerReader:
-        """Read an answer to a prompt.
+        """Return a reader of the answer to a prompt.
 
         Parameters
         ----------
@@ -87,7 +88,9 @@ class AnswerFormat:
         prompt : sequence of int
             Its last tokens say whether the answer begins within reasoning.
         forced : ForcedCall, optional
-            What the prompt was given, so that the answer is a call; no content then.
+            The call that the prompt begins, so that the answer has no content.
+        is_parallel : bool
+            Whether more than the first call is returned.
         """
         form = self.form
         if forced is not None and form is None:
@@ -98,13 +101,14 @@ class AnswerFormat:
             self.reasoning,
             is_reasoning=forced is None and self.begins_within_reasoning(prompt),
             is_forced=forced is not None,
+            is_parallel=is_parallel,
         )
         parts = reader.feed(forced.text) if forced is not None else []
-        assert not parts, "what begins a call is no part"
+        assert not parts, "the beginning of a call is no part"
         return reader
 
     def begins_within_reasoning(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends where reasoning has begun."""
+        """Return True if the answer to a prompt begins within reasoning."""
         if self.reasoning is None:
             return False
         end = str(self.tokenizer.decode(list(prompt[-_NUM_LAST:]), skip_special_tokens=False))
@@ -113,16 +117,16 @@ class AnswerFormat:
     def forced_call(
         self, tools: Sequence[Tool], prompt: Sequence[int] = (), *, parallel: bool = True
     ) -> ForcedCall:
-        """What makes the answer to a prompt a call of one of some tools.
+        """Force the answer to a prompt to be a call of some tools.
 
-        UsageError is raised where the model's form of a call can't be written as a grammar.
+        UsageError if the model's form of calls can't be written as a grammar.
         """
         tool_schemas(tools)
         before = ""
         if self.begins_within_reasoning(prompt):
             assert self.reasoning is not None, "it has begun"
             before = f"{self.reasoning.end}\n\n"
-        return forced_call(self.form, tools, self.tokenizer, before=before, parallel=parallel)
+        return force_call(self.form, tools, self.tokenizer, before=before, parallel=parallel)
 
     def _marks(self) -> Iterator[str]:
         yield from self.reasoning or ()
@@ -132,7 +136,7 @@ class AnswerFormat:
 
 
 def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
-    """The parameters of each tool by its name, which must be one that a call can have."""
+    """Return the parameters of each tool by its name; UsageError for an unusable name."""
     if len(tools) > _MOST_TOOLS:
         raise UsageError(f"there are {len(tools)} tools; at most {_MOST_TOOLS} can be offered")
     schemas: dict[str, Mapping[str, Any]] = {}

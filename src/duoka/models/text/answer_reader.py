@@ -1,223 +1,181 @@
-"""An answer's text, as it comes → its parts.
+r"""Read the text of an answer into its parts, during generation.
 
-A reader is a script that takes one character at a time, so that it doesn't matter into which
-pieces a text was cut. What may be the beginning of a marker waits until it is clear; what looked
-like a call and is none is said. No text is read again, so an answer takes time by its length.
-What a call looks like is no business of this module's, but of `call_forms`.
+The reader is a generator that receives one character at a time, so the result doesn't depend on how
+the text was cut. Characters that may begin a marker wait until that is decided; text that began
+like a call and is none becomes content. No text is read twice, so the work is linear in its length.
+How a family writes its calls is in `call_forms`.
+
+    feed("Sure. <tool")                          [content "Sure."]
+    feed('_call>{"name": "g')                    []
+    feed('et", "arguments": {}}</tool_call>')    [tool_name "get", tool_arguments "{}"]
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from duoka.base.answer_parts import AnswerPart, PartKind
 from duoka.base.serialization import parse_json_object
 from duoka.errors import FormatError
 
-from .answer_parts import CallArguments, CallEnd, CallStart, Content, Part, ReasoningPart
-from .json_text import JsonText
+from .characters import CharacterReader, Characters, NoCall, Script
 
-MOST_CALL_CHARACTERS = 1 << 20
 MOST_CALLS = 128
-_SPACE = " \t\n\r"
-
-Script = Generator[None, str, None]
-"""Takes characters; "" is the end of the answer."""
-Characters = Generator[None, str, str]
 
 
 class Tags(NamedTuple):
-    """What a model writes around its reasoning."""
+    """The texts around a model's reasoning."""
 
     begin: str
     end: str
 
 
-class NoCall(Exception):
-    """What has been read isn't a call, or no more of one."""
+@dataclass(frozen=True, kw_only=True)
+class CallForm(ABC):
+    """The form of a family's calls of tools.
 
+    Parameters
+    ----------
+    markers : tuple of str
+        The texts that begin calls at any place.
+    inner_marks : tuple of str
+        Other texts of calls, as far as they may be special tokens.
+    turn : str
+        The text between messages of one answer; empty for none.
+    is_at_start : bool
+        Whether a message can be a call from its first character on.
+    """
 
-class CallForm(Protocol):
-    """How a family writes calls of tools."""
+    markers: tuple[str, ...] = ()
+    inner_marks: tuple[str, ...] = ()
+    turn: str = ""
+    is_at_start: bool = False
 
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that begin calls wherever they stand."""
-
-    @property
-    def inner_marks(self) -> tuple[str, ...]:
-        """Other texts that calls are told by, as far as they can be special tokens."""
-
-    @property
-    def turn(self) -> str:
-        """A text that begins another message of the same answer; empty for none."""
-
-    @property
-    def is_at_start(self) -> bool:
-        """Whether a message can be a call from its first character on."""
-
+    @abstractmethod
     def read(self, calls: CallReader, marker: str) -> Script:
-        """Read calls after a marker, or from the start of a message if that is empty.
+        """Read calls after a marker, or from the start of a message if the marker is empty.
 
-        NoCall ends it wherever the text isn't one; what hasn't been told of is content then.
+        NoCall ends the script where the text is not a call; characters that belong to no part yet
+        become content.
         """
 
 
-class CallReader:
-    """The characters of calls, and what is told of them."""
+class CallReader(CharacterReader):
+    """The characters of calls, and the parts made of them.
+
+    Parameters
+    ----------
+    schemas : mapping
+        The parameters of each tool that may be called, by its name.
+    """
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__()
         self.schemas = schemas
-        self.parts: list[Part] = []
         self.num_calls = 0
         self.num_whole_calls = 0
-        self.has_ended = False
         self.is_open = False
         self._arguments: list[str] = []
-        # Characters that have been taken and told of by no part, and those that are to be taken
-        # again.
-        self._taken: list[str] = []
-        self._again: list[str] = []
-        self._size = 0
+        # Parts since the last `pop_parts`; neighbours of one kind and call are one entry, whose
+        # texts are joined once, so that a long part costs no more per character.
+        self._parts: list[tuple[PartKind, int, list[str]]] = []
 
     # ── for forms ──
 
-    def take(self) -> Characters:
-        """Take the next character; at the end there is "" again and again."""
-        char = self._again.pop() if self._again else "" if self.has_ended else (yield)
-        if char:
-            self._taken.append(char)
-            self._size += 1
-        if self._size > MOST_CALL_CHARACTERS:
-            self.stop(char)
-        return char
-
-    def stop(self, unread: str = "") -> NoReturn:
-        """End what is no call; the characters taken last may be the beginning of something."""
-        for char in reversed(unread):
-            self._taken.pop()
-            self._again.append(char)
-        raise NoCall
-
-    def after_space(self) -> Characters:
-        """Take the next character that is no white space."""
-        while (char := (yield from self.take())) and char in _SPACE:
-            pass
-        return char
-
-    def give_back(self, char: str) -> None:
-        """Let a character be taken again."""
-        if char:
-            self._taken.pop()
-            self._again.append(char)
-            self._size -= 1
-
-    def take_again(self, text: str) -> None:
-        """Let a text be taken again that has been told of."""
-        self._again.extend(reversed(text))
-
-    def expect(self, text: str) -> Characters:
-        """Take a text after white space, which then is the one that comes."""
-        char = yield from self.after_space()
-        for place, wanted in enumerate(text):
-            if place:
-                char = yield from self.take()
-            if char != wanted:
-                self.stop(text[:place] + char)
-        return text
-
-    def until(self, mark: str) -> Characters:
-        """Take a text and the mark that ends it, which it is returned without."""
-        chars: list[str] = []
-        tail = ""
-        while tail != mark:
-            char = yield from self.take()
-            if not char:
-                self.stop()
-            chars.append(char)
-            tail = (tail + char)[-len(mark) :]
-        return "".join(chars)[: -len(mark)]
-
-    def json_value(self, first: str, tell: Callable[[str], None] | None = None) -> Characters:
-        """Take a JSON value of which the first character has been taken; `tell` of each."""
-        value = JsonText()
-        chars: list[str] = []
-        char = first
-        while True:
-            is_taken = bool(char) and value.add(char)
-            if not is_taken and not value.is_whole:
-                self.stop(char)
-            if not is_taken:  # a number ends before what follows it
-                self.give_back(char)
-                return "".join(chars)
-            chars.append(char)
-            if tell is not None:
-                tell(char)
-            if value.is_whole:
-                return "".join(chars)
-            char = yield from self.take()
-
     def start(self, name: str) -> None:
-        """Tell that a tool is called; NoCall if there is none of that name."""
+        """Add the start of a call; NoCall if there is no tool of the name."""
         if name not in self.schemas or self.num_calls == MOST_CALLS:
             self.stop()
         self.is_open, self._arguments = True, []
-        self._tell(CallStart(self.num_calls, name))
         self.num_calls += 1
+        self.add("tool_name", name)
 
-    def tell_arguments(self, text: str) -> None:
-        """Tell more of the arguments."""
+    def add_arguments(self, text: str) -> None:
+        """Add more of the arguments."""
         self._arguments.append(text)
-        self._tell(CallArguments(self.num_calls - 1, text))
+        self.add("tool_arguments", text)
 
     def end(self) -> None:
-        """Tell that the arguments are complete; NoCall if they are no JSON object all the same."""
-        try:
-            parse_json_object("".join(self._arguments), "the call")
-        except FormatError:
+        """End the call; NoCall unless its arguments are one JSON object."""
+        if not is_json_object("".join(self._arguments)):
             self.stop()
-        self._tell(CallEnd(self.num_calls - 1, is_whole=True))
-        self.is_open, self._size = False, 0
+        self.is_open = False
+        self.forget()
         self.num_whole_calls += 1
 
-    def _tell(self, part: Part) -> None:
-        self.parts.append(part)
+    def add_call(self, name: str, arguments: str) -> None:
+        """Add a whole call."""
+        self.start(name)
+        self.add_arguments(arguments)
+        self.end()
+
+    # ── for the reader of the answer ──
+
+    def add(self, kind: PartKind, text: str) -> None:
+        """Add a part, or more of the last one."""
+        call = self.num_calls - 1 if kind.startswith("tool") else 0
+        if kind == "tool_name" or not self._parts or self._parts[-1][:2] != (kind, call):
+            self._parts.append((kind, call, []))
+        self._parts[-1][2].append(text)
         self._taken.clear()
 
-    # ── for the answer's reader ──
+    def pop_parts(self) -> list[AnswerPart]:
+        """Return the new parts."""
+        parts = [AnswerPart(kind, "".join(texts), call) for kind, call, texts in self._parts]
+        self._parts.clear()
+        return parts
 
     def attempt(self, script: Script, marker: str) -> Characters:
-        """Follow a script; return what is content in the end."""
+        """Follow a script; return its text if that is no call, but content."""
+        # `_taken` holds the characters that no part has yet. `add` clears it: arguments that were
+        # already returned stay returned, and only what follows them becomes content.
         self._taken, self._size = [marker], 0
         try:
             yield from script
         except NoCall:
-            text = "".join(self._taken)
+            text, self._size = "".join(self._taken), 0
         else:
             return ""
-        if self.is_open:
-            self.parts.append(CallEnd(self.num_calls - 1, is_whole=False))
         self.is_open = False
         return text
 
     @property
     def has_again(self) -> bool:
-        """Whether there are characters that are to be taken again."""
+        """Return True if there are characters to be taken again."""
         return bool(self._again)
 
     def drop(self) -> None:
-        """Let nothing be taken again."""
+        """Forget the characters to be taken again."""
         self._again.clear()
 
     def forget(self) -> None:
-        """Let what has been taken be told of."""
+        """Forget the characters taken so far."""
         self._taken.clear()
         self._size = 0
 
 
 class AnswerReader:
-    """Reads one answer; see `AnswerFormat.reader`."""
+    """Reads one answer; see `AnswerFormat.reader`.
+
+    Parameters
+    ----------
+    form : CallForm, optional
+    schemas : mapping
+        The parameters of each tool that may be called; without any, nothing is read as a call.
+    reasoning : Tags, optional
+    is_reasoning : bool
+        Whether the answer begins within reasoning.
+    is_forced : bool
+        Whether the answer can be nothing but calls; it has no content then.
+    is_parallel : bool
+        Whether more than the first call is returned.
+    keeps_space : bool
+        Whether white space at both ends is content, too.
+    """
 
     def __init__(
         self,
@@ -225,45 +183,47 @@ class AnswerReader:
         schemas: Mapping[str, Mapping[str, Any]],
         reasoning: Tags | None,
         *,
-        is_reasoning: bool,
+        is_reasoning: bool = False,
         is_forced: bool = False,
+        is_parallel: bool = True,
+        keeps_space: bool = False,
     ) -> None:
         self._form = form if schemas else None
         self._turn = form.turn if form else ""
         self._reasoning = reasoning
         self._is_reasoning = is_reasoning
-        self._is_forced, self._is_cut = is_forced, False
+        self._is_forced, self._is_parallel, self._is_cut = is_forced, is_parallel, False
+        self._keeps_space = keeps_space
         self._calls = CallReader(schemas)
-        self._parts = self._calls.parts
         self._space: list[str] = []
-        self._has_said = False
-        self._plain = _first_of(())
-        self._say_plain: Callable[[str], None] | None = None
+        self._has_text = False
+        self._first_characters = _match_first(())
+        self._add_plain: Callable[[str], None] | None = None
         self._script = self._read()
         next(self._script)
 
     @property
     def num_calls(self) -> int:
-        """How many calls are whole."""
+        """The number of whole calls."""
         return self._calls.num_whole_calls
 
-    def feed(self, text: str) -> list[Part]:
-        """Take more of the answer's text; return what it certainly says."""
-        at = 0
-        while at < len(text):
-            # Where no marker can have begun, what comes before the next one is said at once.
-            if self._say_plain is not None:
-                match = self._plain.search(text, at)
-                stop = match.start() if match else len(text)
-                self._say_plain(text[at:stop])
-                at = stop
-            if at < len(text):
-                self._script.send(text[at])
-                at += 1
-        return self._new_parts()
+    def feed(self, text: str) -> list[AnswerPart]:
+        """Take more of the text; return the new parts."""
+        position = 0
+        while position < len(text):
+            # Where no marker can have begun, all that comes before the next one is added at once.
+            if self._add_plain is not None:
+                match = self._first_characters.search(text, position)
+                end = match.start() if match else len(text)
+                self._add_plain(text[position:end])
+                position = end
+            if position < len(text):
+                self._script.send(text[position])
+                position += 1
+        return self._pop_parts()
 
-    def finish(self, *, is_cut: bool = False) -> list[Part]:
-        """Return what had to wait; of a call that a limit has cut nothing is content."""
+    def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
+        """End the text; return the remaining parts. A call cut by a limit leaves no content."""
         self._is_cut = is_cut
         if not self._calls.has_ended:
             self._calls.has_ended = True
@@ -273,15 +233,13 @@ class AnswerReader:
                 pass
             else:
                 raise AssertionError("a script ends when the answer does")
-        return self._new_parts()
+        return self._pop_parts()
 
-    def _new_parts(self) -> list[Part]:
-        parts = joined(self._parts)
-        self._parts.clear()
-        return parts
+    def _pop_parts(self) -> list[AnswerPart]:
+        return [part for part in self._calls.pop_parts() if self._is_parallel or not part.call]
 
     def _read(self) -> Script:
-        """The script of an answer: perhaps reasoning; messages and calls."""
+        """Read an answer: perhaps reasoning, then messages and calls."""
         if self._is_reasoning:
             yield from self._reason()
         is_start = True
@@ -293,8 +251,8 @@ class AnswerReader:
             if not marker:
                 return
             if self._reasoning is not None and marker == self._reasoning.begin:
-                is_start = not self._has_said
-                if self._has_said:
+                is_start = not self._has_text
+                if self._has_text:
                     self._say(marker)
                 else:
                     yield from self._reason()
@@ -320,13 +278,16 @@ class AnswerReader:
             self._say(text)
 
     def _scan(self, markers: tuple[str, ...], say: Callable[[str], None]) -> Characters:
-        """Say what comes before the next marker, which is returned; "" at the end."""
+        """Say the text before the next marker, and return the marker; "" at the end."""
+        # `text` is a proper prefix of a marker, and waits; with "<tool_call>" and "<think>":
+        #     "a"  said at once      "<t"  waits for "o" or "h"
+        #     "<tx"  "<" is said, since no marker goes on so; then "t", then "x"
         text = ""
-        self._plain = _first_of(markers)
+        self._first_characters = _match_first(markers)
         while True:
-            self._say_plain = None if text or self._calls.has_again else say
+            self._add_plain = None if text or self._calls.has_again else say
             char = yield from self._calls.take()
-            self._say_plain = None
+            self._add_plain = None
             self._calls.forget()
             if not char:
                 break
@@ -340,49 +301,38 @@ class AnswerReader:
         return ""
 
     def _reason(self) -> Script:
-        assert self._reasoning is not None, "what has no tags isn't read as reasoning"
-        self._has_said, self._space = False, []
-        yield from self._scan((self._reasoning.end,), lambda text: self._say(text, ReasoningPart))
-        self._has_said, self._space = False, []
+        assert self._reasoning is not None, "without tags nothing is read as reasoning"
+        self._has_text, self._space = False, []
+        yield from self._scan((self._reasoning.end,), lambda text: self._say(text, "reasoning"))
+        self._has_text, self._space = False, []
 
-    def _say(self, text: str, kind: type[Content | ReasoningPart] = Content) -> None:
-        """Tell of a text, of which the white space at both ends is left out."""
-        solid = text.rstrip() if self._has_said else text.strip()
-        if self._is_forced and kind is Content:
-            return  # a forced answer is calls and the marks around them
+    def _say(self, text: str, kind: PartKind = "content") -> None:
+        """Add a text, without the white space at both ends of content and of reasoning."""
+        if self._keeps_space:
+            if text:
+                self._calls.add(kind, text)
+            return
+        # White space waits in `_space` until text follows it; at the end it is dropped.
+        solid = text.rstrip() if self._has_text else text.strip()
+        if self._is_forced and kind == "content":
+            return  # calls, and the marks around them
         if solid:
-            self._parts.append(kind("".join(self._space) + solid))
-            self._space, self._has_said = [], True
-        if self._has_said:
+            self._calls.add(kind, "".join(self._space) + solid)
+            self._space, self._has_text = [], True
+        if self._has_text:
             trailing = text[len(text.rstrip()) :]
             self._space += [trailing] if trailing else []
 
 
-def _first_of(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """What matches the first characters of markers."""
+def _match_first(markers: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of the first characters of markers."""
     return re.compile("|".join(re.escape(marker[0]) for marker in markers) or "(?!)")
 
 
-def joined(parts: list[Part]) -> list[Part]:
-    """The same with neighbours of one kind as one."""
-    groups: list[tuple[Part, list[str]]] = []
-    for part in parts:
-        last = groups[-1][0] if groups else None
-        texts = [] if isinstance(part, CallStart | CallEnd) else [part.text]
-        if texts and last is not None and _is_more(last, part):
-            groups[-1][1].extend(texts)
-        else:
-            groups.append((part, texts))
-    return [_with_text(part, "".join(texts)) for part, texts in groups]
-
-
-def _is_more(first: Part, second: Part) -> bool:
-    if isinstance(first, CallArguments) and isinstance(second, CallArguments):
-        return first.index == second.index
-    return type(first) is type(second) and isinstance(first, Content | ReasoningPart)
-
-
-def _with_text(part: Part, text: str) -> Part:
-    if isinstance(part, CallArguments):
-        return CallArguments(part.index, text)
-    return type(part)(text) if isinstance(part, Content | ReasoningPart) else part
+def is_json_object(text: str) -> bool:
+    """Return True if `parse_json_object` accepts a text."""
+    try:
+        parse_json_object(text, "the call")
+    except FormatError:
+        return False
+    return True

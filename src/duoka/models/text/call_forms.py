@@ -1,161 +1,165 @@
-"""The forms in which families of models write calls of tools.
+"""The forms of calls of tools, by family of models.
 
-Each is read by a script that takes characters; see `answer_reader`. What a call is to look like,
-its grammar, is in `call_grammars`.
+A form reads calls with a script of `CallReader`; see `answer_reader`. The grammars of forced calls
+are in `call_grammars`.
+
+    TaggedForm     <tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call>
+    ObjectForm     {"name": "get", "parameters": {"a": 1}}
+    MistralForm    [TOOL_CALLS] [{"name": "get", "arguments": {"a": 1}}]
+                   [TOOL_CALLS]get[ARGS]{"a": 1}
+    LineForm       get⏎{"a": 1}
+    PairForm       <tool_call>get<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>
+    ParameterForm  <tool_call><function=get><parameter=a>1</parameter></function></tool_call>
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from duoka.base.serialization import parse_json_object
-from duoka.errors import FormatError
-
-from .answer_reader import CallReader, Characters, Script
+from .answer_reader import CallForm, CallReader, is_json_object
+from .characters import Characters, Script
 from .messages import parse_python_call
 
 _MOST_NAME = 128
 _NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
-_OTHER_KEYS = {"id", "type"}
+_KEYS = {"name", "arguments", "id", "type"}
 _FENCE = "```"
-_PAIR_MARKS = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 def _read_object(calls: CallReader) -> Script:
-    """Read an object with a name and arguments, of which "{" has been taken."""
+    """Read an object with a name and arguments, after its opening brace."""
+    # Keys may come in any order. If the name is known when the arguments begin, they are added
+    # while they are read; otherwise both are kept until the other has come.
     name, arguments, keys = "", "", set[str]()
     char = yield from calls.after_space()
     while char != "}":
-        key = yield from _next_key(calls, char, keys)
+        key = yield from _read_key(calls, char, keys)
         char = yield from calls.after_space()
-        is_streamed = key == "arguments" and name != "" and char == "{"
-        if is_streamed:
+        if key == "arguments" and name and char == "{":
             calls.start(name)
-        value = yield from calls.json_value(char, calls.tell_arguments if is_streamed else None)
-        if key == "name":
-            name = _text(value, calls)
-        elif key == "arguments":
-            arguments = value if is_streamed else _object_text(value, calls)
-        if keys >= {"name", "arguments"} and not calls.is_open:
-            calls.start(name)
-            calls.tell_arguments(arguments)
-        char = yield from _after_comma(calls)
+            yield from calls.json_value(char, calls.add_arguments)
+        else:
+            value = yield from calls.json_value(char)
+            if key == "name":
+                name = _require_text(calls, json.loads(value))
+            elif key == "arguments":
+                arguments = json.loads(value) if value.startswith('"') else value
+                if not is_json_object(arguments):
+                    calls.stop()
+            if keys >= {"name", "arguments"} and not calls.is_open:
+                calls.start(name)
+                calls.add_arguments(arguments)
+        char = yield from calls.after_space()
+        if char == ",":
+            char = yield from calls.after_space()
+            if char != '"':
+                calls.stop(char)
     if not calls.is_open:
         calls.stop()
     calls.end()
 
 
-def _next_key(calls: CallReader, char: str, keys: set[str]) -> Characters:
-    """Take a key, of which the first character has been taken, and the colon behind it."""
+def _read_key(calls: CallReader, char: str, keys: set[str]) -> Characters:
+    """Take a key from its first character on, and the colon after the key."""
     if char != '"':
         calls.stop(char)
     key = str(json.loads((yield from calls.json_value(char))))
     key = "arguments" if key == "parameters" else key
-    if key in keys or key not in {"name", "arguments"} | _OTHER_KEYS:
+    if key in keys or key not in _KEYS:
         calls.stop()
     keys.add(key)
     yield from calls.expect(":")
     return key
 
 
-def _after_comma(calls: CallReader) -> Characters:
-    """Take a comma and the next key's first character, or the end of the object."""
+def _require_text(calls: CallReader, value: object) -> str:
+    return value if isinstance(value, str) else calls.stop()
+
+
+def _read_name(calls: CallReader, char: str) -> Characters:
+    """Take a name from its first character on, and give the next one back."""
+    name = ""
+    while char and char in _NAMES and len(name) < _MOST_NAME:
+        name += char
+        char = yield from calls.take()
+    calls.give_back(char)
+    return name
+
+
+def _read_arguments(calls: CallReader, name: str) -> Script:
+    """Read the arguments of a call as an object, after white space."""
+    char = yield from calls.expect("{")
+    calls.start(name)
+    yield from calls.json_value(char, calls.add_arguments)
+    calls.end()
+
+
+def _read_optional(calls: CallReader, text: str) -> Script:
+    """Read a text, unless the answer ends here: a grammar may leave the text out."""
     char = yield from calls.after_space()
-    if char == "}":
-        return char
-    if char == ",":
-        char = yield from calls.after_space()
-    if char != '"':
-        calls.stop(char)
-    return char
-
-
-def _text(value: str, calls: CallReader) -> str:
-    text = json.loads(value)
-    if not isinstance(text, str):
-        calls.stop()
-    return text
-
-
-def _object_text(value: str, calls: CallReader) -> str:
-    """Arguments, or a text that holds them."""
-    if value.startswith('"'):
-        value = json.loads(value)
-    try:
-        parse_json_object(value, "the call")
-    except FormatError:
-        calls.stop()
-    return value
+    if char:
+        calls.give_back(char)
+        yield from calls.expect(text)
 
 
 @dataclass(frozen=True)
-class TaggedForm:
-    """Hermes' and Qwen's: an object between tags. Several follow one another."""
+class TaggedForm(CallForm):
+    """The form of Hermes and Qwen: an object between tags, for each call."""
 
     markers: tuple[str, ...] = ("<tool_call>",)
     inner_marks: tuple[str, ...] = ("</tool_call>",)
-    turn: str = ""
-    is_at_start: bool = False
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
         yield from calls.expect("{")
         yield from _read_object(calls)
-        char = yield from calls.after_space()
-        if char:  # a grammar may leave the last tag out
-            calls.give_back(char)
-            yield from calls.expect("</tool_call>")
+        yield from _read_optional(calls, "</tool_call>")
 
 
 @dataclass(frozen=True)
-class ObjectForm:
-    """Llama 3's, and that of models without a form: the answer is an object.
+class ObjectForm(CallForm):
+    """The form of Llama 3, and of models without a form: the whole answer is an object.
 
-    Llama has a token before it where it was told of a Python interpreter, and between several a
-    semicolon.
+    Llama writes a token before it where the prompt named a Python interpreter, and semicolons
+    between several objects.
     """
 
     markers: tuple[str, ...] = ("<|python_tag|>",)
-    inner_marks: tuple[str, ...] = ()
-    turn: str = ""
     is_at_start: bool = True
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
-        yield from calls.expect("{")
-        yield from _read_object(calls)
-        while char := (yield from calls.after_space()):
-            if char == ";":
-                char = yield from calls.after_space()
+        char = yield from calls.after_space()
+        while True:
             if char != "{":
                 calls.stop(char)
             yield from _read_object(calls)
+            char = yield from calls.after_space()
+            if char == ";":
+                char = yield from calls.after_space()
+            elif not char:
+                return
 
 
 @dataclass(frozen=True)
-class MistralForm:
-    """Mistral's: a token, and a list of objects; later a name and its arguments after each token.
+class MistralForm(CallForm):
+    """The form of Mistral: a token and a list of objects; later a name and arguments per token.
 
-    The sources are the templates of Mistral 7B v0.3 and Mistral Small 3.2.
+    Source: the chat templates of Mistral 7B v0.3 and Mistral Small 3.2.
     """
 
     markers: tuple[str, ...] = ("[TOOL_CALLS]",)
     inner_marks: tuple[str, ...] = ("[ARGS]", "[CALL_ID]")
-    turn: str = ""
-    is_at_start: bool = False
     has_names: bool = False
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
         char = yield from calls.after_space()
-        if char == "[":
-            yield from self._read_list(calls)
-        else:
+        if char != "[":
             yield from self._read_named(calls, char)
-
-    def _read_list(self, calls: CallReader) -> Script:
+            return
         char = ","
         while char == ",":
             yield from calls.expect("{")
@@ -165,39 +169,35 @@ class MistralForm:
             calls.stop(char)
 
     def _read_named(self, calls: CallReader, char: str) -> Script:
-        name = ""
-        while char and char in _NAMES and len(name) < _MOST_NAME:
-            name += char
-            char = yield from calls.take()
+        name = yield from _read_name(calls, char)
+        char = yield from calls.take()
         if char == "[":
             mark = yield from calls.until("]")
             if mark == "CALL_ID":
                 yield from calls.until("[ARGS]")
             elif mark != "ARGS":
                 calls.stop()
-            char = yield from calls.after_space()
-        if char != "{":
-            calls.stop(char)
-        calls.start(name)
-        yield from calls.json_value(char, calls.tell_arguments)
-        calls.end()
+        else:
+            calls.give_back(char)
+            if char != "{":
+                calls.stop()
+        yield from _read_arguments(calls, name)
 
 
-@dataclass(frozen=True)
-class LineForm:
-    """The ChatGLM family's: a name in the first line of a message, and arguments below it.
+@dataclass(frozen=True, kw_only=True)
+class LineForm(CallForm):
+    """The form of ChatGLM: a name in the first line of a message, and arguments below it.
 
-    ChatGLM3's are a line of Python, GLM-4's JSON.
+    ChatGLM3 writes a line of Python, GLM-4 JSON.
     """
 
-    arguments: Literal["python", "json"]
-    markers: tuple[str, ...] = ()
-    inner_marks: tuple[str, ...] = ()
+    arguments: Literal["python", "json"] = field(kw_only=False)
     turn: str = "<|assistant|>"
     is_at_start: bool = True
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
+        # Any text can begin like a name: it is one as long as some tool's name begins so.
         char = yield from calls.after_space()
         name = ""
         while char != "\n":
@@ -212,108 +212,63 @@ class LineForm:
             calls.stop()
         if self.arguments == "python":
             yield from self._read_python(calls, name)
-            return
-        char = yield from calls.after_space()
-        if char != "{":
-            calls.stop(char)
-        calls.start(name)
-        yield from calls.json_value(char, calls.tell_arguments)
-        calls.end()
+        else:
+            yield from _read_arguments(calls, name)
 
     def _read_python(self, calls: CallReader, name: str) -> Script:
-        yield from calls.expect(_FENCE)
-        chars, tail = [_FENCE], ""
-        # A fence within a text of the call doesn't end it: all of the message is the call.
-        while char := (yield from calls.take()):
-            chars.append(char)
-            tail = (tail + char)[-len(self.turn) :]
-            if tail == self.turn:
-                break
-        message = "".join(chars).removesuffix(self.turn)
-        call = parse_python_call(name, message)
+        """Read a fenced call up to the next message; fences within its texts don't end the call."""
+        message = yield from calls.expect(_FENCE)
+        while not message.endswith(self.turn) and (char := (yield from calls.take())):
+            message += char
+        turn = self.turn if message.endswith(self.turn) else ""
+        call = parse_python_call(name, message.removesuffix(turn))
         if call is None:
-            calls.stop(self.turn if tail == self.turn else "")
-        try:
-            arguments = json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError, RecursionError):  # bytes, sets
-            calls.stop(self.turn if tail == self.turn else "")
-        calls.start(name)
-        calls.tell_arguments(arguments)
-        calls.end()
-        if tail == self.turn:
-            calls.take_again(self.turn)
+            calls.stop(turn)
+        calls.add_call(name, json.dumps(call.arguments, ensure_ascii=False))
+        calls.take_again(turn)
 
 
 @dataclass(frozen=True)
-class PairForm:
-    """GLM-4.5's: a name, then each argument's name and value between tags."""
+class PairForm(CallForm):
+    """The form of GLM-4.5: a name, then the name and the value of each argument between tags."""
 
     markers: tuple[str, ...] = ("<tool_call>",)
-    inner_marks: tuple[str, ...] = _PAIR_MARKS
-    turn: str = ""
-    is_at_start: bool = False
+    inner_marks: tuple[str, ...] = (
+        *("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    )
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
-        char = yield from calls.after_space()
-        name = ""
-        while char and char in _NAMES and len(name) < _MOST_NAME:
-            name += char
-            char = yield from calls.take()
-        calls.give_back(char)
-        arguments = Arguments(calls, name)
-        while (tag := (yield from self._next_tag(calls))) == "arg_key":
+        name = yield from _read_name(calls, (yield from calls.after_space()))
+        arguments = _Arguments(calls, name)
+        while (yield from calls.expect("<arg_key>", "</tool_call>")) == "<arg_key>":
             key = yield from calls.until("</arg_key>")
             yield from calls.expect("<arg_value>")
             arguments.add(key.strip(), (yield from calls.until("</arg_value>")))
-        if tag != "/tool_call":
-            calls.stop(f"<{tag}>")
         arguments.end()
-
-    def _next_tag(self, calls: CallReader) -> Characters:
-        yield from calls.expect("<")
-        tag = ""
-        while (char := (yield from calls.take())) != ">":
-            tag += char
-            if not char or len(tag) > len("/tool_call"):
-                calls.stop(f"<{tag}")
-        return tag
 
 
 @dataclass(frozen=True)
-class ParameterForm:
-    """Qwen3-Coder's: ``<function=name>`` with a ``<parameter=name>`` for each argument."""
+class ParameterForm(CallForm):
+    """The form of Qwen3-Coder: ``<function=name>``, and ``<parameter=name>`` per argument."""
 
     markers: tuple[str, ...] = ("<tool_call>",)
     inner_marks: tuple[str, ...] = ("</tool_call>",)
-    turn: str = ""
-    is_at_start: bool = False
 
     def read(self, calls: CallReader, marker: str) -> Script:
         """See `CallForm.read`."""
         yield from calls.expect("<function=")
-        arguments = Arguments(calls, (yield from calls.until(">")))
-        while True:
-            yield from calls.expect("<")
-            char = yield from calls.take()
-            if char != "p":
-                break
-            yield from calls.expect("arameter=")
+        arguments = _Arguments(calls, (yield from calls.until(">")))
+        while (yield from calls.expect("<parameter=", "</function>")) == "<parameter=":
             key = yield from calls.until(">")
             value = yield from calls.until("</parameter>")
             arguments.add(key, value.removeprefix("\n").removesuffix("\n"))
-        calls.give_back(char)
-        calls.give_back("<")
-        yield from calls.expect("</function>")
         arguments.end()
-        char = yield from calls.after_space()
-        if char:
-            calls.give_back(char)
-            yield from calls.expect("</tool_call>")
+        yield from _read_optional(calls, "</tool_call>")
 
 
-class Arguments:
-    """The arguments of a call that are written one by one, with texts as they are."""
+class _Arguments:
+    """The arguments of a call, written one by one with texts unquoted."""
 
     def __init__(self, calls: CallReader, name: str) -> None:
         if name not in calls.schemas:
@@ -324,33 +279,30 @@ class Arguments:
         self._keys: set[str] = set()
 
     def add(self, key: str, written: str) -> None:
-        """Tell of an argument; NoCall if it was there before."""
+        """Add an argument; NoCall if the key was there before."""
         if key in self._keys:
             self._calls.stop()
         if not self._keys:
             self._calls.start(self._name)
-        text = json.dumps(key, ensure_ascii=False) + ": " + self._value(key, written)
-        self._calls.tell_arguments((", " if self._keys else "{") + text)
+        text = json.dumps(key, ensure_ascii=False) + ": " + self._to_json(key, written)
+        self._calls.add_arguments((", " if self._keys else "{") + text)
         self._keys.add(key)
 
     def end(self) -> None:
-        """Tell that there are no more."""
+        """End the call."""
         if not self._keys:
-            self._calls.start(self._name)
-        self._calls.tell_arguments("}" if self._keys else "{}")
-        self._calls.end()
+            self._calls.add_call(self._name, "{}")
+        else:
+            self._calls.add_arguments("}")
+            self._calls.end()
 
-    def _value(self, key: str, written: str) -> str:
-        """A value as JSON: a text where the schema has one, or where it is nothing else."""
+    def _to_json(self, key: str, written: str) -> str:
+        """Write a value as JSON: as a text by its schema, or if the value is no JSON."""
         schema = self._properties.get(key)
         kind = schema.get("type") if isinstance(schema, dict) else None
         kinds = kind if isinstance(kind, list) else [kind]
         is_null = written.strip() == "null" and "null" in kinds
-        if "string" not in kinds or is_null:
-            try:
-                parse_json_object('{"": ' + written + "}", "an argument")
-            except FormatError:
-                pass
-            else:
-                return written.strip()
-        return json.dumps(written, ensure_ascii=False)
+        is_text = "string" in kinds and not is_null
+        if is_text or not is_json_object('{"": ' + written + "}"):
+            return json.dumps(written, ensure_ascii=False)
+        return written.strip()

@@ -1,6 +1,6 @@
-"""Grammars that leave a model nothing to say but a call, in llguidance's variant of Lark.
+"""Grammars of forced calls, in llguidance's variant of Lark.
 
-A special token is no text, and fits no grammar: what a call begins with goes into the prompt.
+A special token is no text, and fits no grammar: the beginning of a call goes into the prompt.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _HINT = "let the model choose (tool_choice auto)"
 
 @dataclass(frozen=True, slots=True)
 class ForcedCall:
-    """What makes an answer a call.
+    """A call that an answer is forced to be.
 
     Parameters
     ----------
     prompt_ids : tuple of int
-        What comes after the prompt.
+        Tokens after the prompt.
     text : str
-        The part of it that belongs to the call; its reader is given it.
+        Their part that belongs to the call, for its reader.
     grammar : str
-        Of the rest, in Lark's form.
+        The grammar of the rest, in Lark's form.
     """
 
     prompt_ids: tuple[int, ...]
@@ -45,7 +45,7 @@ class ForcedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What stands around a call, and what it begins with in the prompt; `mark` parts several."""
+    """The texts around a call, and its beginning in the prompt; `mark` stands between calls."""
 
     prompt: str
     write: Callable[[str, str], str]
@@ -54,7 +54,7 @@ class _Written:
     after: str = ""
 
 
-def forced_call(
+def force_call(
     form: CallForm | None,
     tools: Sequence[Tool],
     tokenizer: PreTrainedTokenizerBase,
@@ -62,26 +62,29 @@ def forced_call(
     before: str,
     parallel: bool,
 ) -> ForcedCall:
-    """See `AnswerFormat.forced_call`; `before` ends what the prompt has begun."""
+    """See `AnswerFormat.forced_call`; `before` ends the reasoning that the prompt has begun."""
     functions = [tool_function(tool) for tool in tools]
     if not functions:
         raise UsageError("a call is required, but no tool is offered", hint="offer one")
+    # start: "[" call (", " call)* "]"
+    # call: call_0 | call_1
+    # call_0: "{\"name\": \"get\", \"arguments\": " %json {…} "}"
     written = _written(form, functions)
     prompt = before + written.prompt
     ids = tokenizer.encode(prompt, add_special_tokens=False, split_special_tokens=False)
     if written.mark and parallel:
-        more = f"start: {_text(written.before)} call ({_text(written.mark)} call)* "
+        start = f"start: {_text(written.before)} call ({_text(written.mark)} call)* "
     else:
-        more = f"start: {_text(written.before)} call "
+        start = f"start: {_text(written.before)} call "
     calls = [f"call_{number}" for number in range(len(functions))]
-    rules = [f"{more}{_text(written.after)}", f"call: {' | '.join(calls)}"]
+    rules = [f"{start}{_text(written.after)}", f"call: {' | '.join(calls)}"]
     for name, function in zip(calls, functions, strict=True):
         rules.append(f"{name}: {written.write(function['name'], f'%json {_schema(function)}')}")
     return ForcedCall(tuple(ids), written.prompt, "\n".join(rules))
 
 
 def _written(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -> _Written:
-    """How the calls of a form are written."""
+    """Return the texts of a form; UsageError if no grammar can be written."""
     if form is None or isinstance(form, ObjectForm):
         key = "arguments" if form is None else "parameters"
         return _Written("", lambda name, schema: _object(name, key, schema))
@@ -115,12 +118,12 @@ def _object(name: str, key: str, schema: str) -> str:
 
 
 def _text(text: str) -> str:
-    """A text in a grammar."""
+    """Write a text in a grammar."""
     return json.dumps(text) if text else ""
 
 
 def _schema(function: Mapping[str, Any]) -> str:
-    """The schema of a tool's arguments; of a tool that isn't strict, as far as it is understood."""
+    """Write the schema of a tool's arguments; unknown keywords are refused for strict tools."""
     options = {**JSON_OPTIONS, "lenient": not function.get("strict")}
     schema = {**(function.get("parameters") or {}), "type": "object", "x-guidance": options}
     try:

@@ -1,9 +1,14 @@
-"""Chat templates, applied so that the text of a message cannot become a special token.
+"""Apply chat templates so that the text of a message never becomes a special token.
 
-A template gives one string in which its own special tokens and those that somebody typed look
-alike. So it is rendered twice, the second time with marks in the place of the contents. That
-tells which special tokens are the template's: only these become ids; between them everything is
-encoded as text.
+A template renders one string, where its own special tokens and typed ones look alike. So the
+messages are rendered twice, the second time with marks in place of contents and names of calls:
+
+    contents  ["hi<|end|>"]   <|user|>hi<|end|><|end|>
+    marks     ["⟦0⟧"]         <|user|>⟦0⟧<|end|>
+
+The special tokens of the second string are the template's, and become ids. The texts between them
+are encoded as text, after the marks were replaced by the contents. Where no content holds a special
+token, or a part of one at its edges, the first string is simply encoded.
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
@@ -21,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from duoka.errors import CheckpointError, UsageError
 
 from .image_prompts import PromptImages, images_of
-from .messages import ChatMessage, Tool, ToolCall, tool_function
+from .messages import ChatMessage, Tool, tool_function
 from .tokenizer import special_id
 
 MOST_TEMPLATE_CHARACTERS = 1 << 18  # the longest published ones have some ten thousand
@@ -47,23 +51,23 @@ def encode_answer(
     tools: Sequence[Tool] | None,
     stop_ids: Sequence[int],
 ) -> tuple[list[int], list[bool]]:
-    """Return the ids of a chat up to the end of its last answer, and which are the answer's.
+    """Return the ids of a chat up to the end of its last answer, with a mask of the answer.
 
-    What the model is asked with must begin what is written with the answer. Of the rest, up to
-    the first token that stops the model, all is the answer's, or what the template itself marks by
-    ``{% generation %}``, and the stop. Where the template writes no stop, one is added.
+    The prompt must be the beginning of the chat with the answer. The answer is the rest up to the
+    first stop token and this token, or the part that the template marks by ``{% generation %}``.
+    Where the template writes no stop token, one is added.
     """
     question = _encode(tokenizer, messages[:-1], tools)
-    whole = _encode(tokenizer, messages, tools, is_prompt=False)
-    answer = whole.text.removeprefix(question.text)
-    is_changed = answer == whole.text or _solid(messages[-1].content) not in _solid(answer)
+    chat = _encode(tokenizer, messages, tools, is_prompt=False)
+    answer = chat.text.removeprefix(question.text)
+    is_changed = answer == chat.text or _solid(messages[-1].content) not in _solid(answer)
     if is_changed:
         raise UsageError(
             "the model's chat template writes this answer otherwise than it asks for one, or "
             "leaves a part of it out",
             hint="give the checkpoint a template that writes answers as they were said",
         )
-    ids, start = whole.ids, common_length(question.ids, whole.ids)
+    ids, start = chat.ids, common_length(question.ids, chat.ids)
     says = _marked_by_template(tokenizer, messages, tools, ids) or [True] * len(ids)
     stop = next((at for at in range(start, len(ids)) if ids[at] in stop_ids), len(ids))
     if stop == len(ids):
@@ -73,7 +77,7 @@ def encode_answer(
 
 
 def _solid(text: str) -> str:
-    """A text without white space, of which templates take some away."""
+    """Drop the white space of a text: templates strip some."""
     return "".join(text.split())
 
 
@@ -85,7 +89,7 @@ def _end_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> int:
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
+    """Count the common tokens at the beginning of two texts."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(first))
 
@@ -96,21 +100,20 @@ def _marked_by_template(
     tools: Sequence[Tool] | None,
     ids: Sequence[int],
 ) -> list[bool] | None:
-    """Which tokens the template says to be the assistant's; None where it says nothing."""
+    """Return the template's own mask of the assistant's tokens; None without ``generation``."""
     template = _template(tokenizer, has_tools=bool(tools))
     if not _GENERATION.search(template):
         return None
-    contents = [message.content for message in messages]
     apply: Any = tokenizer.apply_chat_template
     encoded = apply(
-        _conversation(messages, contents),
+        _conversation(messages),
         tools=[dict(tool) for tool in tools] if tools else None,
         chat_template=template,
         return_assistant_tokens_mask=True,
         return_dict=True,
     )
     if list(encoded["input_ids"]) != list(ids):
-        raise _unsafe()
+        raise _imitation_error()
     return [bool(mark) for mark in encoded["assistant_masks"]]
 
 
@@ -127,57 +130,74 @@ def _encode(
     images: PromptImages | None = None,
     is_prompt: bool = True,
 ) -> _Encoded:
-    """Render messages and encode them, so that the model answers, or as what was said."""
+    """Render messages and encode them, with or without the beginning of an answer."""
     special = _Special(tokenizer)
     special.refuse_in_tools(tools or ())
     special.refuse_in_calls(messages)
     contents = [message.content for message in messages]
-    marks = _Marks(len(contents))
-    shown = images_of(messages)
-    render = partial(_render, tokenizer, messages, (contents, marks.texts), tools)
-    text, marked = render(is_prompt=is_prompt)
+    marks = _Marks(messages)
+    images_shown = images_of(messages)
+    # Both strings come from one call, so that templates with a date write the same one.
+    text, marked = _render(tokenizer, messages, marks, tools, is_prompt=is_prompt)
     # Some templates know contents in parts alone; one that cuts texts would write a list as Python.
-    if shown or (contents[-1] and marks.texts[-1] not in marked):
-        in_parts = render(is_prompt=is_prompt, in_parts=True)
-        if str(_parts(messages[-1], marks.texts[-1])) not in in_parts[1]:
+    if images_shown or (contents[-1] and marks.contents[-1] not in marked):
+        in_parts = _render(tokenizer, messages, marks, tools, is_prompt=is_prompt, in_parts=True)
+        if str(_parts(marks.messages[-1])) not in in_parts[1]:
             text, marked = in_parts
     is_imitated = special.is_imitated(contents, text, marked)
-    if shown:
+    if images_shown:
         assert images is not None, "a format without it refuses images"
         if is_imitated or any(map(images.is_imitated, contents)):
-            raise _unsafe()
-        return _Encoded(text, images.prompt(text, shown))
+            raise _imitation_error()
+        return _Encoded(text, images.prompt(text, images_shown))
     if not is_imitated:
         return _Encoded(text, _ids(tokenizer, text))
-    for chosen in (contents, [content.strip() for content in contents]):
-        if marks.fill(marked, chosen) == text:
+    # The template may write contents as they are, or stripped; in any other way, the marks don't
+    # tell the place of a content.
+    for written in (contents, [content.strip() for content in contents]):
+        if marks.fill(marked, written) == text:
             break
     else:
-        raise _unsafe()
+        raise _imitation_error()
     # With harmless contents the two ways must agree, or this tokenizer needs more than parts.
-    harmless = [f"x{special.without(content)}x" for content in chosen]
+    harmless = [f"x{special.without(content)}x" for content in written]
     if special.ids_in_parts(marked, marks, harmless) != _ids(
         tokenizer, marks.fill(marked, harmless)
     ):
-        raise _unsafe()
-    return _Encoded(text, special.ids_in_parts(marked, marks, chosen))
+        raise _imitation_error()
+    return _Encoded(text, special.ids_in_parts(marked, marks, written))
 
 
 class _Marks:
-    """Texts that stand for contents; nobody can guess them."""
+    """The messages with marks in place of contents and of the names of calls.
 
-    def __init__(self, number: int) -> None:
-        # Private-use characters, and digits that differ each time.
+    A mark has private-use characters and digits that differ each time, so nobody can guess one.
+    """
+
+    def __init__(self, messages: Sequence[ChatMessage]) -> None:
         nonce = secrets.randbelow(10**12)
-        self.texts = [f"\ue0f0{nonce}-{index}\ue0f1" for index in range(number)]
+        self._names = [call.name for message in messages for call in message.calls]
+        marks = [f"\ue0f0{nonce}-{n}\ue0f1" for n in range(len(messages) + len(self._names))]
         self._pattern = re.compile(f"\ue0f0{nonce}-([0-9]+)\ue0f1")
+        self.contents, self.names = marks[: len(messages)], marks[len(messages) :]
+        names = iter(self.names)
+        self.messages = [
+            replace(
+                message,
+                content=content,
+                calls=tuple(replace(call, name=next(names)) for call in message.calls),
+            )
+            for message, content in zip(messages, self.contents, strict=True)
+        ]
 
     def fill(self, marked: str, contents: Sequence[str]) -> str:
-        return self._pattern.sub(lambda mark: contents[int(mark[1])], marked)
+        """Replace the marks by contents, and by the names."""
+        texts = [*contents, *self._names]
+        return self._pattern.sub(lambda mark: texts[int(mark[1])], marked)
 
 
 class _Special:
-    """The tokens that text must not become; other added tokens are text like any other."""
+    """The special tokens, which text must not become; other added tokens are text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.added_tokens_decoder.values()
@@ -188,7 +208,7 @@ class _Special:
     def refuse_in_tools(self, tools: Sequence[Tool]) -> None:
         """Raise UsageError for a special token in a tool: templates write tools in many ways."""
         for tool in tools:
-            tool_function(tool)  # refuses what is none
+            tool_function(tool)  # refuses another form
         self._refuse(list(tools), "a tool's description")
 
     def refuse_in_calls(self, messages: Sequence[ChatMessage]) -> None:
@@ -206,28 +226,31 @@ class _Special:
                 )
 
     def is_imitated(self, contents: Sequence[str], text: str, marked: str) -> bool:
-        """Whether a content holds a special token, or makes one with what stands beside it."""
+        """Return True if a content holds a special token, or makes one with its neighbours."""
         if any(self._pattern.search(content) for content in contents):
             return True
+        # "<|us" and a template's "er|>" are a special token together: then the two strings differ
+        # in their special tokens.
         at_edges = any(self._begins_or_ends(content) for content in contents)
         return at_edges and self._pattern.findall(text) != self._pattern.findall(marked)
 
     def without(self, text: str) -> str:
-        """A text with something else in the place of special tokens."""
+        """Replace the special tokens in a text."""
         return self._pattern.sub("x", text)
 
     def ids_in_parts(self, marked: str, marks: _Marks, contents: Sequence[str]) -> list[int]:
-        """Encode text between the template's own special tokens, and those tokens as ids."""
+        """Encode the template's own special tokens as ids, and the texts between them as text."""
         ids: list[int] = []
-        at = 0
+        position = 0
         for token in self._pattern.finditer(marked):
-            ids += text_ids(self._tokenizer, marks.fill(marked[at : token.start()], contents))
+            text = marks.fill(marked[position : token.start()], contents)
+            ids += text_ids(self._tokenizer, text)
             ids.append(special_id(self._tokenizer, token[0]))
-            at = token.end()
-        return ids + text_ids(self._tokenizer, marks.fill(marked[at:], contents))
+            position = token.end()
+        return ids + text_ids(self._tokenizer, marks.fill(marked[position:], contents))
 
     def _begins_or_ends(self, content: str) -> bool:
-        """Whether a content could be the first, the last or the middle part of a special token."""
+        """Return True if a content can be the first, last or middle part of a special token."""
         return any(
             content in token
             or any(
@@ -239,19 +262,17 @@ class _Special:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Every text in a JSON value, keys too."""
+    """Return every text in a JSON value, keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
+        yield from _texts([*value.keys(), *value.values()])
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _texts(item)
 
 
-def _unsafe() -> UsageError:
+def _imitation_error() -> UsageError:
     return UsageError(
         "a message contains the text of a special token, which this model's chat template can't "
         "keep apart from its own",
@@ -262,26 +283,18 @@ def _unsafe() -> UsageError:
 def _render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[ChatMessage],
-    contents_of: Sequence[Sequence[str]],
+    marks: _Marks,
     tools: Sequence[Tool] | None,
     *,
     is_prompt: bool,
     in_parts: bool = False,
 ) -> list[str]:
-    """Render in Jinja's sandbox, as transformers does, once for each list of contents."""
-    conversations = [
-        _conversation(messages, contents, in_parts=in_parts) for contents in contents_of
-    ]
-    # Templates differ in what they leave out: some write no calls, some only the first.
-    names = _Marks(sum(len(message.calls) for message in messages))
-    if names.texts:
-        renamed = _with_names(messages, iter(names.texts))
-        conversations.append(_conversation(renamed, contents_of[0], in_parts=in_parts))
+    """Render the messages, and those with marks, in Jinja's sandbox, as transformers does."""
     render: Any = tokenizer.apply_chat_template
     template = _template(tokenizer, has_tools=bool(tools))
     try:
         texts: list[str] = render(
-            conversations,
+            [_conversation(chat, in_parts=in_parts) for chat in (messages, marks.messages)],
             tools=[dict(tool) for tool in tools] if tools else None,
             chat_template=template,
             add_generation_prompt=is_prompt,
@@ -300,69 +313,45 @@ def _render(
         )
     if any(_LONE_SURROGATE.search(text) for text in texts):
         raise CheckpointError("the model's chat template is damaged: it is no valid text")
-    if names.texts:
-        text = texts.pop()
-        if any(name not in text for name in names.texts):
-            raise UsageError("the model's chat template leaves tool calls out")
+    # Templates differ in what they leave out: some write no calls, some only the first.
+    if any(name not in texts[1] for name in marks.names):
+        raise UsageError("the model's chat template leaves tool calls out")
     return texts
 
 
-def _with_names(messages: Sequence[ChatMessage], names: Iterator[str]) -> list[ChatMessage]:
-    """Messages whose calls have other names."""
-    renamed = []
-    for message in messages:
-        calls = [replace(call, name=next(names)) for call in message.calls]
-        first = calls[0] if calls else None
-        renamed.append(replace(message, tool_call=first, further_calls=tuple(calls[1:])))
-    return renamed
-
-
 def _conversation(
-    messages: Sequence[ChatMessage], contents: Sequence[str], *, in_parts: bool = False
+    messages: Sequence[ChatMessage], *, in_parts: bool = False
 ) -> list[dict[str, Any]]:
-    """Messages as transformers takes them, with other contents."""
+    """Return messages in the form of transformers."""
+    # Ids are numbered anew, because Mistral's templates take nine letters and digits alone.
+    names = {call.id: call.name for message in messages for call in message.calls if call.id}
+    ids = {call_id: f"call{number:05}" for number, call_id in enumerate(names)}
     conversation = []
-    ids = _CallIds(messages)
-    for message, content in zip(messages, contents, strict=True):
-        said: dict[str, Any] = {
+    for message in messages:
+        entry: dict[str, Any] = {
             "role": "tool" if message.role == "observation" else message.role,
-            "content": _parts(message, content) if in_parts else content,
+            "content": _parts(message) if in_parts else message.content,
         }
         if message.calls:
-            said["tool_calls"] = list(map(ids.written, message.calls))
-        said.update(ids.of_result(message))
-        conversation.append(said)
+            entry["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": dict(call.arguments)},
+                    **({"id": ids[call.id]} if call.id else {}),
+                }
+                for call in message.calls
+            ]
+        if message.role == "observation" and message.call_id in ids:
+            call_id = message.call_id
+            entry |= {"tool_call_id": ids[call_id], "name": names[call_id]}
+        conversation.append(entry)
     return conversation
 
 
-class _CallIds:
-    """What calls and their results are told to belong together by, where somebody said so.
-
-    Mistral's templates take nine letters and digits alone, so these are counted anew.
-    """
-
-    def __init__(self, messages: Sequence[ChatMessage]) -> None:
-        calls = [call for message in messages for call in message.calls if call.id]
-        self._names = {call.id: call.name for call in calls}
-        self._ids = {name: f"call{number:05}" for number, name in enumerate(self._names)}
-
-    def written(self, call: ToolCall) -> dict[str, Any]:
-        """A call as transformers takes it."""
-        function = {"name": call.name, "arguments": dict(call.arguments)}
-        said = {"type": "function", "function": function}
-        return {**said, "id": self._ids[call.id]} if call.id else said
-
-    def of_result(self, message: ChatMessage) -> dict[str, str]:
-        """The id of the call that an observation belongs to, and the name of the tool."""
-        if message.call_id not in self._ids:
-            return {}
-        names = {"tool_call_id": self._ids[message.call_id], "name": self._names[message.call_id]}
-        return names if message.role == "observation" else {}
-
-
-def _parts(message: ChatMessage, content: str) -> list[dict[str, str]]:
-    """A message's images and its text as templates for images take them."""
-    return [*({"type": "image"} for _ in message.images), {"type": "text", "text": content}]
+def _parts(message: ChatMessage) -> list[dict[str, str]]:
+    """Return a message's images and its text as templates for images take them."""
+    images = ({"type": "image"} for _ in message.images)
+    return [*images, {"type": "text", "text": message.content}]
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:
@@ -388,6 +377,6 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode foreign text: what looks like a special token is text."""
+    """Encode foreign text; special tokens in the text stay text."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
     return ids

@@ -1,7 +1,7 @@
-"""A tokenizer of the ChatGLM family, for scripts that write their chats by `apply_chat_template`.
+"""A tokenizer of the ChatGLM family with `apply_chat_template`, for scripts.
 
-These models are published without a template: code of their own puts ids of roles between texts. So
-does this, by the formats of `prompts`, and nobody gets a role by typing it here either.
+These models are published without a template: their own code inserts ids of roles between texts.
+This tokenizer does the same by the formats of `prompts`, so typed roles stay text here, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ChatGLMTokenizer(PreTrainedTokenizerFast):
         return_dict: bool = True,
         **options: Any,
     ) -> Any:
-        """Write one chat or several; arguments and results are transformers' own.
+        """Encode a chat or several; arguments and results are those of transformers.
 
         The options are `padding`, `truncation`, `max_length` and `return_tensors`.
 

@@ -1,7 +1,7 @@
-"""Prompts with images: token ids, and what an image processor makes of the images among them.
+"""Prompts with images: token ids, and tensors by an image processor.
 
-A checkpoint says in its own files how its images are processed; the libraries that read these need
-Pillow alone. Videos are no part of it, and neither is code that comes with a checkpoint.
+A checkpoint's files describe its image processor, which needs Pillow alone. Videos are not
+supported, and neither is code of a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from duoka.errors import CheckpointError, UsageError
 
 from ..glm4v import GLM4VConfig
 from .messages import ChatMessage
+from .tokenizer import first_line
 
 _PROCESSORS: dict[str, str] = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
 _SETTINGS = ("processor_config.json", "preprocessor_config.json")
 
 
 class ImagePrompt(list[int]):
-    """Token ids, and what else a model is given where there are images among them.
+    """Token ids with images among them, and the model's other inputs.
 
     `pictures` have one or several rows for each of the `num_images`, `rows` [1, tokens, …] one for
     each token.
@@ -58,12 +59,12 @@ class ImagePrompt(list[int]):
 
 
 def images_of(messages: Sequence[ChatMessage]) -> list[Image.Image]:
-    """All images of a conversation, in their order."""
+    """Return all images of a conversation, in their order."""
     return [image for message in messages for image in message.images]
 
 
 def joined_pictures(prompts: Sequence[ImagePrompt], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The images of a batch of prompts."""
+    """Join the images of a batch of prompts."""
     joined = {
         name: torch.cat([prompt.pictures[name] for prompt in prompts])
         for name in prompts[0].pictures
@@ -75,7 +76,7 @@ def joined_pictures(prompts: Sequence[ImagePrompt], dtype: torch.dtype) -> dict[
 
 
 def padded_rows(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """What is said of each token of a batch of prompts, with zeros on the left of shorter ones."""
+    """Join the rows of a batch of prompts, with zeros on the left of shorter prompts."""
     longest = max(map(len, prompts))
     padded: dict[str, Tensor] = {}
     for number, prompt in enumerate(prompts):
@@ -87,18 +88,18 @@ def padded_rows(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 
 
 class ImageFormat:
-    """How a checkpoint's model reads images; what its files say of it is read with the first."""
+    """The image processor of a checkpoint, loaded with the first image."""
 
     def __init__(self, load: Callable[[], Any]) -> None:
         self._load = load
 
     @cached_property
     def processor(self) -> Any:
-        """One of transformers'."""
+        """The processor, of transformers."""
         return self._load()
 
     def pixel_count(self, image: Image.Image) -> int:
-        """How many numbers the model reads of an image."""
+        """Count the numbers of an image in the model's input."""
         alone = getattr(self.processor, "image_processor", self.processor)
         tensors = self._process(alone, images=[image], **image_settings(type(self.processor)))
         return sum(value.numel() for value in tensors.values() if value.is_floating_point())
@@ -110,14 +111,14 @@ class ImageFormat:
                 batch: Mapping[str, Any] = processor(**inputs, return_tensors="pt")
         except Exception as error:  # by settings out of the checkpoint: it can raise anything
             raise UsageError(
-                f"the model's image processor can't take the pictures: {_first_line(error)}",
+                f"the model's image processor can't take the pictures: {first_line(error)}",
                 hint="try a copy of another size",
             ) from error
         return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
 
 class SquareImages(ImageFormat):
-    """GLM-4V's: each image in one size, as the same number of tokens."""
+    """The form of GLM-4V: every image has the same size and number of tokens."""
 
     def __init__(self, config: Mapping[str, Any], directory: Path) -> None:
         parsed = GLM4VConfig.from_dict(dict(config))
@@ -127,12 +128,12 @@ class SquareImages(ImageFormat):
         self.ids = [tokens.begin] * tokens.num_tokens
 
     def pictures(self, images: Sequence[Image.Image]) -> dict[str, Tensor]:
-        """The images as the model takes them."""
+        """Return images in the form of the model's input."""
         return self._process(self.processor, images=list(images))
 
 
 class PromptImages(ImageFormat):
-    """Any other model's: its processor writes images out in a prompt's text."""
+    """The form of other models, by processors with placeholders in a prompt's text."""
 
     def __init__(
         self, directory: Path, tokenizer: PreTrainedTokenizerBase, model_type: str
@@ -143,12 +144,12 @@ class PromptImages(ImageFormat):
     def find(
         cls, directory: Path | None, tokenizer: PreTrainedTokenizerBase, model_type: str
     ) -> PromptImages | None:
-        """Return the format of a model type that has a processor."""
+        """Return the format of a model type; None without a processor."""
         is_known = directory is not None and model_type in _PROCESSORS
         return cls(directory, tokenizer, model_type) if directory and is_known else None
 
     def prompt(self, text: str, images: Sequence[Image.Image]) -> ImagePrompt:
-        """The prompt of a text that has a placeholder for each image."""
+        """Return the prompt of a text with a placeholder for each image."""
         batch = self._process(
             self.processor, text=[text], images=[list(images)], add_special_tokens=False
         )
@@ -159,13 +160,13 @@ class PromptImages(ImageFormat):
         return ImagePrompt(ids[0].tolist(), len(images), pictures, rows)
 
     def is_imitated(self, text: str) -> bool:
-        """Whether a text holds what the processor takes for an image, or a part of one."""
+        """Return True if a text holds a placeholder of the processor."""
         tokens = [value for name, value in vars(self.processor).items() if name.endswith("_token")]
         return any(isinstance(token, str) and token in text for token in tokens)
 
 
 def image_settings(processor_class: Any) -> dict[str, Any]:
-    """What a processor asks of its image processor, beside the settings that this one has."""
+    """Return the defaults of a processor class for its image processor."""
     if getattr(processor_class, "is_dummy", False):  # a stand-in for want of a library
         return {}
     stated = getattr(processor_class, "images_kwargs", None)
@@ -179,7 +180,7 @@ def image_settings(processor_class: Any) -> dict[str, Any]:
 
 
 def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, model_type: str) -> Any:
-    """The processor that a checkpoint names, or else that of its family."""
+    """Load the processor of a checkpoint, or of its family."""
     _look_at_files(directory)
     try:
         known: Any = getattr(transformers, _PROCESSORS[model_type])
@@ -193,7 +194,7 @@ def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, model_t
 
 
 def _load_square_processor(directory: Path, side: int) -> Any:
-    """The processor of a tower that takes one size: the checkpoint's, or else CLIP's in that size.
+    """Load the processor of a vision tower with one size: the checkpoint's, or CLIP's.
 
     The source is GLM-4V's published tokenizer, which scales without cutting.
     """
@@ -209,7 +210,7 @@ def _load_square_processor(directory: Path, side: int) -> Any:
 
 
 class _ImagesOnly:
-    """A processor without the part for videos, which needs torchvision."""
+    """A processor without its part for videos: that needs torchvision."""
 
     def check_argument_for_proper_class(self, name: str, part: object) -> object:
         """See `ProcessorMixin`."""
@@ -235,13 +236,8 @@ def _look_at_files(directory: Path) -> None:
 def _unloadable(directory: Path, error: Exception) -> CheckpointError:
     missing = isinstance(error, ImportError)
     return CheckpointError(
-        f"no image processor could be loaded from {directory}: {_first_line(error)}",
+        f"no image processor could be loaded from {directory}: {first_line(error)}",
         hint="install what it asks for, built for this torch"
         if missing
         else f"its {' or '.join(_SETTINGS)} may be damaged, or made for other versions",
     )
-
-
-def _first_line(error: Exception) -> str:
-    """What an error of another library says first; some write a page."""
-    return next(filter(None, str(error).splitlines()), type(error).__name__)

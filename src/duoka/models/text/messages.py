@@ -1,13 +1,12 @@
-"""What is said in a chat, whatever the model; and tool calls out of an answer.
+"""Messages of a chat, whatever the model, and calls of tools in their text.
 
-An answer is hostile text: it is parsed, never run.
+An answer is hostile text: calls are parsed, never executed.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,7 +31,7 @@ _FENCED = re.compile(r"\s*```[a-z]*\n(?P<code>.*?)\n?```\s*", re.DOTALL)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A model's wish to have a function called; arguments hold only what JSON and literals know."""
+    """A call of a function, with arguments of JSON or Python literals."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -41,29 +40,21 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatMessage:
-    """One message; an observation is what a tool returned.
+    """A message; an observation is the result of a tool.
 
-    `metadata` is what the ChatGLM family writes beside the role: the name of the tool that is
-    called. `images` stand before the content. Who calls several tools at once calls `further_calls`
-    after `tool_call`. An observation may say by `call_id` to which call it belongs.
+    `metadata` is the line of the ChatGLM family beside the role: the name of a called tool.
+    `images` stand before the content. `call_id` is the call of an observation.
     """
 
     role: Role
     content: str
     metadata: str = ""
-    tool_call: ToolCall | None = None
+    calls: tuple[ToolCall, ...] = ()
     images: tuple[Image, ...] = ()
-    further_calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
 
-    @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """All calls."""
-        return () if self.tool_call is None else (self.tool_call, *self.further_calls)
-
     def __post_init__(self) -> None:
-        """Refuse what no model knows."""
-        assert self.tool_call is not None or not self.further_calls, "there is a first one"
+        """Refuse unknown roles and invalid text."""
         if self.role not in get_args(Role):
             raise UsageError(
                 f"{self.role!r} is no role of a message", hint=f"roles: {', '.join(get_args(Role))}"
@@ -77,7 +68,7 @@ class ChatMessage:
 
 
 def refuse_half_pairs(text: str, what: str) -> None:
-    """Raise UsageError for half of a surrogate pair: no tokenizer takes it."""
+    """Raise UsageError for half of a surrogate pair, as no tokenizer takes one."""
     if _LONE_SURROGATE.search(text):
         raise UsageError(
             f"{what} is no valid text: it has half of a surrogate pair", hint="read it as UTF-8"
@@ -85,10 +76,10 @@ def refuse_half_pairs(text: str, what: str) -> None:
 
 
 def read_message(said: object) -> ChatMessage:
-    """Read a message as transformers and OpenAI write it; a tool's is an observation.
+    """Read a message in the form of transformers and OpenAI.
 
-    It calls one tool at most: a sample that calls several isn't trained. What is asked of a server
-    may call more; see `chat_requests`.
+    The message has at most one call: samples with several calls aren't trained. Requests to a
+    server may have more; see `duoka.serve.chats`.
     """
     if not isinstance(said, Mapping):
         raise UsageError(
@@ -109,12 +100,12 @@ def read_message(said: object) -> ChatMessage:
         role=role,
         content=_joined_texts(content) if isinstance(content, list) else content,
         metadata=said.get("metadata") or "",
-        tool_call=read_tool_call(calls[0]) if calls else None,
+        calls=tuple(map(read_tool_call, calls)),
     )
 
 
 def _joined_texts(parts: Sequence[Any]) -> str:
-    """The text of a content that comes in parts, each of which has it under a key of its own."""
+    """Join the texts of a content in parts."""
     joined = ""
     for part in parts:
         fields = part if isinstance(part, Mapping) else {}
@@ -126,7 +117,7 @@ def _joined_texts(parts: Sequence[Any]) -> str:
 
 
 def read_tool_call(call: Any) -> ToolCall:
-    """Read a call as OpenAI writes it, or its function alone; arguments may be JSON in a text."""
+    """Read a call in OpenAI's form, or its function; arguments may be JSON in a text."""
     try:
         function = call.get("function", call)
         name, arguments = function["name"], function["arguments"]
@@ -144,7 +135,7 @@ def read_tool_call(call: Any) -> ToolCall:
 
 
 def last_is_answerable(messages: Sequence[ChatMessage], *, takes_images: bool = False) -> None:
-    """Raise UsageError unless somebody waits for the assistant, who can see what is shown."""
+    """Raise UsageError unless the assistant can answer the last message."""
     if not takes_images and any(message.images for message in messages):
         raise UsageError("this model takes no images", hint="leave the images out")
     if not messages:
@@ -154,7 +145,7 @@ def last_is_answerable(messages: Sequence[ChatMessage], *, takes_images: bool = 
 
 
 def tool_function(tool: Tool) -> Mapping[str, Any]:
-    """Return the function that a tool describes, taken out of OpenAI's wrapping."""
+    """Return the function of a tool, without OpenAI's wrapping."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UsageError(
@@ -190,40 +181,16 @@ def _keywords(node: ast.expr) -> dict[str, Any]:
         if keyword.arg is None or keyword.arg in arguments:
             raise ValueError("an unpacked or repeated argument")
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
-    _refuse_odd(arguments)
+    json.dumps(arguments, allow_nan=False)  # refuses literals that no JSON schema describes
     return arguments
 
 
-def _refuse_odd(value: object) -> None:
-    """Raise ValueError for literals that no function expects, and no writer of ours can write."""
-    if isinstance(value, dict):
-        _refuse_odd(list(value.items()))
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            _refuse_odd(item)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise ValueError("a number without end")
-    elif isinstance(value, complex) or value is ...:
-        raise ValueError("no value of an argument")
-
-
-def parse_json_call(metadata: str, content: str) -> ToolCall | None:
-    """Read GLM-4's form: the name, and the arguments as a JSON object."""
-    name = metadata.strip()
-    if len(content) > _MAX_CHARACTERS or not TOOL_NAME.fullmatch(name):
-        return None
-    try:
-        return ToolCall(name=name, arguments=parse_json_object(content, "the call"))
-    except FormatError:
-        return None
-
-
 def write_python_call(call: ToolCall) -> str:
-    """Write the content of a ChatGLM3 message that calls a tool."""
+    """Write a call as the content of a message of ChatGLM3."""
     arguments = ", ".join(f"{name}={value!r}" for name, value in call.arguments.items())
     return f"```python\ntool_call({arguments})\n```"
 
 
 def write_json_call(call: ToolCall) -> str:
-    """Write the content of a GLM-4 message that calls a tool."""
+    """Write a call as the content of a message of GLM-4."""
     return json.dumps(dict(call.arguments), ensure_ascii=False)

@@ -1,19 +1,25 @@
-"""From messages to token ids and from an answer back to a message.
+"""Prompts: messages of a chat → token ids.
 
-Roles are ids put in by this code; what people and tools say is encoded as plain text. So nobody
-can change the speaker by writing ``<|user|>`` into a message. ChatGLM2 has no ids for roles: its
-rounds are text, and text can imitate them.
+The roles of ChatGLM3 and GLM-4 are ids that this code inserts; the words of people and tools are
+encoded as plain text. So nobody can change the speaker by writing ``<|user|>`` into a message.
+ChatGLM2 has no ids for roles: its rounds are text, and text can imitate them. Every other model has
+a chat template; see `chat_template`.
+
+    ChatGLM2   [gMASK] sop "[Round 1]⏎⏎问：hi⏎⏎答："
+    ChatGLM3   [gMASK] sop <|user|> "⏎" "hi" <|assistant|>
+    GLM-4      [gMASK] <sop> <|user|> "⏎" "hi" <|assistant|>
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +27,7 @@ from duoka.errors import CheckpointError, UsageError
 
 from .answer_format import AnswerFormat
 from .call_forms import LineForm
-from .chat_template import encode_answer, encode_template
+from .chat_template import encode_answer, encode_template, text_ids
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
     ChatMessage,
@@ -29,8 +35,6 @@ from .messages import (
     Tool,
     ToolCall,
     last_is_answerable,
-    parse_json_call,
-    parse_python_call,
     tool_function,
     write_json_call,
     write_python_call,
@@ -39,51 +43,57 @@ from .tokenizer import special_id
 
 
 class TrainingSample(NamedTuple):
-    """What a model is trained on: token ids, and which of them it is to learn to say."""
+    """Token ids, and a mask of the tokens to train."""
 
     ids: list[int]
     is_trained: list[bool]
 
 
-class ChatFormat(Protocol):
-    """How one model is talked to."""
+class ChatFormat(ABC):
+    """The form of a model's chats.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+    images : ImageFormat, optional
+        Reads images; None where the model takes none.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, images: ImageFormat | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.images = images
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of what is said."""
-
-    @property
+    @abstractmethod
     def stop_ids(self) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """The tokens at the end of an answer."""
 
     @property
     def content_start(self) -> tuple[int, ...]:
-        """What the model says before an answer's content, where that isn't the content's."""
+        """The tokens between a prompt and the content of its answer."""
+        return ()
 
-    @property
+    @cached_property
     def answers(self) -> AnswerFormat:
-        """How reasoning and calls are told apart from what an answer says."""
+        """The form of the answers: content, reasoning and calls."""
+        return AnswerFormat(self.tokenizer, None, None)
 
-    @property
-    def images(self) -> ImageFormat | None:
-        """How images are read; None where the model takes none."""
-
+    @abstractmethod
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """Return the ids after which the model answers; with images an `ImagePrompt`."""
+        """Return the ids of a prompt; with images an `ImagePrompt`."""
 
+    @abstractmethod
     def sample(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
     ) -> TrainingSample:
-        """Return the ids of messages of which the last one is an answer that is to be trained.
+        """Return the ids of messages up to an answer to train, the last message.
 
-        They end in the token that ends the answer, which with some models is the role that speaks
-        next.
+        The last id ends the answer: with some models the role of the next message.
         """
-
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
-        """Return what an answer says; with a tool call if it is one, to one of `tools` if given."""
 
 
 def chat_format(
@@ -92,9 +102,10 @@ def chat_format(
     generation_config: Mapping[str, Any] | None = None,
     directory: Path | None = None,
 ) -> ChatFormat:
-    """Choose the format by the model's type and the special tokens that its tokenizer has.
+    """Choose the format by the model's type and the special tokens of its tokenizer.
 
-    With the checkpoint's directory, whose files say how images are read, prompts can have some.
+    With the checkpoint's directory, whose files describe its image processor, prompts can have
+    images.
     """
     added = tokenizer.get_added_vocab()
     if config.get("model_type") == "chatglm":
@@ -110,9 +121,8 @@ def chat_format(
     stop_ids = [*_end_ids(generation_config or {}), *_end_ids(config)]
     if isinstance(tokenizer.eos_token_id, int):
         stop_ids.append(tokenizer.eos_token_id)
-    model_type = str(config.get("model_type"))
-    images = PromptImages.find(directory, tokenizer, model_type)
-    return TemplateFormat(tokenizer, stop_ids=tuple(dict.fromkeys(stop_ids)), images=images)
+    images = PromptImages.find(directory, tokenizer, str(config.get("model_type")))
+    return TemplateFormat(tokenizer, tuple(dict.fromkeys(stop_ids)), images)
 
 
 def _end_ids(config: Mapping[str, Any]) -> list[int]:
@@ -121,38 +131,46 @@ def _end_ids(config: Mapping[str, Any]) -> list[int]:
     return [number for number in listed if isinstance(number, int)]
 
 
-@dataclass(frozen=True)
-class _TokenFormat:
-    """What ChatGLM3 and GLM-4 share: a token for each role, metadata to the end of its line."""
+class _RoleFormat(ChatFormat):
+    """The common form of ChatGLM3 and GLM-4: an id for each role, and a line of metadata."""
 
-    tokenizer: PreTrainedTokenizerBase
-    start: tuple[str, str]
-    stops: tuple[str, ...]
-    read: Callable[[str, str], ToolCall | None] = field(repr=False)
-    write: Callable[[ToolCall], str] = field(repr=False)
-    describe: Callable[[str, Sequence[Tool]], str] = field(repr=False)
-    form: LineForm
-    images: SquareImages | None = None
+    _start: ClassVar[tuple[str, str]]
+    _form: ClassVar[LineForm]
+    images: SquareImages | None
+
+    @property
+    @abstractmethod
+    def _end(self) -> str:
+        """The token at the end of a text."""
+
+    @abstractmethod
+    def _write_call(self, call: ToolCall) -> str:
+        """Write a call as the content of a message."""
+
+    @abstractmethod
+    def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
+        """Write tools into the system's message, after a leading text."""
 
     @cached_property
     def answers(self) -> AnswerFormat:
-        """See `ChatFormat.answers`."""
-        return AnswerFormat(self.tokenizer, self.form, None)
+        """See `ChatFormat`."""
+        return AnswerFormat(self.tokenizer, self._form, None)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The end of text, and the roles that only others have."""
-        return tuple(special_id(self.tokenizer, name) for name in self.stops)
+        """The end of a text, and the roles of others."""
+        names = (self._end, "<|user|>", "<|observation|>")
+        return tuple(special_id(self.tokenizer, name) for name in names)
 
     @property
     def content_start(self) -> tuple[int, ...]:
-        """The line of metadata, which is empty where no tool is called."""
-        return tuple(_encode(self.tokenizer, "\n"))
+        """The line of metadata, empty without a call."""
+        return tuple(text_ids(self.tokenizer, "\n"))
 
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """See `ChatFormat.prompt`."""
+        """See `ChatFormat`."""
         last_is_answerable(messages, takes_images=self.images is not None)
         ids = [*self.written(messages, tools), special_id(self.tokenizer, "<|assistant|>")]
         images = images_of(messages)
@@ -163,102 +181,82 @@ class _TokenFormat:
     def written(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """Return the ids of what was said, without what makes the model answer."""
-        ids = [special_id(self.tokenizer, name) for name in self.start]
+        """Return the ids of messages, without the role of an answer to them."""
+        ids = [special_id(self.tokenizer, name) for name in self._start]
         for message in self._with_tools(messages, tools or ()):
             ids.append(special_id(self.tokenizer, f"<|{message.role}|>"))
-            ids += _encode(self.tokenizer, message.metadata + "\n")
+            ids += text_ids(self.tokenizer, message.metadata + "\n")
             ids += self.images.ids * len(message.images) if self.images else []
-            ids += _encode(self.tokenizer, message.content)
+            ids += text_ids(self.tokenizer, message.content)
         return ids
 
     def sample(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
     ) -> TrainingSample:
-        """See `ChatFormat.sample`. The roles that end an answer are those that `stops` has."""
+        """See `ChatFormat`. The role of the next message ends the answer, as in `stop_ids`."""
         context = len(self.written(messages[:-1], tools)) + 1
         stop = special_id(self.tokenizer, f"<|{next_role}|>")
         ids = [*self.written(messages, tools), stop]
         return TrainingSample(ids, [False] * context + [True] * (len(ids) - context))
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
-        """See `ChatFormat.parse`. What was said before a call is the message's content."""
-        said, _, last = text.rpartition("<|assistant|>")
-        name, _, arguments = last.partition("\n")
-        call = self.read(name, arguments)
-        known = None if tools is None else {tool_function(tool)["name"] for tool in tools}
-        if call is None or (known is not None and call.name not in known):
-            return ChatMessage(
-                role="assistant", content=" ".join(text.split("<|assistant|>")).strip()
-            )
-        return ChatMessage(role="assistant", content=said.strip(), tool_call=call)
-
     def _with_tools(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool]
     ) -> list[ChatMessage]:
         """Write calls as the model writes them, and tools into the system's message."""
-        said: list[ChatMessage] = []
+        # A message with a text and two calls becomes three messages of the assistant: the text,
+        # and a message with the tool's name as metadata for each call.
+        chat: list[ChatMessage] = []
         for message in messages:
-            if message.tool_call is None or message.content:
-                said.append(replace(message, tool_call=None, further_calls=()))
+            if message.content or not message.calls:
+                chat.append(replace(message, calls=()))
             for call in message.calls:
-                written = self.write(call)
-                said.append(ChatMessage(role="assistant", metadata=call.name, content=written))
+                content = self._write_call(call)
+                chat.append(ChatMessage(role="assistant", metadata=call.name, content=content))
         if not tools:
-            return said
-        leading = said.pop(0).content if said[0].role == "system" else ""
-        return [ChatMessage(role="system", content=self.describe(leading, tools)), *said]
+            return chat
+        leading = chat.pop(0).content if chat[0].role == "system" else ""
+        return [ChatMessage(role="system", content=self._describe_tools(leading, tools)), *chat]
 
 
-class ChatGLM3Format(_TokenFormat):
-    """ChatGLM3: ``[gMASK]sop``, role tokens; a tool is called in a line of Python."""
+class ChatGLM3Format(_RoleFormat):
+    """The form of ChatGLM3, with calls in a line of Python."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(
-            tokenizer=tokenizer,
-            start=("[gMASK]", "sop"),
-            stops=(str(tokenizer.eos_token), "<|user|>", "<|observation|>"),
-            read=parse_python_call,
-            write=write_python_call,
-            describe=_chatglm3_tools,
-            form=LineForm("python"),
-        )
+    _start = ("[gMASK]", "sop")
+    _form = LineForm("python")
+
+    @property
+    def _end(self) -> str:
+        return str(self.tokenizer.eos_token)
+
+    def _write_call(self, call: ToolCall) -> str:
+        return write_python_call(call)
+
+    def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
+        return f"{leading}\n{_json([tool_function(tool) for tool in tools])}"
 
 
-class GLM4Format(_TokenFormat):
-    """GLM-4: ``[gMASK]<sop>``, role tokens; a tool's arguments are JSON.
+class GLM4Format(_RoleFormat):
+    """The form of GLM-4, with calls in JSON, and of GLM-4V.
 
     GLM-4V has the tokens of a message's images before its text.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, images: SquareImages | None = None
-    ) -> None:
-        super().__init__(
-            tokenizer=tokenizer,
-            start=("[gMASK]", "<sop>"),
-            stops=("<|endoftext|>", "<|user|>", "<|observation|>"),
-            read=parse_json_call,
-            write=write_json_call,
-            describe=_glm4_tools,
-            form=LineForm("json"),
-            images=images,
-        )
+    _start = ("[gMASK]", "<sop>")
+    _form = LineForm("json")
+    _end = "<|endoftext|>"
 
+    def _write_call(self, call: ToolCall) -> str:
+        return write_json_call(call)
 
-def _chatglm3_tools(leading: str, tools: Sequence[Tool]) -> str:
-    return f"{leading}\n{_json([tool_function(tool) for tool in tools])}"
-
-
-def _glm4_tools(leading: str, tools: Sequence[Tool]) -> str:
-    # These headings are part of the published format; the model was trained on them.
-    parts = [leading, "# 可用工具"] if leading else ["# 可用工具"]
-    for function in map(tool_function, tools):
-        parts += [
-            f"## {function['name']}",
-            f"{_json(function)}\n在调用上述函数时，请使用 Json 格式表示调用的参数。",
-        ]
-    return "\n\n".join(parts)
+    def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
+        # These headings are part of the published format; the model was trained on them.
+        parts = [leading, "# 可用工具"] if leading else ["# 可用工具"]
+        for function in map(tool_function, tools):
+            parts += [
+                f"## {function['name']}",
+                f"{_json(function)}\n在调用上述函数时，请使用 Json 格式表示调用的参数。",
+            ]
+        return "\n\n".join(parts)
 
 
 def _json(value: object) -> str:
@@ -268,36 +266,26 @@ def _json(value: object) -> str:
         raise UsageError(f"a tool's description is no JSON: {error}") from error
 
 
-@dataclass(frozen=True)
-class ChatGLM2Format:
-    """ChatGLM2: numbered rounds of question and answer, all text."""
-
-    tokenizer: PreTrainedTokenizerBase
-    images: None = None
-    content_start: tuple[int, ...] = ()
-
-    @cached_property
-    def answers(self) -> AnswerFormat:
-        """See `ChatFormat.answers`."""
-        return AnswerFormat(self.tokenizer, None, None)
+class ChatGLM2Format(ChatFormat):
+    """The form of ChatGLM2: numbered rounds of question and answer, all text."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """The end of text."""
+        """The end of a text."""
         end = self.tokenizer.eos_token_id
         return (end,) if isinstance(end, int) else ()
 
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """See `ChatFormat.prompt`. A system's message stands before the first round."""
+        """See `ChatFormat`. A message of the system stands before the first round."""
         last_is_answerable(messages)
         return self._ids(messages, tools, "\n\n答：")
 
     def written(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """Return the ids of what was said, without what makes the model answer."""
+        """Return the ids of messages, without the beginning of an answer to them."""
         return self._ids(messages, tools, "")
 
     def _ids(
@@ -305,76 +293,61 @@ class ChatGLM2Format:
     ) -> list[int]:
         if tools:
             raise UsageError("ChatGLM2 was not trained to call tools")
-        text, questions, before = "", 0, ""
+        text, questions, last_role = "", 0, ""
         for message in messages:
             if message.role == "system" and not questions:
                 text += f"{message.content}\n\n"
             elif message.role == "user":
                 questions += 1
-                text += "\n\n答：" if before == "user" else ""
+                text += "\n\n答：" if last_role == "user" else ""
                 text += f"[Round {questions}]\n\n问：{message.content}"
-            elif message.role == "assistant" and before == "user":
+            elif message.role == "assistant" and last_role == "user":
                 text += f"\n\n答：{message.content}\n\n"
             else:
                 raise UsageError(
                     f"ChatGLM2 has no place for a message of role {message.role!r} here",
                     hint="a system message may come first, then questions and answers in turn",
                 )
-            before = message.role
+            last_role = message.role
         prefix = [special_id(self.tokenizer, name) for name in ("[gMASK]", "sop")]
-        return [*prefix, *_encode(self.tokenizer, text + (end if before == "user" else ""))]
+        return [*prefix, *text_ids(self.tokenizer, text + (end if last_role == "user" else ""))]
 
     def sample(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
     ) -> TrainingSample:
-        """See `ChatFormat.sample`. An answer is encoded by itself, and the end of text ends it."""
-        self.written(messages, tools)  # refuses answers that no question is before
+        """See `ChatFormat`. An answer is encoded by itself, and the end of a text ends it."""
+        self.written(messages, tools)  # refuses answers without a question
         context = self.prompt(messages[:-1], tools)
-        answer = [*_encode(self.tokenizer, messages[-1].content), *self.stop_ids]
+        answer = [*text_ids(self.tokenizer, messages[-1].content), *self.stop_ids]
         return TrainingSample([*context, *answer], [False] * len(context) + [True] * len(answer))
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
-        """See `ChatFormat.parse`."""
-        return ChatMessage(role="assistant", content=text.strip())
 
+class TemplateFormat(ChatFormat):
+    """The form of any other model: the chat template of its tokenizer, or else plain text."""
 
-def has_template(chat: ChatFormat) -> bool:
-    """Whether a format writes a chat, and not texts one after another."""
-    return not isinstance(chat, TemplateFormat) or chat.tokenizer.chat_template is not None
+    images: PromptImages | None
+    stop_ids: tuple[int, ...] = ()
 
-
-def why_untold(chat: ChatFormat, system: str) -> str:
-    """Why a model can't be told a system's message; empty where it can."""
-    question = ChatMessage(role="user", content="?")
-    try:
-        is_left_out = chat.prompt([ChatMessage(role="system", content=system), question]) == (
-            chat.prompt([question])
-        )
-    except UsageError as error:
-        return str(error)
-    return "its chat template leaves it out" if is_left_out else ""
-
-
-@dataclass(frozen=True)
-class TemplateFormat:
-    """Any other model: the chat template that comes with its tokenizer, or else plain text."""
-
-    tokenizer: PreTrainedTokenizerBase
-    stop_ids: tuple[int, ...]
-    images: PromptImages | None = None
-    content_start: tuple[int, ...] = ()
-    # Whether text may become special tokens is a state of the tokenizer, and differs by call.
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_ids: tuple[int, ...],
+        images: PromptImages | None = None,
+    ) -> None:
+        super().__init__(tokenizer, images)
+        self.stop_ids = stop_ids
+        # Whether text may become special tokens is a state of the tokenizer, and differs by call.
+        self._lock = threading.Lock()
 
     @cached_property
     def answers(self) -> AnswerFormat:
-        """See `ChatFormat.answers`."""
+        """See `ChatFormat`."""
         return AnswerFormat.of_template(self.tokenizer)
 
     def prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
     ) -> list[int]:
-        """See `ChatFormat.prompt`. Without a template the messages' texts follow one another."""
+        """See `ChatFormat`. Without a template the messages' texts follow one another."""
         last_is_answerable(messages, takes_images=self.images is not None)
         if self.tokenizer.chat_template is not None:
             with self._lock:
@@ -385,12 +358,13 @@ class TemplateFormat:
             raise UsageError("this model has no chat template, so no tools can be offered")
         text = "\n".join(message.content for message in messages)
         with self._lock:
-            return _encode(self.tokenizer, text, add_special_tokens=True)
+            ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
+        return ids
 
     def sample(
         self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, next_role: Role
     ) -> TrainingSample:
-        """See `ChatFormat.sample`, and `encode_answer`."""
+        """See `ChatFormat`, and `encode_answer`."""
         if self.tokenizer.chat_template is None:
             raise CheckpointError(
                 "this model has no chat template, so it can't be trained on chats",
@@ -399,16 +373,19 @@ class TemplateFormat:
         with self._lock:
             return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
 
-    def parse(self, text: str, tools: Sequence[Tool] | None = None) -> ChatMessage:
-        """See `ChatFormat.parse`. Only the ChatGLM family's forms of tool calls are read."""
-        return ChatMessage(role="assistant", content=text.strip())
+
+def has_template(chat: ChatFormat) -> bool:
+    """Return True if a format writes roles, and not only texts."""
+    return not isinstance(chat, TemplateFormat) or chat.tokenizer.chat_template is not None
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = False
-) -> list[int]:
-    """Encode foreign text: what looks like a special token is text."""
-    ids: list[int] = tokenizer.encode(
-        text, add_special_tokens=add_special_tokens, split_special_tokens=True
-    )
-    return ids
+def why_untold(chat: ChatFormat, system: str) -> str:
+    """Describe why a model can't be given a system message; empty if it can be."""
+    question = ChatMessage(role="user", content="?")
+    try:
+        is_left_out = chat.prompt([ChatMessage(role="system", content=system), question]) == (
+            chat.prompt([question])
+        )
+    except UsageError as error:
+        return str(error)
+    return "its chat template leaves it out" if is_left_out else ""

@@ -1,8 +1,8 @@
-"""The bytes of single tokens: some are no whole character, and no tokenizer writes those as text.
+"""The bytes of single tokens, also of parts of a character, which no tokenizer writes as text.
 
-Two kinds of vocabularies have such tokens. Byte-level ones (GPT-2's) write each byte as a printable
-character of its own; sentencepiece's have ``<0xE2>`` for a byte that is in no other piece. Which
-one it is, the decoder says.
+Two kinds of vocabularies have such tokens: byte-level vocabularies (GPT-2) write each byte as a
+printable character of its own; SentencePiece has ``<0xE2>`` for a byte without another piece. The
+decoder tells the kind.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
-    """What each token of a tokenizer is as bytes.
+    """The bytes of a tokenizer's tokens.
 
-    One whose decoder isn't known gives what it writes for the token alone.
+    With an unknown decoder, the bytes of a token's decoded text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -34,7 +34,7 @@ class TokenBytes:
         self._added = set(tokenizer.get_added_vocab().values())
 
     def of(self, token: int) -> bytes:
-        """The bytes of a token; a special one's are those of its name."""
+        """Return the bytes of a token; a special token has the bytes of its name."""
         text = None if self._backend is None else self._backend.id_to_token(token)
         if text is None:
             # At the start of a text some leave a blank out.
@@ -53,7 +53,7 @@ class TokenBytes:
 
 
 def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What a decoder does, one after another."""
+    """Return the steps of a decoder in their order."""
     if decoder.get("type") == "Sequence":
         for step in decoder["decoders"]:
             yield from _steps(step)
@@ -62,7 +62,7 @@ def _steps(decoder: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _spaces(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """What a vocabulary of sentencepiece's writes for a space."""
+    """Return the character for a space in a vocabulary of SentencePiece."""
     if "Metaspace" in decoders:
         return str(decoders["Metaspace"]["replacement"])
     replaced = decoders.get("Replace", {})
@@ -71,7 +71,7 @@ def _spaces(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 
 def _characters() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for (Radford et al., 2019)."""
+    """Return the byte of each character of a byte-level vocabulary (Radford et al., 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     next_ones = count(0x100)
     return {chr(byte if byte in printable else next(next_ones)): byte for byte in range(256)}

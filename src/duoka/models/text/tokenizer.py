@@ -30,10 +30,10 @@ def load_tokenizer(
     native: type[PreTrainedTokenizerFast] = PreTrainedTokenizerFast,
     tokenizer_class: Any = None,
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that a checkpoint's directory holds. No code from there is run.
+    """Load the tokenizer of a checkpoint's directory, without its code.
 
-    One of the ChatGLM family, as published or as it was saved, is of the class `native`; one whose
-    code was trusted and imported, of `tokenizer_class`.
+    A tokenizer of the ChatGLM family, published or saved, has the class `native`; one with trusted
+    and imported code has the class `tokenizer_class`.
     """
     check_files(directory)
     vocabulary = directory / "tokenizer.model"
@@ -47,7 +47,7 @@ def load_tokenizer(
         )
     except Exception as error:
         raise CheckpointError(
-            f"no tokenizer could be loaded from {directory}: {_first_line(error)}",
+            f"no tokenizer could be loaded from {directory}: {first_line(error)}",
             hint=HINT,
         ) from error
     templates = directory / "chat_template.json"
@@ -57,9 +57,9 @@ def load_tokenizer(
     return loaded
 
 
-def _first_line(error: Exception) -> str:
-    """What an error of another library says first; some write a page."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def first_line(error: Exception) -> str:
+    """Return the first line of another library's error; some errors fill a page."""
+    return next(filter(None, str(error).splitlines()), type(error).__name__)
 
 
 def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
@@ -73,7 +73,7 @@ def special_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
 
 
 def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a tokenizer of the ChatGLM family is made of: arguments of `PreTrainedTokenizerFast`."""
+    """Return the arguments of `PreTrainedTokenizerFast` for a tokenizer of the ChatGLM family."""
     model = read_vocabulary(vocabulary)
     backend, special = encoding_of(model), special_tokens(vocabulary.parent, config, model)
     if isinstance(model, SentencePieceModel):
@@ -103,7 +103,7 @@ def _chatglm_tokenizer(vocabulary: Path, config: Mapping[str, Any]) -> dict[str,
 
 
 class _Owned:
-    """Hands a backend over where a copy of it would be taken: seconds, for nothing."""
+    """Returns a backend in place of a deep copy, which would take seconds."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend = backend

@@ -1,9 +1,9 @@
-"""What code written for transformers 4 finds here, as it was: for checkpoints' own code alone.
+"""The interface of transformers 4, for checkpoints' own older code.
 
-Such code is imported with names of its own (`remote_code` does that); nothing that others use is
-changed. Each part names the version without which it isn't needed.
+Such code is imported with a namespace of its own (by `remote_code`); other code sees nothing of it.
+Each part names the version in which transformers changed.
 
-- `namespace`: what its imports give, and its ``type``
+- `namespace`: the modules that its imports return, and its ``type``
 - `config`, `model`, `cache`, `tokenizer`: the base classes of its own
 """
 

@@ -1,4 +1,4 @@
-"""The dynamic cache with the ways that 4.36 gave it, and 5.0 took."""
+"""The dynamic cache with the interface from 4.36 to 5.0."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ LayerStates = tuple[tuple[Tensor, Tensor], ...]
 
 
 class LegacyCache(DynamicCache):
-    """Takes and gives tuples, has items, and is asked for lengths by the names of 4.x."""
+    """A cache that converts from and to tuples, has items, and the length methods of 4.x."""
 
     @classmethod
     def from_legacy_cache(cls, past_key_values: LayerStates | None = None) -> LegacyCache:
-        """A cache of what a call before returned."""
+        """Make a cache of the tuples of an earlier call."""
         cache = cls()
         for layer, (keys, values) in enumerate(past_key_values or ()):
             cache.update(keys, values, layer)
         return cache
 
     def to_legacy_cache(self) -> LayerStates:
-        """What the next call is given."""
+        """Return tuples for the next call."""
         return tuple(self[layer] for layer in range(len(self)))
 
     def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -45,16 +45,16 @@ class LegacyCache(DynamicCache):
 
     @property
     def seen_tokens(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return int(self.get_seq_length())
 
     _seen_tokens = seen_tokens
 
     def get_usable_length(self, new_seq_length: int, layer_idx: int = 0) -> int:
-        """How many tokens there are; a cache without a limit keeps all."""
+        """Return the number of tokens; a cache without a limit keeps all."""
         return int(self.get_seq_length(layer_idx))
 
     def get_max_length(self, *_: Any) -> Any:
-        """There is no limit: None, where 5.0 says -1."""
+        """Return None for no limit, where 5.0 returns -1."""
 
     get_max_cache_shape = get_max_length

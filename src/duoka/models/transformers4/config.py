@@ -1,27 +1,15 @@
-"""Configurations with the attributes that transformers 4 gave to each."""
+"""Configurations with the attributes of transformers 4."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
-# The defaults of 4.x. Since 5.0 what is about generation is in GenerationConfig alone, and what is
-# about encoders and decoders, special tokens and pruning only where a model has it.
+# The defaults of 4.x. Since 5.0 those of generation are in GenerationConfig alone, and those of
+# encoders and decoders, special tokens and pruning only where a model has them.
 _DEFAULTS: dict[str, Any] = {
-    "max_length": 20,
-    "min_length": 0,
-    "do_sample": False,
-    "early_stopping": False,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "repetition_penalty": 1.0,
-    "length_penalty": 1.0,
-    "output_scores": False,
-    "return_dict_in_generate": False,
+    **GenerationConfig._get_default_generation_params(),
     "is_decoder": False,
     "add_cross_attention": False,
     "cross_attention_hidden_size": None,
@@ -30,7 +18,6 @@ _DEFAULTS: dict[str, Any] = {
     "pruned_heads": {},
     "torchscript": False,
     "use_bfloat16": False,
-    "use_cache": True,
     "pad_token_id": None,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -41,7 +28,7 @@ _DEFAULTS: dict[str, Any] = {
     "pretraining_tp": 1,
 }
 
-# What transformers 5 asks of any configuration, and such code calls otherwise.
+# Attributes that transformers 5 reads from any configuration, with the names in such code.
 _OTHER_NAMES = {
     "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
     "num_attention_heads": ("n_head", "n_heads"),
@@ -52,9 +39,9 @@ _OTHER_NAMES = {
 
 
 class LegacyConfig(PreTrainedConfig):
-    """The base class of 4.x (``PretrainedConfig``): less than 5.0's is there, and is asked for."""
+    """The base class of 4.x (``PretrainedConfig``), with its attributes."""
 
-    # What the configuration says; 5.0 makes it a view of `rope_parameters`, in another form.
+    # As in the file; 5.0 makes it a view of `rope_parameters`, in another form.
     rope_scaling = None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -64,14 +51,14 @@ class LegacyConfig(PreTrainedConfig):
             setattr(self, name, kwargs[name])  # 5.0 leaves out what is about generation
 
     def __getattr__(self, name: str) -> Any:
-        known = vars(self)
-        for other in _OTHER_NAMES.get(name, ()):
-            if other in known:
-                return known[other]
+        attributes = vars(self)
+        for alias in _OTHER_NAMES.get(name, ()):
+            if alias in attributes:
+                return attributes[alias]
         if name in _DEFAULTS:
             return _DEFAULTS[name]
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _get_generation_parameters(self) -> dict[str, Any]:
-        """None: the defaults above steer nothing, and 5.0 refuses a configuration that would."""
+        """Return none: 5.0 refuses a configuration with parameters of generation."""
         return {}

@@ -1,4 +1,4 @@
-"""Models that inherit what transformers 4 gave to each model."""
+"""Models with the base class of transformers 4."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TAKEN_APART = re.compile(r"\w+\s*,\s*\w+\s*=\s*self\._extract_past_from_model_o
 
 
 class LegacyModel(PreTrainedModel, GenerationMixin):
-    """The base class of 4.x: every model generates (until 4.50), and brings its own cache."""
+    """The base class of 4.x: every model generates (until 4.50), and makes its own cache."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         inherit: Any = super().__init_subclass__  # without types there
@@ -31,12 +31,12 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def can_generate(cls) -> bool:
-        """Whether it has a head to generate with: until 4.50 that was to have this method."""
+        """Return True if the model has a head to generate with (until 4.50)."""
         return getattr(cls, _PREPARE) is not getattr(GenerationMixin, _PREPARE)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        """No: in 4.x a first call came without a cache, and later ones with what it returned."""
+        """Return False: in 4.x the first call had no cache, and later calls had its outputs."""
         return False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *rest: Any, **named: Any
     ) -> Any:
-        """Go on with the mask, whose length such code counts; 5.0 drops one that is all ones."""
+        """Keep the mask for its length; 5.0 drops masks of ones."""
         if model_kwargs.get("attention_mask", input_ids) is None:
             model_kwargs["attention_mask"] = torch.ones_like(input_ids)
         prefill: Any = GenerationMixin._prefill
@@ -59,20 +59,20 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
     def _extract_past_from_model_output(
         self, outputs: Any, standardize_cache_format: bool = False
     ) -> Any:
-        """What a call returned for the next one; gone since 4.49.
+        """Return the cache among outputs (until 4.49).
 
-        From 4.42 on it came with its name: whoever expects two takes them apart at once.
+        From 4.42 on the result was a name and a cache: such callers unpack two values.
         """
         cache = cache_in(outputs)
         caller = inspect.getsource(type(self)._update_model_kwargs_for_generation)
         return ("past_key_values", cache) if _TAKEN_APART.search(caller) else cache
 
     def _get_logits_warper(self, generation_config: Any, **_: Any) -> LogitsProcessorList:
-        """Nothing: since 4.45 the processors do what warpers did."""
+        """Return no warpers: since 4.45 they are processors."""
         return LogitsProcessorList()
 
     def get_expanded_tied_weights_keys(self, all_submodels: bool = False) -> dict[str, str]:
-        """Which tensors are which others. Until 5.0 a list named those that may be missing."""
+        """Return the tied tensors. Until 5.0 a list named tensors that may be missing."""
         if all_submodels or isinstance(self._tied_weights_keys, dict):
             return dict(super().get_expanded_tied_weights_keys(all_submodels=all_submodels))
         head = self.get_output_embeddings() if self.config.tie_word_embeddings else None
@@ -82,13 +82,13 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
         return {f"{names[head]}.weight": f"{names[self.get_input_embeddings()]}.weight"}
 
     def get_output_embeddings(self) -> Any:
-        """None, where a model doesn't say otherwise; 5.0 looks for an `lm_head`."""
+        """Return None unless overridden; 5.0 looks for an `lm_head`."""
         return None
 
     def get_head_mask(
         self, head_mask: Tensor | None, num_hidden_layers: int, is_attention_chunked: bool = False
     ) -> Any:
-        """A mask for each layer; gone since 5.0."""
+        """Return a mask for each layer (until 5.0)."""
         if head_mask is None:
             return [None] * num_hidden_layers
         layers = head_mask if head_mask.dim() == 2 else head_mask.expand(num_hidden_layers, -1)
@@ -96,7 +96,7 @@ class LegacyModel(PreTrainedModel, GenerationMixin):
 
 
 def _with_new_positions(prepare: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Such code leaves positions as it gets them; 4.x gave none, and 5.0 gives all of them."""
+    """Cut positions to the new tokens: 4.x passed no positions, and 5.0 passes all."""
 
     @functools.wraps(prepare)
     def prepared(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _with_new_positions(prepare: Callable[..., dict[str, Any]]) -> Callable[...,
 
 
 def finish_construction(model: nn.Module) -> None:
-    """Do for each part what its constructor would have ended with: 5.0 needs `post_init`."""
+    """Call `post_init` of each part, which 5.0 needs at the end of its constructor."""
     for part in reversed(list(model.modules())):
         if isinstance(part, LegacyModel) and "all_tied_weights_keys" not in vars(part):
             prepare: Any = part.post_init  # without types there

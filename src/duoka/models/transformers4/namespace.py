@@ -1,4 +1,4 @@
-"""The names that a module of such code has: what its imports give, and the builtins it sees."""
+"""The namespace of a module of such code: the results of its imports, and its builtins."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ T = TypeVar("T")
 
 
 def _uncompiled(function: T, *_: Any, **__: Any) -> T:
-    """A function as it is written: TorchScript's fuser knows no virtual GPU, nor is it forecast."""
+    """Return a function uncompiled: TorchScript's fuser knows no virtual GPU."""
     return function
 
 
 def _initialised(module_cls: type[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """A module whose buffers have values, too: `torch.nn.utils.skip_init` leaves them undefined.
+    """Initialise a module with its buffers, which `torch.nn.utils.skip_init` leaves undefined.
 
-    Parameters are on meta in any case when a model is built here, and take no time.
+    Parameters are on meta when a model is built here, and take no time.
     """
     kwargs.pop("device", None)
     return module_cls(*args, **kwargs)
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Compute again in the backward pass; where code doesn't say how, as torch recommends.
+    """Checkpoint a region, by default without reentrant autograd.
 
-    What it did once stops gradients where no argument has one, as below adapters.
+    Reentrant autograd stops gradients where no argument has one, as below adapters.
     """
     return checkpoint(function, *args, **{"use_reentrant": False, **kwargs})
 
@@ -73,13 +73,13 @@ _TORCH: dict[str, dict[str, Any]] = {
     "torch.utils": {},
     "torch.utils.checkpoint": {"checkpoint": _checkpoint},
 }
-# Where transformers has most of what was elsewhere in 4.x.
+# Modules of transformers to which most names of 4.x have moved.
 _PLACES = ("", ".utils", ".pytorch_utils", ".generation", ".integrations")
 _NO_NAME = re.compile(r"cannot import name '(\w+)'")
 
 
 def execute(run: Callable[[], None], names: dict[str, Any]) -> None:
-    """Run a module of such code in `names`; what ends its imports has gone, and gets a stand-in."""
+    """Run a module of such code in `names`; imports that fail get stand-ins."""
     gone: set[str] = set()
     while True:
         names["__builtins__"] = vars(builtins) | {
@@ -104,30 +104,30 @@ def _import(
     fromlist: Any = (),
     level: int = 0,
 ) -> Any:
-    """Import as ever, and see the module as such code does."""
+    """Import a module, wrapped for such code."""
     if not level and "flash_attn" in gone and name.partition(".")[0] == "flash_attn":
         return flash_attention
     if not level and any(f"{name}.".startswith(f"{path}.") for path in gone):
-        return _stand_in(name) if fromlist else _seen(transformers, gone)
+        return _stand_in(name) if fromlist else _wrap(transformers, gone)
     if not level and name.partition(".")[0] == "transformers" and fromlist == ("*",):
-        # All names would be thousands, and take many seconds.
-        module = _Seen(importlib.import_module(name), gone)
+        # All of its thousands of names would take many seconds.
+        module = _WrappedModule(importlib.import_module(name), gone)
         used = set(_names_in(sys._getframe(1).f_code))
         module.__all__ = [name for name in used if hasattr(module, name)]
         return module
-    return _seen(builtins.__import__(name, names, scope, fromlist, level), gone)
+    return _wrap(builtins.__import__(name, names, scope, fromlist, level), gone)
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
-    """The names that code uses, in its functions too."""
+    """Yield the names in code and its functions."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in(constant)
 
 
-class _Seen(ModuleType):
-    """A module with the names that are other ones now, and stand-ins for what is gone."""
+class _WrappedModule(ModuleType):
+    """A module with its names of transformers 4, and stand-ins for removed names."""
 
     __all__: list[str]
 
@@ -141,23 +141,23 @@ class _Seen(ModuleType):
             return replaced[name]
         if (path := f"{self.__name__}.{name}") in self._gone:
             return _stand_in(path)
-        value = _seen(getattr(self._module, name), self._gone)
-        if isinstance(value, _Seen):
-            vars(self)[name] = value  # the same each time: a compiler looks whether it is
+        value = _wrap(getattr(self._module, name), self._gone)
+        if isinstance(value, _WrappedModule):
+            vars(self)[name] = value  # the same object each time, as a compiler checks
         return value
 
 
-def _seen(value: T, gone: set[str]) -> T | _Seen:
-    """What is no module with such names stays what it is."""
+def _wrap(value: T, gone: set[str]) -> T | _WrappedModule:
+    """Wrap a module with such names; return other values as they are."""
     if isinstance(value, ModuleType):
         name = value.__name__
         if name in _TORCH or name.partition(".")[0] == "transformers":
-            return _Seen(value, gone)
+            return _WrappedModule(value, gone)
     return value
 
 
 def _stand_in(path: str) -> Any:
-    """What was at a place in transformers 4: from where it is now, or else something to name."""
+    """Find an object of transformers 4 in its new module, or make a placeholder class."""
     name = path.rpartition(".")[2]
     for place in _PLACES:
         value = getattr(importlib.import_module(f"transformers{place}"), name, None)
@@ -167,9 +167,9 @@ def _stand_in(path: str) -> Any:
 
 
 class _Gone(type):
-    """A class that can be named and inherited from, has whatever is asked for, and can't be used.
+    """A placeholder class: it can be named and inherited from, has any attribute, and no instances.
 
-    Most of what such code imports it never calls.
+    Such code never calls most of its imports.
     """
 
     path: str
@@ -186,10 +186,10 @@ class _Gone(type):
 
 
 class _TypeOfType(type):
-    """Called with one value, tells of a virtual tensor what CUDA's would be: a plain tensor."""
+    """Makes `type(x)` return the plain class for a virtual tensor, as for a tensor on CUDA."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if cls is not _Type:  # a metaclass of such code's own
+        if cls is not _Type:  # a metaclass in such code
             return super().__call__(*args, **kwargs)
         if len(args) != 1:
             return type(*args, **kwargs)
@@ -209,4 +209,4 @@ class _TypeOfType(type):
 
 
 class _Type(type, metaclass=_TypeOfType):
-    """The builtin `type`, but for virtual tensors: code asks ``type(x) is torch.Tensor``."""
+    """The builtin `type`, for tests like ``type(x) is torch.Tensor``."""

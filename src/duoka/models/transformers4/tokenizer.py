@@ -1,4 +1,4 @@
-"""Tokenizers that inherit what transformers 4 gave to each tokenizer."""
+"""Tokenizers with the base class of transformers 4."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _OTHER_NAMES = {
 
 
 class _Made(type):
-    """Adds the special tokens to what is made, where its constructor couldn't yet."""
+    """Adds the special tokens to a tokenizer whose constructor couldn't."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         tokenizer = super().__call__(*args, **kwargs)
         tokenizer.is_made = True
-        known = tokenizer.get_added_vocab()
-        missing = [token for token in tokenizer.all_special_tokens if token not in known]
+        added = tokenizer.get_added_vocab()
+        missing = [token for token in tokenizer.all_special_tokens if token not in added]
         tokenizer.add_tokens(missing, special_tokens=True)
         return tokenizer
 
 
 class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
-    """The base class of 4.x, whose constructor could be called before there is a vocabulary."""
+    """The base class of 4.x, whose constructor runs before the vocabulary is set."""
 
     is_made = False
 
@@ -64,7 +64,7 @@ class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
 
     @property
     def special_tokens_map(self) -> dict[str, Any]:
-        """The special tokens by what they are for; until 5.0 with those that are for nothing."""
+        """The special tokens by purpose; until 5.0 with additional tokens."""
         extra = self.extra_special_tokens
         return super().special_tokens_map | ({"additional_special_tokens": extra} if extra else {})
 
@@ -84,7 +84,7 @@ class LegacyTokenizer(PreTrainedTokenizer, metaclass=_Made):
 
 
 def _without_padding_side(pad: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, called as before 4.45."""
+    """Wrap `pad` of before 4.45, without `padding_side`."""
     if "padding_side" in inspect.signature(pad).parameters:
         return pad
 
@@ -96,7 +96,7 @@ def _without_padding_side(pad: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asked_as_tiktoken(tokenize: Callable[..., list[str]]) -> Callable[..., list[str]]:
-    """The method, asked in tiktoken's words whether special tokens are text: it hands these on."""
+    """Wrap `tokenize`, with tiktoken's arguments for special tokens in text."""
     if "tiktoken" not in tokenize.__globals__:
         return tokenize
 

@@ -48,7 +48,7 @@ class KnownBytes:
         # has other stages: the rest isn't worth its replays.
         as_thought = True
         if not self._exact:  # bounds for the room take longer: not where nothing can fit
-            numbers = self._costs.alike
+            numbers = self._costs.stage_classes
             self._alike = np.where(np.tri(len(numbers), dtype=bool), -1, numbers)
             for key, fits in self.fits.items():
                 usable = self.usable_bytes(key[0])

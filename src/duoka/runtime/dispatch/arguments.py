@@ -1,10 +1,12 @@
-"""Which tensors of a call are brought to a block: one rule for dispatch, tracing and the check.
+"""The rule by which tensors are brought to a block, for dispatch, tracing and the check.
 
-A tensor is brought from wherever it is, from the CPU too (a mask that model code made there), at
-any depth of tuples, lists and dictionaries; a `UserDict` is one, as transformers hands the keys and
-values that layers share from block to block in. What stays: a single number on the CPU, which mixes
-with any device; what an object keeps to itself, as a cache does; and where a module holds several
-blocks, a cache that has a part for each: every part lies with the block that made it.
+A tensor is brought from any device, from the CPU too (a mask that model code made there), at any
+depth of tuples, lists and dictionaries. A `UserDict` is a dictionary as well: in one transformers
+hands the keys and values that layers share from block to block.
+
+Three kinds of tensors stay where they are: a single number on the CPU, which mixes with any device;
+tensors inside of other objects, as in a cache; and where a module holds several blocks, a cache
+with a part for each block: every part lies with the block that made it.
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ NO_TENSORS = frozenset({type(None), bool, int, float, str})
 
 
 def must_move(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a device wants a tensor there: a number on the CPU mixes with every one."""
+    """Return True if a tensor must be brought to a device; a number on the CPU mixes with any."""
     return tensor.device != device and not (tensor.dim() == 0 and tensor.device.type == "cpu")
 
 
 def bring(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor where a mover brings it."""
+    """Bring a tensor to the device, as movers do."""
     return carry(tensor, device) if must_move(tensor, device) else tensor
 
 
 def mapped(
     value: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The value with every tensor in it changed; the very same object where none was.
+    """Return the value with every tensor in it changed; the very same object where none was.
 
-    `other` changes what is neither a tensor nor a container.
+    `other` changes values that are neither tensors nor containers.
     """
     if type(value) in NO_TENSORS:
         return value
@@ -78,7 +80,7 @@ def _with_entries(value: Any, entries: dict[Any, Any]) -> Any:
 
 
 class _Entries(dict[Any, Any]):
-    """Entries of a shared dictionary on a block's device; what the block adds, others see too."""
+    """Entries of a shared dictionary on a block's device; the block's new entries go to both."""
 
     shared: UserDict[Any, Any]
 
@@ -93,26 +95,26 @@ def mapped_call(
     change: Callable[[Tensor], Tensor],
     caches: Collection[int | str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with every tensor changed that isn't a part of one of the caches."""
+    """Return the arguments of a call with every tensor changed, but those of the caches."""
 
     def of(key: int | str, value: Any) -> Any:
         stays = key in caches and isinstance(value, (tuple, list, dict))
         return value if stays else mapped(value, change)
 
-    # In this order dispatch moves them, and where its copies lie depends on it.
+    # In this order dispatch moves them, on which the addresses of its copies depend.
     changed = {key: of(key, value) for key, value in kwargs.items()}
     return tuple([of(at, value) for at, value in enumerate(args)]), changed
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries, in order."""
+    """List the tensors in nested tuples, lists and dictionaries, in order."""
     tensors: list[Tensor] = []
     _collect(tree, tensors)
     return tensors
 
 
 def _collect(tree: Any, tensors: list[Tensor]) -> None:
-    # Asked for every argument of every operation that is traced: no generators here.
+    # Called for every argument of every operation that is traced: no generators here.
     if isinstance(tree, Tensor):
         tensors.append(tree)
     elif isinstance(tree, (tuple, list)):
@@ -124,19 +126,19 @@ def _collect(tree: Any, tensors: list[Tensor]) -> None:
 
 
 def shared_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[UserDict[Any, Any]]:
-    """The dictionaries among a call's arguments that a block may write to for later ones."""
+    """List the dictionaries among a call's arguments that a block may write to for later blocks."""
     return [value for value in (*args, *kwargs.values()) if isinstance(value, UserDict)]
 
 
 def caches_of(module: nn.Module) -> frozenset[int | str]:
-    """The arguments of a module, by position and by name, that take a cache."""
+    """Return the arguments of a module, by position and by name, that take a cache."""
     names = list(inspect.signature(module.forward).parameters)
     positions = (at for at, name in enumerate(names) if name in CACHE_NAMES)
     return frozenset([*CACHE_NAMES, *positions])
 
 
 def caches_in(outputs: Any) -> list[Any]:
-    """Of what a model returns the caches, which stay: by name, or tuples of tuples, as of old."""
+    """Return the caches among a model's outputs: by name, or tuples of tuples in older code."""
     if isinstance(outputs, dict):
         return [cache for name, cache in outputs.items() if name in CACHE_NAMES]
     parts = outputs if isinstance(outputs, tuple) else ()
@@ -144,7 +146,7 @@ def caches_in(outputs: Any) -> list[Any]:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """The inputs of a call on a device, as whoever calls a model brings them there."""
+    """Return the inputs of a call on a device, as the caller of a model brings them there."""
 
     def move(tensor: Tensor) -> Tensor:
         return carry(tensor.detach(), device).requires_grad_(tensor.requires_grad)

@@ -1,12 +1,16 @@
-"""The classes that dispatch gives modules: their own, with something before it.
+"""The classes that dispatch gives modules: subclasses of their own, swapped in place.
 
-A block with a mover has a subclass of its class that does nothing but move, as PyTorch's own
-parametrizations and FSDP have: PyTorch calls a module with a registered hook on a slow path, which
-alone would cost 2 % of a small model's decoding step. Hooks that others register see arguments that
-are moved already.
+This is the one way in which the runtime steps between a model's code and its blocks: movers,
+streamed weights (`offload`) and pipeline stages (`stages.interceptor`) all use it.
 
-The model itself has one whose `forward` brings its outputs back, whoever calls that (peft doesn't
-call the model). All of them refuse to be moved.
+- A block gets a subclass that moves its arguments (`MOVER`) and decides how the call runs
+  (`AROUND`), as PyTorch's own parametrizations and FSDP have one. PyTorch calls a module with a
+  registered hook on a slow path, which alone would cost 2 % of a small model's decode step. Hooks
+  that others register see arguments that are moved already.
+- The model gets a subclass whose `forward` brings its outputs back, whoever calls it (peft doesn't
+  call the model).
+
+All of them refuse to be moved.
 """
 
 from __future__ import annotations
@@ -26,10 +30,10 @@ AROUND = "_duoka_around"
 
 
 class _Dispatched:
-    """Put before the class of a module by dispatch."""
+    """Base of the classes put before a module's own."""
 
     def __init_subclass__(cls) -> None:
-        """Leave out what the module's class does to its own subclasses: this is none to it."""
+        """Skip the hook by which the module's class registers its subclasses."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # pickle looks classes up by name, and this one has the name of another
@@ -37,7 +41,7 @@ class _Dispatched:
         return _revive, (base, tuple(kinds)), self.__getstate__()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Refuse what moves tensors: `to`, `cuda` and `cpu` come here, those of wrappers too."""
+        """Refuse to move tensors: `to`, `cuda` and `cpu` come here, those of wrappers too."""
         module: Any = self
         for device in {tensor.device for tensor in module.parameters()}:
             target = fn(torch.empty(0, device=device)).device
@@ -52,9 +56,9 @@ class _Dispatched:
         return inherited._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Give what takes the place of a block the block's mover: peft's layers around one.
+        """Hand a block's mover on to the module that replaces the block, as peft's layers do.
 
-        They compute on the block's device, with arguments that they don't bring there.
+        Such a layer computes on the block's device, and brings no arguments there.
         """
         replaced = self.__dict__["_modules"].get(name)
         mover = None if replaced is None else replaced.__dict__.get(MOVER)
@@ -65,9 +69,9 @@ class _Dispatched:
 
 
 class _Moving(_Dispatched):
-    """Put before the class of a block: brings the arguments of a call to the block's device.
+    """A block: its mover brings the arguments of a call to its device.
 
-    What goes `AROUND` a call decides how it runs: streamed weights, or a stage that isn't here.
+    The function at `AROUND` decides how the call runs: with streamed weights, or in a stage.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +86,7 @@ class _Moving(_Dispatched):
 
 
 class _Spread(_Dispatched):
-    """Put before the class of a model that is spread."""
+    """A dispatched model."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         inherited: Any = super()  # the module's own class
@@ -92,56 +96,45 @@ class _Spread(_Dispatched):
         return call(*args, **kwargs)
 
 
-def _forward_of(base: type[nn.Module]) -> Callable[..., Any]:
-    """The `forward` of a model that is spread; others read its signature."""
+def _through_root(base: type[Any], name: str, run: str) -> Callable[..., Any]:
+    """Wrap a method of a model, which then goes through a method of the model's `Root`.
 
-    @wraps(base.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        root = self.__dict__.get(ROOT)
-        plain = partial(base.forward, self)
-        return plain(*args, **kwargs) if root is None else root.run(plain, args, kwargs)
-
-    return forward
-
-
-def _generate_of(base: type[Any]) -> Callable[..., Any]:
-    """The `generate` of a model that is spread: in it the model is where the inputs are.
-
-    Outputs come there, and assisted decoding brings what it guesses to the model's device.
+    The signature stays, since others read it. In `generate` the model reports the device of the
+    inputs as its own: outputs come there, and assisted decoding brings its candidates there.
     """
 
-    @wraps(base.generate)
-    def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    @wraps(getattr(base, name))
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         root = self.__dict__.get(ROOT)
-        plain = partial(base.generate, self)
-        return plain(*args, **kwargs) if root is None else root.generate(plain, args, kwargs)
+        plain = partial(getattr(base, name), self)
+        return plain(*args, **kwargs) if root is None else getattr(root, run)(plain, args, kwargs)
 
-    return generate
+    return method
 
 
 def _device_of(inherited: Any) -> property:
-    """The `device` of a transformers model that is spread: where its first block computes.
+    """Override the `device` of a transformers model: the device of its first block.
 
-    Transformers says the first registered parameter's, which may be that of a tower that runs
-    behind the embeddings.
+    Transformers returns that of the first registered parameter, which may belong to a tower that
+    runs behind the embeddings.
     """
 
     def device(self: nn.Module) -> Any:
         root = self.__dict__.get(ROOT)
-        first: torch.device | None = None if root is None else root.device
-        return inherited.fget(self) if first is None else first
+        reported: torch.device | None = None if root is None else root.device
+        return inherited.fget(self) if reported is None else reported
 
     return property(device)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module has by itself."""
+    """Return a module's class without dispatch."""
     kind = type(module)
     return kind.__bases__[-1] if issubclass(kind, _Dispatched) else kind
 
 
 def update_class(module: nn.Module) -> None:
-    """Give a module the class for what dispatch has put on it: its own where that is nothing."""
+    """Give a module the class for its attributes of dispatch."""
     attributes = module.__dict__
     kinds: list[type[_Dispatched]] = [_Spread] if ROOT in attributes else []
     if MOVER in attributes or AROUND in attributes:
@@ -156,11 +149,11 @@ def _class_of(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> ty
         # transformers looks at the name, so it is the same.
         names: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__}
         if _Spread in kinds:
-            names["forward"] = _forward_of(base)
+            names["forward"] = _through_root(base, "forward", "run")
             if isinstance(device := getattr(base, "device", None), property):
                 names["device"] = _device_of(device)
             if hasattr(base, "generate"):
-                names["generate"] = _generate_of(base)
+                names["generate"] = _through_root(base, "generate", "generate")
         _classes[base, kinds] = type(base.__name__, (*kinds, base), names)
     return _classes[base, kinds]
 
@@ -170,6 +163,6 @@ _classes: dict[tuple[type[nn.Module], tuple[type[_Dispatched], ...]], type[nn.Mo
 
 
 def _revive(base: type[nn.Module], kinds: tuple[type[_Dispatched], ...]) -> nn.Module:
-    """Begin a copy of a module that is dispatched."""
+    """Begin a copy of a dispatched module."""
     copied = _class_of(base, kinds)
     return copied.__new__(copied)

@@ -1,4 +1,4 @@
-"""Copies between devices, and the way around where they don't arrive.
+"""Copies between devices, and the detour where they don't arrive.
 
 Where one GPU may write to another's memory (peer access), an IOMMU or PCIe's access control can
 lead the bytes astray, and nobody reports an error: zeros or garbage arrive. So each pair of GPUs
@@ -22,7 +22,7 @@ _WORDS = 2**16
 
 
 def carry(tensor: Tensor, device: torch.device, **options: Any) -> Tensor:
-    """The tensor on a device, as `Tensor.to` has it there, with the numbers that it has here."""
+    """Return the tensor on a device, as `Tensor.to` does, by a way on which its numbers arrive."""
     source = tensor.device
     if source.type == device.type == "cuda" and not arrives(_index(source), _index(device)):
         tensor = tensor.cpu()
@@ -30,9 +30,9 @@ def carry(tensor: Tensor, device: torch.device, **options: Any) -> Tensor:
 
 
 def try_copies(devices: Iterable[torch.device]) -> None:
-    """Test the ways between neighbours, and between the last and the first, before they are used.
+    """Test the copies between neighbours, and between the last and the first, before their use.
 
-    Other ways are tested when they are used first. What the test takes on the GPUs is given back.
+    Other pairs are tested at their first copy. The memory of the test is released.
     """
     gpus = list(dict.fromkeys(_index(device) for device in devices if device.type == "cuda"))
     tested = _arrives.cache_info().misses
@@ -44,7 +44,7 @@ def try_copies(devices: Iterable[torch.device]) -> None:
 
 
 def arrives(source: int, target: int) -> bool:
-    """Whether what is copied from one CUDA device to another is known to arrive."""
+    """Return True if copies from one CUDA device to another are known to arrive."""
     try:
         return _arrives(source, target)
     except torch.OutOfMemoryError:
@@ -65,18 +65,18 @@ def _arrives(source: int, target: int) -> bool:
 
 
 def copy_fault(source: str, target: str) -> str:
-    """What becomes of bytes that are copied from one device to another; empty if they arrive."""
+    """Describe the damage to bytes that are copied between two devices; empty if they arrive."""
     with torch.inference_mode():
         pattern = torch.arange(1, _WORDS + 1, dtype=torch.int32, device="cpu")
-        before = pattern.bitwise_not()
-        received = before.to(target, copy=True)
+        inverse = pattern.bitwise_not()
+        received = inverse.to(target, copy=True)
         received.copy_(pattern.to(source))
         back = received.cpu()
     if torch.equal(back, pattern):
         return ""
     if not back.any():
         return "zeros arrive"
-    if torch.equal(back, before):
+    if torch.equal(back, inverse):
         return "nothing arrives"
     return f"{int((back != pattern).sum())} of {_WORDS} numbers arrive as others"
 

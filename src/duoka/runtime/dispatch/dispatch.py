@@ -1,9 +1,8 @@
-"""Dispatch: the one place where activations change device.
+"""Dispatch: the only place where activations change device.
 
 A dispatched model is the same object with its parameters and buffers where the placement says, and
-with "movers" on its blocks, which bring arguments to them. What the model returns goes back to
-where its inputs came from. Nothing else changes: parameter names, ties, state dict and the model's
-code are what they were.
+with movers on its blocks, which bring arguments to them. Outputs go back to the device of the
+inputs. Nothing else changes: parameter names, ties, state dict and the model's code stay.
 
 Offloaded modules keep their weights in the host's memory, and stream them in when they are called.
 
@@ -42,15 +41,27 @@ def dispatch(
     has_movers: bool = False,
     outputs_stay: bool = False,
 ) -> Model:
-    """Spread a model over the devices of a placement, which takes the place of an earlier one.
+    """Spread a model over the devices of a placement, in place of an earlier placement.
 
-    With `empty`, parameters without data (on the meta device) are allocated, not filled. The
-    weights of `offloaded` modules, in the order in which they run, stay in the host's memory: each
-    is copied to its device, into a buffer that it shares with others, whenever it is called. What
-    is refused (PlacementError, ModelError) is so before anything has been moved. On one device
-    blocks have movers only with `has_movers`, for code that makes their arguments elsewhere, and
-    where weights are offloaded; else the model's own arguments are moved. With `outputs_stay` what
-    the model returns stays where it was made.
+    Parameters
+    ----------
+    model : nn.Module
+    placement : Placement
+    empty : bool
+        Allocate parameters without data (on the meta device), and don't fill them.
+    offloaded : sequence of str
+        Modules, in the order in which they run, whose weights stay in the host's memory: they are
+        copied to the module's device, into a shared buffer, whenever the module is called.
+    has_movers : bool
+        Give blocks movers on one device, too, for code that makes their arguments elsewhere; else
+        only the model's own arguments are moved there, unless weights are offloaded.
+    outputs_stay : bool
+        Leave outputs where they were made.
+
+    Raises
+    ------
+    PlacementError, ModelError
+        Before anything has been moved.
     """
     devices = devices_by_name(model, placement)
     hosts = on_host(model, devices, offloaded)
@@ -58,7 +69,7 @@ def dispatch(
         refuse_meta(model)
     undispatch(model)
     try_copies(devices.values())
-    if empty:  # what is the host's is never filled, and takes nothing
+    if empty:  # weights of the host are never filled, and take no memory
         move_tensors(model, {name: at for name, at in devices.items() if name not in hosts})
     else:
         move_tensors(model, {**devices, **hosts})
@@ -74,7 +85,7 @@ def dispatch(
 def stream(
     model: nn.Module, offloaded: Sequence[str], devices: Mapping[str, torch.device]
 ) -> list[Streamer]:
-    """Let the weights of some modules come to their devices whenever they are called."""
+    """Stream the weights of some modules to their devices whenever they are called."""
     by_device = streamed_modules(model, offloaded, devices)
     streamers = [Streamer(device, modules) for device, modules in by_device.items()]
     for streamer in streamers:
@@ -83,7 +94,7 @@ def stream(
 
 
 def undispatch(model: nn.Module) -> None:
-    """Remove what `dispatch` added to the model; parameters stay where they are."""
+    """Undo `dispatch`; parameters stay where they are."""
     state = model.__dict__.pop(_STATE, None)
     if state is None:
         return
@@ -97,7 +108,7 @@ def undispatch(model: nn.Module) -> None:
 
 
 def without_data(model: nn.Module) -> nn.Module:
-    """A copy of a model, not spread, whose parameters have no data; buffers keep theirs."""
+    """Copy a model without dispatch and without the data of parameters; buffers keep theirs."""
     memo: dict[int, Any] = {
         id(buffer): buffer.cpu()
         for buffer in model.buffers()
@@ -121,7 +132,7 @@ def _bare(parameter: nn.Parameter) -> torch.Tensor:
 
 
 class _State(NamedTuple):
-    """What `dispatch` left on a model, for `undispatch` to remove."""
+    """The parts of a dispatched model, for `undispatch` to remove."""
 
     installed: Installed
     marked: list[nn.Module]
@@ -129,7 +140,7 @@ class _State(NamedTuple):
 
 
 class _EncoderMark:
-    """Tells transformers' `generate` that the encoder needs no hook of accelerate's."""
+    """Keeps transformers' `generate` from giving the encoder a hook of accelerate's."""
 
     io_same_device = False
 
@@ -140,7 +151,7 @@ def _adopt(
     installed: Installed,
     streamers: list[Streamer],
 ) -> None:
-    """Tell transformers that the model is placed.
+    """Mark the model as placed for transformers.
 
     Its Trainer then leaves the model where it is, and a static cache is made layer by layer.
     Devices are objects and not text: "cpu" as text means "offloaded" there.

@@ -1,8 +1,9 @@
-"""Which modules get a mover, and which calls remember what was moved."""
+"""Choosing modules for movers, and calls to remember copies."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from inspect import getattr_static
 
 import torch
@@ -26,23 +27,24 @@ def install(
     on_blocks: bool = True,
     outputs_stay: bool = False,
 ) -> Installed:
-    """Put a mover on every block, and a memory of what was moved around every top-level call.
+    """Put a mover on every block, and remember copies around every top-level call.
 
-    Not `on_blocks`, the arguments of the model alone are moved, and those of its encoder, which
+    Without `on_blocks` only the arguments of the model are moved, and those of its encoder, which
     `generate` calls by itself.
     """
-    first = next(iter(devices.values()), None)
-    if on_blocks or first is None:
+    start = next(iter(devices.values()), None)
+    if on_blocks or start is None:
         blocks = moving_modules(model, placement, devices)
-        return install_on(model, blocks, outputs_stay=outputs_stay, first=first)
-    encoder = {module: first for module in [encoder_of(model)] if module is not None}
-    return install_on(model, encoder, outputs_stay=outputs_stay, first=first, inputs_to=first)
+        return install_on(model, blocks, outputs_stay=outputs_stay, first=start)
+    encoder = encoder_of(model)
+    blocks = {} if encoder is None else {encoder: start}
+    return install_on(model, blocks, outputs_stay=outputs_stay, first=start, inputs_to=start)
 
 
 def moving_modules(
     model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
 ) -> dict[nn.Module, torch.device]:
-    """The modules that arguments are moved to when they are called, with their devices."""
+    """Return the modules that arguments are moved to when they are called, with their devices."""
     blocks = dict(_containers(model, placement, devices))
     for name, module in _entry_modules(model, placement):
         for block, device in _entrances(module, name, devices):
@@ -58,10 +60,10 @@ def install_on(
     first: torch.device | None = None,
     inputs_to: torch.device | None = None,
 ) -> Installed:
-    """Put a mover on these modules alone, and a memory of what was moved around them.
+    """Put movers on these modules alone, and remember copies around them.
 
-    The model says that it is on the `first` device, where that is known. Its own arguments are
-    brought to a device only where one is given.
+    The model reports `first` as its device, where it is given; its own arguments are brought to
+    `inputs_to`, where it is given.
     """
     frames = Frames()
     parents = _parents(model, blocks)
@@ -87,11 +89,11 @@ class Installed:
         self._handles = handles
 
     def remove(self, model: nn.Module) -> None:
-        """Make the model what it was."""
+        """Undo the installation."""
         for handle in self._handles:
             handle.remove()
         del model.__dict__[ROOT]
-        # Other modules may have taken the place of blocks, which are in the model no more.
+        # Other modules may have replaced blocks, which are in the model no more.
         for module in {*self._blocks, *model.modules()}:
             module.__dict__.pop(MOVER, None)
             update_class(module)
@@ -100,19 +102,19 @@ class Installed:
 def _containers(
     model: nn.Module, placement: Placement, devices: Mapping[str, torch.device]
 ) -> Iterator[tuple[nn.Module, torch.device]]:
-    """What contains entries and is called itself, with the device of the part that runs first.
+    """Yield callable modules around entries, with the device of their first part.
 
-    Its own code may combine an argument with what comes out of that part (a residual around a
-    layer whose parts are entries). The model itself leaves its arguments where they are.
+    Their own code may combine an argument with outputs of that part (a residual around a layer
+    whose parts are entries). The model itself leaves its arguments where they are.
     """
     containers = {owner for entry, _ in placement.entries for owner in containing(entry)}
-    first: dict[str, torch.device] = {}
+    starts: dict[str, torch.device] = {}
     for name, device in devices.items():  # in the order of execution
         for owner in containing(name):
-            first.setdefault(owner, device)
+            starts.setdefault(owner, device)
     for name, module in model.named_modules():
         if name in containers and is_callable(module):
-            yield module, first[name]
+            yield module, starts[name]
 
 
 def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str, nn.Module]]:
@@ -122,24 +124,20 @@ def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str
             yield name, modules[name]
     # A model calls these two by themselves, even where an entry names what contains them.
     for getter in ("get_input_embeddings", "get_output_embeddings"):
-        alone = _called_alone(model, getter)
-        for name, module in modules.items():
-            if module is alone:
-                yield name, module
-
-
-def _called_alone(model: nn.Module, getter: str) -> nn.Module | None:
-    try:
-        module = getattr(model, getter)()
-    except (AttributeError, NotImplementedError):
-        return None
-    return module if isinstance(module, nn.Module) else None
+        embedding = None
+        with suppress(AttributeError, NotImplementedError):
+            embedding = getattr(model, getter)()
+        yield from (
+            (name, module)
+            for name, module in modules.items()
+            if embedding is not None and module is embedding
+        )
 
 
 def _entrances(
     module: nn.Module, name: str, devices: Mapping[str, torch.device]
 ) -> Iterator[tuple[nn.Module, torch.device]]:
-    """The largest modules below `module` that are called and lie on one device."""
+    """Yield the largest callable modules below `module` with a single device."""
     prefix = f"{name}." if name else ""
     entrances = {devices[prefix + tensor] for tensor, _ in tensor_names(module)}
     if not entrances:
@@ -154,7 +152,7 @@ def _entrances(
 def streamed_modules(
     model: nn.Module, entries: Sequence[str], devices: Mapping[str, torch.device]
 ) -> dict[torch.device, list[nn.Module]]:
-    """The modules below some entries whose weights come and go together, by device.
+    """Group the modules below some entries whose weights come and go together, by device.
 
     They are in the order of the entries, which is that of execution.
     """
@@ -167,14 +165,14 @@ def streamed_modules(
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Whether a module can be called itself, as a list of modules can't."""
+    """Return True if a module can be called itself; a list of modules can't."""
     # A compiled module has its `forward` as an attribute of its own.
     forward = getattr_static(type(module), "forward", nn.Module.forward)
     return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list[nn.Module]:
-    """The callable modules around blocks: calling one of them alone is a top-level call."""
+    """List the callable modules around blocks: calling any of them alone is a top-level call."""
     return [
         module
         for module in model.modules()
@@ -185,7 +183,7 @@ def _parents(model: nn.Module, blocks: Mapping[nn.Module, torch.device]) -> list
 
 
 def encoder_of(model: nn.Module) -> nn.Module | None:
-    """Return the encoder of a transformers model that has one beside its decoder."""
+    """Return the encoder of a transformers model that has an encoder beside its decoder."""
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return None
     get_encoder = getattr(model, "get_encoder", None)

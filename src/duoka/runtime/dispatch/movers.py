@@ -1,14 +1,14 @@
-"""Movers: what brings a block's arguments to its device when the block is called.
+"""Movers: they bring a block's arguments to its device when the block is called.
 
-What was moved is remembered for one top-level call, so that a mask which forty layers read is
-copied once per stage. A remembered copy is used again only for the same tensor object at the same
-version, and it is dropped as soon as its source dies, so hidden states never live longer than on
-one device. Tensors without a version (inference mode) are moved each time.
+A copy is remembered for one top-level call, so that a mask which forty layers read is copied once
+per stage. It is used again only for the same tensor object at the same version, and dropped as soon
+as its source dies, so hidden states never live longer than on one device. Tensors without a version
+(inference mode) are copied each time.
 
 Outside a top-level call (a checkpointed region that backward computes again, in a thread of
 autograd's) arguments are moved, and nothing is remembered.
 
-What the model itself returns is moved, too: back to where its inputs came from.
+The model's own outputs are moved, too: back to the device of its inputs.
 
 A mover doesn't see a block that writes into its arguments for its caller to read: such a write
 stays on the block's own copy.
@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections import UserDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,16 +37,16 @@ class Frames(threading.local):
         self.caller: torch.device | None = None
 
     def enter(self, *, is_root: bool) -> None:
-        """Begin to remember; a call within the model's own shares what that one remembers."""
+        """Begin to remember copies; a call within the model's own shares the model's frame."""
         stack = self.stack
         stack.append(stack[-1] if stack and not is_root else Frame())
 
     def enter_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Forward pre-hook of what contains blocks: a call begins."""
+        """Enter the call of a module that contains blocks; a forward pre-hook."""
         self.enter(is_root=False)
 
     def leave(self, *_: Any) -> None:
-        """Forget what the matching `enter` began; a forward hook, on errors too."""
+        """Forget the copies of the matching `enter`; a forward hook, on errors too."""
         if self.stack:
             frame = self.stack.pop()
             if not self.stack or self.stack[-1] is not frame:
@@ -56,32 +56,29 @@ class Frames(threading.local):
         return Frames, ()
 
 
-class _Moved:
-    """A tensor at one version, and its copy on another device."""
+class _Copied(NamedTuple):
+    """A tensor at a version, and its copy on another device."""
 
-    __slots__ = ("copy", "source", "version")
-
-    def __init__(self, source: weakref.ref[Tensor], version: int, copy: Tensor) -> None:
-        self.source = source
-        self.version = version
-        self.copy = copy
+    source: weakref.ref[Tensor]
+    version: int
+    copy: Tensor
 
 
 class Memory:
-    """What has been moved to one device, by identity of the source.
+    """The copies on a device, by identity of the source.
 
-    Gradients are recorded or not: a copy made without (in a checkpointed region, say) must not be
-    used where they are needed, so there is one memory for each.
+    A copy made without recording gradients (in a checkpointed region, say) must not be used where
+    they are needed, so each of the two modes has its own memory.
     """
 
     __slots__ = ("_has_grad", "moved")
 
     def __init__(self, *, has_grad: bool) -> None:
         self._has_grad = has_grad
-        self.moved: dict[int, _Moved] = {}
+        self.moved: dict[int, _Copied] = {}
 
-    def find(self, tensor: Tensor) -> Tensor | None:
-        """The copy of a tensor, if it was moved and hasn't changed since."""
+    def lookup(self, tensor: Tensor) -> Tensor | None:
+        """Return the copy of a tensor, if it was copied and hasn't changed since."""
         moved = self.moved.get(id(tensor))
         if moved is None or moved.source() is not tensor or moved.version != tensor._version:
             return None
@@ -90,57 +87,59 @@ class Memory:
             return None
         return copy
 
+    # An entry must never keep its source alive, nor outlive it: another tensor may get the id of a
+    # freed one. So an entry has a weak reference whose callback removes the entry.
     def add(self, tensor: Tensor, copy: Tensor) -> Tensor:
-        """Remember a copy, which is returned, as long as its source lives."""
+        """Remember a copy as long as its source lives; return the copy."""
         key, entries = id(tensor), self.moved
-        # One of inference mode has no version, so a change in place would go unnoticed.
+        # A tensor of inference mode has no version: a change in place would go unnoticed.
         if not tensor.is_inference():
             # An id is given to another tensor only after its first owner is gone from here.
             source = weakref.ref(tensor, lambda _: entries.pop(key, None))
-            entries[key] = _Moved(source, tensor._version, copy)
+            entries[key] = _Copied(source, tensor._version, copy)
         return copy
 
 
 class Frame:
-    """What one top-level call remembers."""
+    """The copies of a top-level call."""
 
-    __slots__ = ("_device_before", "_memories", "stage")
+    __slots__ = ("_current", "_memories", "stage")
 
     def __init__(self) -> None:
         self.stage: torch.device | None = None
         self._memories: dict[tuple[str, bool], Memory] = {}
-        self._device_before: dict[str, int] = {}
+        # By kind of device: the index that was the caller's current device.
+        self._current: dict[str, int] = {}
 
     def memory(self, key: tuple[str, bool]) -> Memory:
-        """The memory of a device, by its name and whether gradients are recorded."""
+        """Return the memory of a device, by its name and whether gradients are recorded."""
         memory = self._memories.get(key)
         if memory is None:
             memory = self._memories[key] = Memory(has_grad=key[1])
         return memory
 
     def enter_stage(self, device: torch.device) -> None:
-        """Make the stage's device the current one of its kind."""
+        """Make the stage's device the current device of its kind."""
         self.stage = device
         backend = _backend(device)
-        if backend is None:
-            return
-        if device.type not in self._device_before:
-            self._device_before[device.type] = backend.current_device()
-        backend.set_device(device.index)
+        if backend is not None:
+            if device.type not in self._current:
+                self._current[device.type] = backend.current_device()
+            backend.set_device(device.index)
 
     def close(self) -> None:
-        """Forget what was moved, and bring the caller's current devices back."""
+        """Forget the copies, and restore the caller's current devices."""
         # Entries refer to the dict that holds them; without this they wait for the collector.
         for memory in self._memories.values():
             memory.moved.clear()
-        for kind, index in self._device_before.items():
+        for kind, index in self._current.items():
             backend = _backend(torch.device(kind, index))
             if backend is not None:
                 backend.set_device(index)
 
 
 def _backend(device: torch.device) -> Any:
-    """The module that sets the current device of this kind; None where there is none to set."""
+    """Return the module that sets the current device of this kind, or None."""
     if device.index is None or device.type in ("cpu", "meta"):
         return None
     backend = torch.get_device_module(device.type)
@@ -148,7 +147,7 @@ def _backend(device: torch.device) -> Any:
 
 
 class Mover:
-    """Brings arguments to one device; `caches` are those of several blocks, which stay."""
+    """Brings arguments to a device; `caches` of several blocks stay."""
 
     __slots__ = ("_caches", "_device", "_frames", "_keys")
 
@@ -168,7 +167,7 @@ class Mover:
         stack = self._frames.stack
         if stack and stack[-1].stage is not device:
             stack[-1].enter_stage(device)
-        if _at_home(args, device) and _at_home(kwargs.values(), device):
+        if _are_at(args, device) and _are_at(kwargs.values(), device):
             return args, kwargs
         # A copy made in inference mode can't be used outside, so there nothing is remembered.
         memory = None
@@ -180,38 +179,46 @@ class Mover:
                 return tensor
             if memory is None:
                 return carry(tensor, device)
-            known = memory.find(tensor)
-            return memory.add(tensor, carry(tensor, device)) if known is None else known
+            copy = memory.lookup(tensor)
+            return memory.add(tensor, carry(tensor, device)) if copy is None else copy
 
         return mapped_call(args, kwargs, move, self._caches)
 
 
-def _at_home(values: Any, device: torch.device) -> bool:
-    """Whether no tensor among the values, at any depth, is on another device."""
+def _are_at(values: Any, device: torch.device) -> bool:
+    """Return True if no tensor among the values, at any depth, is on another device."""
     for value in values:
-        # The commonest first: this runs for every block and token.
+        # The commonest types first: this runs for every block and token.
         if type(value) in NO_TENSORS:
             continue
         if isinstance(value, Tensor):
             if value.device != device:
                 return False
         elif isinstance(value, (tuple, list)):
-            if not _at_home(value, device):
+            if not _are_at(value, device):
                 return False
-        elif isinstance(value, (dict, UserDict)) and not _at_home(value.values(), device):
+        elif isinstance(value, (dict, UserDict)) and not _are_at(value.values(), device):
             return False
     return True
 
 
 class Root:
-    """Runs the calls of the model itself, and brings back what they return unless it is to stay.
+    """Runs the calls of the model itself, and brings its outputs back unless they are to stay.
 
-    That is to the device of the first tensor among the arguments, as accelerate does. Caches stay,
-    and what the caller gave comes back as it is. A `mover` brings the model's own arguments, where
-    its blocks have none.
+    They go to the device of the first tensor among the arguments, as accelerate brings them there.
+    Caches stay, and tensors of the caller come back as they are.
+
+    Parameters
+    ----------
+    frames : Frames
+    outputs_stay : bool
+    device : torch.device, optional
+        Of the first block, where it is known.
+    mover : Mover, optional
+        Brings the model's own arguments, where its blocks have no movers.
     """
 
-    __slots__ = ("_first", "_frames", "_mover", "_outputs_stay")
+    __slots__ = ("_first_device", "_frames", "_mover", "_outputs_stay")
 
     def __init__(
         self,
@@ -221,7 +228,7 @@ class Root:
         device: torch.device | None = None,
         mover: Mover | None = None,
     ) -> None:
-        self._first = device
+        self._first_device = device
         self._frames = frames
         self._mover = mover
         self._outputs_stay = outputs_stay
@@ -229,18 +236,18 @@ class Root:
     @property
     def device(self) -> torch.device | None:
         """The device of the inputs in `generate`; else the first block's, where it is known."""
-        return self._frames.caller or self._first
+        return self._frames.caller or self._first_device
 
     def generate(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call `generate` with a model that says that it is where the arguments are."""
-        before = self._frames.caller
+        """Call `generate` with a model that reports the device of its inputs as its own."""
+        caller = self._frames.caller
         self._frames.caller = None if self._outputs_stay else _device_of(args, kwargs)
         try:
             return call(*args, **kwargs)
         finally:
-            self._frames.caller = before
+            self._frames.caller = caller
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model."""
@@ -256,22 +263,21 @@ class Root:
         if device is None:
             return outputs
         inputs = tensors_in((*args, *kwargs.values()))
-        # Outputs live while they are brought back, so that no other tensor has the identity of one.
-        places = {id(tensor): tensor for tensor in (*inputs, *tensors_in(caches_in(outputs)))}
+        # Outputs live while they are brought back, so that no tensor gets the identity of another.
+        returned = {id(tensor): tensor for tensor in (*inputs, *tensors_in(caches_in(outputs)))}
 
         def bring_back(tensor: Tensor) -> Tensor:
-            if id(tensor) not in places:
-                places[id(tensor)] = carry(tensor, device)
-            return places[id(tensor)]
+            if id(tensor) not in returned:
+                returned[id(tensor)] = carry(tensor, device)
+            return returned[id(tensor)]
 
         return mapped(outputs, bring_back)
 
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Where the inputs of a call are; None where no tensor is among them."""
+    """Return the device of a call's first tensor; None where there is no tensor."""
     values = (*args, *kwargs.values())
     # An argument that is a tensor comes before those inside of others (an encoder's outputs).
-    direct = (value for value in values if isinstance(value, Tensor))
-    tensor = next(direct, None)
-    inputs = tensors_in(values) if tensor is None else [tensor]
+    direct = [value for value in values if isinstance(value, Tensor)]
+    inputs = direct or tensors_in(values)
     return inputs[0].device if inputs else None

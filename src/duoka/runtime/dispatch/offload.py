@@ -1,16 +1,20 @@
 """Offloading: weights that stay in the host's memory, and come to a GPU whenever they are used.
 
-The modules of one GPU whose weights are streamed take turns in two buffers there: while one of
-them computes, the next one's weights are copied into the other buffer, on a stream of their own
-where the device has streams. For the time of its call a module's parameters and buffers are views
-of a buffer; before and after they are the host's own, so a state dict is what it was.
+The streamed modules of a GPU take turns in two buffers there: while a module computes, the weights
+of the next one are copied into the other buffer, on a stream of their own where the device has
+streams.
 
-A copy in a buffer is used again only while the host's tensors are the same objects at the same
-versions. What a call writes into a buffer of its module (not a parameter) goes back to the host.
-Copies come out of memory that the driver has pinned; without streams, when they are asked for.
+    buffer 0:  copy A │ compute A │ copy C      │ compute C
+    buffer 1:         │ copy B    │ compute B   │ copy D
 
-Weights that are streamed can't be trained: by the time of backward, another module's are in their
-place. That is refused, and never ignored.
+For the time of its call a module's parameters and buffers are views of a buffer; before and after
+they are the host's own, so a state dict is what it was. A copy in a buffer is used again only while
+the host's tensors are the same objects at the same versions. A buffer of the module that the call
+writes to (no parameter) is copied back to the host. Copies come out of memory that the driver has
+pinned; without streams, they are made when a module is called.
+
+Streamed weights can't be trained: by the time of backward, another module's weights are in their
+place. Training is refused.
 """
 
 from __future__ import annotations
@@ -37,10 +41,18 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the proces
 
 
 class Streamer:
-    """The streamed modules of one device, in the order of their calls, and the buffers there.
+    """The streamed modules of a device, in the order of their calls, and their buffers.
 
-    Their tensors are on the host, or on meta: then there is nothing to copy. ModelError is raised
-    if a weight is of a kind that can't be a view of a buffer.
+    Parameters
+    ----------
+    device : torch.device
+    modules : sequence of nn.Module
+        With tensors on the host; or on meta, where nothing is copied.
+
+    Raises
+    ------
+    ModelError
+        If a weight is of a kind that can't be a view of a buffer.
     """
 
     def __init__(self, device: torch.device, modules: Sequence[nn.Module]) -> None:
@@ -51,15 +63,15 @@ class Streamer:
         self._begin()
 
     def _begin(self) -> None:
-        """Take the memory for the buffers."""
+        """Allocate the buffers."""
         for unit in self._units:
-            unit.lay_out()
+            unit.find_tensors()
         buffers = [
             torch.zeros(size, dtype=torch.uint8, device=self._device)
             for size in buffer_bytes([unit.num_bytes for unit in self._units])
         ]
         for index, unit in enumerate(self._units):
-            unit.lay_into(buffers[index % NUM_BUFFERS])
+            unit.make_views(buffers[index % NUM_BUFFERS])
         self._contents: list[tuple[int, list[Version]] | None] = [None] * len(buffers)
         self._pinned = Pinned(self._device, [host for unit in self._units for host in unit.hosts()])
         self._lane: Lane | None = Lane(self._device, len(buffers))
@@ -71,7 +83,7 @@ class Streamer:
         self._device, self._units = state
         self._lock = threading.RLock()
         self._running = []
-        # A copy takes buffers of its own when it is called: its modules aren't whole yet.
+        # A copy allocates buffers when it is called: its modules aren't complete yet.
         self._lane = None
 
     def install(self) -> None:
@@ -81,7 +93,7 @@ class Streamer:
             update_class(unit.module)
 
     def remove(self) -> None:
-        """Make the modules what they were; their weights stay on the host."""
+        """Undo `install`; the weights stay on the host."""
         for unit in self._units:
             del unit.module.__dict__[AROUND]
             update_class(unit.module)
@@ -95,7 +107,7 @@ class Streamer:
         with_gradients = torch.is_grad_enabled()
         if with_gradients and unit.module.training:
             raise _untrainable()
-        # Another thread that comes by waits for its turn: the buffers are for one call at a time.
+        # Other threads wait for their turn: the buffers are for one call at a time.
         with self._lock:
             if index in self._running:
                 return call(*args, **kwargs)
@@ -114,12 +126,14 @@ class Streamer:
                 "a module whose weights are streamed calls another one",
                 hint="offload only modules that run one after another",
             )
+        # Of A, B, C, … in two buffers: when B is called, its weights are in buffer 1 already, or
+        # are copied now; C's copy into buffer 0 waits on the device for the work of A.
         self._running.append(index)
         try:
             self._fetch(lane, index)
             lane.wait(buffer)
             following = (index + 1) % len(self._units)
-            if all((other - following) % NUM_BUFFERS for other in self._running):
+            if all((running - following) % NUM_BUFFERS for running in self._running):
                 self._fetch(lane, following)
             with unit.on_device():
                 return call(*args, **kwargs)
@@ -128,17 +142,18 @@ class Streamer:
             lane.release(buffer)
 
     def _fetch(self, lane: Lane, index: int) -> None:
+        """Copy the weights of a module into its buffer, unless they are there."""
         buffer, unit = index % NUM_BUFFERS, self._units[index]
-        now = index, unit.versions()
-        if self._contents[buffer] != now:
-            self._contents[buffer] = None  # an interrupt may leave half of it there
+        contents = index, unit.versions()
+        if self._contents[buffer] != contents:
+            self._contents[buffer] = None  # an interrupt may leave half of them there
             with torch.no_grad():
                 lane.copy(buffer, unit.pairs())
-            self._contents[buffer] = now
+            self._contents[buffer] = contents
 
 
-class _Place:
-    """One tensor of a module: the table and key that hold it, and its view in a buffer."""
+class _Slot:
+    """One tensor of a module: its table, its key there, and its view in a buffer."""
 
     __slots__ = ("key", "table", "view")
 
@@ -149,7 +164,7 @@ class _Place:
 
     @property
     def host(self) -> Tensor:
-        """The host's tensor; somebody may have put another one there."""
+        """The host's tensor now."""
         tensor: Tensor = self.table[self.key]
         return tensor
 
@@ -160,37 +175,34 @@ class _Unit:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
-    def __getstate__(self) -> tuple[nn.Module]:
-        return (self.module,)
+    def __getstate__(self) -> dict[str, nn.Module]:
+        return {"module": self.module}
 
-    def __setstate__(self, state: tuple[nn.Module]) -> None:
-        (self.module,) = state
-
-    def lay_out(self) -> None:
-        """Find the tensors, and how many bytes they take on a device."""
+    def find_tensors(self) -> None:
+        """Find the module's tensors, and how many bytes they take on a device."""
         modules = list(self.module.modules())
-        self._parameters = list(_places([module._parameters for module in modules]))
-        self._buffers = list(_places([module._buffers for module in modules]))
-        self._all = [*self._parameters, *self._buffers]
+        parameters = list(_slots([module._parameters for module in modules]))
+        self._buffers = list(_slots([module._buffers for module in modules]))
+        self._slots = [*parameters, *self._buffers]
         self.num_bytes = sum(rounded_bytes(host.nbytes) for host in self.hosts())
 
     def hosts(self) -> list[Tensor]:
-        """The host's tensors, each once."""
-        return list({id(place.host): place.host for place in self._all}.values())
+        """Return the host's tensors, each once."""
+        return list({id(slot.host): slot.host for slot in self._slots}.values())
 
-    def lay_into(self, buffer: Tensor) -> None:
-        """Make the views, one after another, with the sizes that the allocator would give them."""
+    def make_views(self, buffer: Tensor) -> None:
+        """Make the views, with sizes rounded as by the allocator."""
         views: dict[int, Tensor] = {}
         offset = 0
         for host in self.hosts():
             flat = buffer[offset : offset + host.nbytes]
-            views[id(host)] = _like(host, flat.view(host.dtype).view(host.shape))
+            views[id(host)] = _as_parameter(host, flat.view(host.dtype).view(host.shape))
             offset += rounded_bytes(host.nbytes)
-        for place in self._all:
-            place.view = views[id(place.host)]
+        for slot in self._slots:
+            slot.view = views[id(slot.host)]
 
     def versions(self) -> list[Version]:
-        """What tells the host's tensors from any others, and from themselves after a change."""
+        """Return numbers that change when a tensor of the host is written to or replaced."""
         # A tensor of inference mode has no version: nobody can change it outside.
         return [
             (id(host), 0 if host.is_inference() else host._version, host.data_ptr())
@@ -198,33 +210,33 @@ class _Unit:
         ]
 
     def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views with what belongs into them."""
-        for place in self._all:
-            if not place.host.is_meta:
-                assert place.view is not None
-                yield place.view, place.host
+        """Yield views with the host's tensors to copy into them."""
+        for slot in self._slots:
+            if not slot.host.is_meta:
+                assert slot.view is not None
+                yield slot.view, slot.host
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Let the module hold the views, inside the scope."""
-        hosts = [(place, place.host) for place in self._all]
-        before = [place.view._version for place in self._buffers if place.view is not None]
-        for place in self._all:
-            place.table[place.key] = place.view
+        hosts = [(slot, slot.host) for slot in self._slots]
+        versions = [slot.view._version for slot in self._buffers if slot.view is not None]
+        for slot in self._slots:
+            slot.table[slot.key] = slot.view
         try:
             yield
         finally:
-            for place, host in hosts:
-                if place.table.get(place.key) is place.view:
-                    place.table[place.key] = host
-        for place, version in zip(self._buffers, before, strict=True):
-            assert place.view is not None
-            if place.view._version != version and not place.host.is_meta:
+            for slot, host in hosts:
+                if slot.table.get(slot.key) is slot.view:
+                    slot.table[slot.key] = host
+        for slot, version in zip(self._buffers, versions, strict=True):
+            assert slot.view is not None
+            if slot.view._version != version and not slot.host.is_meta:
                 with torch.no_grad():
-                    place.host.copy_(place.view)
+                    slot.host.copy_(slot.view)
 
 
-def _places(tables: Sequence[dict[str, Any]]) -> Iterator[_Place]:
+def _slots(tables: Sequence[dict[str, Any]]) -> Iterator[_Slot]:
     for table in tables:
         for key, tensor in table.items():
             if tensor is None:
@@ -234,11 +246,11 @@ def _places(tables: Sequence[dict[str, Any]]) -> Iterator[_Place]:
                     f"weights of type {type(tensor.data).__name__} can't be streamed: {key}",
                     hint="offload, or quantize: not both",
                 )
-            yield _Place(table, key)
+            yield _Slot(table, key)
 
 
-def _like(host: Tensor, view: Tensor) -> Tensor:
-    """The view as a parameter, where the host's tensor is one."""
+def _as_parameter(host: Tensor, view: Tensor) -> Tensor:
+    """Make the view a parameter like the host's tensor."""
     if not isinstance(host, nn.Parameter):
         return view
     parameter = nn.Parameter(view, requires_grad=False)
@@ -248,14 +260,14 @@ def _like(host: Tensor, view: Tensor) -> Tensor:
 
 
 def _without_backward(tensor: Tensor) -> Tensor:
-    """The same tensor; a backward pass that comes to it is refused."""
+    """Return the same tensor, with a backward pass that raises."""
     guard: Any = _NoBackward
     guarded: Tensor = guard.apply(tensor) if tensor.requires_grad else tensor
     return guarded
 
 
 class _NoBackward(torch.autograd.Function):
-    """Nothing, and an error in the backward pass."""
+    """The identity; its backward pass raises."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -275,9 +287,9 @@ def _untrainable() -> UsageError:
 
 
 class Lane:
-    """Copies into a few buffers on one device.
+    """Copies into a few buffers on a device, in order with the work on the buffers.
 
-    What was asked of the device so far, the making of the buffers for one, comes before any copy.
+    Work issued on the device before, such as the allocation of the buffers, precedes any copy.
     """
 
     def __init__(self, device: torch.device, num_buffers: int) -> None:
@@ -289,7 +301,7 @@ class Lane:
             self.release(buffer)
 
     def copy(self, buffer: int, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Copy into views of a buffer, once nothing that was asked for before reads from it."""
+        """Copy into views of a buffer, once nothing reads from it any more."""
         if self._stream is None:
             for view, host in pairs:
                 view.copy_(host)
@@ -301,26 +313,26 @@ class Lane:
             self._copied[buffer] = self._stream.record_event()
 
     def wait(self, buffer: int) -> None:
-        """What is asked of the device from here on comes after the copy into a buffer."""
+        """Let the device's further work wait for the copy into a buffer."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
 
     def release(self, buffer: int) -> None:
-        """What was asked of the device so far comes before the next copy into a buffer."""
+        """Let the next copy into a buffer wait for the device's work so far."""
         if self._stream is not None:
             self._released[buffer] = torch.cuda.current_stream(self._device).record_event()
 
 
 class Pinned:
-    """The host's tensors of one device, pinned where they are, without a copy.
+    """The host's tensors of a device, pinned in place, without a copy.
 
-    torch's own pinned memory is taken in powers of two, up to twice of what is needed. Where the
-    driver refuses, copies are as right and slower.
+    torch allocates pinned memory in powers of two, up to twice the bytes that are needed. Where the
+    driver refuses, copies are slower and give the same.
     """
 
     def __init__(self, device: torch.device, tensors: Sequence[Tensor]) -> None:
         self._addresses: list[int] = []
-        self._tensors: list[Tensor] = []  # held, since memory must not be given back while pinned
+        self._tensors: list[Tensor] = []  # held, since memory must not be freed while pinned
         if device.type != "cuda":
             return
         self._tensors = [
@@ -338,7 +350,7 @@ class Pinned:
                     torch.ones(1, device=device)
 
     def release(self) -> None:
-        """Unpin; also when the last one that needs it is gone."""
+        """Unpin."""
         addresses, self._addresses = self._addresses, []
         for address in addresses:
             driver: Any = torch.cuda.cudart()
@@ -350,12 +362,12 @@ class Pinned:
 
 
 def _pages(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """The ranges of whole pages in which tensors lie: a page can be pinned only once."""
+    """Return the ranges of whole pages in which tensors lie: a page can be pinned only once."""
     ranges: list[tuple[int, int]] = []
     for address, size in sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors):
         start, stop = address // PAGESIZE * PAGESIZE, -(-(address + size) // PAGESIZE) * PAGESIZE
         if ranges and start < ranges[-1][1]:
-            first, last = ranges.pop()
-            start, stop = first, max(stop, last)
+            start, last = ranges.pop()
+            stop = max(stop, last)
         ranges.append((start, stop))
     return ranges

@@ -1,4 +1,4 @@
-"""Parameters and buffers go where the placement says, each once, ties kept."""
+"""Parameters and buffers are moved where the placement says, each once, ties kept."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from duoka.base.text import longest_prefix
 from duoka.errors import Faults, ModelError, PlacementError
-from duoka.models.quantization import empty_weight, is_composed, moved
+from duoka.models.quantization import empty_weight, is_composed, move_weight
 from duoka.planner.placement import Placement
 
 from .copies import carry
@@ -19,7 +19,7 @@ _SCALE = 0.02
 
 
 def tensor_names(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, persistent or not, each under every name it has."""
+    """Yield all parameters and buffers, persistent or not, under each of their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
@@ -35,34 +35,34 @@ def empty_modules(model: nn.Module) -> Iterator[str]:
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """The bytes of a model's parameters."""
+    """Return the bytes of a model's parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def invent_values(model: nn.Module) -> None:
-    """Give weights that were never read some values: code that reads what comes of them goes on."""
+    """Give unread weights some values, for code that reads results."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             fill(parameter.data)
 
 
 def fill(data: Tensor) -> Tensor:
-    """Give a tensor some values, as small as weights are."""
+    """Fill a tensor with values as small as weights are."""
     return data.normal_(std=_SCALE) if data.is_floating_point() else data.zero_()
 
 
 def place(model: nn.Module, placement: Placement) -> None:
     """Move parameters and buffers to their devices, each once; ties are kept.
 
-    What is on the meta device is allocated on its device and not filled. A parameter stays the
-    same object where PyTorch allows it; between kinds of devices it becomes a new one, as in
+    Tensors of the meta device are allocated on their device and not filled. A parameter stays the
+    same object where PyTorch allows it; between kinds of devices it becomes a new object, as in
     `nn.Module.to`.
     """
     move_tensors(model, devices_by_name(model, placement))
 
 
 def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.device]:
-    """The device of every parameter and buffer under each of its names."""
+    """Return the device of every parameter and buffer under each of its names."""
     tensors = {name: table[key] for name, (table, key) in _slots(model).items()}
     placement.check(tensors)
     ranks = {entry: rank for rank, (entry, _) in enumerate(placement.entries)}
@@ -91,7 +91,7 @@ def _refuse_split(tensors: Mapping[str, Tensor], devices: Mapping[str, torch.dev
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where each parameter and buffer is kept, by name: a module's table and its key there."""
+    """Find each parameter and buffer by name: a module's table and its key there."""
     slots: dict[str, tuple[dict[str, Any], str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -116,7 +116,7 @@ def refuse_meta(model: nn.Module) -> None:
 def on_host(
     model: nn.Module, devices: Mapping[str, torch.device], offloaded: Sequence[str]
 ) -> dict[str, torch.device]:
-    """The host's processor for every parameter and buffer of the offloaded modules, by name."""
+    """Return the host's processor for each tensor of the offloaded modules, by name."""
     if not offloaded:
         return {}
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -167,23 +167,23 @@ def move_tensors(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
         done.add((id(table), key))
         tensor = table[key]
         if id(tensor) not in placed:
-            placed[id(tensor)] = _placed(tensor, device)
+            placed[id(tensor)] = _place_tensor(tensor, device)
         table[key] = placed[id(tensor)]
 
 
 class TensorSnapshot:
-    """The parameters and buffers of a model as objects, to put back when loading fails."""
+    """The parameters and buffers of a model as objects, for when loading fails."""
 
     def __init__(self, model: nn.Module) -> None:
         self._originals = [(table, key, table[key]) for table, key in _slots(model).values()]
 
     def restore(self) -> None:
-        """Make the model hold what it held."""
+        """Make the model hold these objects again."""
         for table, key, tensor in self._originals:
             table[key] = tensor
 
 
-def _placed(tensor: Tensor, device: torch.device) -> Tensor:
+def _place_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
     data = _data_on(tensor, device).detach()
@@ -207,6 +207,6 @@ def _placed(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _data_on(tensor: Tensor, device: torch.device) -> Tensor:
     if is_composed(tensor):
-        return empty_weight(tensor, device) if tensor.is_meta else moved(tensor, device)
+        return empty_weight(tensor, device) if tensor.is_meta else move_weight(tensor, device)
     tensor = tensor.detach()
     return torch.empty_like(tensor, device=device) if tensor.is_meta else carry(tensor, device)

@@ -1,8 +1,8 @@
 """Load: tensors go from the files straight to their devices, each once.
 
-- `load`: a checkpoint into a placed model; loaded must be what was expected
-- `sources`, `pickles`: the tensors of files; a pickle that holds anything else is refused
-- `read_ahead`, `fill`: files read in stretches; their pieces copied, or quantized, into the model
+- `load`: a checkpoint into a placed model; the loaded tensors must be the expected ones
+- `sources`, `pickles`: the tensors of files; a pickle with anything else is refused
+- `read_ahead`, `fill`: files read in stretches, copied or quantized into the model
 - `quantized`: checkpoints that were published quantized, loaded by transformers
 - `adapter`: LoRA adapters in peft's files
 """

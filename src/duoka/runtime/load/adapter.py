@@ -1,7 +1,7 @@
 """Adapters in files, as peft writes them: read as if an attacker wrote them.
 
-Which modules an adapter is on, and of which rank, its tensors tell; of its configuration counts
-what scales them. What isn't plain LoRA is refused.
+The tensors tell the modules and ranks of an adapter; only scaling is read from its configuration.
+Anything but plain LoRA is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TENSOR = re.compile(
     re.ASCII,
 )
 _MODULE = re.compile(r"\^?[\w.]+", re.ASCII)
-# What changes the arithmetic, or the base, and what of it is none of these.
+# Settings that change the arithmetic or the base, with their values that change nothing.
 _PLAIN: dict[str, tuple[object, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
@@ -111,7 +111,7 @@ def _layer(
     *,
     is_embedding: bool,
 ) -> LowRank:
-    """One module's part of an adapter."""
+    """Make a module's part of an adapter."""
     if len(sides) < 2:
         raise CheckpointError(f"{path} has only one of lora_A and lora_B for {name}", hint=_UNLIKE)
     down, up = sides["A"], sides["B"]
@@ -128,7 +128,7 @@ def _layer(
 
 
 def _setting(path: Path, config: Mapping[str, Any], key: str, pattern: str, name: str) -> float:
-    """A number of the configuration, or that which is for some modules."""
+    """Return a number of the configuration for a module."""
     value: Any = config.get(key)
     patterns = config.get(pattern) or {}
     for end in patterns if isinstance(patterns, dict) else ():

@@ -1,6 +1,7 @@
 """Load a model's weights onto the devices of a placement, complete or not at all.
 
-What a load took on the devices is given back: all of it when it fails, what it made on the way.
+The memory that a load took on the devices is released: all of it when the load fails, else the
+buffers of conversions.
 """
 
 from __future__ import annotations
@@ -45,8 +46,18 @@ def load_weights(
 
     Memory is taken once for every parameter, in the order of the placement; then every tensor is
     read once from its file and copied into its place. When anything fails, and when the user
-    interrupts, the model is as it was before and no memory on the devices is held. With `only` a
-    device, what isn't on it is neither read nor allocated.
+    interrupts, the model is as it was before and no memory on the devices is held.
+
+    Parameters
+    ----------
+    model : nn.Module
+    checkpoint : Checkpoint
+    placement : Placement
+    progress : callable, optional
+    offloaded : sequence of str
+        Modules whose weights stay in the host's memory.
+    only : torch.device, optional
+        Read and allocate the tensors on this device alone; the others stay on meta.
     """
     _refuse_loaded(model)
     devices = devices_by_name(model, placement)
@@ -68,11 +79,38 @@ def refuse_differences(model: nn.Module, checkpoint: Checkpoint) -> None:
 
 
 def _matched(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source], Recipe]:
-    """The tensors of a checkpoint, and where each goes; refused where the two don't match."""
+    """Match a checkpoint's tensors with the model's; refuse every difference, by name."""
     sources = list_sources(checkpoint)
     recipe = plan_tensors(model, {name: source.shape for name, source in sources.items()})
-    _refuse_differences(model, recipe, sources)
+    tensors = dict(tensor_names(model))
+    uncast = [
+        f"{piece.target} ({tensors[piece.target].dtype} from {sources[piece.source].dtype})"
+        for piece in recipe.pieces
+        if not _casts(sources[piece.source].dtype, tensors[piece.target].dtype)
+    ]
+    mismatched = [
+        f"{name} ({list(stored)} in the file, {list(built)} in the model)"
+        for name, stored, built in recipe.mismatched
+    ]
+    faults = list_faults(
+        (recipe.missing, "tensors of the model are missing from it"),
+        (recipe.unexpected, "tensors in it have no place in the model"),
+        (mismatched, "tensors have another shape"),
+        (uncast, "tensors can't be converted to the model's type"),
+    )
+    if faults:
+        raise LoadError(
+            f"the checkpoint is not the model's: {faults}",
+            hint="config.json and the weights must be of the same model, head included",
+        )
     return sources, recipe
+
+
+def list_faults(*kinds: tuple[Sequence[str], str], most_names: int | None = None) -> str:
+    """List names by kind of fault, with their number: "2 tensors are missing: a, b; 1 …"."""
+    return "; ".join(
+        f"{len(names)} {text}: {', '.join(names[:most_names])}" for names, text in kinds if names
+    )
 
 
 def _refuse_loaded(model: nn.Module) -> None:
@@ -96,40 +134,8 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
         ) from error
 
 
-# ── loaded == expected ──
-
-
-def _refuse_differences(model: nn.Module, recipe: Recipe, sources: Mapping[str, Source]) -> None:
-    """Compare what will be loaded with what the model has, and name every difference."""
-    tensors = dict(tensor_names(model))
-    uncast = [
-        f"{piece.target} ({tensors[piece.target].dtype} from {sources[piece.source].dtype})"
-        for piece in recipe.pieces
-        if not _casts(sources[piece.source].dtype, tensors[piece.target].dtype)
-    ]
-    mismatched = [
-        f"{name} ({list(stored)} in the file, {list(built)} in the model)"
-        for name, stored, built in recipe.mismatched
-    ]
-    faults = [
-        f"{len(names)} {text}: {', '.join(names)}"
-        for names, text in (
-            (recipe.missing, "tensors of the model are missing from it"),
-            (recipe.unexpected, "tensors in it have no place in the model"),
-            (mismatched, "tensors have another shape"),
-            (uncast, "tensors can't be converted to the model's type"),
-        )
-        if names
-    ]
-    if faults:
-        raise LoadError(
-            f"the checkpoint is not the model's: {'; '.join(faults)}",
-            hint="config.json and the weights must be of the same model, head included",
-        )
-
-
 def _casts(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether numbers of one type mean the same in the other; quantized ones need scales."""
+    """Return True if numbers mean the same in both types; quantized numbers need scales."""
     if source == target:
         return True
     if source.is_floating_point and target.is_floating_point:
@@ -137,19 +143,6 @@ def _casts(source: torch.dtype, target: torch.dtype) -> bool:
     return not (
         source.is_floating_point or target.is_floating_point or torch.bool in (source, target)
     )
-
-
-def _refuse_gaps(expected: Mapping[str, Tensor], filled: Mapping[str, int]) -> None:
-    wrong = [
-        f"{name} ({filled.get(name, 0)} of {tensor.numel()} elements)"
-        for name, tensor in expected.items()
-        if filled.get(name, 0) != tensor.numel()
-    ]
-    if wrong:
-        raise LoadError(f"{len(wrong)} tensors were not filled exactly once: {', '.join(wrong)}")
-
-
-# ── copying ──
 
 
 def _fill(
@@ -165,26 +158,28 @@ def _fill(
     with torch.no_grad():
         filler.fill(recipe)
     initialize_derived(model, recipe)
-    _refuse_gaps(_expected(model, recipe), filler.filled)
+    gaps = [
+        f"{name} ({filler.filled.get(name, 0)} of {tensor.numel()} elements)"
+        for name, tensor in _expected(model, recipe).items()
+        if filler.filled.get(name, 0) != tensor.numel()
+    ]
+    if gaps:
+        raise LoadError(f"{len(gaps)} tensors were not filled exactly once: {', '.join(gaps)}")
 
 
 def _expected(model: nn.Module, recipe: Recipe) -> dict[str, Tensor]:
-    """Each parameter and persistent buffer under its first name, but those that are computed."""
-    parameters = dict(model.named_parameters())
-    stated = model.state_dict(keep_vars=True)
-    buffers = {name: value for name, value in model.named_buffers() if name in stated}
-    targets = {piece.target for piece in recipe.pieces}
-    targets |= {name for custom in recipe.customs for name in custom.targets}
-    computed = {name for name in buffers if name not in targets} | set(recipe.derived)
-    expected = {n: value for n, value in {**parameters, **buffers}.items() if n not in computed}
-    return {name: value for name, value in expected.items() if not value.is_meta}
+    """Return the parameters and buffers that are to be filled, under their first names."""
+    filled, stated = recipe.targets, model.state_dict(keep_vars=True)
+    buffers = {n: b for n, b in model.named_buffers() if n in stated and n in filled}
+    tensors = {**dict(model.named_parameters()), **buffers}
+    return {n: t for n, t in tensors.items() if n not in recipe.derived and not t.is_meta}
 
 
 @contextmanager
 def nothing_left(
     devices: Collection[torch.device], undo: Callable[[], None] | None = None
 ) -> Iterator[None]:
-    """Hold no memory on the devices when what is done in here fails or is interrupted."""
+    """Hold no memory on the devices when the body fails or is interrupted."""
     try:
         yield
     except BaseException as error:  # an interrupt must not leave half a model on the devices
@@ -202,14 +197,14 @@ def nothing_left(
 
 
 def _forget_locals(error: BaseException | None) -> None:
-    """Free the tensors that the frames of an error refer to: who handles it may keep it long."""
+    """Free the tensors in the frames of an error: a handler may keep the error long."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
 
 
 def _empty_caches(devices: Collection[torch.device]) -> None:
-    """Give back what conversions took on the way."""
+    """Release the memory of conversions."""
     for kind in sorted({device.type for device in devices} - {"cpu", "meta"}):
         backend: Any = torch.get_device_module(kind)
         backend.empty_cache()

@@ -1,8 +1,9 @@
 """Pickles: the files of 2023 (``pytorch_model*.bin``).
 
-A pickle is a program. torch loads it with ``weights_only``, which runs nothing but what builds
-tensors; what it refuses is named here. The zip archives that `torch.save` writes are looked at
-first: torch maps their entries as they lie in the file, and takes compressed ones for weights.
+A pickle is a program. torch loads it with ``weights_only``, which runs only code that builds
+tensors; refused names are reported here. The zip archives that `torch.save` writes are checked
+before: torch maps their entries as they lie in the file, and would take compressed bytes for
+weights.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _load(file: Path, map_location: str, *, is_archive: bool) -> Any:
             return torch.load(file, map_location=map_location, weights_only=True, mmap=is_archive)
     except OSError:
         raise
-    except Exception as error:  # what a damaged pickle makes its reader raise is no short list
+    except Exception as error:  # a damaged pickle makes its reader raise anything
         # torch's own text advises to load it with code allowed.
         named = _NAMED.search(str(error))
         if named is None:
@@ -63,7 +64,7 @@ def _load(file: Path, map_location: str, *, is_archive: bool) -> Any:
 
 
 def _is_archive(file: Path) -> bool:
-    """Whether it is a zip archive, as since PyTorch 1.6; refuses one that torch didn't write."""
+    """Return True for a zip archive, as since PyTorch 1.6; refuse archives of other origin."""
     with open_regular(file) as opened:
         if opened.read(len(_ZIP_START)) != _ZIP_START:
             return False

@@ -1,13 +1,12 @@
-"""Loading checkpoints that were published quantized: transformers does it, with further packages.
+"""Loading checkpoints published quantized, by transformers and further packages.
 
-What the packages make of the tensors is theirs; this module sees to it that they can do it here,
-that all of the model comes out of the files and stays packed, and that a failure leaves nothing
-behind.
+This module checks that the packages can do it here, that all of the model comes out of the files
+and stays packed, and that a failure leaves nothing behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -28,20 +27,26 @@ from duoka.planner.placement import Placement
 
 from ..dispatch.place_tensors import devices_by_name
 from .fill import Progress
-from .load import nothing_left
+from .load import list_faults, nothing_left
 
 _ELSEWHERE = "export the plan to an engine that runs it, as vLLM or SGLang"
 _MOST_NAMES = 5  # of each kind that an error tells
 
 
 def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
-    """Refuse a quantized checkpoint that can't be loaded here as planned, before it is read."""
+    """Refuse a quantized checkpoint beyond this machine or plan, before reading."""
     method = method_of(config)
     if method is None:
         return
     if not method.keeps:
         _refuse_unpacking(method, "on first use")
-    _refuse_virtual(method, placement)
+    device = next((at for _, at in placement.entries if at.startswith("vgpu")), None)
+    if device is not None and not method.composes:
+        raise LoadError(
+            f"a {method.name} checkpoint can't be loaded on {device}: its kernels run on real "
+            "devices alone",
+            hint="duoka check runs the plan on virtual GPUs without weights",
+        )
     for package in ("accelerate", method.package):
         if package is not None and find_spec(package.replace("-", "_")) is None:
             raise LoadError(
@@ -52,7 +57,7 @@ def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
     try:
         quantizer.validate_environment(device_map=dict(placement.entries), weights_only=True)
     except (ImportError, RuntimeError, ValueError) as error:
-        # What its checks of the machine and the versions end in.
+        # from its checks of the machine and the versions
         raise LoadError(
             f"transformers can't run this {method.name} checkpoint here: {str(error)[:300]}",
             hint=_ELSEWHERE,
@@ -69,7 +74,7 @@ def _quantizer(method: Method, config: Mapping[str, Any]) -> HfQuantizer:
         quantizer: HfQuantizer = AutoHfQuantizer.from_config(
             {"quant_method": "bitsandbytes", **settings}, pre_quantized=True
         )
-    except Exception as error:  # whatever it makes of settings that it doesn't expect
+    except Exception as error:  # whatever it raises for settings that it doesn't expect
         raise LoadError(
             f"transformers can't read how this {method.name} checkpoint is quantized: "
             f"{type(error).__name__}: {str(error)[:200]}",
@@ -86,16 +91,6 @@ def _refuse_unpacking(method: Method, when: str) -> None:
     )
 
 
-def _refuse_virtual(method: Method, placement: Placement) -> None:
-    device = next((at for _, at in placement.entries if at.startswith("vgpu")), None)
-    if device is not None and not method.composes:
-        raise LoadError(
-            f"a {method.name} checkpoint can't be loaded on {device}: its kernels run on real "
-            "devices alone",
-            hint="duoka check runs the plan on virtual GPUs without weights",
-        )
-
-
 def load_published(
     checkpoint: Checkpoint,
     model: nn.Module,
@@ -104,17 +99,17 @@ def load_published(
     dtype: torch.dtype,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """Load a checkpoint that was published quantized, each module onto its device.
+    """Load a checkpoint published quantized, each module onto its device.
 
     When anything fails, and when the user interrupts, no memory on the devices is held.
     """
     devices = devices_by_name(model, placement)
-    with nothing_left(devices.values()), _telling(progress, checkpoint.weight_bytes or 0):
-        # In a call of its own, whose locals can be forgotten where it fails.
-        return _loaded(checkpoint, model, placement, dtype)
+    with nothing_left(devices.values()), _reported(progress, checkpoint.weight_bytes or 0):
+        # In a call of its own, whose locals can be freed where it fails.
+        return _load(checkpoint, model, placement, dtype)
 
 
-def _loaded(
+def _load(
     checkpoint: Checkpoint, planned: nn.Module, placement: Placement, dtype: torch.dtype
 ) -> PreTrainedModel:
     method = method_of(checkpoint.config)
@@ -134,7 +129,7 @@ def _loaded(
             hint=_ELSEWHERE,
         ) from error
     model: PreTrainedModel = loaded[0]
-    _unhook(model)
+    _remove_hooks(model)
     _refuse_differences(method, loaded[1], model, planned)
     _refuse_elsewhere(model, placement)
     model.eval()
@@ -144,32 +139,31 @@ def _loaded(
 def _refuse_differences(
     method: Method, report: Mapping[str, Any], loaded: nn.Module, planned: nn.Module
 ) -> None:
-    """Compare what was loaded with what was planned, and name every difference."""
-    unexpected = [name for name in report["unexpected_keys"] if not is_needless(name)]
-    faults = [
-        f"{len(names)} {text}: {', '.join(sorted(names)[:_MOST_NAMES])}"
-        for names, text in (
-            (report["missing_keys"], "tensors of the model weren't filled"),
-            (unexpected, "tensors have no place in the model"),
-            ([name for name, *_ in report["mismatched_keys"]], "tensors have another shape"),
-            (list(_unpacked(loaded, planned)), "weights were unpacked"),
-        )
-        if names
-    ]
+    """Compare the loaded with the planned model, and name every difference."""
+    faults = list_faults(
+        (sorted(report["missing_keys"]), "tensors of the model weren't filled"),
+        (
+            sorted(name for name in report["unexpected_keys"] if not is_needless(name)),
+            "tensors have no place in the model",
+        ),
+        (sorted(name for name, *_ in report["mismatched_keys"]), "tensors have another shape"),
+        (sorted(_unpacked(loaded, planned)), "weights were unpacked"),
+        most_names=_MOST_NAMES,
+    )
     if faults:
         raise LoadError(
             f"what transformers made of this {method.name} checkpoint isn't what was planned: "
-            + "; ".join(faults),
+            + faults,
             hint="fetch the checkpoint again, or " + _ELSEWHERE,
         )
 
 
 def _unpacked(loaded: nn.Module, planned: nn.Module) -> Iterator[str]:
-    """The weights that are as large as those of the same model that isn't quantized."""
-    there = dict(loaded.named_parameters())
+    """Yield weights as large as in the unquantized model."""
+    parameters = dict(loaded.named_parameters())
     for name, parameter in planned.named_parameters():
-        if is_composed(parameter) and name in there:
-            tensor = there[name]
+        if is_composed(parameter) and name in parameters:
+            tensor = parameters[name]
             if not is_composed(tensor) and tensor.nbytes >= parameter.numel() * parameter.itemsize:
                 yield name
 
@@ -189,27 +183,25 @@ def _refuse_elsewhere(loaded: nn.Module, placement: Placement) -> None:
 
 
 @contextmanager
-def _telling(progress: Progress | None, total_bytes: int) -> Iterator[None]:
-    """Tell how far transformers is in its list of tensors, and keep its own bar away."""
+def _reported(progress: Progress | None, total_bytes: int) -> Iterator[None]:
+    """Report how far transformers is in its list of tensors, in the place of its own bar."""
 
-    def count(
-        factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Iterator[Any]:
+    def count(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
         items = list(kwargs.get("iterable", args[0] if args else ()))
-        for number, item in enumerate(items):
+        for number, item in enumerate(items, 1):
             yield item
             if progress is not None:
-                progress(total_bytes * (number + 1) // len(items), total_bytes)
+                progress(total_bytes * number // len(items), total_bytes)
 
-    before = logging.set_tqdm_hook(count)
+    hook = logging.set_tqdm_hook(count)
     try:
         yield
     finally:
-        logging.set_tqdm_hook(before)
+        logging.set_tqdm_hook(hook)
 
 
-def _unhook(model: torch.nn.Module) -> None:
-    """Remove what accelerate put on the modules: duoka moves what must move itself."""
+def _remove_hooks(model: nn.Module) -> None:
+    """Remove accelerate's hooks from the modules: duoka moves tensors itself."""
     from accelerate.hooks import remove_hook_from_module
 
     remove_hook_from_module(model, recurse=True)

@@ -1,8 +1,8 @@
-"""Sources: the tensors of a checkpoint's files, described first, then read one by one.
+"""Sources: the tensors of a checkpoint's files, described first, then read.
 
-What is read is mapped from the file and not copied: its pages belong to the file and the system
+Tensors are mapped from their file and not copied: the pages belong to the file, and the system
 takes them back when it needs memory. Only ``.bin`` files older than PyTorch 1.6 can't be mapped;
-of those one is in memory at a time. Pickles are read with ``weights_only``.
+one of them is in memory at a time. Pickles are read with ``weights_only``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -22,19 +21,33 @@ from torch import Tensor
 
 from duoka.base.files import Stamp, why
 from duoka.checkpoint.checkpoint import Checkpoint
+from duoka.checkpoint.headers import TensorInfo
 from duoka.errors import LoadError
 
 from .pickles import load_pickle
 
 DAMAGED = "the download may be incomplete: fetch it again"
+# All that the libraries raise on a damaged file.
+_DAMAGE = (
+    *(SafetensorError, pickle.UnpicklingError, OSError),
+    *(RuntimeError, EOFError, KeyError, ValueError),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One tensor of a file, under the checkpoint's name.
+    """A tensor of a file, under the checkpoint's name.
 
-    `stamp` is the file's when it was described. `offset` is its first byte in the file, where its
-    bytes lie there as torch has them in memory.
+    Parameters
+    ----------
+    name : str
+    dtype : torch.dtype
+    shape : tuple of int
+    file : Path
+    stamp : Stamp, optional
+        The file's when it was described.
+    offset : int, optional
+        The first byte in the file, where the bytes lie there as torch has them in memory.
     """
 
     name: str
@@ -46,7 +59,7 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor in memory."""
+        """The tensor's bytes in memory."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -58,49 +71,47 @@ def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
             hint="it can be planned; to run it, fetch the weight files too",
         )
     if checkpoint.format == "safetensors":
-        return {source.name: source for source in _safetensors_sources(checkpoint)}
+        infos = checkpoint.tensors or {}
+        return {name: _safetensors_source(checkpoint, info) for name, info in infos.items()}
     sources: dict[str, Source] = {}
     for file in checkpoint.files:
-        refuse_changed(file, checkpoint.stamps.get(file))
+        stamp = checkpoint.stamps.get(file)
+        refuse_changed(file, stamp)
         for name, tensor in _read_pickle(file, "meta").items():
             if name in sources:
                 raise LoadError(
                     f"the tensor {name!r} stands in {sources[name].file} and {file}", hint=DAMAGED
                 )
+            shape = tuple(tensor.shape)
             sources[name] = Source(
-                name=name,
-                dtype=tensor.dtype,
-                shape=tuple(tensor.shape),
-                file=file,
-                stamp=checkpoint.stamps.get(file),
+                name=name, dtype=tensor.dtype, shape=shape, file=file, stamp=stamp
             )
     return sources
 
 
-def _safetensors_sources(checkpoint: Checkpoint) -> Iterator[Source]:
-    for name, tensor in (checkpoint.tensors or {}).items():
-        assert tensor.file is not None
-        assert tensor.shape is not None
-        dtype = getattr(torch, str(tensor.dtype), None)
-        if not isinstance(dtype, torch.dtype):
-            raise LoadError(
-                f"{name!r} is stored as {tensor.dtype}, which torch doesn't have",
-                hint="a newer version of torch may have it",
-            )
-        source = Source(
-            name=name,
-            dtype=dtype,
-            shape=tensor.shape,
-            file=tensor.file,
-            stamp=checkpoint.stamps.get(tensor.file),
+def _safetensors_source(checkpoint: Checkpoint, info: TensorInfo) -> Source:
+    assert info.file is not None
+    assert info.shape is not None
+    dtype = getattr(torch, str(info.dtype), None)
+    if not isinstance(dtype, torch.dtype):
+        raise LoadError(
+            f"{info.name!r} is stored as {info.dtype}, which torch doesn't have",
+            hint="a newer version of torch may have it",
         )
-        # Types of less than a byte have other shapes in memory.
-        plain = source.num_bytes == tensor.nbytes
-        yield replace(source, offset=tensor.offset if plain else None)
+    # Types of less than a byte have other shapes in memory.
+    is_plain = prod(info.shape) * dtype.itemsize == info.nbytes
+    return Source(
+        name=info.name,
+        dtype=dtype,
+        shape=info.shape,
+        file=info.file,
+        stamp=checkpoint.stamps.get(info.file),
+        offset=info.offset if is_plain else None,
+    )
 
 
 class Reader:
-    """Reads tensors; one file is open at a time."""
+    """Reads tensors, with a single open file."""
 
     def __init__(self) -> None:
         self._file: Path | None = None
@@ -109,23 +120,17 @@ class Reader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close()
+    def __exit__(self, *_: object) -> None:
+        self._file = self._tensors = None
 
     def read(self, source: Source) -> Tensor:
-        """Map one tensor; it stays readable after its file was closed."""
+        """Map a tensor, readable after the file is closed."""
+        # For each tensor: reading from a mapped file that was cut off ends the process.
+        refuse_changed(source.file, source.stamp)
         if self._file != source.file:
-            self._close()
-            refuse_changed(source.file, source.stamp)
+            self._file = self._tensors = None
             self._tensors = _open(source.file)
             self._file = source.file
-        # Once more for each tensor: reading what was cut off from a mapped file ends the process.
-        refuse_changed(source.file, source.stamp)
         with damage_told(source.file):
             if isinstance(self._tensors, dict):
                 tensor: Tensor = self._tensors[source.name]
@@ -137,9 +142,6 @@ class Reader:
                 hint=DAMAGED,
             )
         return tensor
-
-    def _close(self) -> None:
-        self._file = self._tensors = None
 
 
 def _open(file: Path) -> Any:
@@ -155,7 +157,7 @@ def _read_pickle(file: Path, map_location: str) -> dict[str, Tensor]:
 
 
 def refuse_changed(file: Path, stamp: Stamp | None) -> None:
-    """Refuse a file that isn't what it was when it was described."""
+    """Refuse a file with another stamp than when described."""
     if stamp is None:
         return
     try:
@@ -172,16 +174,8 @@ def refuse_changed(file: Path, stamp: Stamp | None) -> None:
 
 @contextmanager
 def damage_told(file: Path) -> Iterator[None]:
-    """Turn what the libraries raise on a damaged file into one error that names it."""
+    """Turn the libraries' errors on a damaged file into an error with its name."""
     try:
         yield
-    except (
-        SafetensorError,
-        pickle.UnpicklingError,
-        OSError,
-        RuntimeError,
-        EOFError,
-        KeyError,
-        ValueError,
-    ) as error:
+    except _DAMAGE as error:
         raise LoadError(f"{file} can't be read: {error}", hint=DAMAGED) from error

@@ -107,6 +107,9 @@ def plan_nodes(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[Cluste
             "\n".join(["no node of the cluster holds the model", *left_out]),
             hint="Ray counts the GPUs of a node when it starts: `ray status` shows them",
         )
+    # Ray keeps equally many GPUs for each replica of a deployment. With two nodes of 2 equal GPUs
+    # whose replicas need 1 (room for 4), and a node of unequal GPUs whose replica needs both (room
+    # for 1), replicas have 1 GPU, and the last node is left out.
     rooms = {n: sum(_num_gpus(node) // n for node, _ in pairs) for n, pairs in planned.items()}
     num_gpus = max(rooms, key=rooms.__getitem__)
     for number in planned.keys() - {num_gpus}:

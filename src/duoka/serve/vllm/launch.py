@@ -96,9 +96,15 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None
             for line in _welcome(plan, options, has_key=_KEY in environment):
                 show(line)
         process.wait()
-    code = process.exit_code
+    code = _shell_exit_code(process)
     assert code is not None, "it has ended"
-    return code if code >= 0 else 128 - code
+    return code
+
+
+def _shell_exit_code(process: WorkerProcess) -> int | None:
+    """Return the exit code as a shell does: 128 and the number of a signal."""
+    code = process.exit_code
+    return code if code is None or code >= 0 else 128 - code
 
 
 def _find_python(python: Path) -> str:
@@ -118,6 +124,8 @@ def _running(process: WorkerProcess) -> Iterator[tuple[WorkerProcess, threading.
 
     It is killed where it doesn't end in time after the first signal, which sets the event.
     """
+    # vLLM drains after the first signal, and is killed with all its engines where it takes longer
+    # than it says. Further signals reach it as well; they don't shorten that time.
     is_stopping = threading.Event()
     timer = threading.Timer(DRAIN_SECONDS + _GRACE_SECONDS, process.kill)
 
@@ -143,9 +151,10 @@ def _wait_until_healthy(
     """Wait until vLLM answers; return False where a signal comes earlier."""
     deadline = time.monotonic() + _START_SECONDS
     while not is_stopping.wait(_POLL_SECONDS):
-        if process.exit_code is not None:
+        code = _shell_exit_code(process)
+        if code is not None:
             raise MachineError(
-                f"vLLM ended with exit code {process.exit_code} before it answered",
+                f"vLLM ended with exit code {code} before it answered",
                 hint="the cause is in its output above; the first error in it is often the one. "
                 f"Without vLLM: {options.python} -m pip install 'vllm>=0.33,<0.34'",
             )

@@ -31,11 +31,11 @@ from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 from duoka.planner.placement import Placement
 from duoka.runtime import devices
+from duoka.runtime.call.paged_model import PagedModel
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.devices import can_pin
 from duoka.runtime.dispatch.dispatch import without_data
 from duoka.runtime.dispatch.place_tensors import place
-from duoka.runtime.paged_steps import PagedStep, PagedStepper
-from duoka.runtime.steps import Stepper
 from duoka.tracing import TraceSpec, trace_serving
 
 Call = Callable[[], object]
@@ -265,9 +265,9 @@ def launch_time(name: str) -> float:
     rules = (profile.kinds[block.kind].traces[step.regime].launches for block in profile.blocks)
     launches = sum(evaluate(rule, step.values) for rule in rules)
     _place(model, name)
-    stepper = PagedStepper(model, replay.capacity, torch.device(name))
+    stepper = PagedModel(model, replay.capacity, torch.device(name))
     size = StepSize(tokens=1, rows=1, logits=2)
-    seconds = median_seconds(lambda: stepper.run(PagedStep.of_size(size, stepper.cache)), name)
+    seconds = median_seconds(lambda: stepper.run(size=size), name)
     return seconds / launches
 
 

@@ -181,15 +181,14 @@ def _messages(fields: Mapping[str, Any]) -> Iterator[ChatMessage]:
     if "from" in fields and "role" not in fields:
         speaker, content = fields["from"], fields.get("value")
         if speaker == "function_call":
-            yield ChatMessage(
-                role="assistant", content="", tool_call=read_tool_call(_json(content))
-            )
+            call = read_tool_call(_json(content))
+            yield ChatMessage(role="assistant", content="", calls=(call,))
         else:
             yield read_message({"role": _ROLES.get(str(speaker), speaker), "content": content})
     elif fields.get("role") == "tool" and fields.get("parameters") is not None:
         name, parameters = fields.get("name"), fields["parameters"]
         call = read_tool_call({"name": name, "arguments": parameters})
-        yield ChatMessage(role="assistant", content="", tool_call=call)
+        yield ChatMessage(role="assistant", content="", calls=(call,))
         result = fields.get("observation")
         content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         yield ChatMessage(role="observation", content=content)
@@ -231,13 +230,13 @@ def _checked(
                 f"after one of role {previous_role!r}" if previous_role else "at the beginning"
             )
             raise UsageError(f"message {number} of role {role!r} can't stand {position}")
-        if role == "assistant" and not message.content.strip() and message.tool_call is None:
+        if role == "assistant" and not message.content.strip() and not message.calls:
             raise UsageError(f"message {number} is an empty answer")
         previous_role = role
     if previous_role != "assistant":
         raise UsageError("there is no answer at its end" if messages else "there are no messages")
     tools = tuple(map(_json, _list_of(row.get("tools"), "tools")))
-    calls = [message.tool_call.arguments for message in messages if message.tool_call]
+    calls = [call.arguments for message in messages for call in message.calls]
     if tools or calls:
         text = json.dumps([tools, calls], ensure_ascii=False, default=str)
         refuse_half_pairs(text, "a tool, or a call of one,")

@@ -64,7 +64,7 @@ def _next_role(messages: tuple[ChatMessage, ...], at: int) -> Role:
     """Return the next speaker; after the last message the called tool, or the user."""
     if at + 1 < len(messages):
         return messages[at + 1].role
-    calls = messages[at].tool_call is not None or messages[at].metadata
+    calls = messages[at].calls or messages[at].metadata
     return "observation" if calls else "user"
 
 

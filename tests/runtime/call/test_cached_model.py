@@ -19,11 +19,11 @@ from transformers.generation import utils as generation
 
 import duoka
 from duoka.engine import Completion, Engine, Grammar, SamplingParams, open_executor
-from duoka.engine.cached_model import CachedModel
 from duoka.errors import MachineError, ModelError, UsageError
 from duoka.models.text.messages import ChatMessage
 from duoka.runtime import devices
-from duoka.runtime.encode_images import FEATURES
+from duoka.runtime.call.cached_model import CachedModel
+from duoka.runtime.call.encode_images import FEATURES
 from duoka.runtime.prompt_reader import PromptReader
 
 NEW_TOKENS = 10
@@ -188,7 +188,7 @@ def test_what_was_not_planned_for_is_refused(glm4v: Path) -> None:
         with pytest.raises(UsageError, match="3 images in a prompt; the plan has memory for 2"):
             engine.submit(ask("What?", *PICTURES, PICTURES[0]), params)
         # There is room for it as prompt and answer, but not for reading it at once.
-        with pytest.raises(UsageError, match="97 tokens of prompt; the plan has memory for 96"):
+        with pytest.raises(UsageError, match="the prompt has 97 tokens; there is memory for 96"):
             engine.submit([5] * 97, params)
     plan = duoka.plan(glm4v, "virtual:2x256MiB", replace(WORK, cache="int8"), use_all=True)
     with pytest.raises(UsageError, match="'int8' is filled by one process"):

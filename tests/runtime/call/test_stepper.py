@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTr
 
 from duoka import Placement, Workload, virtual
 from duoka.models.cache_argument import CACHE
+from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.place_tensors import place
-from duoka.runtime.steps import Stepper
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

@@ -15,14 +15,14 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import SamplingRow
-from duoka.engine.step import Chunk
 from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity
 from duoka.models.cache_argument import CACHE
 from duoka.models.kv_cache import Int8Layer
-from duoka.runtime import paged_attention
-from duoka.runtime.paged_attention import PagedCache, attend
-from duoka.runtime.paged_steps import FIRST, PagedStep
+from duoka.runtime.call import paged_attention
+from duoka.runtime.call.chunk import Chunk
+from duoka.runtime.call.paged_attention import PagedCache, attend
+from duoka.runtime.call.paged_model import FIRST, PagedStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
@@ -154,13 +154,13 @@ def test_every_step_is_of_a_known_size() -> None:
         step.inputs(torch.device("cpu"))
         alike = [size for size in sizes if size.tokens == step.num_tokens]
         assert len(step.last_rows) in {size.logits for size in alike}
-        rows = {piece.rows for w in (0, 20) for g in step.groups(w) for piece in g.pieces}
+        rows = {piece.rows for w in (0, 20) for g in step.groups(w) for piece in g.tiles}
         assert rows <= {size.rows for size in alike}
         for window in (0, 20):
             for group in step.groups(window):
                 assert group.sequences * group.pages <= CAPACITY.gathered_pages
         ends = [int(step.offsets[at + 1]) - 1 for at in range(len(chunks))]
-        wanted = {chunk.sequence for chunk in chunks if chunk.wants_logits}
+        wanted = {chunk.sequence for chunk in chunks if chunk.row is not None}
         named = [
             ends[[c.sequence for c in step.chunks].index(c.sequence)]
             for c in chunks

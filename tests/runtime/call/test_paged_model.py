@@ -11,7 +11,7 @@ import pytest
 import torch
 from matrix.paged import CAPACITY, steps_of
 
-from duoka.engine.paged_model import PagedModel
+from duoka.runtime.call.paged_model import PagedModel
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "glm"])

@@ -1,7 +1,8 @@
-"""Preparing a model to be trained: what no sequence reaches, as a tower without images, is frozen.
+"""Preparing a model for training, with unreached parameters frozen.
 
-Which parameters a sequence reaches is read off autograd's graph of one short forward pass, on a
-virtual GPU without data; so it is known before a weight is read, of any model's code.
+A tower is frozen where the sequences have no images, for example. The reached parameters are read
+off autograd's graph of a short forward pass, on a virtual GPU without data, before any weight is
+read.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from duoka.models import make_trainable
 from duoka.models.quantization import freeze_quantized
 from duoka.planner.placement import Placement
 
+from .call.learner import Learner
 from .dispatch.dispatch import without_data
 from .dispatch.place_tensors import invent_values, parameter_bytes, place
 from .image_inputs import ImagePrompts, prompts_for
-from .steps import Learner
 
 _TOKENS = 8
 _LEAF = "AccumulateGrad"
 
 
-def make_text_trainable(
+def prepare_for_training(
     model: nn.Module, workload: Workload, *, has_adapters: bool = True
 ) -> ImagePrompts | None:
     """Change a model in place so that a step of training can be run.
 
-    Returns the prompts with the workload's images, if it has some.
+    Return the prompts with the workload's images, if it has some.
     """
     assert workload.training is not None, "the workload is to train"
     prompts = prompts_for(model, workload.conditions)
@@ -44,15 +45,15 @@ def make_text_trainable(
 
 
 def find_unreached(model: nn.Module, prompts: ImagePrompts | None = None) -> list[str]:
-    """Return the modules and parameters that no sequence reaches, the outermost alone, by name.
+    """Return the names of modules and parameters that no sequence reaches, outermost only.
 
-    An expert is reached by the tokens that choose it: one of several isn't in the list.
+    Experts count as reached: other tokens may choose them.
     """
     bare: Any = without_data(model)
     freeze_quantized(bare)
     for parameter in bare.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
-    bare.eval()  # no layer is dropped
+    bare.eval()  # drops no layer
 
     def trace(data: str) -> list[str]:
         copied = copy.deepcopy(bare)
@@ -72,12 +73,13 @@ def find_unreached(model: nn.Module, prompts: ImagePrompts | None = None) -> lis
 
 
 def _leaves(loss: torch.Tensor) -> set[int]:
-    """The ids of the parameters that a loss has gradients for."""
+    """Return the ids of the parameters with gradients from a loss."""
     nodes: list[Any] = [loss.grad_fn]
-    met = set(nodes)
-    for node in nodes:  # which grows
-        following = {after for after, _ in getattr(node, "next_functions", ())} - met - {None}
-        met |= following
+    visited = set(nodes)
+    for node in nodes:  # the list grows
+        successors = {function for function, _ in getattr(node, "next_functions", ())}
+        following = successors - visited - {None}
+        visited |= following
         nodes += following
     return {id(node.variable) for node in nodes if type(node).__name__ == _LEAF}
 

@@ -12,7 +12,7 @@ import towers
 
 from duoka.forecast.workload import Training, Workload
 from duoka.runtime.image_inputs import ImagePrompts
-from duoka.runtime.text_training import find_unreached, make_text_trainable
+from duoka.runtime.prepare_training import find_unreached, prepare_for_training
 
 WORK = Workload(new_tokens=0, dtype="float32", training=Training())
 UNREACHED = {
@@ -39,7 +39,7 @@ def test_images_reach_a_tower() -> None:
         "model.vision_tower.encoder.layers.1",
         "model.vision_tower.post_layernorm",
     ]
-    make_text_trainable(model, replace(WORK, images=1, image_size=(56, 56)))
+    prepare_for_training(model, replace(WORK, images=1, image_size=(56, 56)))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert any("vision_tower.encoder.layers.0" in name for name in trained)
     assert not any("vision_tower.encoder.layers.1" in name for name in trained)
@@ -55,7 +55,7 @@ def test_text_reaches_all_of_a_language_model(name: str) -> None:
 def test_what_is_frozen_keeps_its_type(method: Any) -> None:
     model = towers.build("llava").to(torch.bfloat16)
     training = Training(method=method, master_weights=True)
-    make_text_trainable(model, replace(WORK, dtype="bfloat16", training=training))
+    prepare_for_training(model, replace(WORK, dtype="bfloat16", training=training))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     for name, parameter in model.named_parameters():

@@ -16,15 +16,15 @@ from duoka import virtual
 from duoka.errors import UsageError
 from duoka.forecast.workload import image_passes
 from duoka.planner.placement import Placement
-from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.encode_images import (
+from duoka.runtime.call.encode_images import (
     FEATURES,
     arguments_with_features,
     encodes_apart,
     reads_in_chunks,
 )
+from duoka.runtime.call.stepper import Stepper
+from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.runtime.image_inputs import ImagePrompts, prompts_for
-from duoka.runtime.steps import Stepper
 
 FAMILIES = ("llava", "glm4v", "qwen2_vl", "qwen3_vl", "glm4v_moe", "glm46v", "gemma3", "internvl")
 IMAGES, SIZE, TOKENS = 3, (112, 112), 800

@@ -1,0 +1,396 @@
+"""Attention over a paged cache: keys and values of a layer lie in pages, on the layer's device.
+
+The model's own code isn't changed: it calls `attend` through transformers' `AttentionInterface`.
+The step (`paged_model.PagedStep`), which says whose token each row is and where its earlier tokens
+are, comes as one of the arguments.
+
+Keys and values are gathered, page by page, into a workspace that is as large in every step. Pages
+of 8 bit are multiplied by their scales there (rounded as `models.kv_cache.Int8Layer` rounds them).
+Masks have a workspace too, and so have scores where no fused kernel serves (sinks, soft caps). All
+that differs with a step are its tokens and the queries of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+from duoka.errors import ModelError
+from duoka.forecast.serving import PIECE_ROWS, Capacity
+from duoka.models.kv_cache import round_to_int8
+
+if TYPE_CHECKING:
+    from .paged_model import PagedStep, QueryTile, SequenceGroup
+
+NAME = "duoka_paged"
+# Where scores are materialised, so many at a time: as many in every step, so that the forecast
+# knows them, and enough for all queries of a tile at the contexts of which it is traced.
+_MOST_SCORES = 2**24
+# Fused kernels read heads of a multiple of so many elements.
+_ALIGNED = 8
+# Functions of transformers' masks that let each token see those before it in its own sequence.
+_CAUSAL_MASKS = {
+    "causal_mask_function", "sliding_window_overlay", "and_masks",
+    "packed_sequence_mask_function", "remap_positions_for_packed_sequence",
+}  # fmt: skip
+_OPTIONS = ("scaling", "softcap", "sliding_window", "s_aux", "is_causal")
+# What transformers' models pass on to attention functions that don't read it.
+_CHANGES_NOTHING = {"position_ids", "output_hidden_states", "output_router_logits"}
+
+
+class Pages(NamedTuple):
+    """Keys or values of a layer: `states` [pages, page_tokens, heads, head_dim].
+
+    In 8 bit with `scales` [pages, page_tokens, heads, 1].
+    """
+
+    states: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def new(cls, states: Tensor, number: int, page_tokens: int, *, is_int8: bool) -> Pages:
+        """Make `number` pages for states like these, [1, heads, tokens, head_dim]."""
+        shape = number, page_tokens, states.shape[1]
+        if not is_int8:
+            return cls(states.new_zeros(*shape, states.shape[3]), None)
+        integers = states.new_zeros(*shape, states.shape[3], dtype=torch.int8)
+        return cls(integers, states.new_zeros(*shape, 1))
+
+    def store(self, slots: Tensor, states: Tensor) -> None:
+        """Write the states of tokens, [tokens, heads, head_dim], each into its slot."""
+        if self.scales is not None:
+            states, scales = round_to_int8(states)
+            self.scales.flatten(0, 1).index_copy_(0, slots, scales)
+        self.states.flatten(0, 1).index_copy_(0, slots, states)
+
+    def gather(self, pages: Tensor, workspace: GatherWorkspace) -> Tensor:
+        """Return the states of some pages, [tokens, heads, head_dim], in the workspace."""
+        number = len(pages) * self.states.shape[1]
+        out = workspace.states[:number]
+        if self.scales is None or workspace.integers is None or workspace.scales is None:
+            _gather(self.states, pages, out)
+            return out
+        integers, scales = workspace.integers[:number], workspace.scales[:number]
+        _gather(self.states, pages, integers)
+        _gather(self.scales, pages, scales)
+        return torch.mul(integers, scales, out=out)
+
+
+class GatherWorkspace(NamedTuple):
+    """A buffer for gathered states; for pages of 8 bit also for their integers and scales."""
+
+    states: Tensor
+    integers: Tensor | None
+    scales: Tensor | None
+
+    @classmethod
+    def new(cls, pages: Pages, tokens: int) -> GatherWorkspace:
+        """Allocate the workspace for so many tokens."""
+        shape, scales = (tokens, *pages.states.shape[2:]), pages.scales
+        if scales is None:
+            return cls(pages.states.new_empty(shape), None, None)
+        states, integers = scales.new_empty(shape), pages.states.new_empty(shape)
+        return cls(states, integers, scales.new_empty(tokens, *scales.shape[2:]))
+
+
+def _gather(pages: Tensor, numbers: Tensor, out: Tensor) -> None:
+    torch.index_select(pages.flatten(1), 0, numbers, out=out.view(len(numbers), -1))
+
+
+class PagedCache:
+    """Keys and values in pages, made for each layer on the device of its first keys.
+
+    Parameters
+    ----------
+    capacity : Capacity
+        One page more is made than it says: the scratch page, to which padding is written.
+    windows : collection of int
+        Numbers of tokens that layers look back over, and 0 for all.
+    """
+
+    def __init__(self, capacity: Capacity, windows: Collection[int] = (0,)) -> None:
+        self.capacity = capacity
+        self.windows = tuple(sorted(windows))
+        self._layers: dict[int, tuple[Pages, Pages]] = {}
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Pages, Pages]:
+        """Return the keys and values of a layer, made at its first call."""
+        if index not in self._layers:
+            number, size = self.capacity.pages + 1, self.capacity.page_tokens
+            is_int8 = self.capacity.is_int8
+            self._layers[index] = (
+                Pages.new(key, number, size, is_int8=is_int8),
+                Pages.new(value, number, size, is_int8=is_int8),
+            )
+        return self._layers[index]
+
+    @property
+    def scratch_page(self) -> int:
+        """The page of padding."""
+        return self.capacity.pages
+
+
+class _ScoreWorkspace(NamedTuple):
+    """The buffers of a layer whose scores are materialised, beside the others."""
+
+    scores: Tensor
+    weights: Tensor
+    queries: Tensor
+    attended: Tensor
+    rows: tuple[Tensor, ...]
+
+    @classmethod
+    def new(cls, query: Tensor, value_dim: int, tokens: int) -> _ScoreWorkspace:
+        """Allocate the buffers for the scores of as many queries as fit, at least one."""
+        heads = query.shape[1]
+        if heads * tokens > _MOST_SCORES:
+            raise ModelError(
+                f"{heads} heads and {tokens} tokens have {heads * tokens} scores for each token; "
+                f"at most {_MOST_SCORES} are kept",
+                hint=f"ask for a context of at most {_MOST_SCORES // heads} tokens",
+            )
+        rows = PIECE_ROWS * heads
+        return cls(
+            scores=query.new_empty(_MOST_SCORES, dtype=torch.float32),
+            weights=query.new_empty(_MOST_SCORES),
+            queries=query.new_empty(rows * max(query.shape[-1], value_dim)),
+            attended=query.new_empty(rows * value_dim),
+            rows=tuple(query.new_empty(rows, dtype=torch.float32) for _ in range(3)),
+        )
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    step: PagedStep | None = None,
+    step_table: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Write a step's keys and values into pages, and attend to those of each sequence.
+
+    Parameters
+    ----------
+    query : Tensor
+        [1, heads, tokens, head_dim]; `key` and `value` have numbers of heads of their own.
+    step, step_table
+        See `PagedStep`.
+    options
+        Those of transformers' that count are `_OPTIONS`, where `s_aux` are sinks; others that
+        change attention are refused.
+
+    Returns
+    -------
+    tuple
+        [1, tokens, heads, head_dim], and no weights.
+    """
+    scaling, softcap, sliding_window, sinks, is_causal = (options.pop(x, None) for x in _OPTIONS)
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_masked = attention_mask is not None and attention_mask.numel() > 0
+    if step is None or step_table is None or is_masked or not is_causal:
+        raise ModelError(f"{type(module).__name__} has a mask of its own, or looks ahead")
+    _refuse_unknown(module, options)
+    # Some models state their window in their mask alone.
+    window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
+    step.enter(module.layer_idx, window)
+    keys, values = step.cache.layer(module.layer_idx, key, value)
+    slots, positions, numbers = (step_table[part] for part in step.parts(window))
+    for cached, new in ((keys, key), (values, value)):
+        cached.store(slots, new[0].transpose(0, 1))
+    tokens, head_dim = step.cache.capacity.gathered_tokens, query.shape[-1]
+    is_aligned = not (head_dim % _ALIGNED or value.shape[-1] % _ALIGNED)
+    is_fused = softcap is None and sinks is None and is_aligned
+    key_workspace = GatherWorkspace.new(keys, tokens)
+    value_workspace = GatherWorkspace.new(values, tokens)
+    bias = query.new_empty(PIECE_ROWS * tokens)
+    hidden = query.new_empty(PIECE_ROWS * tokens, dtype=torch.bool)
+    workspace = None if is_fused else _ScoreWorkspace.new(query, value.shape[-1], tokens)
+    # [tokens, heads of keys, queries that share one, head_dim]
+    heads = key.shape[1], query.shape[1] // key.shape[1]
+    output = query.new_zeros(query.shape[2], *heads, value.shape[-1])
+    scale = head_dim**-0.5 if scaling is None else scaling
+    masks, scoring = (bias, hidden), (scale, softcap, sinks)
+    query = query[0].unflatten(0, heads)
+    layer = _Layer(query, step_table, positions, window, *scoring, *masks, workspace)
+    for group in step.groups(window):
+        pages = numbers[group.offset : group.offset + group.sequences * group.pages]
+        gathered = keys.gather(pages, key_workspace), values.gather(pages, value_workspace)
+        for tile in group.tiles:
+            # No name for the result of a tile: it is freed when the next one begins.
+            output[tile.first : tile.first + tile.rows][tile.inner].copy_(
+                layer.attend_tile(gathered, group, tile)[tile.inner]
+            )
+    return output.flatten(1, 2)[None], None
+
+
+def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
+    """Refuse unknown options, unless they are False, 0.0 or None."""
+    for name in options.keys() - _CHANGES_NOTHING:
+        if isinstance(options[name], Tensor) or options[name]:
+            raise ModelError(f"{type(module).__name__} gives its attention an unknown {name!r}")
+
+
+class _Layer(NamedTuple):
+    """A call of attention; `query` is [heads of keys, queries per head of keys, tokens, …].
+
+    `bias` and `hidden` are buffers for masks; `workspace` is for scores, where no fused kernel
+    serves: a soft cap bounds scores (Gemma 2), and sinks are one more score of each head, to which
+    no value belongs (GPT-OSS).
+    """
+
+    query: Tensor
+    table: Tensor
+    positions: Tensor
+    window: int
+    scale: float
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+    bias: Tensor
+    hidden: Tensor
+    workspace: _ScoreWorkspace | None
+
+    def attend_tile(
+        self, gathered: tuple[Tensor, Tensor], group: SequenceGroup, tile: QueryTile
+    ) -> Tensor:
+        """Return the result of a tile, [rows, heads of keys, sharing, head_dim]."""
+        keys, values = (_states_of(states, group, tile) for states in gathered)
+        skipped = tile.skipped * (len(gathered[0]) // (group.sequences * group.pages))
+        rows = slice(tile.first, tile.first + tile.rows)
+        bias = self._mask(self.table[skipped : skipped + keys.shape[2]], self.positions[rows, None])
+        query = self.query[:, :, rows]
+        if group.sequences > 1:
+            query = query.permute(2, 0, 1, 3)
+        bias = bias[:, None, None] if group.sequences > 1 else bias[None, None]
+        if self.workspace is None:
+            result = _fused(query, keys, values, bias, self.scale)
+        else:
+            result = self._with_scores(query, keys, values, bias, self.workspace)
+        return result if group.sequences > 1 else result.permute(2, 0, 1, 3)
+
+    def _mask(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """Build the additive mask [queries, keys] for causal attention with an optional window."""
+        shape = len(queries), len(keys)
+        bias, hidden = (
+            part[: shape[0] * shape[1]].view(shape) for part in (self.bias, self.hidden)
+        )
+        bias.zero_()
+        bias.masked_fill_(torch.gt(keys, queries, out=hidden), -torch.inf)
+        if self.window:
+            bias.masked_fill_(torch.le(keys, queries - self.window, out=hidden), -torch.inf)
+        return bias
+
+    def _with_scores(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, buffers: _ScoreWorkspace
+    ) -> Tensor:
+        """Attend with materialised scores, of as many queries at a time as the buffers hold."""
+        if len(bias) > 1:
+            query, key, value, bias = (part.transpose(0, 1) for part in (query, key, value, bias))
+            # [heads of keys, sequences, sharing, 1, …]
+            result = self._weighted(query.unsqueeze(3), key, value, bias.unsqueeze(2), buffers)
+            return result.transpose(0, 1)[..., 0, :]
+        # [heads of keys, 1, sharing, rows, …]
+        query, bias = query[:, None], bias[:, None]
+        attended = buffers.attended[: query.numel() // query.shape[-1] * value.shape[-1]]
+        attended = attended.view(*query.shape[:-1], value.shape[-1])
+        per_row = query.shape[0] * query.shape[2] * key.shape[2]
+        size = max(1, len(buffers.scores) // per_row)
+        for start in range(0, query.shape[3], size):
+            rows = slice(start, start + size)
+            part = self._weighted(query[:, :, :, rows], key, value, bias[:, :, :, rows], buffers)
+            attended[:, :, :, rows].copy_(part)
+        return attended[:, 0]
+
+    def _weighted(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, buffers: _ScoreWorkspace
+    ) -> Tensor:
+        """Return values weighted by softmax(scale · query · keyᵀ + bias), in the buffers.
+
+        `query` is [heads of keys, sequences, sharing, rows, head_dim], `key` and `value` are [heads
+        of keys, sequences, keys, head_dim]; `bias` is broadcast.
+        """
+        heads, sequences, sharing, rows, _ = query.shape
+        shape = heads, sequences, sharing * rows, key.shape[2]
+
+        def view(buffer: Tensor, *sizes: int) -> Tensor:
+            return buffer[: math.prod(sizes)].view(sizes)
+
+        packed = view(buffers.queries, *shape[:3], query.shape[-1])
+        packed.view(query.shape).copy_(query)
+        weights, exact = view(buffers.weights, *shape), view(buffers.scores, *shape)
+        for head in range(heads):
+            torch.bmm(packed[head], key[head].transpose(1, 2), out=weights[head])
+        exact.copy_(weights).mul_(self.scale)
+        if self.softcap is not None:
+            exact.div_(self.softcap).tanh_().mul_(self.softcap)
+        exact = exact.view(heads, sequences, sharing, rows, -1).add_(bias)
+        maximum, total, sink = (view(part, *query.shape[:4], 1) for part in buffers.rows)
+        torch.amax(exact, dim=-1, keepdim=True, out=maximum)
+        if self.sinks is not None:
+            sinks = self.sinks.view(heads, 1, sharing, 1, 1)
+            torch.maximum(maximum, sinks, out=maximum)
+            torch.sub(sinks, maximum, out=sink).exp_()
+        torch.sum(exact.sub_(maximum).exp_(), dim=-1, keepdim=True, out=total)
+        if self.sinks is not None:
+            total.add_(sink)
+        weights.copy_(exact.div_(total).view(shape))
+        attended = view(buffers.queries, *shape[:3], value.shape[-1])  # the queries have been read
+        for head in range(heads):
+            torch.bmm(weights[head], value[head], out=attended[head])
+        return attended.view(*query.shape[:4], value.shape[-1])
+
+
+def _states_of(states: Tensor, group: SequenceGroup, tile: QueryTile) -> Tensor:
+    """Return the gathered states for a tile.
+
+    Of several sequences [sequences, heads, keys, head_dim]; of a single one [heads, 1, keys,
+    head_dim].
+    """
+    if group.sequences > 1:
+        return states.view(group.sequences, -1, *states.shape[1:]).transpose(1, 2)
+    size = len(states) // group.pages
+    part: Tensor = states[tile.skipped * size : (tile.skipped + tile.pages) * size]
+    return part.transpose(0, 1)[:, None]
+
+
+def _fused(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attend by a fused kernel.
+
+    Of several sequences the queries that share a head of keys are this head's queries; of a single
+    one each head of keys is a sequence to the kernel, all of whose heads read the same.
+    """
+    if len(bias) == 1:
+        key, value = (states.expand(-1, query.shape[1], -1, -1) for states in (key, value))
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+
+
+def _window_alone(*, mask_function: Any, local_size: int = 0, **options: Any) -> Tensor:
+    """Return the window as the size of an empty tensor, in the place of a mask."""
+    padding = options["attention_mask"]  # that of OPT in 5.17 of transformers hides nothing
+    if not _is_causal(mask_function) or not (padding is None or padding.all()):
+        raise ModelError("the model's mask is more than causal")
+    return torch.empty(local_size, 0, device=options["device"])
+
+
+def _is_causal(mask: Any) -> bool:
+    """Return True if a mask function, and all functions in its closure, are causal."""
+    name = mask.__qualname__.partition(".")[0]
+    if mask.__module__ != masking_utils.__name__ or name not in _CAUSAL_MASKS:
+        return False
+    parts = tree_leaves([cell.cell_contents for cell in mask.__closure__ or ()])
+    return all(_is_causal(part) for part in parts if callable(part))
+
+
+def register() -> None:
+    """Make this attention known to transformers by its name."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, _window_alone)

@@ -1,0 +1,123 @@
+"""Chats of requests as the model's format takes them, with their images decoded."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from PIL.Image import Image
+
+from duoka.base.images import MOST_BYTES, WEB_FORMATS, decode_image
+from duoka.base.units import format_count
+from duoka.errors import UsageError
+from duoka.models.text.answer_reader import MOST_CALLS, Tags
+from duoka.models.text.messages import ChatMessage, ToolCall, read_tool_call
+
+from .messages import Turn
+
+MOST_MESSAGES = 4096
+MOST_IMAGES = 64
+_DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
+_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+
+
+@dataclass
+class ChatMessages:
+    """Reads the messages of a request.
+
+    Parameters
+    ----------
+    reasoning : Tags, optional
+        The tags around the model's reasoning. Reasoning of earlier answers is written between them,
+        and the template takes what it needs; without tags it is left out.
+    takes_images : bool
+    most_images : int
+        No further image is decoded.
+    """
+
+    reasoning: Tags | None = None
+    takes_images: bool = True
+    most_images: int = MOST_IMAGES
+    _num_images: int = field(default=0, init=False)
+    _call_ids: set[str] = field(default_factory=set, init=False)
+
+    def read(self, turns: Sequence[Turn]) -> list[ChatMessage]:
+        """Read the messages; UsageError with the number of the message that is refused."""
+        if len(turns) > MOST_MESSAGES:
+            raise UsageError(f"messages must be a list of 1 to {MOST_MESSAGES}")
+        chat: list[ChatMessage] = []
+        for number, turn in enumerate(turns):
+            try:
+                chat.append(self._read_turn(turn))
+            except UsageError as error:
+                raise UsageError(f"messages[{number}]: {error}", hint=error.hint) from error
+        return chat
+
+    def _read_turn(self, turn: Turn) -> ChatMessage:
+        if turn.images and turn.role != "user":
+            hint = "text, and image_url for users, are known"
+            raise UsageError('a part of its content is of type "image_url"', hint=hint)
+        if turn.role == "tool":
+            self._check_result(turn)
+            return ChatMessage(role="observation", content=turn.content, call_id=turn.call_id)
+        content = turn.content
+        if turn.reasoning and self.reasoning is not None:
+            begin, end = self.reasoning
+            content = f"{begin}\n{turn.reasoning}\n{end}\n\n{content}"
+        return ChatMessage(
+            role=turn.role,
+            content=content,
+            images=tuple(map(self._read_image, turn.images)),
+            calls=tuple(self._read_calls(turn)),
+        )
+
+    def _read_calls(self, turn: Turn) -> list[ToolCall]:
+        if len(turn.calls) > MOST_CALLS:
+            raise UsageError(f"it calls {len(turn.calls)} tools; at most {MOST_CALLS} are read")
+        for call in turn.calls:
+            if not _ID.fullmatch(call["id"]):
+                text = f"a call's id is {json.dumps(call['id'])[:80]}"
+                raise UsageError(text, hint="as it was given: call_…")
+        self._call_ids.update(call["id"] for call in turn.calls)
+        return [replace(read_tool_call(call["function"]), id=call["id"]) for call in turn.calls]
+
+    def _check_result(self, turn: Turn) -> None:
+        if turn.call_id not in self._call_ids:
+            raise UsageError(
+                f"it is the result of the call {json.dumps(turn.call_id)[:80]}, which no message "
+                "before it made",
+                hint="send the assistant's message with its calls, too",
+            )
+
+    # The number of images is checked before each image is decoded: a picture of a few hundred bytes
+    # can take a gigabyte.
+
+    def _read_image(self, url: str) -> Image:
+        """Decode an image; UsageError where the model takes none, or not so many."""
+        if not self.takes_images:
+            raise UsageError("this model takes no images", hint="leave the images out")
+        if self._num_images == self.most_images:
+            raise UsageError(
+                f"there is memory for {format_count(self.most_images, 'image')}, "
+                "and there are more",
+                hint="leave some out, or plan with a larger --images",
+            )
+        self._num_images += 1
+        match = _DATA_URL.match(url)
+        if match is None:
+            raise UsageError(
+                f"an image is at {url[:60]!r}; images are taken from the request alone",
+                hint="send it as data:image/png;base64,…; what is at http or https addresses, "
+                "duoka serve fetches with --allow-image-urls",
+            )
+        if len(url) - match.end() > (MOST_BYTES * 4) // 3 + 4:
+            raise UsageError(f"an image is larger than {MOST_BYTES} bytes", hint="make it smaller")
+        try:
+            content = base64.b64decode(url[match.end() :], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise UsageError(f"an image is no base64: {error}") from error
+        return decode_image(content, f"image {self._num_images}", WEB_FORMATS)
