@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -172,6 +173,7 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
     _refuse_untrusted(plan, checkpoint)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
     loader.refuse_unloadable(checkpoint.config, plan.placement)
+    gc.collect()  # a closed engine is in reference cycles, and keeps its memory until then
     devices.give_back()
     plan = plan.on_this_machine()
     refuse_more(plan.forecast.host_bytes)
