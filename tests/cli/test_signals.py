@@ -147,9 +147,9 @@ def test_a_free_that_a_signal_interrupts_is_counted() -> None:
         "from duoka.virtual import world\n"
         "virtual.set_gpus([1 << 30])\n"
         "a = torch.empty(1 << 20, device='vgpu:0')\n"
-        "free = world.Gpu.free\n"
+        "free = world.VirtualGpu.free\n"
         "def slow(self, allocation): press(); time.sleep(0.2); free(self, allocation)\n"
-        "world.Gpu.free = slow\n"
+        "world.VirtualGpu.free = slow\n"
         "try: del a; time.sleep(30)\n"
         "except KeyboardInterrupt: say(world.active_world().memory_allocated(0))\n"
     )

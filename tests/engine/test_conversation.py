@@ -127,7 +127,7 @@ def test_an_answer_that_failed_is_no_answer(
 
     conversation = Conversation(engine, reader, SHORT)
     with monkeypatch.context() as patched:
-        patched.setattr(engine._scheduler, "computed", fail)
+        patched.setattr(engine._scheduler, "_advance", fail)
         with pytest.raises(RuntimeError, match="a defect"):
             list(conversation.ask("What is NVLink?"))
     assert not conversation.answers

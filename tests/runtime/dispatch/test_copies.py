@@ -75,7 +75,7 @@ def test_weights_and_gradients_go_around(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     weight = torch.nn.Parameter(torch.ones(2, 3))
     weight.grad = torch.ones(2, 3)
-    place_tensors._placed(weight, torch.device("meta"))
+    place_tensors._place_tensor(weight, torch.device("meta"))
     assert gone == [weight.shape] * 2
 
 

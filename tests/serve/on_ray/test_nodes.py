@@ -30,7 +30,7 @@ VERSION = version("duoka")
 class Plan(SimpleNamespace):
     """What is asked of a plan here."""
 
-    def moved(self, now: Mapping[str, Device]) -> Plan:
+    def move_to(self, now: Mapping[str, Device]) -> Plan:
         fleet = Fleet(devices=tuple(now.values()))
         return Plan(fleet=fleet, devices=fleet.names)
 
