@@ -162,7 +162,7 @@ def test_a_forecast_holds_on_a_device_that_is_hardly_large_enough() -> None:
         solve(profile, PlanProblem(fleet=tiny.fleet(budget), workload=workload))
         for budget in budgets
     )
-    plan = next(found for found in tried if found is not None)
+    plan = next(found for found in tried if found)
     (forecast,) = plan.forecast.devices
     ((allocated, reserved),) = tiny.measure(plan, tiny.CONFIGS["llama"])  # it overflows nowhere
     assert forecast.allocated_bytes == pytest.approx(allocated, rel=0.01)

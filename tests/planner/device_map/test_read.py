@@ -128,7 +128,7 @@ def test_what_is_no_device(fleet: str, value: object, problem: str) -> None:
 
 
 def test_cuda_alone_is_the_only_gpu() -> None:
-    assert Devices(Fleet(devices=Fleet.parse("3x1GiB").devices[2:])).find("cuda") == "cuda:2"
+    assert Devices(Fleet(devices=Fleet.parse("3x1GiB").devices[2:])).resolve("cuda") == "cuda:2"
 
 
 JSON = st.recursive(
