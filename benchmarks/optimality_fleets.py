@@ -106,7 +106,7 @@ def reach_differs(rng: random.Random) -> tuple[bool, str]:
         if solve(profile, replace(problem, largest=None, workload=_sized(problem, number))):
             best = number
     found = find_largest(profile, problem)
-    got = None if found is None else getattr(found.workload, field)
+    got = getattr(found.workload, field) if found else None
     if got is not None and what == "batch" and got > _LARGEST_BATCH:
         return True, ""  # more than was tried
     return best is not None, "" if got == best else f"{what}: {got} instead of {best}"

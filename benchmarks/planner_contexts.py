@@ -65,7 +65,7 @@ class Sweep:
         problem = PlanProblem(fleet=fleet, workload=self.workload(1), largest=self.what)
         longest = self.limit * GRID if self.what == "context" else self.subject.longest
         found = find_largest(replace(self.subject.profile, max_context_tokens=longest), problem)
-        if found is None:
+        if not found:
             return 0
         if self.what == "context":
             return found.workload.context_tokens // GRID

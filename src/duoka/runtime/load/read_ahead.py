@@ -134,6 +134,7 @@ def _read(descriptor: int, stretch: Stretch, buffer: StretchBuffer) -> StretchBu
         while done < stretch.num_bytes:
             got = os.preadv(descriptor, [view[done:]], stretch.offset + done)
             if not got:
+                refuse_changed(file, stretch.source.stamp)
                 raise LoadError(f"{file} is cut off", hint=DAMAGED)
             done += got
     buffer.stretch, buffer.wait = stretch, None
