@@ -231,12 +231,12 @@ def test_a_process_that_is_stopped_while_it_loads_is_told(
     plan: Any, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", python)  # what stands in for it can't be stopped
-    monkeypatch.setattr(supervision, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(supervision, "SILENT_SECONDS", 10.0)
     monkeypatch.setattr(staged_executor, "_MODULE", "faulty_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("STOPPED_IN_LOAD", "1")
     before = open_files()
-    with pytest.raises(WorkerError, match="vgpu:1 shows no sign of life for 3 s"):
+    with pytest.raises(WorkerError, match="vgpu:1 shows no sign of life for 10 s"):
         Engine(plan, processes=True)
     assert open_files() == before
 
