@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -397,6 +399,19 @@ def test_a_defect_ends_all_and_hangs_nobody(plan: Any, monkeypatch: pytest.Monke
                 stream.result()
         with pytest.raises(ZeroDivisionError, match="a defect"):
             engine.submit([1])
+
+
+def test_a_closed_engine_has_no_model_any_more(plan: Any) -> None:
+    gc.collect()
+    gc.disable()  # else it might find what the engine has left in a cycle
+    try:
+        engine = Engine(plan, processes=False)
+        model = weakref.ref(engine._executor._model.model)  # type: ignore[attr-defined]
+        engine.generate(prompts(2), SamplingParams(max_new_tokens=2))
+        engine.close()
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 def test_close_ends_what_is_on_its_way(plan: Any) -> None:

@@ -196,8 +196,12 @@ class InlineExecutor:
             self._model.forget(sequence)
 
     def close(self) -> None:
-        """See `Executor`."""
+        """See `Executor`; the model's memory is free as soon as nobody else has the model."""
         self._opened.close()
+        # These form cycles with the executor, which only garbage collection would end.
+        self._publisher = None
+        for name in ("_open", "_model"):
+            vars(self).pop(name, None)
 
     def _compute_one(self, chunk: Chunk) -> Outcome:
         """Compute a chunk by itself; it is never computed again."""
