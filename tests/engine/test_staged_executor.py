@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import queue
@@ -70,6 +71,7 @@ def ids(completion: Completion | BaseException) -> list[int]:
 
 
 def open_files() -> list[str]:
+    gc.collect()  # what earlier tests left in cycles may hold files
     return sorted(entry.name for entry in Path("/proc/self/fd").iterdir())
 
 
