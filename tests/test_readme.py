@@ -14,6 +14,7 @@ names; see `newcomer`. ``exit 13`` there is how the last command ends.
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import re
@@ -325,6 +326,15 @@ def test_both_tables_are_one() -> None:
 def test_both_readmes_show_the_same_commands() -> None:
     english, chinese = commands("README.md"), commands("README.zh-CN.md")
     assert english == chinese
+
+
+def test_documented_signatures_are_those_of_the_functions() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    found = re.findall(r"^`duoka\.(\w+)\((\w[^`]*\*, [^`]*)\)`", page, re.MULTILINE)
+    assert {name for name, _ in found} >= {"plan", "plan_replicas", "check", "load", "dispatch"}
+    for name, arguments in found:
+        documented = re.findall(r"(?:^|, )(\w+)(?==|, |$)", " ".join(arguments.split()))
+        assert documented == list(inspect.signature(getattr(duoka, name)).parameters), name
 
 
 def test_the_reference_is_the_program() -> None:

@@ -122,7 +122,7 @@ def _try_decode(model: nn.Module, arguments: dict[str, Any], steps: StepListener
         model(**arguments)
     except UnknownValueError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever the model's own code raises
         steps.note(f"a call with the cache and one token was tried, and failed: {error}")
 
 

@@ -46,7 +46,7 @@ class _Part:
         self.tensors = {id(tensor) for tensor in tensors}
 
     def children(self) -> list[_Part]:
-        """Return the parts that replace this one."""
+        """Split the part into its children."""
         assert self.module is not None
         prefix = f"{self.name}." if self.name else ""
         elements = _is_container(self.module)

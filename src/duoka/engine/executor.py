@@ -167,7 +167,7 @@ class InlineExecutor:
         try:
             if self.is_paged:
                 return Result(step.number, outcomes_of(step, self.run(step.chunks)))
-        except Exception as error:
+        except Exception as error:  # whatever the model's code raises fails the step alone
             return Result(step.number, self._explained(error))
         return Result(step.number, [self._compute_one(chunk) for chunk in step.chunks])
 
@@ -206,10 +206,9 @@ class InlineExecutor:
     def _compute_one(self, chunk: Chunk) -> Outcome:
         """Compute a chunk by itself; it is never computed again."""
         try:
-            (outcome,) = outcomes_of(EngineStep(0, [chunk]), self.run([chunk]))
-        except Exception as error:
+            return outcomes_of(EngineStep(0, [chunk]), self.run([chunk]))[0]
+        except Exception as error:  # as above, of a chunk alone
             return self._explained(error)
-        return outcome
 
     def _explained(self, error: Exception) -> Exception:
         """Explain why a step failed, and free its memory; a lost GPU ends all work."""

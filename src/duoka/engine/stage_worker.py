@@ -135,7 +135,7 @@ class _StageWorker:
                 driver.send(StageReport(step.number, outcomes_of(step, logits), is_last))
         except (EOFError, OSError):  # another process is lost
             raise
-        except Exception as error:
+        except Exception as error:  # whatever the model's code raises fails the step alone
             lost = find_lost_gpu(error, str(self._device))
             failure = lost or make_portable(explain(error, self.publisher))
             failure.__traceback__ = None  # which holds what was on the device

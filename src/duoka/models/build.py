@@ -63,7 +63,7 @@ def build(
         frequencies = _frequencies(model).values() if code is None else ()
         if any(buffer.dtype != torch.float32 for buffer in frequencies):
             _replace_buffers(model, _frequencies(construct(partial(make, torch.float32))))
-    except Exception as error:
+    except Exception as error:  # whatever a model's constructor raises over its config
         raise ModelError(
             f"{model_class.__name__} could not be built from its configuration: {error}",
             hint="compare config.json with the published one",
@@ -92,7 +92,7 @@ def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> P
         return config_class.from_dict(_decode(dict(config)))
     except ModelError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a config's own code raises
         # A strict dataclass names only the field; its cause has the reason.
         reason = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise ModelError(

@@ -18,7 +18,7 @@ from typing import NoReturn
 from duoka.base.quiet import quiet_libraries
 
 with quiet_libraries():
-    from duoka.checkpoint.checkpoint import Checkpoint
+    from duoka.api.load import OpenedModel
     from duoka.engine import Engine, SamplingParams
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
@@ -63,18 +63,19 @@ class EngineProcess:
     def __init__(self, settings: EngineSettings, outbox: Outbox) -> None:
         self._outbox = outbox
         plan, remote = settings.plan, settings.trust_remote_code
-        checkpoint = Checkpoint.open(plan.source, trust_remote_code=remote)
+        opened = OpenedModel.open(plan, trust_remote_code=remote)
         self._engine = Engine(
             plan,
             max_new_tokens=settings.max_new_tokens,
             trust_remote_code=remote,
             adapter=settings.adapter,
             on_failure=outbox.send_last,
+            opened=opened,
         )
-        self._reader = PromptReader.open(checkpoint, plan.workload)
-        self._questions = QuestionReader(
-            self._reader, checkpoint.generation_config, self._engine.capacity.context_tokens
-        )
+        # A tokenizer apart from the engine's, whose thread decodes while these threads encode.
+        self._reader = PromptReader.open(opened.checkpoint, plan.workload)
+        config, limit = opened.checkpoint.generation_config, self._engine.capacity.context_tokens
+        self._questions = QuestionReader(self._reader, config, limit)
         self._token_bytes = TokenBytes(self._reader.tokenizer)
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "duoka-prompts")
         # One at a time: a picture of a few hundred bytes can take 1.3 GB while it is decoded.

@@ -183,7 +183,7 @@ class Tree:
 
 
 class _Changes(cst.CSTTransformer):
-    """Transformer that applies all edits in one pass."""
+    """Applies all edits of a tree in a single pass."""
 
     def __init__(self, changes: dict[cst.CSTNode, list[Change]]) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def query(hub_file: HubFile, request: Callable[[], T]) -> T:
             return request()
         except CheckpointError:
             raise
-        except Exception as error:
+        except Exception as error:  # of httpx, huggingface_hub or the disk; unknown ones go on
             if wait_seconds is None or not _is_transient(error):
                 translated = _translate(error, hub_file)
                 if translated is None:
