@@ -258,6 +258,9 @@ def test_a_process_that_is_stopped_does_not_outlive_its_parent(python: str) -> N
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         os.kill(worker, signal.SIGSTOP)
+        status = Path(f"/proc/{worker}/status")
+        while "T (stopped)" not in status.read_text():  # the kernel continues stopped groups alone
+            time.sleep(0.01)
         parent.kill()
     end = time.monotonic() + 60
     while Path(f"/proc/{worker}").exists():
