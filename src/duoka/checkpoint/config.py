@@ -54,9 +54,9 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
         limit = _limit(key)
         if abs(value) > limit or (value < 0 and _LAYERS.fullmatch(key)):
             number = f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
+            shown = key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
             raise CheckpointError(
-                f"{source}: {_quote_key(key)} is {number}; duoka builds models with 0 to {limit}",
-                hint=_HINT,
+                f"{source}: {shown} is {number}; duoka builds models with 0 to {limit}", hint=_HINT
             )
         if _LAYERS.fullmatch(key):
             layers = max(layers, value)
@@ -73,10 +73,6 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
             f"{source} speaks of {layers} layers, and the weights have {num_tensors} tensors",
             hint="config.json and the weights must be of the same model",
         )
-
-
-def _quote_key(key: str) -> str:
-    return key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
 
 
 def _limit(key: str) -> int:
