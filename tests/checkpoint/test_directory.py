@@ -150,12 +150,6 @@ def test_what_git_lfs_leaves(directory: Path, name: str) -> None:
     )
 
 
-def test_a_pointer_that_nobody_needs(directory: Path) -> None:
-    (directory / "pytorch_model.bin").write_bytes(POINTER)
-    (directory / "README.md").write_bytes(POINTER)
-    assert Checkpoint.open(directory).fetch().has_weights
-
-
 # ── what isn't done ──
 
 

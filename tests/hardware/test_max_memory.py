@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fuzzing import fuzz
-from hypothesis import given
-from hypothesis import strategies as st
 
 from duoka import Fleet
 from duoka.errors import FleetError, UsageError
@@ -55,17 +52,3 @@ def test_budgets(given_: Any, names: tuple[str, ...], budgets: tuple[int, ...]) 
 def test_what_is_refused(given_: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         Fleet.from_max_memory(given_)
-
-
-KEYS = st.integers() | st.text(max_size=8) | st.sampled_from(["cpu", "disk", "cuda:0"]) | st.none()
-VALUES = st.integers() | st.text(max_size=8) | st.floats() | st.sampled_from(["1GB", "0", "9GiB"])
-
-
-@fuzz()
-@given(st.dictionaries(KEYS, VALUES, max_size=4))
-def test_any_mapping_is_a_fleet_or_refused(max_memory: dict[Any, Any]) -> None:
-    try:
-        fleet = Fleet.from_max_memory(max_memory)
-    except (FleetError, UsageError):
-        return
-    assert all(device.budget_bytes > 0 for device in fleet.devices)

@@ -240,14 +240,13 @@ def _session() -> Iterator[int]:
     """Keep NVML open inside the scope; yield the number of GPUs."""
     try:
         pynvml.nvmlInit()
-        count = int(pynvml.nvmlDeviceGetCount())
+        try:
+            yield int(pynvml.nvmlDeviceGetCount())
+        finally:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         raise _fault(error) from None
-    try:
-        yield count
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
 
 
 def _query_all(count: int, look: Callable[[int, Any], Iterable[_Answer]]) -> list[_Answer | Lost]:

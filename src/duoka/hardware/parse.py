@@ -42,6 +42,7 @@ _BEFORE = re.compile(r"(?P<count>\d+)\s*[xX×*]\s*(?P<name>.+)", re.ASCII | re.D
 _BEHIND = re.compile(r"(?P<name>[^\d:]*\d[^:]*?)\s*[xX×*]\s*(?P<count>\d+)", re.ASCII)
 _SIZE = re.compile(r"[\d.]+\s*(?:[kmgtp]i?b?|b)?", re.ASCII | re.IGNORECASE)
 
+_FEW_BYTES = re.compile(r"\d{1,6}\s*b", re.ASCII | re.IGNORECASE)
 _SPEED = re.compile(r"([\d.]+\s*[kmgt]?i?b)\s*(?:/\s*s|ps)", re.ASCII | re.IGNORECASE)
 _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASCII | re.IGNORECASE)
 _RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
@@ -153,7 +154,8 @@ def _entry(entry: str, text: str) -> _Entry:
     if ":" in entry:
         return _own_card(entry), None
     # "3090 Ti" is a name, too: "Ti" could be tebibytes.
-    if _SIZE.fullmatch(entry) and not catalogue.is_card(entry):
+    # "910B" is rather a card's name than a size.
+    if _SIZE.fullmatch(entry) and not (catalogue.is_card(entry) or _FEW_BYTES.fullmatch(entry)):
         return Device(name="cuda", budget_bytes=_size(entry, text)), None
     card = catalogue.find_card(entry)
     device = replace(

@@ -189,15 +189,10 @@ class LazyLogits(Tensor):
         return LazyLogits.of(self.hidden, changed)
 
 
-def _facts() -> Iterator[Any]:
-    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta"):
-        yield getattr(Tensor, name).__get__
-    for name in ("size", "dim", "numel", "is_floating_point"):
-        yield getattr(Tensor, name)
-
-
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta")
 # Attributes of lazy logits.
-_FACTS = frozenset(_facts())
+_FACTS = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_FACTS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
 # Operations on each row alike, with the types of their arguments.
 _STEPS: dict[Any, tuple[type, ...]] = {
     Tensor.float: (),

@@ -144,21 +144,10 @@ def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
 class StoredWeight(Composed):
     """A weight without numbers, made of the stored tensors."""
 
-    products = frozenset(
-        {
-            F.linear,
-            torch.matmul,
-            torch.mm,
-            torch.bmm,
-            torch.addmm,
-            torch.baddbmm,
-            Tensor.matmul,
-            Tensor.__matmul__,
-            Tensor.__rmatmul__,
-            F.grouped_mm,
-            getattr(torch, "_grouped_mm", F.grouped_mm),  # an older name of it
-        }
-    )
+    products = frozenset({F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm})
+    products |= {Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__}
+    # The second one is an older name of the first.
+    products |= {F.grouped_mm, getattr(torch, "_grouped_mm", F.grouped_mm)}
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
