@@ -111,6 +111,15 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
     return saved
 
 
+# Four steps, without reading a weight. For two experts of a Mixtral layer:
+#
+#   rename   experts.0.w1, experts.1.w1, experts.0.w3, …   → target mlp.experts.gate_up_proj
+#   group    all keys with this target, in natural order   → one `WeightConverter` of transformers
+#   trace    the converter runs on meta tensors            → experts.1.w1 fills [1:2, 0:24, :]
+#   compare  targets with the model's state                → pieces, missing, unexpected, mismatched
+#
+# A converter that permutes single elements has no boxes; it becomes a `Custom` and needs all of its
+# source tensors at once. Tied parameters are one target, filled from the first name that exists.
 def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collection[str]) -> Recipe:
     """Match checkpoint tensors with parameters and persistent buffers."""
     given_shapes = dict(tensors) if isinstance(tensors, Mapping) else dict.fromkeys(tensors)

@@ -68,6 +68,10 @@ class GLM4VModel(ChatGLMModel):
         """Encode pictures as features: `pooler_output` [pictures, tokens, width]."""
         return BaseModelOutputWithPooling(pooler_output=self.vision(pixel_values))
 
+    # All patches of a picture share a position, so the next position can't be derived from the
+    # length of the cache. It is kept beside the cache as `reached` = (length, [batch, 2]): the next
+    # position, and how many tokens of an unfinished picture the last chunk ended with. Example, 4
+    # patches, after the chunk "text begin begin": length 3, next position 3, begun 2.
     @takes_cache
     def forward(
         self,

@@ -158,6 +158,9 @@ def _extended(
     return cached, scales, cached * scales
 
 
+# Symmetric quantization, one scale for each token and head: [0.5, -2.0, 1.0] has the scale 2/127
+# and the integers [32, -127, 64]; the largest error is half a scale. The smallest normal number is
+# the least scale, so that a row of zeros isn't divided by zero.
 def round_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
     """Round […, head_dim] to 8-bit integers; return them with their scales, […, 1]."""
     scales = states.abs().amax(dim=-1, keepdim=True) / _MOST

@@ -168,6 +168,9 @@ def _rows(config: Mapping[str, Any]) -> list[int]:
     return [count * parsed.head_dim for count in (heads, groups, groups)]
 
 
+# For adapters of query (rank 2) and value (rank 3), none of key: A is [A_q; A_v], 5 rows. B has the
+# rows of query, key and value; B_q stands in columns 0:2 of the first, B_v in columns 2:5 of the
+# last, all else is zero. A file has one scaling, so another scaling of a part goes into its B.
 def _fuse(parts: list[LowRank | None], rows: list[int]) -> LowRank:
     """Fuse adapters of query, key and value; a part without an adapter gets rows of zeros."""
     present = [part for part in parts if part is not None]

@@ -43,6 +43,12 @@ _FLASH_ROWS = 128
 _libraries: list[torch.library.Library] = []
 
 
+# kernel      dtype         mask   heads                        lengths, sizes
+# flash       16 bit        none   equal, or grouped with GQA   head size equal and at most 256
+# efficient   all but fp64  any    equal                        head size a multiple of 8 (fp32: 4)
+# math        any           any    any                          any
+#
+# The first row that holds is taken; causal flash attention needs as many queries as keys.
 def choose_kernel(
     query: torch.Tensor,
     key: torch.Tensor,

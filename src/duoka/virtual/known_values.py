@@ -123,6 +123,11 @@ def forget(tensor: VirtualTensor) -> None:
         current(tensor)
 
 
+# operands          shape depends on values        result
+# all known         any                            computed, if small; else unknown
+# some unknown      no   (add, matmul, softmax)    shape alone, by PyTorch's meta kernels
+# some unknown      yes  (nonzero, item)           UnknownValueError
+# known mask        x[mask] with unknown x         shape alone: the mask's positions are known
 def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool = False) -> Any:
     """Run a call whose arguments are known, unknown or both."""
     # All known: computed. Some unknown: only shapes are inferred, unless the shape itself is in the

@@ -165,6 +165,14 @@ def _wrapped_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return type(out)([wrap(item, block) for item in out])
 
 
+# An operator's schema tells everything that a handler of writes needs, for example
+#
+#   addmm_(Tensor(a!) self, Tensor mat1, Tensor mat2) -> Tensor(a!)      writes and returns self
+#   topk.values(…, *, Tensor(a!) values, Tensor(b!) indices) -> (Tensor(a!), Tensor(b!))
+#
+# Arguments with "!" are written; a result with the same letter is that argument itself, not a new
+# tensor. On a GPU with meta data a write of unknown values makes the written storage unknown, and
+# the arguments are unwrapped again, since their backing tensors have changed.
 class _Write:
     """The handler of an operator with written arguments, returned or not."""
 

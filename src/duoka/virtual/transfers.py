@@ -52,6 +52,11 @@ def _split(kwargs: dict[str, Any]) -> tuple[torch.device | None, dict[str, Any]]
     return kwargs.get("device"), options
 
 
+# from \ to    known               unknown             GPU with real data
+# known        copied              shape alone         copied
+# unknown      target is forgotten shape alone         error: no data
+#
+# A copy of unknown values to the CPU is a read, and raises UnknownValueError.
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy between any two devices, as on CUDA; the destination's dtype holds."""
     target, source = args[0], args[1]

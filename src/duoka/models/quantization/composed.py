@@ -25,6 +25,10 @@ from duoka.virtual import VirtualTensor
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
+# PyTorch calls a tensor subclass at two levels. `__torch_function__` sees `F.linear` before it is
+# decomposed: the products with their own kernels end there. What reaches `__torch_dispatch__` is an
+# ATen operator: detach, clone and copies to a device are applied to each inner tensor; any other
+# operator would need the numbers, and is left to the subclass (`viewed`).
 class Composed(Tensor):
     """A weight of several plain tensors on a device, by name.
 
