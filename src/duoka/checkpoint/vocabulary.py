@@ -81,7 +81,7 @@ def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
         return _sentencepiece(content)
     except (ValueError, IndexError, struct.error) as error:
         raise CheckpointError(
-            f"{path}: the vocabulary is damaged: {error}",
+            f"{path}: the vocabulary is damaged: {str(error)[:100]}",
             hint="the download may be incomplete: fetch it again",
         ) from error
 

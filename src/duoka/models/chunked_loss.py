@@ -251,13 +251,13 @@ def _loss(
     return loss.to(logits.dtype)
 
 
-# With hidden states H [tokens, width], head W and chunks c of 64 rows, the loss is a sum over c, so
+# With hidden states H [tokens, width], a head W and chunks c of rows, the loss is a sum over c, so
 # dL/dH[c] depends on chunk c alone and dL/dW is the sum of the chunks' gradients:
 #
-#   forward    for c: logits_c = head(H[c]); total += cross_entropy(logits_c)      (no graph is kept)
+#   forward    for c: logits_c = head(H[c]); total += cross_entropy(logits_c)   (no graph is kept)
 #   backward   for c: logits_c again, with a graph; dH[c] = …; dW += …
 #
-# At most one chunk of logits and of its gradient exists at a time: [64, vocabulary] instead of
+# At most one chunk of logits and of its gradient exists at a time: [rows, vocabulary] instead of
 # [tokens, vocabulary]. The price is a second product with the head.
 class _ChunkedSum(torch.autograd.Function):
     """The sum of cross entropy over all rows, in 32 bit; its backward recomputes the chunks.

@@ -81,7 +81,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 # Two attempts. The first allocates nothing for weights: parameters are moved to meta when they are
 # registered, and uninitialised or very large floating-point tensors are made there. It fails where
-# a constructor computes with such a tensor, and it leaves a stray meta tensor where a buffer is made
+# a constructor computes with such a tensor, and leaves a stray meta tensor where a buffer is made
 # by `torch.empty` and filled in place. Both are seen afterwards; the second attempt then keeps all
 # tensors but parameters on the CPU, and `_init_weights` fills what the constructor left undefined.
 def construct(make: Callable[[], _Module]) -> _Module:

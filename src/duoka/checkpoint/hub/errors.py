@@ -47,7 +47,6 @@ def query(name: HubName, request: Callable[[], T]) -> T:
     for wait_seconds in (*WAITS_SECONDS, None):
         try:
             return request()
-
         except Exception as error:  # of httpx, huggingface_hub or the disk; unknown ones go on
             if wait_seconds is None or not _is_transient(error):
                 translated = _translate(error, name)
