@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from duoka.base.model_code import is_model_code
 from duoka.errors import VirtualDeviceError
 
-from .world import thread
+from .world import thread_state
 
 if TYPE_CHECKING:
     from .tensor import VirtualTensor
@@ -186,14 +186,9 @@ def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:
     return run("cpu")
 
 
-@contextmanager
-def unknown_numbers_as(number: float) -> Iterator[None]:
+def unknown_numbers_as(number: float) -> AbstractContextManager[None]:
     """Answer reads of unknown floating-point numbers with this number, inside the scope."""
-    previous_number, thread.unknown_number = thread.unknown_number, number
-    try:
-        yield
-    finally:
-        thread.unknown_number = previous_number
+    return thread_state(unknown_number=number)
 
 
 def count(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import cuda_only
-from .operators import below, handlers, make, run
+from .operators import below, handlers, make, run_whole
 
 _aten = torch.ops.aten
 _SORTED_IN_SHARED_MEMORY = 4096
@@ -86,10 +86,6 @@ def _softmax(name: str) -> Any:
     return softmax
 
 
-def _run_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return run(func, args, kwargs)
-
-
 def install() -> None:
     """Register the operators of this module with torch, for the life of the process."""
     handlers[_aten._safe_softmax.default] = _safe_softmax
@@ -107,5 +103,5 @@ def install() -> None:
         # Registered for the backend, it is no longer taken apart before it comes to the tensors.
         whole = getattr(_aten, name).default
         handlers[whole] = make
-        library.impl(name, partial(_run_whole, whole), "PrivateUse1")
+        library.impl(name, partial(run_whole, whole), "PrivateUse1")
     _libraries.append(library)

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -72,6 +72,17 @@ class _ThreadState(threading.local):
 
 
 thread = _ThreadState()
+
+
+@contextmanager
+def thread_state(**values: Any) -> Iterator[None]:
+    """Set some of this thread's state inside the scope."""
+    previous = {name: getattr(thread, name) for name in values}
+    vars(thread).update(values)
+    try:
+        yield
+    finally:
+        vars(thread).update(previous)
 
 
 # Both switches are torch's own and belong to one thread. ``torch.tensor(..., device="vgpu:0")``
@@ -374,33 +385,19 @@ def num_gpus() -> int:
 @contextmanager
 def use_world(world: World) -> Iterator[World]:
     """Let factories in this thread use `world` inside the scope."""
-    previous, thread.world = thread.world, world
-    index, thread.current_index = thread.current_index, 0
-    try:
+    with thread_state(world=world, current_index=0):
         yield world
-    finally:
-        thread.world, thread.current_index = previous, index
 
 
-@contextmanager
-def observe(listener: Listener) -> Iterator[None]:
+def observe(listener: Listener) -> AbstractContextManager[None]:
     """Report this thread's work on virtual GPUs to `listener`, inside the scope.
 
     Inside of another's scope that one hears nothing meanwhile. A free is heard in the thread in
     which it happens.
     """
-    outer, thread.listener = thread.listener, listener
-    try:
-        yield
-    finally:
-        thread.listener = outer
+    return thread_state(listener=listener)
 
 
-@contextmanager
-def settled_by(arbiter: Arbiter | None) -> Iterator[None]:
+def settled_by(arbiter: Arbiter | None) -> AbstractContextManager[None]:
     """Let `arbiter` settle operations with mixed devices in this thread, inside the scope."""
-    outer, thread.arbiter = thread.arbiter, arbiter
-    try:
-        yield
-    finally:
-        thread.arbiter = outer
+    return thread_state(arbiter=arbiter)
