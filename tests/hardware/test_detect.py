@@ -266,13 +266,6 @@ def test_a_mesh_without_its_fourth_corner(monkeypatch: pytest.MonkeyPatch) -> No
     assert speeds["cuda:0cuda:3"] == pytest.approx(0.6 * 15.75, rel=1e-3)
 
 
-def test_links_that_arent_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "fastest-first")
-    for name in ("nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetMaxPcieLinkWidth"):
-        del recording.data["devices"][0][name]
-    assert Fleet.detect().links == ()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_nvidias_own_bindings(tmp_path: Path) -> None:

@@ -32,21 +32,14 @@ def test_budgets(given_: Any, names: tuple[str, ...], budgets: tuple[int, ...]) 
     ("given_", "kind", "text"),
     [
         ("10GiB", UsageError, "a mapping from devices to sizes, not str"),
-        (None, UsageError, "not NoneType"),
-        ({0: 1.5}, UsageError, "which is no size"),
         ({0: True}, UsageError, "which is no size"),
         ({0: -1}, UsageError, "which is no size"),
-        ({0: None}, UsageError, "which is no size"),
         ({0: "much"}, UsageError, "is not a size"),
-        ({0: "1e3GB"}, UsageError, "is not a size"),
-        ({}, FleetError, "no device"),
         ({0: 0}, FleetError, "no device"),
         ({0: 1, "disk": "100GB"}, FleetError, "doesn't offload"),
         ({"mps": 5}, FleetError, "no device"),
         ({True: 5}, FleetError, "no device"),
-        ({-1: 5}, FleetError, "no device"),
         ({"0": 5, 0: 6}, FleetError, "twice"),
-        ({99999: 5}, FleetError, "no device"),
     ],
 )
 def test_what_is_refused(given_: Any, kind: type[Exception], text: str) -> None:

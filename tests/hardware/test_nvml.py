@@ -145,17 +145,6 @@ def test_this_process_is_not_among_the_others(monkeypatch: pytest.MonkeyPatch) -
     assert nvml.read().gpus[0].processes == ()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.endswith("-driver")])
-def test_the_session_is_always_closed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, name)
-    nvml.read()
-    assert recording.open_sessions == 0
-    recording.data["nvmlDeviceGetCount"] = {"error": pynvml.NVML_ERROR_UNKNOWN}
-    with pytest.raises(FleetError, match="doesn't answer: Unknown Error"):
-        nvml.read()
-    assert recording.open_sessions == 0
-
-
 @pytest.mark.parametrize(
     ("code", "message", "hint"),
     [

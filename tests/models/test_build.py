@@ -47,11 +47,6 @@ def test_parameters_on_meta_and_buffers_as_transformers_makes_them(model_type: s
     ]
 
 
-def test_ties_are_kept() -> None:
-    model = build({**config_of("gemma"), "tie_word_embeddings": True})
-    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-
-
 def test_full_size_takes_no_memory(published_data: Path) -> None:
     config = json.loads((published_data / "configs" / "glm-4-9b-chat.json").read_text())
     model = build(config)
@@ -148,12 +143,6 @@ def test_an_auto_map_that_is_none(auto_map: Any, tmp_path: Path) -> None:
 def test_a_model_type_that_is_no_name(model_type: Any) -> None:
     with pytest.raises(ModelError, match="which is no name"):
         build({"model_type": model_type})
-
-
-def test_a_config_without_a_model_type() -> None:
-    with pytest.raises(ModelError, match="has no model_type") as caught:
-        build({"hidden_size": 8})
-    assert caught.value.hint is not None
 
 
 @pytest.mark.parametrize("legacy", [False, True])

@@ -178,12 +178,6 @@ def test_state_dict_and_index_key_by_key_and_byte_by_byte(
     assert total + frequencies == index["metadata"]["total_size"]
 
 
-def test_chatglm2_32k_divides_positions(published_data: Path) -> None:
-    plain = build(published_config(published_data, "chatglm2-6b")).model.rotary_emb.inv_freq
-    scaled = build(published_config(published_data, "chatglm2-6b-32k")).model.rotary_emb.inv_freq
-    assert torch.equal(scaled, plain / 16)
-
-
 def test_query_length_scale_starts_past_position_1983() -> None:
     scale = chatglm.query_length_scale(torch.arange(2400))
     assert torch.equal(scale[:1984], torch.ones(1984))

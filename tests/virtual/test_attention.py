@@ -161,14 +161,6 @@ def test_a_mask_is_aligned_and_counted(world: virtual.World) -> None:
     assert added == sum(-(-201 * length * 2 // 512) * 512 for length in (201, 208))
 
 
-def test_odd_heads_are_padded(world: virtual.World) -> None:
-    tensors = [tensor[..., :13].to("vgpu:0") for tensor in operands(dtype=HALF)]
-    out = functional.scaled_dot_product_attention(*tensors)
-    assert out.shape == (BATCH, HEADS, TOKENS, 13)
-    expected = functional.scaled_dot_product_attention(*[tensor.cpu() for tensor in tensors])
-    assert torch.allclose(out.cpu().float(), expected.float(), atol=2e-2)
-
-
 @pytest.mark.parametrize("data", ["cpu", "meta"])
 @pytest.mark.parametrize("by_tokens", [False, True])
 def test_flash_lays_its_output_out_as_the_queries_are(data: str, by_tokens: bool) -> None:

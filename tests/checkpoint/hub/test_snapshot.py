@@ -86,14 +86,6 @@ def test_a_server_without_ranges_is_refused(hub: HubServer) -> None:
     assert "something else than it told of" in refused(open_it)[0]
 
 
-def test_revisions(hub: HubServer) -> None:
-    other = "f" * 40
-    hub.repos[NAME].revisions["v1"] = other
-    assert Checkpoint.open(NAME, revision="v1").source == f"{NAME}@{other}"
-    assert Checkpoint.open(f"{NAME}@v1").source == f"{NAME}@{other}"
-    assert Checkpoint.open(f"{NAME}@{COMMIT}").source == f"{NAME}@{COMMIT}"
-
-
 def test_code_is_fetched_only_if_trusted(hub: HubServer) -> None:
     auto_map = {"AutoModel": "modeling.Model", "AutoConfig": "modeling.Config"}
     files = hub.repos[NAME].files

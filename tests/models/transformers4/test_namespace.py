@@ -115,20 +115,3 @@ def test_a_virtual_tensor_has_the_type_of_cudas() -> None:
         assert names.kind_of(tensor) is torch.Tensor
         assert type(tensor) is not torch.Tensor
     assert names.kind_of(nn.Parameter(torch.zeros(1))) is nn.Parameter
-
-
-def test_its_type_is_what_the_builtin_is_otherwise() -> None:
-    names = run(
-        "alias = type[int]\n"
-        "class Meta(type):\n"
-        "    def __init__(cls, *args):\n"
-        "        cls.seen = True\n"
-        "class Made(metaclass=Meta):\n    pass\n"
-        "kind_of = lambda x: type(x)"
-    )
-    assert names.alias == type[int]
-    assert names.Made.seen
-    assert names.kind_of(names.Made) is names.Meta
-    with virtual.unnamed_gpus([None]):
-        parameter = nn.Parameter(torch.zeros(2, device=virtual.virtual_device(0)))
-        assert names.kind_of(parameter) is nn.Parameter
