@@ -242,7 +242,10 @@ def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     )  # fmt: skip
     batch, heads, tokens, _ = query.shape
     grads = differentiate(inputs, grad, out, rows[..., :tokens])
-    results = _place_like(grads, tuple(map(_by_tokens, (query, key, value))), gpu)
+    swapped = (item.transpose(1, 2) for item in (query, key, value))
+    # All heads of a token lie side by side.
+    models = tuple(item.new_empty(item.shape).transpose(1, 2) for item in swapped)
+    results = _place_like(grads, models, gpu)
     bias_grad = place(torch.empty_like(bias), gpu) if needed[3] and bias is not None else None
     row_bytes = 4 * batch * heads * tokens
     if query.element_size() == 4:
@@ -268,11 +271,6 @@ def _accumulator_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
         splits = num_heads * -(-key.shape[2] // block) if is_many else _EFFICIENT_SPLITS
         numbers += splits * block * (_rounded(key.shape[3], 128) + _rounded(value.shape[3], 128))
     return 4 * numbers
-
-
-def _by_tokens(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of the same shape, with all heads of a token side by side."""
-    return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
 
 
 def _place_like(

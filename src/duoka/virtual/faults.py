@@ -66,15 +66,16 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     if name in _INDEXING:
         _check_indexing(func, tensors, written)
         return
-    scalars_pass = torch.Tag.pointwise in func.tags or name == "where"
-    scalars_pass = scalars_pass or name.startswith("_foreach")
+    scalars_pass = torch.Tag.pointwise in func.tags or name.startswith("_foreach")
     checked_tensors = [
         (argument, tensor)
         for argument, tensor in tensors
-        if not (scalars_pass and _is_cpu_scalar(tensor) and argument not in written)
-        and not (_ON_CPU.get(name) == argument and tensor.device.type == "cpu")
+        if not (_ON_CPU.get(name) == argument and tensor.device.type == "cpu")
         and not (name in _READS_VALUE and argument == "value" and tensor.dim() == 0)
-        and not (name == "where" and tensor.dim() == 0 and argument not in written)
+        and not (
+            (tensor.dim() == 0 and argument not in written)
+            and (name == "where" or (scalars_pass and tensor.device.type == "cpu"))
+        )
     ]
     _, base = checked_tensors[0]
     for argument, tensor in checked_tensors[1:]:
@@ -134,10 +135,6 @@ def _on_same_device(base: torch.Tensor, tensor: torch.Tensor) -> bool:
     if isinstance(base, VirtualTensor) and isinstance(tensor, VirtualTensor):
         return base.gpu is tensor.gpu
     return base.device == tensor.device
-
-
-def _is_cpu_scalar(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 0 and tensor.device.type == "cpu"
 
 
 def _named_tensors(

@@ -138,10 +138,11 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
     if func in _NEEDS_VALUES:
         raise unknown_value(str(func))
     name = func._schema.name[6:]
-    if name in _MASKED_WRITES and _has_unknown_mask(args[1]):
-        # Which elements are written is unknown, the shape is not.
-        return args[0] if writes else torch.empty_like(args[0], device="meta")
     if name in _INDEXING:
+        masks = [i for i in _tensors(args[1:2]) if i.is_meta and i.dtype in _MASK_DTYPES]
+        if name in _MASKED_WRITES and masks:
+            # Which elements are written is unknown, the shape is not.
+            return args[0] if writes else torch.empty_like(args[0], device="meta")
         args = [args[0], _positions(args[1]), *args[2:]]
     if num_known or name in _INDEXING:
         args = without_values(args)
@@ -261,10 +262,6 @@ def _over(storage_of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     return view_on_meta
 
 
-def _has_unknown_mask(indices: list[torch.Tensor | None]) -> bool:
-    return any(i is not None and i.is_meta and i.dtype in _MASK_DTYPES for i in indices)
-
-
 def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Turn known masks into the selected positions, whose shape is known."""
     positions: list[torch.Tensor | None] = []
@@ -287,7 +284,7 @@ def _grouped_mm(
 
     left [tokens, in] or [groups, tokens, in]; right [groups, in, out] or [in, out].
     """
-    rows = left.shape[1:2] if right.dim() == 2 else left.shape[:-1]
+    rows: tuple[int, ...] = left.shape[1:2] if right.dim() == 2 else left.shape[:-1]
     if left.dim() == 2 and right.dim() == 2:
         assert offs is not None, "groups of two matrices are given by offsets"
         rows = (offs.shape[0], left.shape[0])

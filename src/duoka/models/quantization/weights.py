@@ -55,15 +55,12 @@ def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
         return result
     if scheme == "nf4":
         return Nf4Weight.of(weight)
-    return _opaque(weight) if weight.device.type == "cpu" else _tiled(weight)
-
-
-def _opaque(weight: Tensor) -> Tensor:
-    """Quantize a weight to int4, in the processor's layout."""
+    if weight.device.type != "cpu":
+        return _tiled(weight)
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
-    result: Tensor = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
-    return result
+    opaque: Tensor = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
+    return opaque
 
 
 def _tiled(weight: Tensor) -> Tensor:
