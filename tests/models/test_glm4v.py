@@ -323,23 +323,6 @@ def test_cuts_within_the_tower_and_the_text(shared_data: Path, cuts: tuple[int, 
 
 
 @torch.no_grad()
-def test_prompts_that_are_written_out(model: Any, expected: dict[str, Tensor]) -> None:
-    """A token for each of a picture's, and decoding by hand: positions follow the pictures."""
-    pixels = expected["image.pixels"][:1]
-    prompt = model.config.image_tokens.write_out(expected["image.input_ids"][:1])
-    outputs = model(**prompt, pixel_values=pixels, use_cache=True)
-    assert close(outputs.logits, expected["image.logits"][:1])
-    said = []
-    for _ in range(12):
-        said.append(int(outputs.logits[0, -1].argmax()))
-        cache = outputs[CACHE]
-        outputs = model(
-            torch.tensor([said[-1:]], device=model.device), past_key_values=cache, use_cache=True
-        )
-    assert said == expected["image.greedy_new_ids"][0].tolist()
-
-
-@torch.no_grad()
 def test_a_map_that_keeps_the_marks_around_a_picture_elsewhere(shared_data: Path) -> None:
     """accelerate's maps put them where the text's last layers are."""
     directory = shared_data / "reference" / "glm-4v-9b-tiny"
