@@ -34,6 +34,13 @@ def test_published_files(shared_data: Path) -> None:
     assert len(ranks) == 151329
 
 
+def test_ranks(tmp_path: Path) -> None:
+    content = b"\n".join([*BYTES, base64.b64encode(b"ab") + b" 256", b""])
+    ranks = read_vocabulary(write(tmp_path, content))
+    assert isinstance(ranks, dict)
+    assert ranks[b"ab"] == 256
+
+
 @pytest.mark.parametrize(
     "content",
     [
