@@ -29,14 +29,7 @@ def refused(path: Path) -> CheckpointError:
 
 
 @pytest.mark.parametrize(
-    "file",
-    [
-        "../secret.safetensors",
-        "sub/model.safetensors",
-        "model.bin",
-        "",
-        None,
-    ],
+    "file", ["../secret.safetensors", "sub/model.safetensors", "model.bin", "", None]
 )
 def test_an_index_cannot_lead_elsewhere(tmp_path: Path, file: object) -> None:
     path = tmp_path / "index.json"

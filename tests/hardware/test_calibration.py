@@ -41,12 +41,7 @@ def made(
 
 
 def link(source: str, target: str, speed: float) -> LinkFigures:
-    return LinkFigures(
-        source=source,
-        target=target,
-        bytes_per_second=speed,
-        latency_seconds=8e-6,
-    )
+    return LinkFigures(source=source, target=target, bytes_per_second=speed, latency_seconds=8e-6)
 
 
 def test_what_was_kept_is_found() -> None:
@@ -79,10 +74,7 @@ def test_what_was_damaged_was_not_measured(damage: str) -> None:
     elif damage == "unknown":
         data["gpus"][0]["colour"] = "green"
     told = json.dumps(data)
-    damaged = {
-        "cut": text[:-3],
-        "nothing": "",
-    }.get(damage, told)
+    damaged = {"cut": text[:-3], "nothing": ""}.get(damage, told)
     path.write_text(damaged, encoding="utf-8")
     assert calibration.read_calibration(DRIVER) == made()
 

@@ -38,11 +38,7 @@ def test_nvlinks_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "eight-3090")
     first, *_, last = nvml.read().gpus
     assert first.peers == (
-        nvml.Peer(
-            kind="gpu",
-            pci_address="00000000:1B:00.0",
-            bytes_per_second=4 * 14.062e9,
-        ),
+        nvml.Peer(kind="gpu", pci_address="00000000:1B:00.0", bytes_per_second=4 * 14.062e9),
     )
     assert last.peers == ()
 

@@ -159,12 +159,7 @@ def test_what_was_written_into_logits_stays_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"label_smoothing": 0.1},
-        {"weight": torch.arange(5.0)},
-        {"reduction": "none"},
-    ],
+    "options", [{"label_smoothing": 0.1}, {"weight": torch.arange(5.0)}, {"reduction": "none"}]
 )
 def test_rare_losses_are_torchs(options: dict[str, Any], chunks: list[slice]) -> None:
     model, hidden = head_of()

@@ -14,12 +14,7 @@ from duoka import virtual
 from duoka.errors import UsageError
 from duoka.forecast.workload import Cache
 from duoka.models.cache_argument import CACHE, cache_name
-from duoka.models.kv_cache import (
-    Int8Layer,
-    lengthen,
-    longer,
-    new_cache,
-)
+from duoka.models.kv_cache import Int8Layer, lengthen, longer, new_cache
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch
 

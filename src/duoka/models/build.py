@@ -37,10 +37,7 @@ _FREQUENCIES = re.compile(r"(^|[._])inv_freq$")
 
 
 def build(
-    config: Mapping[str, Any],
-    *,
-    dtype: torch.dtype | None = None,
-    code: RemoteCode | None = None,
+    config: Mapping[str, Any], *, dtype: torch.dtype | None = None, code: RemoteCode | None = None
 ) -> PreTrainedModel:
     """Build the model that a ``config.json`` describes, in evaluation mode, without weights.
 

@@ -9,14 +9,7 @@ from hub_server import COMMIT, HubServer
 
 from duoka.checkpoint.checkpoint import Checkpoint
 
-from .conftest import (
-    NAME,
-    TOKEN,
-    fetch_it,
-    is_right,
-    open_it,
-    refused,
-)
+from .conftest import NAME, TOKEN, fetch_it, is_right, open_it, refused
 
 # ── who may ask ──
 

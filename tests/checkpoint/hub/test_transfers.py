@@ -14,16 +14,7 @@ import huggingface_hub
 import pytest
 from hub_server import COMMIT, HubServer
 
-from .conftest import (
-    ATTEMPTS,
-    NAME,
-    SHARD,
-    fetch_it,
-    is_right,
-    open_it,
-    refused,
-    some_files,
-)
+from .conftest import ATTEMPTS, NAME, SHARD, fetch_it, is_right, open_it, refused, some_files
 
 # ── files ──
 

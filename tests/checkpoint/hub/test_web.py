@@ -7,14 +7,7 @@ import huggingface_hub
 import pytest
 from hub_server import COMMIT, HubServer
 
-from .conftest import (
-    ATTEMPTS,
-    NAME,
-    TOKEN,
-    fetch_it,
-    open_it,
-    refused,
-)
+from .conftest import ATTEMPTS, NAME, TOKEN, fetch_it, open_it, refused
 
 # ── too much, too often, out of order ──
 
