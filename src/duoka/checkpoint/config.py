@@ -101,12 +101,9 @@ def values(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
 
 def default_dtype(config: dict[str, Any]) -> str | None:
     """Return the weights' type by a config, in torch's name; None if unnamed."""
-    for part in _with_text_config(config):
-        for key in ("dtype", "torch_dtype"):
-            name = str(part.get(key)).removeprefix("torch.")
-            if name in _MODEL_DTYPES:
-                return name
-    return None
+    parts, keys = _with_text_config(config), ("dtype", "torch_dtype")
+    names = (str(part.get(key)).removeprefix("torch.") for part in parts for key in keys)
+    return next((name for name in names if name in _MODEL_DTYPES), None)
 
 
 def commonest_dtype(sizes: dict[str, int]) -> str | None:
@@ -117,12 +114,8 @@ def commonest_dtype(sizes: dict[str, int]) -> str | None:
 
 def max_context_tokens(config: dict[str, Any]) -> int | None:
     """Return the longest context by a config; None if unnamed."""
-    for part in _with_text_config(config):
-        for key in _CONTEXT_KEYS:
-            value = part.get(key)
-            if type(value) is int and value > 0:
-                return value
-    return None
+    values = (part.get(key) for part in _with_text_config(config) for key in _CONTEXT_KEYS)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -320,7 +320,11 @@ def _device(gpu: PresentGpu) -> Device:
     assert budget is not None, "usable GPUs have a budget"
     assert gpu.torch_name is not None, "torch sees usable GPUs"
     card = catalogue.of_product(part.name, part.total_bytes)
-    capability = gpu.gpu.compute_capability
+    speeds, capability = card.speeds if card else {}, gpu.gpu.compute_capability
+    if capability is not None:
+        speeds["has_bfloat16"] = capability >= _BFLOAT16_SINCE
+    elif card is not None:
+        capability = card.compute_capability
     device = Device(
         name=gpu.torch_name,
         budget_bytes=budget,
@@ -329,15 +333,9 @@ def _device(gpu: PresentGpu) -> Device:
         pci_address=gpu.gpu.pci_address,
         memory_bytes=part.total_bytes,
         reserve_bytes=(part.free_bytes or 0) - budget,
-        **({} if card is None else card.speeds),
-    )
-    device = replace(
-        device,
-        has_bfloat16=device.has_bfloat16 if capability is None else capability >= _BFLOAT16_SINCE,
-        workspace_bytes=gpu_generation.workspace_bytes(
-            capability or (None if card is None else card.compute_capability)
-        ),
+        workspace_bytes=gpu_generation.workspace_bytes(capability),
         host_bytes_per_second=from_host(*_connector(gpu.gpu)),
+        **speeds,
     )
     return calibration.with_figures(device, gpu.figures)
 

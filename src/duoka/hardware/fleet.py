@@ -208,10 +208,8 @@ class Fleet:
 
     def link(self, source: str, target: str) -> Link | None:
         """Return the link from a device to another; None for an unknown speed."""
-        for link in self.links:
-            if (link.source, link.target) == (source, target):
-                return link
-        return None
+        links = (link for link in self.links if (link.source, link.target) == (source, target))
+        return next(links, None)
 
 
 def _shrink(device: Device, num_bytes: int) -> Device:

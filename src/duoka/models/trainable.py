@@ -102,9 +102,8 @@ def inject(model: nn.Module, **settings: Any) -> None:
         with quiet_libraries():  # peft imports bitsandbytes
             import peft
     except ImportError as error:
-        raise UsageError(
-            "adapters need peft, which isn't installed", hint='pip install "duoka[train]"'
-        ) from error
+        message = "adapters need peft, which isn't installed"
+        raise UsageError(message, hint='pip install "duoka[train]"') from error
     try:
         with warnings.catch_warnings():
             # peft warns of layers with transposed weights, and handles them.

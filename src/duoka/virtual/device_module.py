@@ -66,8 +66,7 @@ def init() -> None:
     """Nothing needs a start."""
 
 
-def _lazy_init() -> None:
-    pass
+_lazy_init = init
 
 
 def _is_in_bad_fork() -> bool:

@@ -121,15 +121,14 @@ class VirtualTensor(torch.Tensor):
         """The storage, as far as its identity and size."""
         return VirtualStorage(self.block)
 
-    def _typed_storage(self) -> Any:
+    def storage(self) -> Any:
+        """Refuse: see `untyped_storage`."""
         raise VirtualDeviceError(
             "a virtual GPU's storage has no address in this process",
             hint="use untyped_storage() for its identity and size, or cpu() for its content",
         )
 
-    def storage(self) -> Any:
-        """Refuse: see `untyped_storage`."""
-        return self._typed_storage()
+    _typed_storage = storage
 
     def share_memory_(self) -> VirtualTensor:
         """Do nothing, as for a tensor on CUDA."""
@@ -221,12 +220,7 @@ class VirtualStorage:
         """The size in bytes."""
         return self._block.num_bytes
 
-    def size(self) -> int:
-        """The size in bytes."""
-        return self._block.num_bytes
-
-    def __len__(self) -> int:
-        return self._block.num_bytes
+    size = __len__ = nbytes
 
 
 def wrap(backing: torch.Tensor, block: StorageBlock) -> VirtualTensor:
