@@ -17,7 +17,7 @@ from duoka.errors import FleetError
 
 from . import calibration, catalogue, cuda_driver, gpu_generation, nvml
 from .calibration import GpuFigures
-from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Found
+from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, FleetParts
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
@@ -117,17 +117,15 @@ def is_detected(text: str) -> bool:
     return bool(_INDEX.fullmatch(text) or _UUID.fullmatch(text))
 
 
-def detect(which: str | None = None) -> Found:
+def detect(which: str | None = None) -> FleetParts:
     """Find the usable GPUs of this machine, or the given GPUs, and their links."""
     view = _View()
     gpus = view.usable() if which is None else view.choose(which)
     names = [gpu.torch_name or "" for gpu in gpus]
     uuids = {name: gpu.part.uuid for name, gpu in zip(names, gpus, strict=True)}
-    links = links_of(ways_between(zip(names, gpus, strict=True), _way))
-    return Found(
-        devices=tuple(map(_device, gpus)),
-        links=calibration.with_links(links, uuids, view.calibration),
-    )
+    direct_links = links_of(ways_between(zip(names, gpus, strict=True), _way))
+    links = calibration.with_links(direct_links, uuids, view.calibration)
+    return tuple(map(_device, gpus)), links
 
 
 def survey() -> tuple[list[PresentGpu], list[tuple[str, str, Way]]]:

@@ -21,7 +21,7 @@ from duoka.errors import FleetError, UsageError
 
 from . import catalogue, gpu_generation
 from .detect import detect, is_detected
-from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
+from .device import MAX_DEVICES, RESERVE_BYTES, Device, FleetParts
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 FORMS = (
@@ -57,7 +57,7 @@ _MAX_MEMORY_FORM = '{0: "10GiB", 1: "20GiB", "cpu": "30GiB"} is one'
 _Entry = tuple[Device, catalogue.Card | None]
 
 
-def read(text: str) -> Found:
+def read(text: str) -> FleetParts:
     """Parse a fleet; `Fleet.parse` describes the forms."""
     body, is_virtual = _body(text)
     if not body.strip():
@@ -128,7 +128,7 @@ def _entries(body: str) -> Iterator[str]:
         yield f"{card}:{figures}" if colon else card
 
 
-def _declared(entries: list[str], kind: str, text: str) -> Found:
+def _declared(entries: list[str], kind: str, text: str) -> FleetParts:
     declared: list[_Entry] = []
     for entry in entries:
         name, count = _counted(entry)
@@ -139,7 +139,7 @@ def _declared(entries: list[str], kind: str, text: str) -> Found:
         declared += [_entry(name, text)] * count
     devices = [replace(device, name=f"{kind}:{i}") for i, (device, _) in enumerate(declared)]
     cards = [(device.name, card) for device, (_, card) in zip(devices, declared, strict=True)]
-    return Found(devices=tuple(devices), links=tuple(links_of(ways_between(cards, _way))))
+    return tuple(devices), tuple(links_of(ways_between(cards, _way)))
 
 
 def _count(digits: str, entry: str) -> int:
