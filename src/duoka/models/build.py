@@ -117,8 +117,8 @@ def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     mappings = [_CAUSAL, _ENCODER_DECODER, _IMAGE]
     if getattr(config, "is_encoder_decoder", False):
         mappings[:2] = _ENCODER_DECODER, _CAUSAL
-    found = (_mapped(mapping, config) for mapping in mappings)
-    model_class = next(filter(None, found), bare)
+    candidates = (_mapped(mapping, config) for mapping in mappings)
+    model_class = next(filter(None, candidates), bare)
     if model_class is None:
         raise ModelError(f"transformers has no model class for model_type {config.model_type!r}")
     return model_class

@@ -40,8 +40,8 @@ def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, Tenso
         tensors_by_kind = {kind: _tensor(group) for kind, group in kinds.items()}
         weight = StoredWeight(tensors_by_kind, parameter.shape, parameter.dtype)
         owner, _, leaf = target.rpartition(".")
-        held = nn.Parameter(weight, requires_grad=False)
-        model.get_submodule(owner).register_parameter(leaf, held)
+        stored_parameter = nn.Parameter(weight, requires_grad=False)
+        model.get_submodule(owner).register_parameter(leaf, stored_parameter)
 
 
 def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str]) -> None:

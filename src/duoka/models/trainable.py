@@ -52,12 +52,13 @@ def make_trainable(
     elif training.method == "lora":
         model.requires_grad_(False)
     else:
-        kept = [(p, p.dtype) for name, p in model.named_parameters() if _is_in(name, frozen)]
+        parameters = model.named_parameters()
+        frozen_dtypes = [(p, p.dtype) for name, p in parameters if _is_in(name, frozen)]
         if training.master_weights:
             model.to(torch.float32)
         for parameter in model.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
-        for parameter, own_dtype in kept:
+        for parameter, own_dtype in frozen_dtypes:
             parameter.data = parameter.data.to(own_dtype)
             parameter.requires_grad_(False)
     if training.gradient_checkpointing:

@@ -67,9 +67,11 @@ def query_listing(name: HubName) -> Listing:
     commit = str(info.sha)
     is_commit = COMMIT.fullmatch(commit)
     if not is_commit or (COMMIT.fullmatch(name.revision) and commit != name.revision):
-        told = f"tells of commit {commit} instead of" if is_commit else "doesn't tell the commit of"
+        problem = (
+            f"tells of commit {commit} instead of" if is_commit else "doesn't tell the commit of"
+        )
         hint = "is HF_ENDPOINT the address of a Hub?"
-        raise CheckpointError(f"{endpoint()} {told} {name}", hint=hint)
+        raise CheckpointError(f"{endpoint()} {problem} {name}", hint=hint)
     files = {file.name: file for file in _select(info.siblings or ())}
     listing = Listing(commit=commit, files=files)
     for revision in {name.revision, commit}:
