@@ -65,7 +65,8 @@ def test_any_sequence_of_operations(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "operation", [lambda a: a.reshape(16), lambda a: a[::2], lambda a: a.exp(), lambda a: a.flip(0)]
+    "operation",
+    [lambda a: a.reshape(16), lambda a: a[::2], lambda a: a.exp(), lambda a: a.flip(0)],
 )
 def test_operations_that_boxes_cannot_describe(operation: Any) -> None:
     tracer = CopyTracer({"a": (4, 4)})

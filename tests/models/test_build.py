@@ -47,6 +47,11 @@ def test_parameters_on_meta_and_buffers_as_transformers_makes_them(model_type: s
     ]
 
 
+def test_ties_are_kept() -> None:
+    model = build({**config_of("gemma"), "tie_word_embeddings": True})
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
 def test_full_size_takes_no_memory(published_data: Path) -> None:
     config = json.loads((published_data / "configs" / "glm-4-9b-chat.json").read_text())
     model = build(config)
@@ -65,11 +70,30 @@ def test_a_named_architecture_is_built_and_a_body_gets_its_head() -> None:
     assert type(build(config_of("marian"))) is transformers.MarianMTModel
 
 
+def test_another_familys_architecture_is_not_believed() -> None:
+    model = build({**config_of("llama"), "architectures": ["GPT2LMHeadModel", "os", "nn"]})
+    assert type(model) is transformers.LlamaForCausalLM
+
+
+def test_attention() -> None:
+    stated = {**config_of("llama"), "attn_implementation": "flash_attention_2"}
+    assert build(stated).config._attn_implementation == "sdpa"
+
+
 def test_a_composite_configuration_is_not_taken_for_its_text_part() -> None:
     text = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 8}
     config = {"model_type": "llama4", "text_config": {**text, "intermediate_size_mlp": 48}}
     model = build({**config, "vision_config": {"num_hidden_layers": 1}})
     assert type(model) is transformers.Llama4ForConditionalGeneration
+
+
+def test_a_type_that_borrows_another_familys_class() -> None:
+    text = {"model_type": "qwen2", "hidden_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    config = {"model_type": "pp_chart2table", "text_config": {**text, **heads}}
+    model = build({**config, "vision_config": {"num_hidden_layers": 1}})
+    assert type(model) is transformers.GotOcr2ForConditionalGeneration
+    assert not isinstance(model.config, transformers.GotOcr2Config)
 
 
 def test_infinities_as_transformers_writes_them() -> None:
@@ -95,9 +119,17 @@ def test_unknown_model_type_names_the_nearest() -> None:
     assert caught.value.exit_code == 5
 
 
+@pytest.mark.parametrize("model_type", [None, 3, ["llama"]])
+def test_model_type_must_be_a_name(model_type: object) -> None:
+    with pytest.raises(ModelError, match="model_type"):
+        build({"model_type": model_type})
+
+
 def test_invalid_values_are_reported() -> None:
     with pytest.raises(ModelError, match="hidden_size"):
         build({"model_type": "llama", "hidden_size": "large"})
+    with pytest.raises(ModelError, match="quantized"):
+        build({**config_of("llama"), "quantization_config": {"quant_method": "gptq"}})
 
 
 REMOTE_CODE = """
@@ -125,6 +157,18 @@ class PebbleModel(PreTrainedModel):
 """
 
 
+@pytest.mark.parametrize("config", [{"architectures": -1}, {"architectures": [3, None, "os"]}])
+def test_architectures_that_are_none(config: dict[str, Any]) -> None:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 100}
+    try:
+        built = build({"model_type": "llama", **sizes, **config})
+    except ModelError as refusal:  # older transformers check the type
+        told = str(refusal)
+    else:
+        told = type(built).__name__
+    assert told == "LlamaForCausalLM" or "'architectures'" in told
+
+
 def test_a_mask_larger_than_the_memory() -> None:
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 200_000}
     with pytest.raises(ModelError, match=r"a tensor of \d{11,} bytes is asked for"):
@@ -143,6 +187,12 @@ def test_an_auto_map_that_is_none(auto_map: Any, tmp_path: Path) -> None:
 def test_a_model_type_that_is_no_name(model_type: Any) -> None:
     with pytest.raises(ModelError, match="which is no name"):
         build({"model_type": model_type})
+
+
+def test_a_config_without_a_model_type() -> None:
+    with pytest.raises(ModelError, match="has no model_type") as caught:
+        build({"hidden_size": 8})
+    assert caught.value.hint is not None
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -184,6 +234,14 @@ def test_construct_any_module() -> None:
     assert module.mask[1, :3].tolist() == [1, 1, 0]
     assert module.constant.tolist() == [0.5, 0.5, 0.5]
     assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_construct_reports_the_constructors_own_error() -> None:
+    def fail() -> nn.Module:
+        raise LookupError("no such size")
+
+    with pytest.raises(LookupError, match="no such size"):
+        meta.construct(fail)
 
 
 @pytest.mark.slow

@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from closeness import close
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from duoka.errors import ModelError
 from duoka.models import build, chatglm
+from duoka.models.cache_argument import CACHE
 
+TOLERANCE = 1e-5
 NAMES = ["chatglm2-6b", "chatglm2-6b-32k", "chatglm3-6b", "chatglm3-6b-128k", "glm-4-9b-chat"]
 
 
@@ -29,6 +32,67 @@ def model(reference: Any) -> PreTrainedModel:
 def published_config(published_data: Path, name: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads((published_data / "configs" / f"{name}.json").read_text())
     return content
+
+
+def assert_close(got: Tensor, expected: Tensor) -> None:
+    assert close(got, expected, TOLERANCE)
+
+
+@torch.no_grad()
+def test_logits_are_those_of_the_original_code(model: PreTrainedModel, reference: Any) -> None:
+    values = reference.values
+    assert_close(model(values["input_ids"]).logits, values["logits"])
+    last = model(values["long.input_ids"], logits_to_keep=4).logits
+    assert_close(last, values["long.last_logits"])
+
+
+@torch.no_grad()
+def test_left_padded_batch(model: PreTrainedModel, reference: Any) -> None:
+    values = reference.values
+    mask = values["padded.attention_mask"]
+    logits = model(
+        values["padded.input_ids"], attention_mask=mask, position_ids=values["padded.position_ids"]
+    ).logits
+    # What a padding token "answers" depends on how a kernel treats a row that sees nothing.
+    assert_close(logits[mask.bool()], values["padded.logits"][mask.bool()])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_greedy_decoding(model: PreTrainedModel, reference: Any, attention: str) -> None:
+    values = reference.values
+    model.set_attn_implementation(attention)
+    expected = values["greedy.new_ids"]
+    prompt = values["input_ids"]
+    out = model.generate(
+        prompt, max_new_tokens=expected.shape[1], do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert torch.equal(out[:, prompt.shape[1] :], expected)
+
+
+@torch.no_grad()
+def test_decoding_with_a_cache_equals_one_long_prefill(
+    model: PreTrainedModel, reference: Any
+) -> None:
+    ids = reference.values["long.input_ids"]
+    first = model(ids[:, :-4], logits_to_keep=1)
+    rest = model(ids[:, -4:], **{CACHE: first[CACHE]}).logits
+    assert_close(rest, reference.values["long.last_logits"])
+
+
+def test_loss_and_gradients(model: PreTrainedModel, reference: Any) -> None:
+    loss = model(reference.values["input_ids"], labels=reference.values["train.labels"]).loss
+    assert loss.item() == pytest.approx(reference.numbers["train.loss"], rel=TOLERANCE)
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    gradients = published_state(model)
+    expected = reference.numbers["train.grad_norm"]
+    assert set(gradients) == set(expected)
+    for name, norm in expected.items():
+        assert gradients[name].norm().item() == pytest.approx(norm, rel=TOLERANCE, abs=TOLERANCE), (
+            name
+        )
 
 
 def published_state(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -53,6 +117,28 @@ def test_save_pretrained_writes_the_published_names(
     assert again.config.query_length_scaling == model.config.query_length_scaling
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_sharded_bin_files_load(reference: Any, tmp_path: Path) -> None:
+    chatglm.register()
+    names = sorted(reference.weights)
+    shards = {"one.bin": names[::2], "two.bin": names[1::2]}
+    for file, held in shards.items():
+        torch.save({name: reference.weights[name] for name in held}, tmp_path / file)
+    index = {"weight_map": {name: file for file, held in shards.items() for name in held}}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, **index}))
+    (tmp_path / "config.json").write_text(json.dumps(reference.config))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert_close(model(reference.values["input_ids"]).logits, reference.values["logits"])
+
+
+def test_the_body_alone_loads(reference: Any) -> None:
+    chatglm.register()
+    body, report = AutoModel.from_pretrained(reference.directory, output_loading_info=True)
+    assert type(body) is chatglm.ChatGLMModel
+    assert not report["missing_keys"]
+    assert report["unexpected_keys"] <= {"lm_head.weight"}
 
 
 def test_casting_leaves_rotary_frequencies_in_32_bit(
@@ -135,11 +221,33 @@ def test_state_dict_and_index_key_by_key_and_byte_by_byte(
     assert total + frequencies == index["metadata"]["total_size"]
 
 
+def test_one_million_tokens(published_data: Path) -> None:
+    config = published_config(published_data, "glm-4-9b-chat")
+    config |= {"multi_query_group_num": 4, "rope_ratio": 10_000, "seq_length": 1_048_576}
+    built = published_state(build(config))
+    listed = json.loads((published_data / "state_dicts" / "glm-4-9b-chat-1m.json").read_text())
+    shapes = {key: shape for key, shape in listed["shapes"].items() if "inv_freq" not in key}
+    assert {key: list(value.shape) for key, value in built.items()} == shapes
+
+
+def test_chatglm2_32k_divides_positions(published_data: Path) -> None:
+    plain = build(published_config(published_data, "chatglm2-6b")).model.rotary_emb.inv_freq
+    scaled = build(published_config(published_data, "chatglm2-6b-32k")).model.rotary_emb.inv_freq
+    assert torch.equal(scaled, plain / 16)
+
+
 def test_query_length_scale_starts_past_position_1983() -> None:
     scale = chatglm.query_length_scale(torch.arange(2400))
     assert torch.equal(scale[:1984], torch.ones(1984))
     assert (scale[1984:] > 1).all()
     assert scale[2300].item() == pytest.approx(math.log(2365) / math.log(2048))
+
+
+def test_query_length_scaling_can_be_stated(reference: Any) -> None:
+    for stated in (True, False):
+        model = build({**reference.config, "query_length_scaling": stated})
+        scaled = isinstance(model.model.layers[0].self_attn, chatglm.ChatGLMAttention)
+        assert scaled is stated
 
 
 @pytest.mark.parametrize(
@@ -154,3 +262,14 @@ def test_query_length_scale_starts_past_position_1983() -> None:
 def test_other_architectures_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         build({"model_type": "chatglm", **given})
+
+
+def test_outputs_can_be_recorded(model: PreTrainedModel, reference: Any) -> None:
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(
+            reference.values["input_ids"], output_hidden_states=True, output_attentions=True
+        )
+    layers = model.config.num_hidden_layers
+    assert len(out.hidden_states) == layers + 1
+    assert len(out.attentions) == layers

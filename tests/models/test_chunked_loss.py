@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import families
@@ -60,6 +61,15 @@ def test_adapters_of_the_head(chunks: list[slice]) -> None:
     assert_alike(*found, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit(dtype: torch.dtype, chunks: list[slice]) -> None:
+    model = families.build("llama").to(dtype).train()
+    expected = learn(model)
+    chunk_loss(model)
+    assert_alike(expected, learn(model), 2e-2)
+    assert chunks
+
+
 def test_autocast_is_on_in_the_backward_pass_as_well(chunks: list[slice]) -> None:
     model = families.build("gemma2").train()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -68,6 +78,37 @@ def test_autocast_is_on_in_the_backward_pass_as_well(chunks: list[slice]) -> Non
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = learn(model)
     assert_alike(expected, found, 2e-2)
+    assert chunks
+
+
+def test_the_number_of_items_divides_the_sum(chunks: list[slice]) -> None:
+    model = families.build("qwen2").train()
+    expected = learn(model, num_items_in_batch=torch.tensor(5))
+    chunk_loss(model)
+    assert_alike(expected, learn(model, num_items_in_batch=torch.tensor(5)), 1e-6)
+    assert chunks
+
+
+def test_a_batch_without_labels_has_the_loss_that_torch_gives() -> None:
+    model = families.build("llama").train()
+    chunk_loss(model)
+    ids = families.inputs(model)["input_ids"]
+    loss = model(input_ids=ids, labels=torch.full_like(ids, -100)).loss
+    assert loss.isnan()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_two_gpus(name: str, chunks: list[slice]) -> None:
+    model = families.build(name).train()
+    expected = learn(model)
+    chunk_loss(model)
+    head = {} if name == "gemma" else {"lm_head": "vgpu:1"}
+    layers = {"model.layers.0": "vgpu:0", "model.layers.1": "vgpu:1", "model.norm": "vgpu:1"}
+    places = {"model.embed_tokens": "vgpu:0", "model.rotary_emb": "vgpu:0", **layers, **head}
+    places |= {"lm_head": "vgpu:0"} if name == "gemma" else {}
+    with virtual.gpus([None, None], data="cpu"):
+        dispatch(model, Placement(entries=tuple(places.items())))
+        assert_alike(expected, learn(model), 1e-5)
     assert chunks
 
 
@@ -121,13 +162,19 @@ def head_of(kind: Any = nn.Linear) -> tuple[Any, Tensor]:
         (lambda logits: logits[:, :-1].contiguous(), True),
         (lambda logits: logits[..., :-1, :].reshape(-1, 5), True),
         (lambda logits: logits[:, -1, :], True),
+        (lambda logits: logits[0], True),
         (lambda logits: torch.tanh(logits / 30) * 30, True),
         (lambda logits: logits.to(torch.bfloat16).float(), True),
         (lambda logits: logits[..., :3], False),
+        (lambda logits: logits[:, :, 2], False),
         (lambda logits: logits[logits > 0], False),
+        (lambda logits: logits[None], False),
         (lambda logits: logits.view(2, -1), False),
+        (lambda logits: logits.reshape(7, 10), False),
         (lambda logits: logits + torch.arange(5), False),
         (lambda logits: logits.softmax(-1), False),
+        (lambda logits: torch.stack([logits, logits]), False),
+        (lambda logits: logits.transpose(0, 2), False),
         (lambda logits: logits.detach(), False),
     ],
 )
@@ -159,7 +206,12 @@ def test_what_was_written_into_logits_stays_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"label_smoothing": 0.1}, {"weight": torch.arange(5.0)}, {"reduction": "none"}]
+    "options",
+    [
+        {"label_smoothing": 0.1},
+        {"weight": torch.arange(5.0)},
+        {"reduction": "none"},
+    ],
 )
 def test_rare_losses_are_torchs(options: dict[str, Any], chunks: list[slice]) -> None:
     model, hidden = head_of()
@@ -169,6 +221,34 @@ def test_rare_losses_are_torchs(options: dict[str, Any], chunks: list[slice]) ->
     loss = nn.functional.cross_entropy(model.head(hidden).view(-1, 5), target, **options)
     assert loss.equal(expected)
     assert not chunks
+
+
+def test_a_wrong_number_of_labels_is_refused_as_ever() -> None:
+    model, hidden = head_of()
+    chunk_loss(model)
+    with pytest.raises(ValueError, match=r"Expected input batch_size \(14\)"):
+        nn.functional.cross_entropy(model.head(hidden).view(-1, 5), torch.zeros(15).long())
+
+
+def test_without_gradients(chunks: list[slice]) -> None:
+    model = families.build("llama")
+    ids = families.inputs(model)["input_ids"]
+    with torch.no_grad():
+        expected = model(input_ids=ids, labels=ids).loss
+        chunk_loss(model)
+        output = model(input_ids=ids, labels=ids)
+    torch.testing.assert_close(output.loss, expected)
+    assert len(chunks) == 4
+    assert not output.logits.softmax(-1).requires_grad
+
+
+def test_a_copy_has_a_head_of_its_own() -> None:
+    model, hidden = head_of()
+    chunk_loss(model)
+    copied = copy.deepcopy(model)
+    nn.init.zeros_(copied.head.weight)
+    assert chunked_head(copied).head is copied.head  # type: ignore[union-attr]
+    assert not copied.head(hidden).sum(-1).equal(model.head(hidden).sum(-1))
 
 
 def test_a_head_that_drops_computes_all() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from duoka import virtual
 from duoka.models import flash_attention as flash
 from duoka.models.transformers4 import execute
 
@@ -55,6 +56,14 @@ def test_attention(
     torch.testing.assert_close(found, attention(q, k, v, left, right, 0.3))
 
 
+def test_gradients_come_back() -> None:
+    q, k, v = (made(1, 4, 2).requires_grad_() for _ in range(3))
+    inputs = (q, k, v)
+    found = torch.autograd.grad(flash.flash_attn_func(q, k, v, 0.0, None, True).sum(), inputs)
+    expected = torch.autograd.grad(attention(q, k, v, -1, 0).sum(), inputs)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_sequences_behind_each_other(named: bool) -> None:
     torch.manual_seed(0)
@@ -93,6 +102,20 @@ def test_rotary_embedding(interleaved: bool) -> None:
         plane = torch.view_as_complex(x[..., places].contiguous())
         turned = plane * torch.polar(torch.ones_like(angles[:5, :1]), angles[:5, pair, None])
         torch.testing.assert_close(torch.view_as_complex(found[..., places].contiguous()), turned)
+
+
+def test_it_runs_on_virtual_gpus() -> None:
+    with virtual.unnamed_gpus([None]):
+        device = virtual.virtual_device(0)
+        mask = torch.tensor([[0, 1, 1], [1, 1, 1]], device=device)
+        rows, indices, ends, longest = flash.unpad_input(
+            torch.ones(2, 3, 2, 8, device=device), mask
+        )
+        out = flash.flash_attn_varlen_func(
+            rows, rows, rows, ends, ends, longest, longest, causal=True
+        )
+        assert flash.pad_input(out, indices, 2, 3).shape == (2, 3, 2, 8)
+        assert out.device == device
 
 
 CODE = """

@@ -87,6 +87,12 @@ def test_auto_is_the_first_that_fits(glm: Checkpoint, budget: str, chosen: str) 
     assert find_plan(profile, asked).forecast == plan.forecast
 
 
+def test_a_model_that_is_there_already_is_not_quantized() -> None:
+    model = models.build(tiny.CONFIGS["glm"], dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="is for checkpoints"):
+        duoka.plan(model, "virtual:1GiB", Workload(quantize="int8"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fp8 experts", "nf4"])
 def test_the_forecast_of_a_published_one_is_measured(tmp_path: Path, name: str) -> None:
@@ -149,3 +155,13 @@ def test_a_published_one_has_its_type_and_stays_on_gpus(tmp_path: Path) -> None:
         duoka.plan(path, "virtual:64MiB", replace(WORK, dtype="float32"))
     with pytest.raises(UsageError, match="such weights can't lie in the host's memory"):
         duoka.plan(path, "virtual:64MiB", WORK, constraints=Constraints(offload=True))
+
+
+def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+    path = published.write(tmp_path, "awq")
+    text = (path / "config.json").read_text()
+    (path / "config.json").write_text(
+        text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2')
+    )
+    with pytest.raises(ModelError, match="have no place"):
+        duoka.plan(path, "virtual:1GiB", WORK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from duoka.models.glm4v import GLM4VForConditionalGeneration
 
 BUDGETS = {1: "virtual:1GiB", 2: "virtual:2x1GiB", 3: "virtual:3x1GiB"}
 PICTURES = {"images": 1, "image_size": (112, 112)}
+PAD = 1001
 
 TOWER = {
     "hidden_size": 8,
@@ -159,6 +161,13 @@ def test_pieces_of_a_prompt_without_positions(whole: Any, size: int) -> None:
         outputs = whole(piece, mm_encoder_outputs=encoded, past_key_values=cache, use_cache=True)
     assert outputs is not None
     assert close(outputs.logits[:, -1], whole(**prompt).logits[:, -1])
+
+
+def test_the_tower_refuses_what_it_does_not_know(whole: Any) -> None:
+    pixels = prompts()[2]
+    with pytest.raises(TypeError, match="attention_mask"):
+        whole.get_image_features(pixels, attention_mask=torch.ones(1))
+    assert whole.get_image_features(pixels, return_dict=True).pooler_output.shape[0] == 3
 
 
 @torch.no_grad()
@@ -303,11 +312,16 @@ PARTS = [
     *((f"layers.{number}",) for number in range(4)),
 ]
 """What may be on GPUs of its own, in the order in which it runs; the last part has the head."""
+CUTS = [cuts for number in (1, 2) for cuts in itertools.combinations(range(1, len(PARTS)), number)]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("cuts", [(1,), (3,), (5,), (2, 8)], ids=str)
-def test_cuts_within_the_tower_and_the_text(shared_data: Path, cuts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "cuts",
+    [pytest.param(cuts, marks=() if cuts in {(3,), (2, 8)} else pytest.mark.slow) for cuts in CUTS],
+    ids=str,
+)
+def test_every_cut(shared_data: Path, cuts: tuple[int, ...]) -> None:
     parts = [*PARTS[:-1], (*PARTS[-1], "norm")]
     places = {
         f"model.{name}": f"vgpu:{sum(cut <= number for cut in cuts)}"
@@ -320,6 +334,67 @@ def test_cuts_within_the_tower_and_the_text(shared_data: Path, cuts: tuple[int, 
     with virtual.gpus([None] * (len(cuts) + 1)):
         model = duoka.dispatch(whole, {**places, "lm_head": f"vgpu:{len(cuts)}"})
         assert_published(model, published_values(shared_data, model))
+
+
+@torch.no_grad()
+def test_prompts_that_are_written_out(model: Any, expected: dict[str, Tensor]) -> None:
+    """A token for each of a picture's, and decoding by hand: positions follow the pictures."""
+    pixels = expected["image.pixels"][:1]
+    prompt = model.config.image_tokens.write_out(expected["image.input_ids"][:1])
+    outputs = model(**prompt, pixel_values=pixels, use_cache=True)
+    assert close(outputs.logits, expected["image.logits"][:1])
+    said = []
+    for _ in range(12):
+        said.append(int(outputs.logits[0, -1].argmax()))
+        cache = outputs[CACHE]
+        outputs = model(
+            torch.tensor([said[-1:]], device=model.device), past_key_values=cache, use_cache=True
+        )
+    assert said == expected["image.greedy_new_ids"][0].tolist()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_text_and_pictures_in_a_batch(model: Any, expected: dict[str, Tensor], side: str) -> None:
+    ids, text = expected["image.input_ids"][:1], torch.tensor([[5, 6, 7, 8]], device=model.device)
+    padding = torch.full((1, ids.shape[1] - text.shape[1]), PAD, device=model.device)
+    parts = (padding, text) if side == "left" else (text, padding)
+    row = torch.cat(parts, dim=1)
+    mask = torch.cat(((row != PAD).long(), torch.ones_like(ids)))
+    logits = model(
+        torch.cat((row, ids)), attention_mask=mask, pixel_values=expected["image.pixels"][:1]
+    ).logits
+    alone = model(text).logits[0]
+    where = slice(-4, None) if side == "left" else slice(4)
+    assert close(logits[0, where], alone)
+    assert close(logits[1], expected["image.logits"][0])
+
+
+def test_losses_of_a_padded_batch(model: Any, expected: dict[str, Tensor]) -> None:
+    """Each row as it would be alone, pictures' own tokens without a loss; the tower learns."""
+    pixels, ids = expected["image.pixels"], expected["image.input_ids"]
+    padding = torch.full((1, 3), PAD, device=model.device)
+    short, long = (
+        ids[:1],
+        torch.cat((ids[1:], torch.tensor([[60, 61, 62]], device=model.device)), dim=1),
+    )
+    batch = torch.cat((torch.cat((short, padding), dim=1), long))
+    mask = (batch != PAD).long()
+    labels = batch.masked_fill(mask == 0, -100)
+    together = model(batch, attention_mask=mask, labels=labels, pixel_values=pixels).loss
+    losses = [
+        model(row, labels=row, pixel_values=picture[None]).loss
+        for row, picture in zip((short, long), pixels, strict=True)
+    ]
+    # A row's loss is the mean over its labels, but for the first one and that of the patches.
+    counts = torch.tensor([row.shape[1] - 2.0 for row in (short, long)], device=model.device)
+    assert close(together, (torch.stack(losses) * counts).sum() / counts.sum())
+    other = model(short, labels=short, pixel_values=pixels[1:]).loss
+    assert abs(float((other - losses[0]).detach())) > 1e-4
+    together.backward()
+    first = model.model.vision.transformer.layers[0].mlp.fc1.weight
+    assert first.grad is not None
+    assert float(first.grad.abs().sum()) > 0
 
 
 @torch.no_grad()

@@ -14,7 +14,12 @@ from duoka import virtual
 from duoka.errors import UsageError
 from duoka.forecast.workload import Cache
 from duoka.models.cache_argument import CACHE, cache_name
-from duoka.models.kv_cache import Int8Layer, lengthen, longer, new_cache
+from duoka.models.kv_cache import (
+    Int8Layer,
+    lengthen,
+    longer,
+    new_cache,
+)
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch
 
@@ -179,3 +184,13 @@ def test_caches_in_tuples_are_made_longer_along_their_tokens() -> None:
     assert longer(cache, 6, 3) is None
     assert longer(((torch.ones(1, 5, 5),),), 5, 3) is None, "either dimension may be the tokens'"
     assert longer([torch.ones(5, 1)], 5, 3) is None
+
+
+def test_a_layer_of_8_bit_refuses_what_it_does_not_know() -> None:
+    states = torch.ones(1, 1, 2, 4)
+    with pytest.raises(TypeError, match="sliding_window"):
+        Int8Layer(sliding_window=4)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="cache_position"):
+        Int8Layer().update(states, states, cache_position=torch.arange(2))  # type: ignore[call-arg]
+    keys, _ = Int8Layer().update(states, states, kwargs={"use_cache": True})
+    assert torch.equal(keys, states)

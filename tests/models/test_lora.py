@@ -232,3 +232,10 @@ def test_an_adapter_that_does_not_fit_the_run_is_refused() -> None:
     with pytest.raises(LoadError, match=r"on 4 modules, and .* on 3; not on both is") as raised:
         fill_adapter(adapted(), fewer)
     assert "targets: down_proj, o_proj" in str(raised.value.hint)
+
+
+def test_missing_tensors_are_told_of() -> None:
+    tensors = dict(adapted().named_parameters())
+    del tensors[f"{LAYER}.mlp.down_proj.lora_B.default.weight"]
+    with pytest.raises(LoadError, match=r"has no .*lora_B.default.weight"):
+        adapter_of(adapted(), tensors)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _ctypes
+import ctypes
+import logging
 import math
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +113,43 @@ def test_work_and_processes_of_its_own_are_waited_for(tmp_path: Path) -> None:
 
     assert in_fork(run, patience_seconds=2) == 7
     assert attempts.count() == 2
+
+
+@pytest.mark.slow
+def test_forks_while_other_threads_work() -> None:
+    """OpenMP's threads, malloc, autograd, logging and libraries that are loaded meanwhile."""
+    is_over = threading.Event()
+    ones, log = torch.ones(300, 300), logging.getLogger("forks")
+    weight = torch.ones(1000, requires_grad=True)
+    log.addHandler(logging.NullHandler())
+    log.propagate = False  # pytest writes to a file, whose buffer's lock would be lost
+
+    def load() -> None:
+        _ctypes.dlclose(ctypes.CDLL("libutil.so.1")._handle)
+
+    def repeat(work: Callable[[], object]) -> None:
+        while not is_over.is_set():
+            work()
+
+    works: list[Callable[[], object]] = [
+        lambda: (ones @ ones).sum(),
+        lambda: [bytearray(1000 * size) for size in range(60)],
+        lambda: log.warning("working"),
+        load,
+        lambda: (weight * weight).sum().backward(),
+    ]
+    workers = [threading.Thread(target=repeat, args=(work,)) for work in works]
+    for worker in workers:
+        worker.start()
+
+    def run() -> float:
+        for work in works[:-1]:  # no backward in forks of a process that has done it on a GPU
+            work()
+        return float((ones @ ones).sum())
+
+    try:
+        assert [in_fork(run) for _ in range(20)] == [300.0**3] * 20
+    finally:
+        is_over.set()
+        for worker in workers:
+            worker.join()

@@ -60,6 +60,14 @@ def test_causal_attention_of_unequal_lengths_is_not_flash() -> None:
     )
 
 
+def test_switched_off_kernels_are_not_chosen() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(SDPBackend.MATH):
+        tensors = operands(dtype=HALF)
+        assert choose_kernel(*tensors, None, is_causal=False, enable_gqa=False) == "math"
+
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "causal": ({}, {"is_causal": True}),
@@ -99,6 +107,19 @@ def test_numbers_equal_the_cpu(world: virtual.World, name: str, dtype: torch.dty
     assert len(results[0]) == len(results[1]) == 4
     for expected, found in zip(*results, strict=True):
         assert torch.allclose(expected.float(), found.float(), atol=tolerance, rtol=tolerance)
+
+
+def test_the_gradient_of_a_bias(world: virtual.World) -> None:
+    query, key, value = operands()
+    gradients = []
+    for device in ("cpu", "vgpu:0"):
+        bias = torch.linspace(-1, 1, TOKENS).repeat(TOKENS, 1).to(device).requires_grad_()
+        placed = [tensor.to(device) for tensor in (query, key, value)]
+        placed[0].requires_grad_()
+        functional.scaled_dot_product_attention(*placed, attn_mask=bias).square().sum().backward()
+        assert bias.grad is not None
+        gradients.append(bias.grad.cpu())
+    assert torch.allclose(*gradients, atol=1e-5)
 
 
 def test_dropout_drops_the_same_forward_and_backward(world: virtual.World) -> None:
@@ -159,6 +180,20 @@ def test_a_mask_is_aligned_and_counted(world: virtual.World) -> None:
     )
     # Made of the boolean one, then aligned; the first is given back before the output is made.
     assert added == sum(-(-201 * length * 2 // 512) * 512 for length in (201, 208))
+
+
+def test_eager_attention_costs_what_it_costs(world: virtual.World) -> None:
+    query, key, value = (tensor.to("vgpu:0") for tensor in operands())
+    added = peak(world, lambda: (query @ key.transpose(2, 3)).softmax(-1) @ value)
+    assert added >= 2 * 4 * SCORES
+
+
+def test_odd_heads_are_padded(world: virtual.World) -> None:
+    tensors = [tensor[..., :13].to("vgpu:0") for tensor in operands(dtype=HALF)]
+    out = functional.scaled_dot_product_attention(*tensors)
+    assert out.shape == (BATCH, HEADS, TOKENS, 13)
+    expected = functional.scaled_dot_product_attention(*[tensor.cpu() for tensor in tensors])
+    assert torch.allclose(out.cpu().float(), expected.float(), atol=2e-2)
 
 
 @pytest.mark.parametrize("data", ["cpu", "meta"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from duoka import virtual
+from duoka.errors import VirtualDeviceError
 
 pytestmark = pytest.mark.process
 
@@ -28,6 +29,20 @@ def test_importing_registers_nothing() -> None:
     print(torch._C._get_privateuse1_backend_name(), hasattr(torch, "vgpu"))
     """
     assert run_python(code) == "privateuseone False"
+
+
+@pytest.mark.slow
+def test_another_backend_in_the_place_is_named() -> None:
+    code = """
+    import torch, duoka.virtual
+    from duoka.errors import VirtualDeviceError
+    torch.utils.rename_privateuse1_backend("npu")
+    try:
+        duoka.virtual.set_gpus([None])
+    except VirtualDeviceError as error:
+        print(error)
+    """
+    assert "'npu'" in run_python(code)
 
 
 def test_the_queries_of_torch_vgpu(world: virtual.World) -> None:
@@ -62,6 +77,32 @@ def test_the_current_device(world: virtual.World) -> None:
         assert torch.ones(1, device="vgpu").device == torch.device("vgpu:1")
     finally:
         vgpu.set_device(0)
+
+
+def test_random_state(world: virtual.World) -> None:
+    vgpu = torch.vgpu  # type: ignore[attr-defined]
+    state = vgpu.get_rng_state()
+    first = torch.rand(3, device="vgpu:0").tolist()
+    vgpu.set_rng_state(state)
+    assert torch.rand(3, device="vgpu:0").tolist() == first
+
+
+def test_there_is_no_generator_on_a_virtual_gpu(world: virtual.World) -> None:
+    with pytest.raises((VirtualDeviceError, RuntimeError, NotImplementedError)):
+        torch.Generator(device="vgpu:0")
+
+
+def test_pinning_is_refused(world: virtual.World) -> None:
+    with pytest.raises((VirtualDeviceError, RuntimeError)):
+        torch.ones(2, device="vgpu:0").pin_memory()
+    assert not torch.ones(2, device="vgpu:0").is_pinned()
+
+
+def test_a_data_loader_feeds_a_virtual_gpu(world: virtual.World) -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(6.0))
+    loader = torch.utils.data.DataLoader(data, batch_size=2)
+    moved = [batch.to("vgpu:1", non_blocking=True) for (batch,) in loader]
+    assert torch.cat(moved).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -53,3 +53,32 @@ def test_a_gradient_on_another_device_is_an_error_where_it_meets_the_weight(
     loss = Bridge.apply(layer(torch.ones(2, 3, device="vgpu:0"))).sum()
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         loss.backward()
+
+
+def test_an_error_of_torchs_own_stays_what_it_is(world: virtual.World) -> None:
+    x = torch.ones(3, device="vgpu:0", requires_grad=True)
+    loss = x.exp().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_an_error_that_code_in_backward_goes_on_after_is_forgotten(world: virtual.World) -> None:
+    class Careful(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            try:
+                return gradient + torch.ones(3)
+            except RuntimeError:
+                return gradient
+
+    x = torch.ones(3, device="vgpu:0", requires_grad=True)
+    Careful.apply(x).sum().backward()
+    loss = x.exp().sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

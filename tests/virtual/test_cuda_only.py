@@ -29,6 +29,17 @@ def test_recurrent_layers(world: virtual.World, kind: type[nn.RNNBase], bias: bo
         assert torch.allclose(expected, found, atol=1e-5)
 
 
+def test_cells(world: virtual.World) -> None:
+    x = torch.randn(3, 5)
+    for cell in (nn.LSTMCell(5, 6), nn.GRUCell(5, 6)):
+        with torch.no_grad():
+            expected = cell(x)
+            found = cell.to("vgpu:0")(x.to("vgpu:0"))
+        if isinstance(expected, tuple):
+            expected, found = expected[0], found[0]
+        assert torch.allclose(found.cpu(), expected, atol=1e-5)
+
+
 def test_packed_sequences_keep_their_lengths_on_the_cpu(world: virtual.World) -> None:
     torch.manual_seed(0)
     layer = nn.LSTM(4, 3, batch_first=True)

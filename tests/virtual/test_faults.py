@@ -108,6 +108,11 @@ def test_cpu_scalars_mix() -> None:
     assert torch.clamp(matrix(A), max=torch.tensor(0.5)).sum().item() == 2
 
 
+def test_cpu_scalars_do_not_enter_matrix_products() -> None:
+    with pytest.raises(RuntimeError):
+        torch.dot(torch.ones(1, device=A), torch.tensor(1.0))
+
+
 def test_cpu_tensors_index() -> None:
     assert matrix(A)[places("cpu")].device == torch.device(A)
     assert matrix(A)[torch.tensor([True, False])].shape == (1, 2)

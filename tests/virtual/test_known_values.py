@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import threading
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from duoka import virtual
+from duoka.models.cache_argument import CACHE
 from duoka.virtual import UnknownValueError
 from duoka.virtual.known_values import KNOWN_LIMIT_BYTES, unknown_value
 
@@ -106,6 +108,59 @@ def test_large_index_tensors_are_not_kept() -> None:
     assert scores_mask.shape == (8192, 8192)
     with pytest.raises(UnknownValueError):
         scores_mask.all().item()
+
+
+def test_random_integers_are_known_and_sampled_tokens_are_not() -> None:
+    assert 0 <= torch.randint(0, 5, (2,), device="vgpu:0").max().item() < 5
+    with pytest.raises(UnknownValueError):
+        torch.multinomial(weights(2, 5).softmax(-1), 1).tolist()
+
+
+def test_weights_come_from_meta_and_from_the_cpu() -> None:
+    assert torch.empty(3, 4, device="meta").to("vgpu:0").shape == (3, 4)
+    moved = torch.randn(3, 4).to("vgpu:0")
+    with pytest.raises(UnknownValueError):
+        moved.sum().item()
+
+
+def test_backward_runs_without_numbers(meta_world: virtual.World) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 4))
+    model.to_empty(device="vgpu:1")
+    labels = torch.tensor([0, 1, 2], device="vgpu:1")
+    torch.nn.functional.cross_entropy(model(torch.ones(3, 8, device="vgpu:1")), labels).backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    assert model[0].weight.grad is not None
+    assert meta_world.memory_allocated(0) == 0
+
+
+def test_a_model_runs_on_meta_while_another_world_computes() -> None:
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to_empty(device="vgpu:0")
+    virtual.set_gpus([None])
+    done = []
+
+    def compute() -> None:
+        x = torch.ones(2, 2, device="vgpu:0")
+        done.append((x @ x).sum().item())
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    tokens = torch.randint(0, 50, (2, 6), device="vgpu:0")
+    mask = torch.ones_like(tokens)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        out = model(tokens, attention_mask=mask, use_cache=True)
+        longer = torch.cat([mask, mask[:, :1]], 1)
+        out = model(tokens[:, :1], attention_mask=longer, **{CACHE: out[CACHE]})
+    thread.join()
+    assert done == [8.0]
+    assert out.logits.shape == (2, 1, 50)
+    assert out[CACHE].get_seq_length() == 7
 
 
 def test_the_same_memory_with_and_without_numbers() -> None:

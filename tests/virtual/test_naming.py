@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +70,23 @@ def test_switches_of_the_thread_are_put_back() -> None:
         torch._C._set_multithreading_enabled(before[0])
         torch._C._set_only_lift_cpu_tensors(before[1])
         thread.armed = before[2]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_planning_gives_no_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code = """
+    import torch, duoka, transformers
+    from duoka import models
+
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 97,
+              "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = models.build(config, dtype=torch.bfloat16)
+    plan = duoka.plan(model, "1GiB,1GiB", duoka.Workload(prompt_tokens=32, new_tokens=4))
+    print(len(plan.devices), torch._C._get_privateuse1_backend_name())
+    """
+    monkeypatch.setenv("DUOKA_CACHE", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1", "privateuseone"]

@@ -31,6 +31,15 @@ def test_a_state_dict_comes_back_to_its_device(tmp_path: Path) -> None:
     model.load_state_dict(loaded)
 
 
+def test_a_cpu_state_dict_loads_into_a_virtual_model() -> None:
+    model, other = nn.Linear(3, 2).to("vgpu:1"), nn.Linear(3, 2)
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model.weight.cpu(), other.weight)
+    assert model.weight.device == torch.device("vgpu:1")
+    model.load_state_dict(nn.Linear(3, 2).to("vgpu:0").state_dict(), assign=True)
+    assert model.weight.device == torch.device("vgpu:0")
+
+
 def test_parameters_and_ties_survive(tmp_path: Path) -> None:
     parameter = nn.Parameter(torch.ones(2, device="vgpu:0"))
     torch.save({"a": parameter, "b": parameter}, tmp_path / "tied.pt")
@@ -38,6 +47,23 @@ def test_parameters_and_ties_survive(tmp_path: Path) -> None:
     assert loaded["a"] is loaded["b"]
     assert isinstance(loaded["a"], nn.Parameter)
     assert loaded["a"].device == torch.device("vgpu:0")
+
+
+def test_optimizer_state_survives(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2).to("vgpu:0")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3, device="vgpu:0")).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    loaded = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    torch.optim.AdamW(model.parameters()).load_state_dict(loaded)
+
+
+def test_plain_pickle() -> None:
+    x = torch.tensor([1.0, 2.0], device="vgpu:1")
+    copy = pickle.loads(pickle.dumps(x))
+    assert copy.device == torch.device("vgpu:1")
+    assert copy.tolist() == [1, 2]
 
 
 def test_safetensors(tmp_path: Path) -> None:

@@ -68,6 +68,44 @@ def test_moving_a_module_keeps_ties_and_the_parameters_themselves() -> None:
     assert weight.tolist() != before
 
 
+def test_a_module_moves_back() -> None:
+    model = nn.Linear(3, 2)
+    before = copy.deepcopy(model.state_dict())
+    model.to("vgpu:0").to("cpu")
+    assert type(model.weight) is nn.Parameter
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+def test_to_empty_and_half() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    model = model.to_empty(device="vgpu:1").half()
+    assert model.weight.device == torch.device("vgpu:1")
+    assert model.weight.dtype == torch.float16
+    assert model.weight.untyped_storage().nbytes() == 12
+
+
+def test_modules_are_built_on_a_device() -> None:
+    torch.manual_seed(3)
+    with torch.device("vgpu:1"):
+        model = nn.Linear(3, 2)
+    torch.manual_seed(3)
+    assert torch.equal(model.weight.cpu(), nn.Linear(3, 2).weight)
+
+
+def test_parameters_can_be_made_and_assigned() -> None:
+    parameter = nn.Parameter(torch.ones(2, device="vgpu:0"))
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.requires_grad
+    other = torch.arange(3.0, device="vgpu:1")
+    parameter.data = other
+    assert parameter.shape == (3,)
+    assert parameter.device == torch.device("vgpu:1")
+    assert parameter.tolist() == [0, 1, 2]
+    other.add_(1)
+    assert parameter.tolist() == [1, 2, 3]
+
+
 def test_deepcopy_keeps_ties_and_shared_storage(world: virtual.World) -> None:
     model = tied().to("vgpu:0")
     used = world.memory_allocated(0)
@@ -81,6 +119,23 @@ def test_deepcopy_keeps_ties_and_shared_storage(world: virtual.World) -> None:
     assert torch.equal(clone[0].weight.cpu(), model[0].weight.cpu())
     with pytest.raises(RuntimeError, match="graph leaves"):
         copy.deepcopy(model[0].weight * 2)
+
+
+def test_python_attributes_stay_on_a_tensor() -> None:
+    x = torch.ones(2, device="vgpu:0")
+    x.owner = "layer"  # type: ignore[attr-defined]
+    assert x.owner == "layer"  # type: ignore[attr-defined]
+    assert not hasattr(x + 1, "owner")
+    assert copy.deepcopy(x).owner == "layer"  # type: ignore[attr-defined]
+
+
+def test_pointers_tell_storages_apart() -> None:
+    x, y = torch.ones(4, device="vgpu:0"), torch.ones(4, device="vgpu:0")
+    assert x.data_ptr() != y.data_ptr()
+    assert x[1:].data_ptr() == x.data_ptr() + 4
+    assert x[1:].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.empty(0, device="vgpu:0").data_ptr() == 0
+    assert x.untyped_storage().size() == len(x.untyped_storage()) == 16
 
 
 @pytest.mark.parametrize("change", [
@@ -149,6 +204,20 @@ def test_random_numbers_are_those_of_the_cpu(make: Callable[..., torch.Tensor]) 
     assert drawn.tolist() == expected.tolist()
 
 
+def test_sampling_and_dropout_follow_the_seed() -> None:
+    weights = torch.rand(4, 10)
+    torch.manual_seed(1)
+    expected = torch.multinomial(weights, 3), weights.clone().exponential_(), weights.bernoulli()
+    torch.manual_seed(1)
+    x = weights.to("vgpu:0")
+    drawn = torch.multinomial(x, 3), x.clone().exponential_(), x.bernoulli()
+    assert [a.tolist() for a in drawn] == [b.tolist() for b in expected]
+    torch.manual_seed(1)
+    kept = torch.nn.functional.dropout(x, 0.5)
+    torch.manual_seed(1)
+    assert kept.tolist() == torch.nn.functional.dropout(weights, 0.5).tolist()
+
+
 def test_no_grad_and_inference_mode() -> None:
     x = torch.ones(2, 2, device="vgpu:0", requires_grad=True)
     with torch.no_grad():
@@ -175,6 +244,16 @@ def test_gradients_equal_the_cpu() -> None:
         assert parameter.grad.device == torch.device("vgpu:1")
         assert grad is not None
         assert close(parameter.grad, grad)
+
+
+def test_gradients_flow_between_devices() -> None:
+    x = torch.ones(3, device="vgpu:0", requires_grad=True)
+    y = x.to("vgpu:1") * 2
+    z = (y.to("cpu") * 3).to("vgpu:2")
+    z.sum().backward()
+    assert x.grad is not None
+    assert x.grad.device == torch.device("vgpu:0")
+    assert x.grad.tolist() == [6, 6, 6]
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "RMSprop"])
@@ -204,3 +283,42 @@ def test_optimizers_work_on_lists_as_on_cuda(world: virtual.World) -> None:
     optimizer.step()
     # The denominators of all parameters exist at the same time.
     assert world.max_memory_allocated(0) - before >= 8 * 64 * 64 * 4
+
+
+def test_copies_share_or_do_not() -> None:
+    x = torch.nn.Parameter(torch.ones(3, device="vgpu:0"))
+    shallow, deep = copy.copy(x), copy.deepcopy(x)
+    with torch.no_grad():
+        x.fill_(2)
+    assert shallow.tolist() == [2, 2, 2]
+    assert deep.tolist() == [1, 1, 1]
+    assert isinstance(shallow, torch.nn.Parameter)
+
+
+def test_gradient_checkpointing() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.ones(4, device="vgpu:1", requires_grad=True)
+    layer = nn.Dropout(0.5)
+    for reentrant in (False, True):
+        x.grad = None
+        checkpoint(lambda x: layer(x.sin()), x, use_reentrant=reentrant).sum().backward()
+        assert x.grad is not None
+        assert x.grad.device == torch.device("vgpu:1")
+
+
+def test_multihead_attention_convolution_and_lstm() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8)
+    for layer in (
+        nn.MultiheadAttention(8, 2, batch_first=True), nn.LSTM(8, 8, batch_first=True),
+        nn.Conv1d(5, 4, 3), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0),
+    ):  # fmt: skip
+        arguments = (x, x, x) if isinstance(layer, nn.MultiheadAttention) else (x,)
+        with torch.no_grad():
+            expected = layer(*arguments)
+        layer.to("vgpu:0")
+        found = layer(*[item.to("vgpu:0") for item in arguments])
+        if isinstance(expected, tuple):
+            expected, found = expected[0], found[0]
+        assert torch.allclose(found.cpu(), expected, atol=1e-5)

@@ -58,3 +58,21 @@ def test_a_new_thread_runs_backward() -> None:
     out = weight * 3
     grad = torch.ones(3, device="vgpu:1")
     assert in_thread(lambda: torch.autograd.grad(out, weight, grad))[0].tolist() == [3, 3, 3]
+
+
+@pytest.mark.usefixtures("process_world")
+def test_a_new_thread_generates() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to("vgpu:1").eval()
+    tokens = torch.tensor([[3, 4, 5]], device="vgpu:1")
+
+    def generate() -> torch.Tensor:
+        mask = torch.ones_like(tokens)
+        return model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
+
+    assert in_thread(generate).tolist() == generate().tolist()

@@ -22,6 +22,12 @@ def test_copies_do_not_share_memory(world: virtual.World) -> None:
     assert third.tolist() == [0, 1, 2, 3]
 
 
+def test_moving_to_where_it_is_copies_nothing(world: virtual.World) -> None:
+    x = torch.ones(3, device="vgpu:1")
+    assert x.to("vgpu:1") is x
+    assert x.to("vgpu:1", copy=True) is not x
+
+
 def test_copy_into_another_device_and_dtype(world: virtual.World) -> None:
     x = torch.arange(4.0, device="vgpu:0")
     target = torch.zeros(2, 4, dtype=torch.float16, device="vgpu:1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -31,6 +32,15 @@ def test_a_gpu_refuses_what_exceeds_its_capacity() -> None:
         torch.empty(30 * MIB, dtype=torch.uint8, device="vgpu:1")
 
 
+def test_operations_are_refused_too() -> None:
+    with virtual.gpus([20 * MIB]):
+        x = torch.ones(4 * MIB, device="vgpu:0")
+        with pytest.raises(torch.OutOfMemoryError):
+            x + x
+        x.add_(x)
+        assert x[0].item() == 2
+
+
 def test_memory_is_counted_in_512_bytes_and_segments(world: virtual.World) -> None:
     x = torch.empty(3, device="vgpu:1")
     y = torch.empty(2 * MIB, device="vgpu:1")
@@ -46,6 +56,12 @@ def test_memory_is_counted_in_512_bytes_and_segments(world: virtual.World) -> No
     assert world.max_memory_reserved(1) == 22 * MIB
     world.reset_peak_memory_stats(1)
     assert world.max_memory_reserved(1) == 0
+
+
+def test_an_empty_tensor_costs_nothing(world: virtual.World) -> None:
+    x = torch.empty(0, device="vgpu:0")
+    assert world.memory_reserved(0) == 0
+    assert x.numel() == 0
 
 
 def test_views_share_storage_and_are_counted_once(world: virtual.World) -> None:
@@ -67,6 +83,40 @@ def test_views_share_storage_and_are_counted_once(world: virtual.World) -> None:
     assert world.memory_allocated(0) == 0
 
 
+def test_a_copy_that_looks_like_a_view_is_counted(world: virtual.World) -> None:
+    x = torch.zeros(4, 64, device="vgpu:0")
+    assert x.T.contiguous().storage_id != x.storage_id  # type: ignore[attr-defined]
+    assert x.contiguous().storage_id == x.storage_id  # type: ignore[attr-defined]
+    assert x.clone().storage_id != x.storage_id  # type: ignore[attr-defined]
+
+
+def test_in_place_operations_allocate_nothing(world: virtual.World) -> None:
+    x = torch.zeros(256, device="vgpu:0")
+    world.reset_peak_memory_stats(0)
+    x.add_(1).mul_(2)[3:].zero_()
+    torch.add(x, x, out=x)
+    assert world.max_memory_allocated(0) == 1024
+
+
+def test_resizing_takes_new_memory(world: virtual.World) -> None:
+    x = torch.arange(4.0, device="vgpu:0")
+    x.resize_(1000)
+    assert x.shape == (1000,)
+    assert x[:4].tolist() == [0, 1, 2, 3]
+    assert world.memory_allocated(0) == 4096
+
+
+def test_set_shares_storage(world: virtual.World) -> None:
+    x, y = torch.zeros(4, device="vgpu:0"), torch.ones(2, 3, device="vgpu:0")
+    x.set_(y)
+    assert x.shape == (2, 3)
+    x.fill_(5)
+    assert y[1, 2].item() == 5
+    assert world.memory_allocated(0) == 512
+    with pytest.raises((VirtualDeviceError, RuntimeError, TypeError)):
+        x.set_(torch.zeros(3).untyped_storage())
+
+
 def test_backward_frees_what_it_saved(world: virtual.World) -> None:
     x = torch.ones(1024, device="vgpu:0", requires_grad=True)
     y = x
@@ -76,6 +126,16 @@ def test_backward_frees_what_it_saved(world: virtual.World) -> None:
     y.sum().backward()
     del y
     assert world.memory_allocated(0) == 2 * 4096
+
+
+def test_mem_get_info() -> None:
+    with virtual.gpus([64 * MIB, None]) as world:
+        kept = torch.empty(10 * MIB, dtype=torch.uint8, device="vgpu:0")
+        assert world.mem_get_info(0) == (54 * MIB, 64 * MIB)
+        del kept
+        assert world.mem_get_info(0) == (54 * MIB, 64 * MIB)
+        free, total = world.mem_get_info(1)
+        assert free == total
 
 
 class Recorder:
@@ -151,3 +211,32 @@ def test_a_wrong_index_is_refused(world: virtual.World) -> None:
         torch.empty(1, device="vgpu:7")
     with pytest.raises(RuntimeError, match="invalid device ordinal 7"):
         torch.empty(1, device="vgpu:0").to("vgpu:7")
+
+
+def test_threads_share_one_allocator() -> None:
+    world = virtual.set_gpus([None])
+
+    def churn() -> None:
+        for size in range(1, 400):
+            x = torch.empty(size * 1000, dtype=torch.uint8, device="vgpu:0")
+            x.view(-1)
+
+    threads = [threading.Thread(target=churn) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert world.memory_allocated(0) == 0
+
+
+@pytest.mark.slow
+def test_garbage_cycles_are_freed_safely() -> None:
+    with virtual.gpus([None]) as world:
+        for _ in range(300):
+            cycle: dict[str, Any] = {"x": torch.empty(1000, device="vgpu:0")}
+            cycle["self"] = cycle
+        gc.collect()
+        del cycle
+        gc.collect()
+        assert world.memory_allocated(0) == 0

@@ -87,3 +87,18 @@ def test_routers_are_known_by_where_they_are() -> None:
     assert not is_composed(mlp.router.classifier.weight)
     assert is_composed(attention.classifier.weight)
     assert "routers (1)" in notes(model, "int8")[1]
+
+
+def test_what_is_left_out_is_told_only_where_something_is() -> None:
+    model = models.build(tiny.CONFIGS["llama"], dtype=torch.bfloat16)
+    model.model.embed_tokens = model.lm_head = nn.Identity()
+    quantize_model(model, "int8")
+    assert not any(text.startswith("Not quantized") for text in notes(model, "int8"))
+
+
+def test_nothing_to_quantize_is_said() -> None:
+    config = {**tiny.CONFIGS["llama"], "hidden_size": 40, "intermediate_size": 72, "head_dim": 8}
+    config |= {"num_attention_heads": 5, "num_key_value_heads": 5}
+    model = models.build(config, dtype=torch.bfloat16)
+    quantize_model(model, "nf4")
+    assert notes(model, "nf4")[0].startswith("Nothing is quantized")

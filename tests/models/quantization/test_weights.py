@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from duoka import virtual
 from duoka.errors import ModelError, UsageError
 from duoka.models.quantization import (
     Scheme,
+    computes_in,
     empty_weight,
     fill_rows,
     move_weight,
@@ -21,7 +23,8 @@ from duoka.models.quantization import (
     quantize,
     takes_rows,
 )
-from duoka.models.quantization.weights import require
+from duoka.models.quantization.weights import let_compute_in, require
+from duoka.runtime.load.fill import Quantizer
 
 ROWS, COLUMNS = 208, 1152  # int4's groups are 128 long, and its rows padded to 2048
 SCHEMES: tuple[Scheme, ...] = ("int8", "int4", "nf4")
@@ -60,6 +63,14 @@ def test_products_and_bytes(weight: Tensor, scheme: Scheme, device: str) -> None
     assert num_bytes(made) == BYTES[scheme, device]
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_virtual_gpus_compute_what_the_processor_does(weight: Tensor, scheme: Scheme) -> None:
+    given = torch.randn(5, COLUMNS, generator=torch.manual_seed(2)).bfloat16()
+    here = F.linear(given, quantize(weight, scheme)).float()
+    there = F.linear(given.to("vgpu:0"), quantize(weight.to("vgpu:0"), scheme)).cpu().float()
+    assert (here - there).norm() / here.norm() < 0.01
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_rows_by_themselves_are_those_of_the_whole(
@@ -72,6 +83,18 @@ def test_rows_by_themselves_are_those_of_the_whole(
         fill_rows(made, start, weight[start:stop])
     for name, part in parts(whole).items():
         assert torch.equal(parts(made)[name].cpu(), part.cpu()), name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_pieces_in_any_order_make_the_whole(weight: Tensor, scheme: Scheme) -> None:
+    made = empty_weight(quantize(weight.to("meta"), scheme), torch.device("cpu"))
+    quantizer = Quantizer()
+    boxes = [((r, min(r + 90, ROWS)), (c, c + 576)) for c in (576, 0) for r in (180, 0, 90)]
+    for box in boxes:
+        (top, bottom), (left, right) = box
+        quantizer.put("weight", made, box, weight[top:bottom, left:right])
+    whole = quantize(weight, scheme)
+    assert all(torch.equal(parts(made)[name], part) for name, part in parts(whole).items())
 
 
 def test_weights_of_4_bit_stay_with_their_kind_of_device(weight: Tensor) -> None:
@@ -96,6 +119,32 @@ def test_a_missing_package_is_named(
     with pytest.raises(UsageError, match=f"need {package}") as caught:
         require(scheme)
     assert "pip install" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "where", "name", "tested"),
+    [
+        ("int4", "torchao.quantization.utils", "groupwise_affine_quantize_tensor", "torchao 0.18"),
+        ("int8", "torchao.quantization", "PerRow", "torch 2.11 and 2.13 with torchao 0.18"),
+    ],
+)
+def test_what_a_package_lacks_is_named_with_the_tested_versions(
+    scheme: Scheme, where: str, name: str, tested: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require(scheme)
+    monkeypatch.delattr(f"{where}.{name}")
+    with pytest.raises(UsageError, match=f"can't be made with torch .*{name}") as caught:
+        require(scheme)
+    assert tested in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_copy_knows_what_it_was_made_from(weight: Tensor, scheme: Scheme) -> None:
+    made = nn.Parameter(quantize(weight.to("meta"), scheme), requires_grad=False)
+    let_compute_in(made, torch.float16)
+    copied = copy.deepcopy(made)
+    assert type(copied) is type(made)
+    assert computes_in(copied) == torch.float16
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

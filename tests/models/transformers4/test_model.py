@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,17 @@ def answers(checkpoint: Checkpoint, fleet: str, mask: torch.Tensor) -> tuple[tor
         logits = model(input_ids=ids, attention_mask=mask).logits.cpu()
         new = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
     return logits, new.cpu()
+
+
+@pytest.mark.slow
+def test_it_runs_on_two_devices_as_on_one(heron: MakeHeron) -> None:
+    checkpoint = heron()
+    mask = torch.ones(1, 20, dtype=torch.long)
+    one, other = answers(checkpoint, "virtual:64MiB", mask), answers(checkpoint, TWO, mask)
+    torch.testing.assert_close(one[0], other[0])
+    assert one[0].isfinite().all()
+    assert torch.equal(one[1], other[1])
+    assert one[1].shape == (1, 26)
 
 
 def test_generation_calls_it_as_it_expects(heron: MakeHeron) -> None:
@@ -99,6 +111,11 @@ def test_a_cache_in_one_tensor_is_found_and_mended(heron: MakeHeron) -> None:
     assert patch.proved, patch.reason
 
 
+def test_it_trains(heron: MakeHeron) -> None:
+    report = duoka.check(heron(), {"": 0}, workload=WORK, train=True)
+    assert report.ok
+
+
 @pytest.mark.slow
 def test_a_verdict_is_about_the_code_that_ran(tmp_path: Path, heron: MakeHeron) -> None:
     """A model type that transformers has, with a file of its own: the file isn't what ran."""
@@ -133,6 +150,63 @@ def test_a_cache_that_comes_with_its_name(heron: MakeHeron) -> None:
     assert duoka.check(
         Checkpoint.open(checkpoint.path, trust_remote_code=True), fleet=TWO, workload=WORK
     ).ok
+
+
+@pytest.mark.parametrize("auto_map", [None, {"AutoModel": "org/name--modeling_heron.Heron"}])
+def test_code_that_the_configuration_leaves_out(heron: MakeHeron, auto_map: object) -> None:
+    checkpoint = heron()
+    config = {**checkpoint.config, "auto_map": auto_map}
+    (checkpoint.path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint.open(checkpoint.path).untrusted_code == ("modeling_heron.py",)
+
+
+@pytest.mark.slow
+def test_what_no_plan_spreads_is_not_clean(heron: MakeHeron) -> None:
+    """Code that joins its caches, and moves them: spread it runs, and a plan keeps it whole."""
+    checkpoint = heron(joined_cache=True, hidden_size=256, num_layers=12)
+    file = checkpoint.path / "modeling_heron.py"
+    old = "torch.cat((presents, cache), dim=0)"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, "torch.cat((presents, cache.to(presents.device)), dim=0)"))
+    checkpoint = Checkpoint.open(checkpoint.path, trust_remote_code=True)
+    assert duoka.check(checkpoint, fleet=TWO, workload=WORK).ok
+    whole = duoka.plan(checkpoint, "virtual:1GiB", WORK).forecast.devices[0].reserved_bytes
+    report = duoka.check(checkpoint, fleet=f"virtual:2x{whole - 2**22}B", workload=WORK)
+    assert not report.faults
+    assert report.stop is not None
+    assert report.stop.phase == "plan"
+    assert "does not fit" in report.stop.message
+
+
+def test_another_class_that_needs_less_is_named(heron: MakeHeron) -> None:
+    work, small = Workload(prompt_tokens=2000, dtype="float32"), "virtual:2x4MiB"
+    checkpoint = heron(model_type="llama", **LLAMA)
+    note = "duoka plan without --trust-remote-code takes another class"
+    placement = {"": "vgpu:0"}
+    report = duoka.check(checkpoint, placement, workload=work, fleet=small)
+    assert any(note in it for it in report.notes)
+    with pytest.raises(duoka.errors.InfeasibleError, match=note):
+        duoka.plan(checkpoint, small, work, suggest=False)
+
+
+def test_chunks_are_refused(heron: MakeHeron) -> None:
+    with pytest.raises(duoka.errors.UsageError, match="in chunks of 8"):
+        duoka.plan(heron(), TWO, Workload(prompt_tokens=24, prefill_chunk_tokens=8))
+
+
+def test_after_its_prompt_it_is_called_with_single_tokens(heron: MakeHeron) -> None:
+    checkpoint = heron()
+    file = checkpoint.path / "modeling_heron.py"
+    before = "        tokens = input_ids.shape[1]\n"
+    file.write_text(
+        file.read_text().replace(
+            before, f"{before}        assert tokens == 1 or not past_key_values\n"
+        )
+    )
+    work = Workload(prompt_tokens=24, new_tokens=40, dtype="float32")
+    trusted = Checkpoint.open(checkpoint.path, trust_remote_code=True)
+    assert duoka.check(trusted, fleet=TWO, workload=work).ok
 
 
 def test_gradient_checkpointing_takes_less_memory(heron: MakeHeron) -> None:
@@ -209,6 +283,13 @@ def test_a_module_beside_the_code_is_no_package_to_install(heron: MakeHeron) -> 
         "configuration_heron.py lies beside the code: it has to say "
         "`from .configuration_heron import …`"
     )
+
+
+def test_a_name_that_anybody_may_publish_is_no_package_to_install(heron: MakeHeron) -> None:
+    message, hint = hint_of(rewritten(heron(), ("import sys\n", "import sys, heron_tricks\n")))
+    assert "heron_tricks" in message
+    assert "pip install" not in hint
+    assert "the model's page says what that is" in hint
 
 
 def test_what_flash_attn_has_and_its_stand_in_lacks_is_said(heron: MakeHeron) -> None:

@@ -85,6 +85,13 @@ def test_what_it_does_without_has_not_gone() -> None:
     assert names.is_torch_fx_available() is False
 
 
+def test_other_packages_and_attributes_are_missing_still() -> None:
+    with pytest.raises(ImportError, match="nonsense"):
+        run("import nonsense")
+    with pytest.raises(AttributeError, match="Nonsense"):
+        run("import transformers\ntransformers.Nonsense")
+
+
 def test_nothing_is_compiled_there_and_all_elsewhere() -> None:
     names = run(
         "import torch\n@torch.jit.script\ndef twice(x):\n    return x + x\n"
@@ -115,3 +122,26 @@ def test_a_virtual_tensor_has_the_type_of_cudas() -> None:
         assert names.kind_of(tensor) is torch.Tensor
         assert type(tensor) is not torch.Tensor
     assert names.kind_of(nn.Parameter(torch.zeros(1))) is nn.Parameter
+
+
+def test_its_type_is_what_the_builtin_is_otherwise() -> None:
+    names = run(
+        "alias = type[int]\n"
+        "class Meta(type):\n"
+        "    def __init__(cls, *args):\n"
+        "        cls.seen = True\n"
+        "class Made(metaclass=Meta):\n    pass\n"
+        "kind_of = lambda x: type(x)"
+    )
+    assert names.alias == type[int]
+    assert names.Made.seen
+    assert names.kind_of(names.Made) is names.Meta
+    with virtual.unnamed_gpus([None]):
+        parameter = nn.Parameter(torch.zeros(2, device=virtual.virtual_device(0)))
+        assert names.kind_of(parameter) is nn.Parameter
+
+
+def test_its_type_makes_classes() -> None:
+    names = run("Made = type('Made', (), {'x': 1})\nclass Meta(type):\n    pass")
+    assert names.Made.x == 1
+    assert isinstance(names.Meta("M", (), {}), type)
