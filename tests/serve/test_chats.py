@@ -17,7 +17,7 @@ from duoka.models.text.messages import ChatMessage, ToolCall
 from duoka.models.text.prompts import chat_format
 from duoka.serve.chats import MOST_IMAGES, ChatMessages
 from duoka.serve.messages import Turn
-from duoka.serve.requests import RequestMessage
+from duoka.serve.requests import RequestMessage, read_chat
 
 
 def png(size: tuple[int, int] = (2, 3)) -> str:
@@ -56,7 +56,7 @@ ASK = ToolCall(name="ask", arguments={}, id="call_2")
 
 def turns(messages: Any) -> list[Turn]:
     read = TypeAdapter(list[RequestMessage]).validate_python(messages)
-    return [message.to_turn() for message in read]
+    return read_chat(read)
 
 
 def test_a_chat_is_read() -> None:

@@ -184,7 +184,7 @@ class CountTokensRequest(_Block):
     def to_prompt(self) -> Prompt:
         """Return the chat."""
         choice, tools = self.tool_choice, [tool.to_chat_tool() for tool in self.tools or ()]
-        usable = choose_tools(tools, choice.mode, choice.name)
+        usable = choose_tools(tools, choice.mode if choice.name is None else choice)
         system = [make_turn("system", self.system)] if self.system else []
         return Prompt(
             messages=[
@@ -207,13 +207,11 @@ class MessagesRequest(CountTokensRequest, AnswerRequest):
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    @property
-    def grammar(self) -> dict[str, Any] | None:
+    def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
         form = None if self.output_config is None else self.output_config.format
-        if form is None:
-            return None
-        return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        schema = form and {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        return super().params() | drop_none({"response_format": schema})
 
 
 def read_turns(message: AnthropicMessage) -> list[Turn]:
@@ -253,7 +251,6 @@ def add_messages(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def create_message(request: MessagesRequest, http: Request) -> Response:
         """Answer a chat, in Anthropic's form."""
-        service.check_model(request.model)
         form = MessageAnswer(service.model)
         return await respond(service, request, [request.to_prompt()], form, http)
 

@@ -128,7 +128,6 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: ChatCompletionRequest, http: Request) -> Response:
         """Answer a chat."""
-        service.check_model(request.model)
         has_usage = request.stream_options.include_usage
         options = {"has_logprobs": request.logprobs, "has_usage": has_usage}
         answer = ChatAnswer(service.model, request.n, **options)
@@ -137,10 +136,10 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def create_completion(request: CompletionRequest, http: Request) -> Response:
         """Continue texts."""
-        service.check_model(request.model)
-        prompts, has_logprobs = request.to_prompts(), request.top is not None
+        prompts, has_logprobs = request.to_prompts(), request.logprobs is not None
         prefixes = [
-            (await _spell_prompt(service, prompt)) if request.echo else "" for prompt in prompts
+            (prompt.text or await service.detokenize(prompt)) if request.echo else ""
+            for prompt in prompts
         ]
         options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
         answer = CompletionAnswer(service.model, prefixes, request.n, **options)
@@ -174,13 +173,6 @@ def _add_page(app: FastAPI) -> None:
         return Response(content, media_type="text/html", headers=headers)
 
     app.mount("/page", StaticFiles(directory=_PAGE))
-
-
-async def _spell_prompt(service: Service, prompt: Prompt) -> str:
-    """The text of a prompt."""
-    if prompt.text is not None:
-        return prompt.text
-    return await service.detokenize(prompt)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

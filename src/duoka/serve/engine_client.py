@@ -21,6 +21,7 @@ from duoka.workers.supervision import RestartPolicy, SilenceCounter
 
 from .errors import HttpError
 from .messages import (
+    Begun,
     Broken,
     Counted,
     Ended,
@@ -117,18 +118,27 @@ class EngineClient:
         queue = asyncio.Queue[Event]()
         self._open[number] = queue, tokens
         self._send(replace(request, number=number))
+        # Tokens may come before the engine has accepted all generations, which `Begun` reports:
+        # they wait for it, so that a refusal is an HTTP error and no stream that breaks off.
+        early: list[Event] | None = []
         remaining = request.n
         try:
             while remaining:
                 event = await queue.get()
                 if isinstance(event, Failed):
-                    raise _error_of(event)
-                remaining -= isinstance(event, Ended | Counted)
-                yield event
+                    retry_after = _RETRY_SECONDS if event.status == 503 else None
+                    named = {"code": event.code, "param": event.param}
+                    raise HttpError(event.status, event.text, **named, retry_after=retry_after)
+                if early is not None and not isinstance(event, Begun | Counted):
+                    early.append(event)
+                    continue
+                events, early = [event, *(early or ())], None
+                for event in events:
+                    remaining -= isinstance(event, Ended | Counted)
+                    yield event
         finally:
             del self._open[number]
-            if remaining:
-                self._send(EngineRequest(task="cancel", number=number))
+            self._send(EngineRequest(task="end", number=number))
 
     async def count(self, request: EngineRequest) -> Counted:
         """Return the tokens of a prompt, or the text of its tokens."""
@@ -235,10 +245,3 @@ def not_ready(reason: str | None) -> HttpError:
     """Return the error of a request while no engine is ready."""
     text = "the engine is being started" + (f": {reason}" if reason else "")
     return HttpError(503, text, code="engine_not_ready", retry_after=_RETRY_SECONDS)
-
-
-def _error_of(event: Failed) -> HttpError:
-    retry_after = _RETRY_SECONDS if event.status == 503 else None
-    return HttpError(
-        event.status, event.text, code=event.code, param=event.param, retry_after=retry_after
-    )

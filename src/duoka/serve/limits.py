@@ -8,7 +8,8 @@ import hmac
 import json
 import re
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar
@@ -62,12 +63,23 @@ class RequestMemory:
     def __init__(self) -> None:
         self._number = 0
 
-    def add(self, number: int) -> None:
-        """Add bytes, or remove them; HttpError above the limit."""
-        if number > 0 and self._number + number > _MOST_MEMORY_BYTES:
-            text = f"requests of {self._number // 2**20} MiB are on their way"
-            raise HttpError(503, text, code="overloaded", retry_after=5)
-        self._number += number
+    @contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Provide a function that adds bytes until the end of the block; HttpError if too many."""
+        held = 0
+
+        def add(number: int) -> None:
+            nonlocal held
+            if self._number + number > _MOST_MEMORY_BYTES:
+                text = f"requests of {self._number // 2**20} MiB are on their way"
+                raise HttpError(503, text, code="overloaded", retry_after=5)
+            self._number += number
+            held += number
+
+        try:
+            yield add
+        finally:
+            self._number -= held
 
 
 class Gate:
@@ -98,7 +110,7 @@ class Gate:
     ) -> None:
         self._app = app
         self._memory = memory
-        self._limits = limits
+        self._seconds = limits.body_seconds
         self._is_local = is_local
         self._digest = None if key is None else _digest(key)
 
@@ -107,16 +119,43 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self._memory, self._limits.body_seconds, receive)
         try:
             self._check(scope["path"], Headers(scope=scope))
-            if await body.read():
-                await self._app(scope, body.receive, send)
+            with self._memory.hold() as add:
+                whole = await self._read_body(receive, add)
+                if whole is not None:
+                    messages = iter((whole,))
+
+                    async def receive_whole() -> Message:  # then wait until the client goes away
+                        return next(messages, None) or await receive()
+
+                    await self._app(scope, receive_whole, send)
         except HttpError as error:  # before anything was answered
             response = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
             await response(scope, receive, send)
-        finally:
-            self._memory.add(-body.num_bytes)
+
+    async def _read_body(self, receive: Receive, add: Callable[[int], None]) -> Message | None:
+        """Return the whole body, up to a limit and in time; None if the client has gone."""
+        body = bytearray()
+        begin = asyncio.get_running_loop().time()
+        is_open = True
+        while is_open:
+            end = begin + self._seconds + len(body) / _LEAST_BYTES_PER_SECOND
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError as error:
+                text = f"{len(body)} bytes of the body came within {end - begin:.0f} s"
+                raise HttpError(408, text) from error
+            if message["type"] != "http.request":
+                return None
+            part = message.get("body", b"")
+            if len(body) + len(part) > MOST_BODY_BYTES:
+                raise _too_large()
+            add(len(part))
+            body += part
+            is_open = message.get("more_body", False)
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
 
     def _check(self, path: str, headers: Headers) -> None:
         if sum(len(name) + len(value) + 4 for name, value in headers.raw) > MOST_HEADER_BYTES:
@@ -135,46 +174,6 @@ class Gate:
         key = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not hmac.compare_digest(_digest(key), self._digest):
             raise HttpError(401, "the API key is missing or wrong", code="invalid_api_key")
-
-
-class _Body:
-    """The body of a request, up to a limit and in time."""
-
-    def __init__(self, memory: RequestMemory, seconds: float, receive: Receive) -> None:
-        self._memory = memory
-        self._seconds = seconds
-        self._receive = receive
-        self._whole: Message | None = None
-        self.num_bytes = 0
-
-    async def read(self) -> bool:
-        """Read the whole body; return False if the client has gone."""
-        parts: list[bytes] = []
-        begin = asyncio.get_running_loop().time()
-        is_open = True
-        while is_open:
-            end = begin + self._seconds + self.num_bytes / _LEAST_BYTES_PER_SECOND
-            try:
-                async with asyncio.timeout_at(end):
-                    message = await self._receive()
-            except TimeoutError as error:
-                text = f"{self.num_bytes} bytes of the body came within {end - begin:.0f} s"
-                raise HttpError(408, text) from error
-            if message["type"] != "http.request":
-                return False
-            parts.append(message.get("body", b""))
-            if self.num_bytes + len(parts[-1]) > MOST_BODY_BYTES:
-                raise _too_large()
-            self._memory.add(len(parts[-1]))
-            self.num_bytes += len(parts[-1])
-            is_open = message.get("more_body", False)
-        self._whole = {"type": "http.request", "body": b"".join(parts), "more_body": False}
-        return True
-
-    async def receive(self) -> Message:
-        """Return the whole body once; then wait until the client goes away."""
-        message, self._whole = self._whole, None
-        return await self._receive() if message is None else message
 
 
 class JsonRoute(APIRoute):

@@ -71,7 +71,10 @@ def encode_answer(
     says = _marked_by_template(tokenizer, messages, tools, ids) or [True] * len(ids)
     stop = next((at for at in range(start, len(ids)) if ids[at] in stop_ids), len(ids))
     if stop == len(ids):
-        ids, says = [*ids, _end_id(tokenizer, stop_ids)], [*says, True]
+        ends = [end for end in (tokenizer.eos_token_id, *stop_ids) if isinstance(end, int)]
+        if not ends:
+            raise CheckpointError("the tokenizer has no token that ends a text")
+        ids, says = [*ids, ends[0]], [*says, True]
     says[stop] = True
     return ids[: stop + 1], [False] * start + says[start : stop + 1]
 
@@ -79,13 +82,6 @@ def encode_answer(
 def _solid(text: str) -> str:
     """Drop the white space of a text: templates strip some."""
     return "".join(text.split())
-
-
-def _end_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> int:
-    for number in (tokenizer.eos_token_id, *stop_ids):
-        if isinstance(number, int):
-            return number
-    raise CheckpointError("the tokenizer has no token that ends a text")
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
@@ -132,8 +128,12 @@ def _encode(
 ) -> _Encoded:
     """Render messages and encode them, with or without the beginning of an answer."""
     special = _Special(tokenizer)
-    special.refuse_in_tools(tools or ())
-    special.refuse_in_calls(messages)
+    calls = [call for message in messages for call in message.calls]
+    for tool in tools or ():
+        tool_function(tool)  # refuses another form
+    # Templates write tools and calls in many ways.
+    special.refuse(list(tools or ()), "a tool's description")
+    special.refuse([[call.name, call.arguments] for call in calls], "a tool call")
     contents = [message.content for message in messages]
     marks = _Marks(messages)
     images_shown = images_of(messages)
@@ -205,18 +205,8 @@ class _Special:
         self._texts = sorted((t.content for t in added if t.special), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
 
-    def refuse_in_tools(self, tools: Sequence[Tool]) -> None:
-        """Raise UsageError for a special token in a tool: templates write tools in many ways."""
-        for tool in tools:
-            tool_function(tool)  # refuses another form
-        self._refuse(list(tools), "a tool's description")
-
-    def refuse_in_calls(self, messages: Sequence[ChatMessage]) -> None:
-        """Raise UsageError for a special token in a call of a tool."""
-        calls = [call for message in messages for call in message.calls]
-        self._refuse([[call.name, call.arguments] for call in calls], "a tool call")
-
-    def _refuse(self, value: object, what: str) -> None:
+    def refuse(self, value: object, what: str) -> None:
+        """Raise UsageError for a special token in a JSON value."""
         for text in _texts(value):
             match = self._pattern.search(text)
             if match is not None:
