@@ -7,14 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models.text.call_templates import tokenizer
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from duoka.errors import UsageError
 from duoka.models.text.answer_reader import Tags
 from duoka.models.text.messages import ChatMessage, ToolCall
-from duoka.models.text.prompts import chat_format
 from duoka.serve.chats import MOST_IMAGES, ChatMessages
 from duoka.serve.messages import Turn
 from duoka.serve.requests import RequestMessage, read_chat
@@ -69,15 +67,6 @@ def test_a_chat_is_read() -> None:
         ChatMessage(role="observation", content="no", call_id="call_2"),
         ChatMessage(role="observation", content="red", call_id="call_1"),
     ]
-
-
-def test_a_prompt_of_them() -> None:
-    chat = chat_format(tokenizer("mistral"), {"model_type": "llama"})
-    messages = ChatMessages().read(turns([OPENAI[0], *OPENAI[2:]]))
-    text = chat.tokenizer.decode(chat.prompt(messages))
-    assert '"id": "call00000"}, {"name": "ask", "arguments": {}, "id": "call00001"}]' in text
-    assert "tool\nnocall00001" in text
-    assert "tool\nredcall00000" in text
 
 
 def test_reasoning_is_written_as_the_model_writes_it() -> None:

@@ -56,18 +56,25 @@ def _piece() -> Any:
 
 
 @contextlib.asynccontextmanager
-async def serving(pool: Any, **limits: Any) -> AsyncIterator[str]:
-    """Serve in this loop; the address."""
+async def running(pool: Any, **limits: Any) -> AsyncIterator[tuple[str, uvicorn.Server]]:
+    """Serve in this loop; the address, and the server."""
     service = Service(cast(EnginePool, pool), scripted.MODEL)
     server = uvicorn.Server(config(service, Address(port=0), ClientLimits(**limits)))
-    with socket.create_server(("127.0.0.1", 0)) as bound:
+    with Address(port=0).bind() as bound:
         task = asyncio.create_task(server.serve(sockets=[bound]))
         while not server.started:
             await asyncio.sleep(0.01)
         async with asyncio.timeout(_PATIENCE_SECONDS):
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}", server
         server.should_exit = server.force_exit = True
         await task
+
+
+@contextlib.asynccontextmanager
+async def serving(pool: Any, **limits: Any) -> AsyncIterator[str]:
+    """Serve in this loop; the address."""
+    async with running(pool, **limits) as (url, _):
+        yield url
 
 
 async def opened(url: str, buffer: int = 0) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -94,21 +101,13 @@ def test_an_answer_does_not_wait_for_the_one_before_to_be_confirmed() -> None:
     """Nagle's algorithm is off: it held each answer with a body back for 40 ms."""
 
     async def run() -> list[int]:
-        service = Service(cast(EnginePool, Writing(0)), scripted.MODEL)
-        with Address(port=0).bind() as bound:
-            server = uvicorn.Server(config(service, Address(port=0), ClientLimits()))
-            task = asyncio.create_task(server.serve(sockets=[bound]))
-            while not server.started:
-                await asyncio.sleep(0.01)
-            _, writer = await opened(f"http://127.0.0.1:{bound.getsockname()[1]}")
+        async with running(Writing(0)) as (url, server):
+            _, writer = await opened(url)
             while not (connections := list(server.server_state.connections)):
                 await asyncio.sleep(0.01)
             sockets = [cast(Any, one).transport.get_extra_info("socket") for one in connections]
-            options = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets]
             writer.close()
-            server.should_exit = server.force_exit = True
-            await task
-        return options
+            return [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets]
 
     assert asyncio.run(run()) == [1]
 

@@ -32,19 +32,13 @@ COUNT = "/v1/messages/count_tokens"
 HI = [{"role": "user", "content": "hi"}]
 FORMS: dict[str, tuple[type[Any], type[BaseModel], dict[str, Any]]] = {
     CHAT: (chat_create_params.CompletionCreateParamsBase, ChatCompletionRequest, {"messages": HI}),
-    COMPLETIONS: (
-        completion_create_params.CompletionCreateParamsBase,
-        CompletionRequest,
-        {"prompt": "a"},
-    ),
+    COMPLETIONS: (completion_create_params.CompletionCreateParamsBase, CompletionRequest,
+                  {"prompt": "a"}),
     "/v1/responses": (ResponseCreateParamsBase, ResponsesRequest, {"input": "a"}),
-    "/v1/messages": (
-        MessageCreateParamsBase,
-        MessagesRequest,
-        {"model": "", "max_tokens": 2, "messages": HI},
-    ),
+    "/v1/messages": (MessageCreateParamsBase, MessagesRequest,
+                     {"model": "", "max_tokens": 2, "messages": HI}),
     COUNT: (MessageCountTokensParams, CountTokensRequest, {"model": "", "messages": HI}),
-}
+}  # fmt: skip
 FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": None}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 TALK: dict[str, Any] = {
@@ -62,82 +56,50 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{path: (path, body) for path, body in VALID.items()},
     "stream": (CHAT, {"messages": HI, "max_tokens": 1, "stream": True}),
     "tools": (CHAT, {**TALK, "tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True}),
-    "forced": (
-        CHAT,
-        {**TALK, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
-    ),
-    "schema": (
-        CHAT,
-        {
-            **TALK,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
-            },
-        },
-    ),
+    "forced": (CHAT, {**TALK, "tools": TOOLS,
+                      "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+    "schema": (CHAT, {**TALK, "response_format": {
+        "type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}}),
     "regex": (CHAT, {**TALK, "response_format": {"type": "regex", "regex": "a"}}),
     "image": (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}], "max_tokens": 1}),
-    "texts": (
-        COMPLETIONS,
-        {"prompt": ["a", "b"], "max_tokens": 1, "suffix": "", "echo": True, "stop": "x"},
-    ),
-    "items": (
-        "/v1/responses",
-        {
-            "input": [
-                {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
-                {
-                    "type": "reasoning",
-                    "id": "r",
-                    "summary": [{"type": "summary_text", "text": "a"}],
-                },
-                {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
-                {"type": "function_call_output", "call_id": "c", "output": "x"},
-            ],
-            "tools": [{"type": "function", **FUNCTION}],
-            "tool_choice": {"type": "function", "name": "f"},
-            "max_output_tokens": 1,
-            "text": {"format": {"type": "text"}, "verbosity": "medium"},
-            "include": ["message.output_text.logprobs"],
-            "metadata": {"a": "b"},
-        },
-    ),
-    "blocks": (
-        "/v1/messages",
-        {
-            "model": "",
-            "max_tokens": 1,
-            "messages": [
-                {"role": "user", "content": "a"},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "a", "signature": "b"},
-                        {"type": "text", "text": "x", "citations": None},
-                        {"type": "tool_use", "id": "c", "name": "f", "input": {}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "c",
-                            "content": [{"type": "text", "text": "a"}],
-                            "is_error": False,
-                        }
-                    ],
-                },
-            ],
-            "tools": [{"name": "f", "input_schema": {"type": "object"}, "description": "d"}],
-            "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
-            "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
-            "metadata": {"user_id": "a"},
-        },
-    ),
+    "texts": (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 1, "suffix": "", "echo": True,
+                            "stop": "x"}),
+    "items": ("/v1/responses", {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "x"},
+        ],
+        "tools": [{"type": "function", **FUNCTION}],
+        "tool_choice": {"type": "function", "name": "f"},
+        "max_output_tokens": 1,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "include": ["message.output_text.logprobs"],
+        "metadata": {"a": "b"},
+    }),
+    "blocks": ("/v1/messages", {
+        "model": "",
+        "max_tokens": 1,
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "a", "signature": "b"},
+                {"type": "text", "text": "x", "citations": None},
+                {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+            ]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "c", "is_error": False,
+                 "content": [{"type": "text", "text": "a"}]},
+            ]},
+        ],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}, "description": "d"}],
+        "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+        "metadata": {"user_id": "a"},
+    }),
     "tokens of tools": ("/tokenize", {"messages": TALK["messages"], "tools": TOOLS}),
-}
+}  # fmt: skip
 WRONG: list[Any] = [
     *(None, True, 0, -1, 1.5, 1e308, 10**30, "", "x", "\0"),
     *([], {}, [None], [[]], [{}], {"a": 1}, {"type": {}}, {"type": "function"}, [{"type": []}]),

@@ -180,28 +180,13 @@ def test_a_signal_lets_open_answers_end(
 # Long answers in each API's form, and what each says where an answer begins and where it is cut.
 STREAMS: dict[str, tuple[dict[str, Any], bytes, bytes]] = {
     CHAT: (STREAM, b'"content": ', b'"engine_died"'),
-    "/v1/completions": (
-        {"prompt": "ab", "max_tokens": 100, "logit_bias": {"256": -100}, "stream": True},
-        b'"text": ',
-        b'"engine_died"',
-    ),
-    "/v1/responses": (
-        {"input": "ab", "max_output_tokens": 100, "temperature": 0, "stream": True},
-        b"response.output_text.delta",
-        b"event: response.failed",
-    ),
-    "/v1/messages": (
-        {
-            "model": "llama",
-            "messages": LONG["messages"],
-            "max_tokens": 100,
-            "temperature": 0,
-            "stream": True,
-        },
-        b"content_block_delta",
-        b"event: error",
-    ),
-}
+    "/v1/completions": ({"prompt": "ab", "max_tokens": 100, "logit_bias": {"256": -100},
+                         "stream": True}, b'"text": ', b'"engine_died"'),
+    "/v1/responses": ({"input": "ab", "max_output_tokens": 100, "temperature": 0, "stream": True},
+                      b"response.output_text.delta", b"event: response.failed"),
+    "/v1/messages": ({"model": "llama", "messages": LONG["messages"], "max_tokens": 100,
+                      "temperature": 0, "stream": True}, b"content_block_delta", b"event: error"),
+}  # fmt: skip
 
 
 async def cut(served: Served) -> list[bytes]:

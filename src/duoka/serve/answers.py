@@ -149,6 +149,8 @@ class OpenAIAnswer(Answer):
             choice.finish = "stop" if event.finish == "cancelled" else event.finish
             yield self._piece(number, self._last, finish=choice.finish)
         else:
+            # Offsets of a stream continue: a piece has the tokens from `start` on, with the places
+            # where they begin in the whole text.
             choice.add(event.tokens)
             start = len(choice.tokens) - len(event.tokens)
             content = self._add(choice.content, event)

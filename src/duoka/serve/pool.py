@@ -87,6 +87,8 @@ class EnginePool:
         HttpError
             If none is ready.
         """
+        # Prefix affinity: the engine that has read the beginning of the prompt has its pages, which
+        # saves the prefill; until its pending tokens exceed the idlest engine's by the slack.
         ready = [engine for engine in self.engines if engine.state == "ready"]
         if not ready:
             raise not_ready(self.engines[0].reason)

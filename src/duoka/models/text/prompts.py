@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -136,16 +136,14 @@ class _RoleFormat(ChatFormat):
 
     _start: ClassVar[tuple[str, str]]
     _form: ClassVar[LineForm]
+    # Writes a call as the content of a message.
+    _write_call: Callable[[ToolCall], str]
     images: SquareImages | None
 
     @property
     @abstractmethod
     def _end(self) -> str:
         """The token at the end of a text."""
-
-    @abstractmethod
-    def _write_call(self, call: ToolCall) -> str:
-        """Write a call as the content of a message."""
 
     @abstractmethod
     def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
@@ -223,13 +221,11 @@ class ChatGLM3Format(_RoleFormat):
 
     _start = ("[gMASK]", "sop")
     _form = LineForm("python")
+    _write_call = staticmethod(write_python_call)
 
     @property
     def _end(self) -> str:
         return str(self.tokenizer.eos_token)
-
-    def _write_call(self, call: ToolCall) -> str:
-        return write_python_call(call)
 
     def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
         return f"{leading}\n{_json([tool_function(tool) for tool in tools])}"
@@ -244,9 +240,7 @@ class GLM4Format(_RoleFormat):
     _start = ("[gMASK]", "<sop>")
     _form = LineForm("json")
     _end = "<|endoftext|>"
-
-    def _write_call(self, call: ToolCall) -> str:
-        return write_json_call(call)
+    _write_call = staticmethod(write_json_call)
 
     def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
         # These headings are part of the published format; the model was trained on them.
