@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from .answers import ChatAnswer, CompletionAnswer
 from .anthropic import add_messages
 from .errors import HttpError, describe_invalid
-from .limits import ClientLimits, Gate, JsonRoute
+from .limits import Gate, JsonRoute
 from .messages import Prompt
 from .requests import (
     ChatCompletionRequest,
@@ -39,13 +39,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(
-    service: Service,
-    *,
-    key: str | None = None,
-    is_local: bool = False,
-    limits: ClientLimits | None = None,
-) -> FastAPI:
+def make_app(service: Service, *, key: str | None = None, is_local: bool = False) -> FastAPI:
     """The application of a service; see `Gate`."""
     app = FastAPI(
         title="duoka",
@@ -55,9 +49,7 @@ def make_app(
         redoc_url=None,
     )
     app.router.route_class = JsonRoute
-    app.add_middleware(
-        Gate, memory=service.memory, limits=limits or ClientLimits(), key=key, is_local=is_local
-    )
+    app.add_middleware(Gate, memory=service.memory, key=key, is_local=is_local)
     for kind in (HttpError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     _add_health(app, service)

@@ -98,8 +98,8 @@ def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpErro
     wrong value before a missing one.
     """
     # A content is a text or a list of parts. For [{"type": "text", "text": 3}] pydantic reports
-    #     content            it is no text       (2 places deep, with the name of the type)
-    #     content.0.text     3 is no text        (the deepest one: what the client has to change)
+    #     content          the list is no text
+    #     content.0.text   3 is no text, the deepest one: what the client has to change
     places = [_place(error, body) for error in errors]
     kinds = [error["type"] != "missing" for error in errors]
     deepest, _ = max(zip(places, kinds, strict=True), key=lambda pair: (len(pair[0]), pair[1]))

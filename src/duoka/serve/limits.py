@@ -10,9 +10,8 @@ import re
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -28,33 +27,16 @@ from .errors import HttpError
 
 MOST_BODY_BYTES, MOST_HEADER_BYTES = 32 * 2**20, 64 * 2**10
 _MOST_MEMORY_BYTES = 512 * 2**20
+_MOST_CONNECTIONS = 1024
+# For all headers of a request; for its body, and a second more for each 16 KiB of it; and without
+# progress in sending an answer.
+_HEADER_SECONDS, _BODY_SECONDS, _TAKE_SECONDS = 15.0, 30.0, 30.0
 _LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
 _NEXT_BRACKET = re.compile(rb'(?:[^"\[\]{}]++|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{}])', re.DOTALL)
 _OPEN = ("/health", "/ready", "/version", "/", "/favicon.ico")
 _THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientLimits:
-    """Limits in time and number for clients.
-
-    Parameters
-    ----------
-    header_seconds : float
-        For all headers of a request.
-    body_seconds : float
-        For its body, and a second more for each 16 KiB of it.
-    take_seconds : float
-        Without progress in sending an answer.
-    connections : int
-    """
-
-    header_seconds: float = 15.0
-    body_seconds: float = 30.0
-    take_seconds: float = 30.0
-    connections: int = 1024
 
 
 class RequestMemory:
@@ -66,20 +48,20 @@ class RequestMemory:
     @contextmanager
     def hold(self) -> Iterator[Callable[[int], None]]:
         """Provide a function that adds bytes until the end of the block; HttpError if too many."""
-        held = 0
+        num_held_bytes = 0
 
         def add(number: int) -> None:
-            nonlocal held
+            nonlocal num_held_bytes
             if self._number + number > _MOST_MEMORY_BYTES:
                 text = f"requests of {self._number // 2**20} MiB are on their way"
                 raise HttpError(503, text, code="overloaded", retry_after=5)
             self._number += number
-            held += number
+            num_held_bytes += number
 
         try:
             yield add
         finally:
-            self._number -= held
+            self._number -= num_held_bytes
 
 
 class Gate:
@@ -91,7 +73,6 @@ class Gate:
     ----------
     app : ASGI application
     memory : RequestMemory
-    limits : ClientLimits
     key : str, optional
         The key that clients have to send.
     is_local : bool
@@ -103,14 +84,12 @@ class Gate:
         self,
         app: ASGIApp,
         memory: RequestMemory,
-        limits: ClientLimits,
         *,
         key: str | None = None,
         is_local: bool = False,
     ) -> None:
         self._app = app
         self._memory = memory
-        self._seconds = limits.body_seconds
         self._is_local = is_local
         self._digest = None if key is None else _digest(key)
 
@@ -140,7 +119,7 @@ class Gate:
         begin = asyncio.get_running_loop().time()
         is_open = True
         while is_open:
-            end = begin + self._seconds + len(body) / _LEAST_BYTES_PER_SECOND
+            end = begin + _BODY_SECONDS + len(body) / _LEAST_BYTES_PER_SECOND
             try:
                 async with asyncio.timeout_at(end):
                     message = await receive()
@@ -240,17 +219,15 @@ class TimedProtocol(H11Protocol):
     #   "headers" runs from the connection's beginning, or the end of an answer, until a request
     #             is complete and is being answered;
     #   "answer"  runs while the transport's buffer is full, or holds the rest of an answer.
-    # The body has a limit of its own, in `_Body.read`.
-    limits: ClassVar = ClientLimits()
+    # The body has a limit of its own, in `Gate._read_body`.
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._start_timer("headers", self.limits.header_seconds, transport.abort)
-        limit = self.limits.connections
-        if len(self.connections) > limit:
-            text = f"{limit} connections are open"
+        self._start_timer("headers", _HEADER_SECONDS, transport.abort)
+        if len(self.connections) > _MOST_CONNECTIONS:
+            text = f"{_MOST_CONNECTIONS} connections are open"
             self._refuse(HttpError(503, text, code="overloaded", retry_after=5))
 
     def send_400_response(self, msg: str) -> None:
@@ -280,12 +257,12 @@ class TimedProtocol(H11Protocol):
         if self._is_answering:
             self._stop_timer("headers")
         elif "headers" not in self._timers:  # uvicorn's own ends with the first byte
-            self._start_timer("headers", self.limits.header_seconds, self.transport.abort)
+            self._start_timer("headers", _HEADER_SECONDS, self.transport.abort)
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         super().pause_writing()
-        self._start_timer("answer", self.limits.take_seconds, self.transport.abort)
+        self._start_timer("answer", _TAKE_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -296,7 +273,7 @@ class TimedProtocol(H11Protocol):
         """See uvicorn."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size() and "answer" not in self._timers:
-            self._start_timer("answer", self.limits.take_seconds, self._abort_untaken)
+            self._start_timer("answer", _TAKE_SECONDS, self._abort_untaken)
 
     def _abort_untaken(self) -> None:
         """Close a connection whose client doesn't take the rest of an answer."""

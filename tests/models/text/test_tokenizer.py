@@ -25,7 +25,8 @@ TEXTS = [
     "日本語 한국어 ไทย العربية हिन्दी",
     "👩‍👩‍👧‍👦🏳️‍🌈😀", "def f(x):\n    return x ** 2  # ok\n", "ﬁ Å Å ½ ①", "▁▁ a▁b",
     "1234567890 3.14e-10", "<|user|>\n hi", "[gMASK]sop<sop></s><unk><0x0A><|endoftext|>",
-    "\x00\x01\u200b\u202e", "a" * 300, " " * 100, "I'll we'RE don't", "𝕳𝖊𝖑𝖑𝖔", "！？。，、；：", "\ufeffBOM",
+    "\x00\x01\u200b\u202e", "a" * 300, " " * 100, "I'll we'RE don't", "𝕳𝖊𝖑𝖑𝖔",
+    "！？。，、；：", "\ufeffBOM",
 ]  # fmt: skip
 
 
