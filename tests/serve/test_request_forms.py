@@ -22,7 +22,7 @@ from served import Served
 
 from duoka.serve.anthropic import CountTokensRequest, MessagesRequest
 from duoka.serve.app import make_app
-from duoka.serve.messages import Counted, EngineRequest, Event
+from duoka.serve.messages import EngineRequest, Event
 from duoka.serve.pool import EnginePool
 from duoka.serve.requests import ChatCompletionRequest, CompletionRequest
 from duoka.serve.responses import ResponsesRequest
@@ -106,20 +106,9 @@ WRONG: list[Any] = [
 ]
 
 
-class Counting(scripted.ScriptedPool):
-    """Answers, and counts no tokens."""
-
-    def choose(self) -> Counting:
-        return self
-
-    async def count(self, message: Any) -> Counted:
-        return Counted(number=0)
-
-
 def post(path: str, *bodies: Any, **options: Any) -> list[httpx2.Response]:
     """What a scripted server answers."""
-    pool = Counting((scripted.begun(), scripted.delta("a"), scripted.ended()))
-    app = make_app(Service(cast(EnginePool, pool), scripted.MODEL))
+    app, _ = scripted.app_of(scripted.begun(), scripted.delta("a"), scripted.ended())
 
     async def ask() -> list[httpx2.Response]:
         async with scripted.transport(app) as http:

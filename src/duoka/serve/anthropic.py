@@ -258,4 +258,4 @@ def add_messages(app: FastAPI, service: Service) -> None:
     async def count_tokens(request: CountTokensRequest) -> dict[str, int]:
         """Count the tokens of a chat."""
         service.check_model(request.model)
-        return {"input_tokens": len(await service.count(request.to_prompt()))}
+        return {"input_tokens": len((await service.count(request.to_prompt())).tokens)}

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
@@ -37,7 +36,6 @@ _LOG = logging.getLogger(__name__)
 # (an engine that can't be opened fails at once), "failed" when the restart policy gives up.
 State = Literal["starting", "ready", "restarting", "failed"]
 _GRACE_SECONDS = 5.0
-_MAX_COUNTS = 64
 _RETRY_SECONDS = 5
 
 
@@ -68,7 +66,6 @@ class EngineClient:
         # The events of each running request, and the tokens that it may take.
         self._open: dict[int, tuple[asyncio.Queue[Event], int]] = {}
         self._numbers = count()
-        self._num_counts = 0
         self._writer: asyncio.StreamWriter | None = None
         self._process: WorkerProcess | None = None
 
@@ -139,20 +136,6 @@ class EngineClient:
         finally:
             del self._open[number]
             self._send(EngineRequest(task="end", number=number))
-
-    async def count(self, request: EngineRequest) -> Counted:
-        """Return the tokens of a prompt, or the text of its tokens."""
-        if self._num_counts >= _MAX_COUNTS:
-            text = f"{_MAX_COUNTS} texts are counted or spelled already"
-            raise HttpError(429, text, code="queue_full", retry_after=1)
-        self._num_counts += 1
-        try:
-            async with aclosing(self.submit(request)) as events:
-                counted = await anext(events)
-        finally:
-            self._num_counts -= 1
-        assert isinstance(counted, Counted), "nothing else comes of it"
-        return counted
 
     def _send(self, message: EngineRequest | EngineSettings) -> None:
         if self._writer is not None and not self._writer.is_closing():

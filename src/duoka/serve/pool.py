@@ -75,6 +75,12 @@ class EnginePool:
         return all(engine.state == "failed" for engine in self.engines)
 
     @property
+    def context_tokens(self) -> int | None:
+        """The tokens of a prompt and its generation; None until an engine has been ready."""
+        capacities = (engine.capacity for engine in self.engines)
+        return next((capacity.context_tokens for capacity in capacities if capacity), None)
+
+    @property
     def num_open(self) -> int:
         """The number of running and queued requests."""
         return sum(engine.num_open for engine in self.engines)

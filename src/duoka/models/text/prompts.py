@@ -274,17 +274,12 @@ class ChatGLM2Format(ChatFormat):
     ) -> list[int]:
         """See `ChatFormat`. A message of the system stands before the first round."""
         last_is_answerable(messages)
-        return self._ids(messages, tools, "\n\n答：")
+        return self.written(messages, tools, "\n\n答：")
 
     def written(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None, end: str = ""
     ) -> list[int]:
-        """Return the ids of messages, without the beginning of an answer to them."""
-        return self._ids(messages, tools, "")
-
-    def _ids(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, end: str
-    ) -> list[int]:
+        """Return the ids of messages, with an end such as the beginning of an answer to them."""
         if tools:
             raise UsageError("ChatGLM2 was not trained to call tools")
         text, questions, last_role = "", 0, ""
