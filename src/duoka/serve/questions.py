@@ -13,7 +13,7 @@ from duoka.models.text.answer_reader import AnswerReader
 from duoka.models.text.image_prompts import images_of
 from duoka.runtime.prompt_reader import PromptReader, PromptTooLong, refuse_beyond
 
-from .chats import MOST_IMAGES, ChatMessages
+from .chats import ChatMessages
 from .messages import Prompt
 
 _FORMAT = "response_format"
@@ -117,12 +117,8 @@ class QuestionReader:
 
     def _read_chat(self, prompt: Prompt, grammar: Grammar | None) -> Question:
         chat, answers, tools = self._reader.chat, self._reader.chat.answers, prompt.tools
-        request = ChatMessages(
-            reasoning=answers.reasoning,
-            takes_images=chat.images is not None,
-            most_images=min(MOST_IMAGES, self._reader.workload.images),
-        )
-        messages = request.read(prompt.messages or ())
+        most_images = None if chat.images is None else self._reader.workload.images
+        messages = ChatMessages(answers.reasoning, most_images).read(prompt.messages or ())
         self._reader.check_images(images_of(messages))
         tokens = chat.prompt(messages, tools or None)
         is_parallel, forced = prompt.parallel_tool_calls, None
