@@ -35,16 +35,6 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def encode_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None = None,
-    images: PromptImages | None = None,
-) -> list[int]:
-    """Return the ids of a prompt by the tokenizer's chat template."""
-    return _encode(tokenizer, messages, tools, images=images).ids
-
-
 def encode_answer(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[ChatMessage],
@@ -57,8 +47,8 @@ def encode_answer(
     first stop token and this token, or the part that the template marks by ``{% generation %}``.
     Where the template writes no stop token, one is added.
     """
-    question = _encode(tokenizer, messages[:-1], tools)
-    chat = _encode(tokenizer, messages, tools, is_prompt=False)
+    question = encode_chat(tokenizer, messages[:-1], tools)
+    chat = encode_chat(tokenizer, messages, tools, is_prompt=False)
     answer = chat.text.removeprefix(question.text)
     is_changed = answer == chat.text or _solid(messages[-1].content) not in _solid(answer)
     if is_changed:
@@ -113,19 +103,21 @@ def _marked_by_template(
     return [bool(mark) for mark in encoded["assistant_masks"]]
 
 
-class _Encoded(NamedTuple):
+class EncodedChat(NamedTuple):
+    """A chat as text and as token ids."""
+
     text: str
     ids: list[int]
 
 
-def _encode(
+def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     *,
     images: PromptImages | None = None,
     is_prompt: bool = True,
-) -> _Encoded:
+) -> EncodedChat:
     """Render messages and encode them, with or without the beginning of an answer."""
     special = _Special(tokenizer)
     calls = [call for message in messages for call in message.calls]
@@ -149,9 +141,9 @@ def _encode(
         assert images is not None, "a format without it refuses images"
         if is_imitated or any(map(images.is_imitated, contents)):
             raise _imitation_error()
-        return _Encoded(text, images.prompt(text, images_shown))
+        return EncodedChat(text, images.prompt(text, images_shown))
     if not is_imitated:
-        return _Encoded(text, _ids(tokenizer, text))
+        return EncodedChat(text, _ids(tokenizer, text))
     # The template may write contents as they are, or stripped; in any other way, the marks don't
     # tell the place of a content.
     for written in (contents, [content.strip() for content in contents]):
@@ -165,7 +157,7 @@ def _encode(
         tokenizer, marks.fill(marked, harmless)
     ):
         raise _imitation_error()
-    return _Encoded(text, special.ids_in_parts(marked, marks, written))
+    return EncodedChat(text, special.ids_in_parts(marked, marks, written))
 
 
 class _Marks:

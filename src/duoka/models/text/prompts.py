@@ -27,7 +27,7 @@ from duoka.errors import CheckpointError, UsageError
 
 from .answer_format import AnswerFormat
 from .call_forms import LineForm
-from .chat_template import encode_answer, encode_template, text_ids
+from .chat_template import encode_answer, encode_chat, text_ids
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
     ChatMessage,
@@ -340,7 +340,7 @@ class TemplateFormat(ChatFormat):
         last_is_answerable(messages, takes_images=self.images is not None)
         if self.tokenizer.chat_template is not None:
             with self._lock:
-                return encode_template(self.tokenizer, messages, tools, self.images)
+                return encode_chat(self.tokenizer, messages, tools, images=self.images).ids
         if images_of(messages):
             raise UsageError("this model has no chat template, so no images can be shown to it")
         if tools:
