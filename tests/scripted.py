@@ -53,6 +53,19 @@ def transport(app: FastAPI) -> httpx2.AsyncClient:
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
 
 
+def post(app: FastAPI, path: str, *bodies: Any, **options: Any) -> list[httpx2.Response]:
+    """The answers of an application to some requests at once."""
+
+    async def ask() -> list[httpx2.Response]:
+        async with transport(app) as http:
+            url = f"http://localhost{path}"
+            return await asyncio.gather(
+                *(http.post(url, **(options or {"json": body})) for body in bodies)
+            )
+
+    return asyncio.run(ask())
+
+
 def answer_of(
     events: Sequence[Event],
     open_client: Callable[[httpx2.AsyncClient], Any],

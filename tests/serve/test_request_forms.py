@@ -109,13 +109,7 @@ WRONG: list[Any] = [
 def post(path: str, *bodies: Any, **options: Any) -> list[httpx2.Response]:
     """What a scripted server answers."""
     app, _ = scripted.app_of(scripted.begun(), scripted.delta("a"), scripted.ended())
-
-    async def ask() -> list[httpx2.Response]:
-        async with scripted.transport(app) as http:
-            url = f"http://localhost{path}"
-            return [await http.post(url, **(options or {"json": body})) for body in bodies]
-
-    return asyncio.run(ask())
+    return scripted.post(app, path, *bodies, **options)
 
 
 def fields_of(path: str) -> Mapping[str, Any]:
