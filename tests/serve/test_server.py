@@ -266,4 +266,5 @@ def test_a_copy_that_dies_loses_its_own_requests_alone(llama: Path, tmp_path: Pa
         settled(served.url)
         engines = children(served.process.pid)
         served.process.kill()
+        served.process.wait()
         until(lambda: not any(map(is_there, engines)))  # no engine outlives its server

@@ -9,13 +9,14 @@ import shutil
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 
-from duoka.base.web import http
 from duoka.errors import MachineError, UsageError
 from duoka.planner.plan import Plan
 from duoka.planner.plan_profile import cached_profile
@@ -169,11 +170,13 @@ def _wait_until_healthy(
 
 
 def _is_healthy(url: str) -> bool:
-    try:
-        response = http.get(f"{url}/health", timeout=_HEALTH_SECONDS, trust_env=False)
-    except http.HTTPError:
-        return False
-    return bool(response.status_code == 200)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with (
+        suppress(OSError, HTTPException),
+        opener.open(f"{url}/health", timeout=_HEALTH_SECONDS) as response,
+    ):
+        return response.status == 200  # type: ignore[no-any-return]
+    return False
 
 
 def _url_of(options: VllmOptions) -> str:
