@@ -49,18 +49,19 @@ TALK: dict[str, Any] = {
     ],
     "max_tokens": 1,
 }
+SHORT = {"messages": HI, "max_tokens": 1}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     **{path: (path, body) for path, body in VALID.items()},
-    "stream": (CHAT, {"messages": HI, "max_tokens": 1, "stream": True}),
+    "stream": (CHAT, {**SHORT, "stream": True}),
     "tools": (CHAT, {**TALK, "tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True}),
-    "forced": (CHAT, {**TALK, "tools": TOOLS,
+    "forced": (CHAT, {**SHORT, "tools": TOOLS,
                       "tool_choice": {"type": "function", "function": {"name": "f"}}}),
-    "schema": (CHAT, {**TALK, "response_format": {
+    "schema": (CHAT, {**SHORT, "response_format": {
         "type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}}),
-    "regex": (CHAT, {**TALK, "response_format": {"type": "regex", "regex": "a"}}),
+    "regex": (CHAT, {**SHORT, "response_format": {"type": "regex", "regex": "a"}}),
     "image": (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}], "max_tokens": 1}),
     "texts": (COMPLETIONS, {"prompt": ["a", "b"], "max_tokens": 1, "suffix": "", "echo": True,
                             "stop": "x"}),
@@ -98,11 +99,11 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
         "metadata": {"user_id": "a"},
     }),
-    "tokens of tools": ("/tokenize", {"messages": TALK["messages"], "tools": TOOLS}),
+    "tokens of tools": ("/tokenize", {"messages": HI, "tools": TOOLS}),
 }  # fmt: skip
 WRONG: list[Any] = [
-    *(None, True, 0, -1, 1.5, 1e308, 10**30, "", "x", "\0"),
-    *([], {}, [None], [[]], [{}], {"a": 1}, {"type": {}}, {"type": "function"}, [{"type": []}]),
+    *(None, True, 0, 1e308, 10**30, "", "\0", [], {}, [None], [{}], {"a": 1}),
+    *({"type": {}}, {"type": "function"}, [{"type": []}]),
 ]
 
 
