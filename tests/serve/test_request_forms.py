@@ -49,7 +49,7 @@ TALK: dict[str, Any] = {
     ],
     "max_tokens": 1,
 }
-SHORT = {"messages": HI, "max_tokens": 1}
+SHORT: dict[str, Any] = {"messages": HI, "max_tokens": 1}
 TOOLS = [{"type": "function", "function": FUNCTION}]
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA==", "detail": "low"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}

@@ -184,7 +184,8 @@ class CountTokensRequest(_Block):
     def to_prompt(self) -> Prompt:
         """Return the chat."""
         choice, tools = self.tool_choice, [tool.to_chat_tool() for tool in self.tools or ()]
-        usable = choose_tools(tools, choice.mode if choice.name is None else choice)
+        mode: Any = choice.mode
+        usable = choose_tools(tools, mode if choice.name is None else choice)
         system = [make_turn("system", self.system)] if self.system else []
         return Prompt(
             messages=[
