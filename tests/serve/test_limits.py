@@ -60,7 +60,8 @@ async def running(pool: Any, **limits: Any) -> AsyncIterator[tuple[str, uvicorn.
     """Serve in this loop; the address, and the server."""
     service = Service(cast(EnginePool, pool), scripted.MODEL)
     server = uvicorn.Server(config(service, Address(port=0)))
-    with Address(port=0).bind() as bound, mock.patch.multiple("duoka.serve.limits", **limits):
+    changed = {"_MOST_CONNECTIONS": 1024, **limits}
+    with Address(port=0).bind() as bound, mock.patch.multiple("duoka.serve.limits", **changed):
         task = asyncio.create_task(server.serve(sockets=[bound]))
         while not server.started:
             await asyncio.sleep(0.01)

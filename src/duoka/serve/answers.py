@@ -77,26 +77,6 @@ class Answer(ABC):
         """Return the whole answer."""
 
 
-@dataclass
-class _Choice:
-    """A choice during generation: its content in a whole answer, and its tokens."""
-
-    content: dict[str, Any]
-    tokens: list[Token] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    finish: str | None = None
-    # The number of characters so far, and the bytes of one that isn't whole.
-    _offset: int = 0
-    _decoder: Any = field(default_factory=lambda: getincrementaldecoder("utf-8")("replace"))
-
-    def add(self, tokens: Sequence[Token]) -> None:
-        """Add tokens, and the places in the text where they begin."""
-        self.tokens += tokens
-        for token in tokens:
-            self.offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(token.data))
-
-
 class OpenAIAnswer(Answer):
     """The common form of chats and completions, with several choices.
 
@@ -104,57 +84,22 @@ class OpenAIAnswer(Answer):
     ----------
     head : dict
         The fields of every piece.
-    contents : sequence of dict
-        The contents of the choices without a token, `n` for each prompt.
+    choices : sequence
+        Each with its `content`, `logprobs` and `finish`.
     has_logprobs, has_usage : bool
         Whether log-probabilities are wanted, and the tokens at the end of a stream.
     """
 
-    # Fields of a whole answer in place of a piece's; the content of the last piece of a choice.
+    # Fields of a whole answer in place of a piece's.
     _fields: ClassVar[dict[str, Any]] = {}
-    _last: ClassVar[dict[str, Any]]
 
     def __init__(
-        self,
-        head: dict[str, Any],
-        contents: Sequence[dict[str, Any]],
-        n: int,
-        *,
-        has_logprobs: bool,
-        has_usage: bool,
+        self, head: dict[str, Any], choices: Sequence[Any], *, has_logprobs: bool, has_usage: bool
     ) -> None:
         super().__init__()
-        self._head, self._n = head, n
-        self._choices = [_Choice(content) for content in contents]
+        self._head = head
+        self._choices = choices
         self._has_logprobs, self._has_usage = has_logprobs, has_usage
-
-    @abstractmethod
-    def _add(self, content: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        """Add a part to the content of a choice; return its form in a stream."""
-
-    @abstractmethod
-    def _write_logprobs(
-        self, tokens: Sequence[Token], offsets: Sequence[int]
-    ) -> dict[str, Any] | None:
-        """Return log-probabilities of tokens."""
-
-    def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
-        """See `Answer`."""
-        self.usage.add(event)
-        if not isinstance(event, Delta | Ended):
-            return
-        number = source * self._n + event.choice
-        choice = self._choices[number]
-        if isinstance(event, Ended):
-            choice.finish = "stop" if event.finish == "cancelled" else event.finish
-            yield self._piece(number, self._last, finish=choice.finish)
-        else:
-            # Offsets of a stream continue: a piece has the tokens from `start` on, with the places
-            # where they begin in the whole text.
-            choice.add(event.tokens)
-            start = len(choice.tokens) - len(event.tokens)
-            content = self._add(choice.content, event)
-            yield self._piece(number, content, self._logprobs(choice, start))
 
     def finish(self) -> Iterator[Piece]:
         """See `Answer`."""
@@ -164,7 +109,7 @@ class OpenAIAnswer(Answer):
     def to_dict(self) -> dict[str, Any]:
         """See `Answer`."""
         choices = [
-            _choice(number, choice.content, self._logprobs(choice), choice.finish)
+            _choice(number, choice.content, self._has_logprobs and choice.logprobs, choice.finish)
             for number, choice in enumerate(self._choices)
         ]
         return {
@@ -174,65 +119,126 @@ class OpenAIAnswer(Answer):
             "usage": self.usage.to_dict(),
         }
 
-    def _logprobs(self, choice: _Choice, start: int = 0) -> dict[str, Any] | None:
-        if not self._has_logprobs:
-            return None
-        return self._write_logprobs(choice.tokens[start:], choice.offsets[start:])
-
-    def _piece(
-        self, number: int, content: dict[str, Any], logprobs: Any = None, finish: Any = None
-    ) -> Piece:
+    def _piece(self, number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> Piece:
         return {**self._head, "choices": [_choice(number, content, logprobs, finish)]}
 
 
 def _choice(number: int, content: dict[str, Any], logprobs: Any, finish: Any) -> dict[str, Any]:
-    return {"index": number, **content, "logprobs": logprobs, "finish_reason": finish}
+    end = {"logprobs": logprobs or None, "finish_reason": finish}
+    return {"index": number, **content, **end}
+
+
+@dataclass(slots=True)
+class ChatChoice:
+    """A choice among the answers to a chat."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    finish: str = "stop"
+
+    def add(self, delta: Delta) -> dict[str, Any]:
+        """Add a part; return its form in a stream."""
+        self.tokens += delta.tokens
+        if delta.kind == "content":
+            self.texts.append(delta.text)
+            return {"content": delta.text}
+        if delta.kind == "reasoning":
+            self.thoughts.append(delta.text)
+            return {"reasoning_content": delta.text}
+        if delta.kind == "tool_name":
+            function = {"name": delta.text, "arguments": ""}
+            call = {"id": make_id("call_"), "type": "function", "function": function}
+            self.calls.append(call)
+            return {"tool_calls": [{"index": delta.call, **call, "function": {**function}}]}
+        self.calls[delta.call]["function"]["arguments"] += delta.text
+        return {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.text}}]}
+
+    @property
+    def logprobs(self) -> dict[str, Any]:
+        """The log-probabilities of the whole answer."""
+        return write_chat_logprobs(self.tokens)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The message of the whole answer."""
+        content: str | None = "".join(self.texts)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if any(self.thoughts):
+            message["reasoning_content"] = "".join(self.thoughts)
+        if self.calls:
+            message |= {"content": content or None, "tool_calls": self.calls}
+        return {"message": message}
 
 
 class ChatAnswer(OpenAIAnswer):
     """The answers to a chat; for `options` see `OpenAIAnswer`."""
 
     _fields: ClassVar = {"object": "chat.completion"}
-    _last: ClassVar = {"delta": {}}
 
     def __init__(self, model: str, n: int, **options: bool) -> None:
         head = {"id": make_id("chatcmpl-"), "created": int(time.time()), "model": model}
-        message = {"role": "assistant", "content": "", "refusal": None}
-        contents = [{"message": dict(message)} for _ in range(n)]
-        super().__init__({**head, "object": "chat.completion.chunk"}, contents, n, **options)
+        choices = [ChatChoice() for _ in range(n)]
+        super().__init__({**head, "object": "chat.completion.chunk"}, choices, **options)
 
     def begin(self, source: int) -> Iterator[Piece]:
         """See `Answer`."""
-        for number in range(self._n):
-            yield self._piece(number, {"delta": {"role": "assistant", "content": ""}})
+        for number in range(len(self._choices)):
+            delta = {"role": "assistant", "content": ""}
+            yield self._piece(number, {"delta": delta}, None, None)
 
-    def to_dict(self) -> dict[str, Any]:
+    def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
         """See `Answer`."""
-        for choice in self._choices:
-            message = choice.content["message"]
-            if "tool_calls" in message:
-                message["content"] = message["content"] or None
-        return super().to_dict()
+        self.usage.add(event)
+        if isinstance(event, Ended):
+            finish = self._choices[event.choice].finish = name_finish(event)
+            yield self._piece(event.choice, {"delta": {}}, None, finish)
+        elif isinstance(event, Delta):
+            logprobs = write_chat_logprobs(event.tokens) if self._has_logprobs else None
+            delta = self._choices[event.choice].add(event)
+            yield self._piece(event.choice, {"delta": delta}, logprobs, None)
 
-    def _add(self, content: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        message, text = content["message"], delta.text
-        change: dict[str, Any]
-        if delta.kind in ("content", "reasoning"):
-            name = "content" if delta.kind == "content" else "reasoning_content"
-            message[name] = message.get(name, "") + text
-            change = {name: text}
-        elif delta.kind == "tool_name":
-            function = {"name": text, "arguments": ""}
-            call = {"id": make_id("call_"), "type": "function", "function": function}
-            message.setdefault("tool_calls", []).append(call)
-            change = {"tool_calls": [{"index": delta.call, **call, "function": {**function}}]}
-        else:
-            message["tool_calls"][delta.call]["function"]["arguments"] += text
-            change = {"tool_calls": [{"index": delta.call, "function": {"arguments": text}}]}
-        return {"delta": change}
 
-    def _write_logprobs(self, tokens: Sequence[Token], offsets: Sequence[int]) -> dict[str, Any]:
-        return write_chat_logprobs(tokens)
+class CompletionChoice:
+    """A choice among the continuations of a text."""
+
+    def __init__(self, prefix: str) -> None:
+        self.texts = [prefix]
+        self.logprobs: dict[str, list[Any]] = {
+            "tokens": [],
+            "token_logprobs": [],
+            "top_logprobs": [],
+            "text_offset": [],
+        }
+        self.finish = "stop"
+        # The number of characters so far, and the bytes of one that isn't whole.
+        self._offset = 0
+        self._decoder = getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The whole text."""
+        return {"text": "".join(self.texts)}
+
+    def add_tokens(self, tokens: Sequence[Token]) -> dict[str, list[Any]]:
+        """Add the log-probabilities of tokens, and return them."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(self._decoder.decode(token.data))
+        entries: dict[str, list[Any]] = {
+            "tokens": [_spell(token.text, token.data) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                {_spell(text, data): logprob for text, data, logprob in token.likeliest}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+        for name, values in entries.items():
+            self.logprobs[name] += values
+        return entries
 
 
 class CompletionAnswer(OpenAIAnswer):
@@ -248,37 +254,40 @@ class CompletionAnswer(OpenAIAnswer):
         See `OpenAIAnswer`.
     """
 
-    _last: ClassVar = {"text": ""}
-
     def __init__(self, model: str, prefixes: Sequence[str], n: int, **options: bool) -> None:
         head = {"id": make_id("cmpl-"), "object": "text_completion", "created": int(time.time())}
-        contents = [{"text": prefix} for prefix in prefixes for _ in range(n)]
-        super().__init__({**head, "model": model}, contents, n, **options)
+        choices = [CompletionChoice(prefix) for prefix in prefixes for _ in range(n)]
+        super().__init__({**head, "model": model}, choices, **options)
+        self._n = n
 
     def begin(self, source: int) -> Iterator[Piece]:
         """See `Answer`."""
         for number in range(source * self._n, (source + 1) * self._n):
-            if prefix := self._choices[number].content["text"]:
-                yield self._piece(number, {"text": prefix})
+            (prefix,) = self._choices[number].texts
+            if prefix:
+                yield self._piece(number, {"text": prefix}, None, None)
 
-    def _add(self, content: dict[str, Any], delta: Delta) -> dict[str, Any]:
-        content["text"] += delta.text if delta.kind == "content" else ""
-        return {"text": delta.text}
+    def take(self, event: Event, source: int = 0) -> Iterator[Piece]:
+        """See `Answer`."""
+        self.usage.add(event)
+        if not isinstance(event, Delta | Ended):
+            return
+        number = source * self._n + event.choice
+        choice = self._choices[number]
+        if isinstance(event, Ended):
+            choice.finish = name_finish(event)
+            yield self._piece(number, {"text": ""}, None, choice.finish)
+        else:
+            if event.kind == "content":
+                choice.texts.append(event.text)
+            has_logprobs = self._has_logprobs and event.tokens
+            logprobs = choice.add_tokens(event.tokens) if has_logprobs else None
+            yield self._piece(number, {"text": event.text}, logprobs, None)
 
-    def _write_logprobs(
-        self, tokens: Sequence[Token], offsets: Sequence[int]
-    ) -> dict[str, Any] | None:
-        if not tokens:
-            return None
-        return {
-            "tokens": [_spell(token.text, token.data) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [
-                {_spell(text, data): logprob for text, data, logprob in token.likeliest}
-                for token in tokens
-            ],
-            "text_offset": list(offsets),
-        }
+
+def name_finish(event: Ended) -> str:
+    """Return OpenAI's word for the reason why an answer ended."""
+    return "stop" if event.finish == "cancelled" else event.finish
 
 
 def make_id(prefix: str) -> str:
@@ -297,13 +306,16 @@ def _spell(text: str, data: bytes) -> str:
 
 def write_chat_logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
     """Return log-probabilities as chats have them."""
-
-    def write(text: str, data: bytes, logprob: float) -> dict[str, Any]:
-        return {"token": text, "logprob": logprob, "bytes": list(data)}
-
     content = [
-        write(token.text, token.data, token.logprob)
-        | {"top_logprobs": [write(*likely) for likely in token.likeliest]}
+        {
+            "token": token.text,
+            "logprob": token.logprob,
+            "bytes": list(token.data),
+            "top_logprobs": [
+                {"token": text, "logprob": logprob, "bytes": list(data)}
+                for text, data, logprob in token.likeliest
+            ],
+        }
         for token in tokens
     ]
     return {"content": content, "refusal": None}
