@@ -303,3 +303,23 @@ def test_what_is_too_long_is_refused(served: Served, client: Anthropic, stream: 
     long: Any = [{"role": "user", "content": "hi" * 100}]
     with pytest.raises(anthropic.BadRequestError, match="203 tokens"):
         client.messages.create(model=served.model, max_tokens=5, messages=long, stream=stream)
+
+
+def test_events_come_in_their_order() -> None:
+    events, _ = send(CALLS, tools=[TOOL], stream=True)
+    start, more, stop = (f"content_block_{name}" for name in ("start", "delta", "stop"))
+    assert [event.type for event in events] == [
+        "message_start",
+        *[start, more, more, stop] * 3,
+        *[start, more, stop],
+        "message_delta",
+        "message_stop",
+    ]
+    blocks = [event for event in events if event.type.startswith("content_block")]
+    assert [event.index for event in blocks] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 3
+    kinds = [event.delta.type for event in blocks if event.type == more]
+    assert kinds == ["thinking_delta"] * 2 + ["text_delta"] * 2 + ["input_json_delta"] * 3
+    assert (events[0].message.content, events[0].message.stop_reason) == ([], None)
+    assert events[0].message.usage.input_tokens == 7
+    assert events[-2].delta.stop_reason == "tool_use"
+    assert events[-2].usage.output_tokens == 9
