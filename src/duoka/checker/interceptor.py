@@ -30,8 +30,8 @@ from .expressions import Expressions
 from .gradients import check_gradients
 from .hardcoded import (
     CurrentDevice,
+    device_position,
     is_asked_device,
-    is_hard_coded,
     on_virtual_gpu,
     present_as_cuda,
     virtual_cuda,
@@ -136,10 +136,11 @@ class FunctionInterceptor(TorchFunctionMode):
         if func in _DEVICE_QUERIES and not is_installed(frame.f_code.co_filename):
             device = present_as_cuda(args[0].device)
             return device if func == _DEVICE_QUERIES[0] else device.type == "cuda"
-        if is_hard_coded(func, args, kwargs):
-            device_name = func
-            device, func, args, kwargs = on_virtual_gpu(func, args, kwargs, self.current)
-            self._hard_code(frame, device_name, device)
+        position = device_position(func, args, kwargs)
+        if position is not None:
+            named = func
+            device, func, args, kwargs = on_virtual_gpu(func, args, kwargs, position, self.current)
+            self._hard_code(frame, named, device)
         self._calls.depth += 1
         try:
             result = func(*args, **kwargs)
