@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -54,6 +54,11 @@ class Expressions:
 
     def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> OperandText:
         """Return the expression of one tensor."""
+        # In this order, the surest first: the argument is the very instruction that made the
+        # tensor (`f(x.neg())`); its value, looked up without running code, is the tensor (`x`, or
+        # `xs` for one of its items); it stands at the position where the operation got the tensor,
+        # if model code calls the operation itself; the tensor is a parameter of the called module;
+        # it is the result of an argument whose value isn't known.
         maker: Spot = vars(tensor).get(SPOT, (None, 0))
         is_here = maker[0] is self._frame.f_code
         for node in self._left:
@@ -132,7 +137,7 @@ class Expressions:
         value = self._value(node)
         if value is tensor:
             return self._text(node)
-        items = value.items() if isinstance(value, dict) else ()
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
         items = enumerate(value) if isinstance(value, (list, tuple)) else items
         return next((f"{self._text(node)}[{key!r}]" for key, item in items if item is tensor), None)
 

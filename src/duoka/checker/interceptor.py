@@ -219,6 +219,11 @@ class FunctionInterceptor(TorchFunctionMode):
 
     def _target(self, mixed: MixedCall) -> torch.device:
         """Choose the device for an operation on tensors of several devices."""
+        # A repair can't change where a result is written or what needs the CPU. Otherwise the
+        # operation belongs to the module entered last, unless that means to move a large weight.
+        # Where more bytes would move than stay, the other device is noted as a choice, for another
+        # run to try (see `run`). Example: hidden states of 8 MiB on cuda:0, a mask of 1 KiB on
+        # cuda:1, and a layer of cuda:1 entered last: cuda:1, with cuda:0 as a choice.
         tensors = [tensor for _, tensor in mixed.tensors]
         if mixed.written is not None:
             return mixed.written.device

@@ -196,8 +196,8 @@ def tensors_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield the tensors of a call with their positions."""
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    for step, value in given.items():
+    steps: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
+    for step, value in steps:
         yield from _within((step,), value)
 
 

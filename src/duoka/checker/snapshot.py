@@ -177,6 +177,10 @@ def _fill(data: Tensor) -> Tensor:
 # ── containers ──
 
 
+# A copy of each container that can be reached is kept, not of what it holds. Afterwards only those
+# that hold a virtual tensor are filled again: what else the model's code has put into them is its
+# own business. A plain object counts as the dict of its attributes; a tuple can't be filled again,
+# so that the container around it is.
 class ContainerSnapshot:
     """Containers reachable from some values, with their contents."""
 

@@ -124,6 +124,8 @@ class SourceFile:
 
     def tested(self, code: CodeType, offset: int) -> Position | None:
         """Return the whole condition if a jump has the span of its first part."""
+        # `if a > b and c:` jumps after each part with the span of that part. A fault in a jump is
+        # one of `bool(...)`, and belongs to all that is tested.
         if "JUMP" not in opname[code.co_code[offset]]:
             return None
         node = self.nodes.get(code_position(code, offset))
@@ -135,8 +137,8 @@ class SourceFile:
         """Return the definition of a function; its code starts at the first decorator."""
         for node in self.nodes.values():
             if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-                lines = [part.lineno for part in (node, *node.decorator_list)]
-                if min(lines) == code.co_firstlineno:
+                first = min((node.lineno, *(each.lineno for each in node.decorator_list)))
+                if first == code.co_firstlineno:
                     return node
         return None
 

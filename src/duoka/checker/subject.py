@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -228,7 +228,7 @@ def named_tensors(model: nn.Module) -> dict[int, tuple[OriginKind, str, torch.Te
 def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield "", value
-    items = value.items() if isinstance(value, Mapping) else ()
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
     items = enumerate(value) if isinstance(value, (list, tuple)) else items
     yield from ((f"[{key!r}]", item) for key, item in items if isinstance(item, torch.Tensor))
 

@@ -70,6 +70,11 @@ def _is_python(candidate: Candidate) -> bool:
     return True
 
 
+# Faults can't be cured one at a time: each check takes seconds, and a model has dozens. All have an
+# active candidate at once, so that one check tells of every fault whether its candidate is right:
+# with candidates a1, b1 of two faults, and b still there, the next check has a1, b2. It takes as
+# many checks as the longest list of candidates that is tried, not as their product. Whether a
+# later fault is an earlier one is told by function, operation, operands and line (`is_same`).
 class FixSearch:
     """Rounds of a search: the patched texts, the last check, and what is left to be tried."""
 

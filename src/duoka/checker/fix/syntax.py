@@ -148,8 +148,10 @@ class Tree(SourceFile):
 
     def apply(self, edits: Iterable[Edit]) -> str:
         """Return the text after the edits of this tree."""
-        # Of insertions at one position those come first that end an expression there, the inner
-        # before the outer; then a line; then those that begin one, the outer before the inner.
+        # Edits may be nested, as the moves of `x` and of `-x` in `f(-x)`, and so several pieces may
+        # stand at one position. Of those come first the ones that end an expression there, the
+        # inner before the outer: `f((-x.to(a)).to(b))`; then a line before a statement; then those
+        # that begin an expression, the outer before the inner.
         pieces: list[tuple[tuple[int, ...], Piece]] = []
         for edit in dict.fromkeys(edits):
             if edit.tree is self:
