@@ -190,12 +190,7 @@ def _item(value: Any, key: Any) -> Any:
         value = value._modules
     elif isinstance(value, (nn.ParameterDict, nn.ParameterList)):
         value, key = value._parameters, str(key)
-    if (
-        isinstance(value, (list, tuple))
-        and isinstance(key, int)
-        and -len(value) <= key < len(value)
-    ):
-        return value[key]
-    if isinstance(value, dict) and isinstance(key, (str, int)):
-        return value.get(key, _NOTHING)
-    return _NOTHING
+    if isinstance(value, (list, tuple)) and isinstance(key, int):
+        return value[key] if -len(value) <= key < len(value) else _NOTHING
+    is_known = isinstance(value, dict) and isinstance(key, (str, int))
+    return value.get(key, _NOTHING) if is_known else _NOTHING
