@@ -86,14 +86,14 @@ class Expressions:
         node = self._node
         match node:
             case (
-                ast.BinOp(left=first, right=second)
-                | ast.AugAssign(target=first, value=second)
-                | ast.Compare(left=first, comparators=[second, *_])
-                | ast.Subscript(value=first, slice=second)
+                ast.BinOp(left=left, right=right)
+                | ast.AugAssign(target=left, value=right)
+                | ast.Compare(left=left, comparators=[right, *_])
+                | ast.Subscript(value=left, slice=right)
             ):
-                yield from enumerate((first, second))
-            case ast.UnaryOp(operand=first):
-                yield (0, first)
+                yield from enumerate((left, right))
+            case ast.UnaryOp(operand=operand):
+                yield (0, operand)
             case ast.Call():
                 if isinstance(node.func, ast.Attribute):
                     yield (-1, node.func.value)

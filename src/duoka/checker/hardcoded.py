@@ -58,13 +58,13 @@ def on_virtual_gpu(
     A bare "cuda" is the current GPU: the first one unless the code sets another.
     """
     device = kwargs.get("device") if isinstance(position, str) else args[position]
-    moved = _virtual(device, current)
+    virtual_gpu = _virtual(device, current)
     if func is _CUDA:
-        others = {name: value for name, value in kwargs.items() if name != "device"}
-        return device, _TO, (args[0], moved), others
+        options = {name: value for name, value in kwargs.items() if name != "device"}
+        return device, _TO, (args[0], virtual_gpu), options
     if isinstance(position, str):
-        return device, func, args, {**kwargs, position: moved}
-    return device, func, (*args[:position], moved, *args[position + 1 :]), kwargs
+        return device, func, args, {**kwargs, position: virtual_gpu}
+    return device, func, (*args[:position], virtual_gpu, *args[position + 1 :]), kwargs
 
 
 def _is_device(value: Any) -> bool:

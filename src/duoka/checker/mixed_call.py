@@ -103,10 +103,10 @@ class MixedCall:
     def moved_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments with the moving tensors on the target."""
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.target) if id(tensor) in self.moving_ids else tensor
 
-        args, kwargs = mapped((self.args, self.kwargs), moved)
+        args, kwargs = mapped((self.args, self.kwargs), move)
         return args, kwargs
 
     def sampled_tensors(self) -> list[tuple[Path, torch.Tensor]]:
@@ -116,8 +116,8 @@ class MixedCall:
         half = _MOST_OPERANDS // 2
         go = [path for path, tensor in self.tensors if id(tensor) in self.moving_ids]
         stay = [path for path, tensor in self.tensors if id(tensor) not in self.moving_ids]
-        shown = {*go[:half], *stay[:half]}
-        return [(path, tensor) for path, tensor in self.tensors if path in shown]
+        paths = {*go[:half], *stay[:half]}
+        return [(path, tensor) for path, tensor in self.tensors if path in paths]
 
     def earlier_cause(self, names: ReportNames, running: torch.device | None) -> FaultRecord | None:
         """Return the earlier fault that causes this one, if any.
@@ -198,15 +198,15 @@ def tensors_of(
     """Yield the tensors of a call with their positions."""
     steps: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
     for step, value in steps:
-        yield from _within((step,), value)
+        yield from _tensors_below((step,), value)
 
 
-def _within(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+def _tensors_below(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _within((*path, index), item)
+            yield from _tensors_below((*path, index), item)
 
 
 # ── which fault decided a tensor's device ──

@@ -77,12 +77,16 @@ class ModelSnapshot:
         self._tensors = dict(tensor_names(model))
         # What modules hold themselves is put back in any case, with hooks that were added.
         tables = [vars(module) for module in model.modules()]
-        own = [*tables, *(value for table in tables for value in table.values())]
-        self._own = [(value, value.copy()) for value in own if type(value) in _CONTAINERS]
-        self._inner = ContainerSnapshot()
-        for table in own[len(tables) :]:
-            for item in _items(table) if type(table) in _CONTAINERS else (table,):
-                self._inner.add(item)
+        attributes = [value for table in tables for value in table.values()]
+        self._attributes = [
+            (container, container.copy())
+            for container in (*tables, *attributes)
+            if type(container) in _CONTAINERS
+        ]
+        self._containers = ContainerSnapshot()
+        for value in attributes:
+            for item in _items(value) if type(value) in _CONTAINERS else (value,):
+                self._containers.add(item)
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = [
             (table, key, tensor)
@@ -122,8 +126,8 @@ class ModelSnapshot:
 
     def restore(self) -> None:
         """Restore the model."""
-        self._inner.restore()
-        for container, content in self._own:
+        self._containers.restore()
+        for container, content in self._attributes:
             _refill(container, content)
         for tensor, _ in self._swapped:
             tensor.grad = None

@@ -137,8 +137,8 @@ class SourceFile:
         """Return the definition of a function; its code starts at the first decorator."""
         for node in self.nodes.values():
             if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-                first = min((node.lineno, *(each.lineno for each in node.decorator_list)))
-                if first == code.co_firstlineno:
+                decorator_lines = [decorator.lineno for decorator in node.decorator_list]
+                if min([node.lineno, *decorator_lines]) == code.co_firstlineno:
                     return node
         return None
 
@@ -232,8 +232,8 @@ def returned_expression(code: CodeType, index: int) -> Place:
     """Return the returned expression at a position, from the function's first `return`."""
     source = source_of(code.co_filename)
     function = source.function(code)
-    inside = ast.walk(function) if function is not None else ()
-    value = next((node.value for node in inside if isinstance(node, ast.Return)), None)
+    nodes = ast.walk(function) if function is not None else ()
+    value = next((node.value for node in nodes if isinstance(node, ast.Return)), None)
     if value is None:
         return Place(file=code.co_filename, line=code.co_firstlineno, function=code.co_qualname)
     if isinstance(value, ast.Tuple) and index < len(value.elts):

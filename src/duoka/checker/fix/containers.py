@@ -96,5 +96,5 @@ def _named_first(tree: Tree, node: ast.expr, staying: int) -> Iterator[tuple[Edi
     if isinstance(node, (ast.Call, ast.GeneratorExp)) and not is_list:
         text = f"list({text})"  # it may be gone through only once
     name = free_name("parts", names_around(tree, node))
-    moved = f"[each.to({name}[{staying}].device) for each in {name}]"
-    yield insert_before(tree, statement, f"{name} = {text}"), replace(tree, node, moved)
+    loop = f"[each.to({name}[{staying}].device) for each in {name}]"
+    yield insert_before(tree, statement, f"{name} = {text}"), replace(tree, node, loop)

@@ -33,13 +33,13 @@ def move(tree: Tree, node: ast.expr, device: str) -> Edit:
     pieces = [(stop, stop, f".to({device})")]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         owner, method, end = node.func.value, node.func.attr, tree.span(node)[1]
-        given = _device_argument(node)
+        device_argument = _device_argument(node)
         if method in ("cuda", "cpu") and f"{tree.code(owner)}.device" == device:
             pieces = [(tree.extent(owner)[1], end, "")]  # it was there, and went away
         elif method in ("cuda", "cpu") and len(arguments_of(node)) <= 1:
             pieces = [(tree.span(node.func)[1] - len(method), end, f"to({device})")]
-        elif method == "to" and given is not None:
-            pieces = [(*tree.extent(given), device)]
+        elif method == "to" and device_argument is not None:
+            pieces = [(*tree.extent(device_argument), device)]
     elif not _is_closed(tree, node):
         pieces = [(start, start, "("), (stop, stop, f").to({device})")]
     return Edit(tree, start, stop, tuple(pieces))
@@ -86,10 +86,10 @@ def replace(tree: Tree, node: ast.expr, text: str) -> Edit:
 def move_each(tree: Tree, node: ast.expr, device: str) -> Edit:
     """Replace a container by ``[each.to(device) for each in node]``."""
     item = free_name("each", words_of(tree.code(node)) | words_of(device))
-    before, after = ("", "]") if _is_closed(tree, node) else ("(", ")]")
+    opening, closing = ("", "]") if _is_closed(tree, node) else ("(", ")]")
     start, stop = tree.extent(node)
-    loop = f"[{item}.to({device}) for {item} in {before}"
-    return Edit(tree, start, stop, ((start, start, loop), (stop, stop, after)))
+    loop = f"[{item}.to({device}) for {item} in {opening}"
+    return Edit(tree, start, stop, ((start, start, loop), (stop, stop, closing)))
 
 
 def insert_before(tree: Tree, statement: ast.stmt, line: str) -> Edit:

@@ -14,7 +14,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress
 from types import CodeType, FunctionType
 
 from duoka.report.check_report import Place
@@ -96,15 +95,15 @@ def _exchanges(
         raise SwapError(f"the functions of the patched {file} are others")
     # Equal codes have equal positions, too: of two lambdas on one line each has its own.
     new_codes = dict(zip(old, new, strict=True))
-    found = [function.__code__ in new_codes for function in live]
-    for function in compress(live, found):
+    matches = [function for function in live if function.__code__ in new_codes]
+    for function in matches:
         code = function.__code__
         if code.co_freevars != new_codes[code].co_freevars:
             raise ClosureError(code, new_codes[code])
         if code != new_codes[code]:
             yield function, new_codes[code]
-    matched = {function.__code__.co_qualname for function in compress(live, found)}
-    unmatched = {function.__code__.co_qualname for function in live} - matched
+    unmatched = {function.__code__.co_qualname for function in live}
+    unmatched -= {function.__code__.co_qualname for function in matches}
     for pair in new_codes.items():
         # A function that nobody uses any more may be of an earlier text.
         if (name := pair[0].co_qualname) in unmatched and not _is_same(*pair):
