@@ -93,26 +93,33 @@ def _exchanges(
     new = [code for code in new if code.co_qualname in names or "<locals>" not in code.co_qualname]
     if [code.co_qualname for code in old] != [code.co_qualname for code in new]:
         raise SwapError(f"the functions of the patched {file} are others")
-    # Equal codes have equal positions, too: of two lambdas on one line each has its own.
     new_codes = dict(zip(old, new, strict=True))
-    matches = [function for function in live if function.__code__ in new_codes]
-    for function in matches:
-        code = function.__code__
+    outlines = {_outline(code): code for code in old}
+    # Equal codes have equal positions, too: of two lambdas on one line each has its own. Codes that
+    # were compiled with other flags, as in a notebook, have equal outlines.
+    matches = [
+        (function, code if (code := function.__code__) in new_codes else outlines[_outline(code)])
+        for function in live
+        if function.__code__ in new_codes or _outline(function.__code__) in outlines
+    ]
+    for function, code in matches:
         if code.co_freevars != new_codes[code].co_freevars:
             raise ClosureError(code, new_codes[code])
         if code != new_codes[code]:
             yield function, new_codes[code]
     unmatched = {function.__code__.co_qualname for function in live}
-    unmatched -= {function.__code__.co_qualname for function in matches}
-    for pair in new_codes.items():
+    unmatched -= {code.co_qualname for _, code in matches}
+    for code, changed in new_codes.items():
         # A function that nobody uses any more may be of an earlier text.
-        if (name := pair[0].co_qualname) in unmatched and not _is_same(*pair):
-            raise SwapError(f"{name} isn't what {file} says: the file has changed since its import")
+        is_changed = (code.co_code, code.co_names) != (changed.co_code, changed.co_names)
+        if is_changed and code.co_qualname in unmatched:
+            raise SwapError(
+                f"{code.co_qualname} isn't what {file} says: the file has changed since its import"
+            )
 
 
-def _is_same(left: CodeType, right: CodeType) -> bool:
-    """Return True if two code objects are equal except for their position."""
-    return left.co_code == right.co_code and left.co_names == right.co_names
+def _outline(code: CodeType) -> tuple[object, ...]:
+    return code.co_qualname, code.co_firstlineno, code.co_code, code.co_names
 
 
 def _codes(text: str, file: str) -> list[CodeType]:
