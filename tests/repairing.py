@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from textwrap import dedent, indent
@@ -82,25 +83,18 @@ def repaired(model: nn.Module, device_map: Mapping[str, int | str], inputs: Any,
 class Shape:
     """A model with two layers, and the lines that its repair must add.
 
-    Parameters
-    ----------
-    name : str
-    body, init, methods, top : str
-        The text of `forward` (its argument is x), of the end of `__init__`, of more methods, and of
-        what stands before the class.
-    lines : list of str
-    device_map : mapping
-    train : bool
+    `body` is the text of `forward`, whose argument is x; `init` of the end of `__init__`, `methods`
+    of more methods, and `top` of what stands before the class.
     """
 
     name: str
     body: str
     lines: list[str]
-    init: str = ""
-    methods: str = ""
-    top: str = ""
-    device_map: Mapping[str, int | str] = field(default_factory=lambda: {"a": 0, "b": 1})
-    train: bool = False
+    init: str
+    methods: str
+    top: str
+    device_map: Mapping[str, int | str]
+    train: bool
 
     @property
     def text(self) -> str:
@@ -111,6 +105,36 @@ class Shape:
             f"    def forward(self, x):\n{indent(dedent(self.body), ' ' * 8)}\n"
             f"{indent(dedent(self.methods), ' ' * 4)}"
         )
+
+
+def read_shapes(*tables: str) -> list[Shape]:
+    """The shapes of some tables, in blocks: a name, then what `forward` does; + is a line to add.
+
+    Other texts come before, each below its name, and `forward:` then ends them.
+    """
+    shapes = []
+    for block in "\n\n".join(map(str.strip, tables)).split("\n\n"):
+        title, *rest = block.splitlines()
+        texts: dict[str, list[str]] = {"forward": [], "init": [], "methods": [], "top": []}
+        device_map, lines, part = {"a": 0, "b": 1}, [], "forward"
+        for line in dedent("\n".join(rest)).splitlines():
+            if line.startswith("+ "):
+                lines.append(line[2:])
+            elif line.startswith("map: "):
+                device_map = ast.literal_eval(line[5:])
+            elif line.removesuffix(":") in texts:
+                part = line.removesuffix(":")
+            else:
+                texts[part].append(line)
+        body, init, methods, top = ("\n".join(text) for text in texts.values())
+        name, _, option = title.strip().partition(" ")
+        shapes.append(
+            Shape(
+                name=name, body=body, lines=lines, init=init, methods=methods, top=top,
+                device_map=device_map, train=option == "(train)",
+            )
+        )  # fmt: skip
+    return shapes
 
 
 def repair_shape(shape: Shape, folder: Path) -> Repairs:

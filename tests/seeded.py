@@ -2,8 +2,9 @@
 
 A file there holds the cases of one theme, each below a line ``# case: NAME``; what stands above the
 first of them belongs to all. Written out, every case is a Python file of its own (a `helper_…` is
-one that others import) with `build()`, `PLACEMENT`, `inputs()` or the `SHAPES` of random inputs,
-`TRAIN` if it is to be trained, and with a comment on each line that a check has to speak of:
+one that others import) with a comment on each line that a check has to speak of, and with a call of
+`case`, or its arguments one by one: `build()`, `PLACEMENT`, `inputs()` or the `SHAPES` of random
+inputs, `TRAIN` if it is to be trained.
 
 - ``# fault: KIND`` CUDA raises an error at an expression that begins on this line;
 - ``# warning: KIND`` it works there, but costs memory or works by luck;
@@ -46,7 +47,7 @@ from duoka.runtime.dispatch.place_tensors import place
 
 CORPUS = Path(__file__).parent / "checker" / "corpus"
 _CASE = re.compile(r"^# case: (\w+)\n", re.MULTILINE)
-_IMPORT = re.compile(r"(import|from) ")
+_IMPORT = re.compile(r"(import|from) (?!seeded)")
 _MARKER = re.compile(r"#\s*(fault|warning|followup|origin)\b(?::\s*([a-z-]+))?")
 
 Line = tuple[str, int]
@@ -139,6 +140,19 @@ def _written_out(folder: Path) -> Path:
     return target
 
 
+def case(
+    module: ModuleType,
+    build: Callable[[], nn.Module],
+    placement: Mapping[str, Any],
+    given: Any,
+    *,
+    train: bool = False,
+) -> None:
+    """Describe a case; in its own file `module` is bound. `given` makes the inputs, or shapes."""
+    inputs = {"inputs" if callable(given) else "SHAPES": given}
+    vars(module).update(build=build, PLACEMENT=placement, TRAIN=train, **inputs)
+
+
 def load(path: Path) -> Case:
     """Run a case's file anew, and its helpers with it: nothing is left of an earlier run."""
     path = path.resolve()
@@ -149,6 +163,7 @@ def load(path: Path) -> Case:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = module_from_spec(spec)
+    vars(module)["case"] = functools.partial(case, module)
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)

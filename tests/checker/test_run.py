@@ -115,24 +115,6 @@ def test_a_fault_that_would_be_there_anyway_is_no_followup() -> None:
     assert [len(fault.followups) for fault in faults] == [0, 0]
 
 
-def test_the_same_line_in_many_layers_is_one_fault() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.proj = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.proj(x) + torch.arange(4)
-
-    layers = nn.Sequential(*(Layer() for _ in range(5)))
-    report = duoka.check(
-        layers, {str(i): i // 3 for i in range(5)}, inputs=torch.ones(1, 4), train=True
-    )
-    (fault,) = report.faults
-    assert fault.count == 5
-    assert fault.modules == ("0", "1", "2", "3", "4")
-
-
 @pytest.mark.parametrize(
     "run",
     [

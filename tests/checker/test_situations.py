@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from seeded import Case
 
 import duoka
 from duoka import Workload
+from duoka.checker.fix import Patch
 from duoka.forecast.workload import Quantization
 from duoka.tools.demo.checkpoint import CONFIG
 
@@ -39,9 +41,19 @@ OTHER_VERSION = {
 }
 
 
+@cache
 def situation(name: str) -> tuple[Case, duoka.Report]:
     case = seeded.load(SITUATIONS / f"{name}.py")
     return case, duoka.check(case.build(), case.placement, inputs=case.inputs(), train=case.train)
+
+
+@cache
+def repaired(name: str) -> Patch:
+    """The proved patch of a situation's only file."""
+    repairs = duoka.repair(situation(name)[1])
+    assert repairs.proved, [patch.reason for patch in repairs]
+    (patch,) = repairs
+    return patch
 
 
 @pytest.fixture(scope="module")
@@ -91,29 +103,17 @@ FAULTY = ["fault_cache_at_prefill", "fault_loss_of_fine_tuning", "fault_vision"]
 
 
 @pytest.mark.parametrize("name", FAULTY)
-def test_markers(name: str) -> None:
-    """The model runs on one device, and on several it fails where it is marked."""
-    case = seeded.load(SITUATIONS / f"{name}.py")
+def test_it_is_found_at_its_line_and_nothing_else_and_repaired(name: str) -> None:
+    case, report = situation(name)
+    # The model runs on one device, and on several it fails where it is marked.
     seeded.run_on_one_device(case)
     assert set(seeded.errors(case)) == set(case.marked("fault"))
-
-
-@pytest.mark.parametrize("name", FAULTY)
-def test_it_is_found_at_its_line_and_nothing_else(name: str) -> None:
-    case, report = situation(name)
     assert {seeded.line_of(fault): fault.kind for fault in report.faults} == case.marked("fault")
     assert report.stop is None
-
-
-@pytest.mark.parametrize("name", FAULTY)
-def test_it_is_repaired_and_proved(name: str) -> None:
-    case, report = situation(name)
     before = case.path.read_text(encoding="utf-8")
-    repairs = duoka.repair(report)
-    assert repairs.proved, [patch.reason for patch in repairs]
-    assert [patch.file for patch in repairs] == [str(case.path)]
+    patch = repaired(name)
+    assert patch.file == str(case.path)
     assert case.path.read_text(encoding="utf-8") == before
-    (patch,) = repairs
     changed = [line for line in patch.diff.splitlines() if line.startswith("-  ")]
     assert all("# fault" in line for line in changed)
 
@@ -133,8 +133,7 @@ def test_the_labels_go_to_the_logits() -> None:
     assert fault.devices == ("cuda:3", "cuda:1")
     assert fault.target == "cuda:3"
     assert [each.expression for each in fault.operands if each.moved] == ["wanted"]
-    (patch,) = duoka.repair(report)
-    assert "wanted.to(ahead.device)" in patch.diff
+    assert "wanted.to(ahead.device)" in repaired("fault_loss_of_fine_tuning").diff
 
 
 def test_the_features_go_to_the_embeddings() -> None:
@@ -171,8 +170,8 @@ def test_a_vision_model_at_full_size_runs_on_cards_that_hold_it(
 
 def test_two_cards_compute_what_one_computes_after_the_repair() -> None:
     """The proof is duoka's own; here the patched file itself is run."""
-    case, report = situation("fault_cache_at_prefill")
-    (patch,) = duoka.repair(report)
+    case, _ = situation("fault_cache_at_prefill")
+    patch = repaired("fault_cache_at_prefill")
     patched: dict[str, object] = {"__name__": "patched"}
     source = compile(patch.after, case.path.name, "exec")
     with pytest.MonkeyPatch.context() as context:

@@ -66,20 +66,3 @@ def test_contents_are_safe_where_a_graph_of_the_run_is_kept() -> None:
     assert model.weight.device.type == "cpu"
     assert torch.equal(model.weight, data)
     assert kept
-
-
-def test_it_is_put_back_after_an_error() -> None:
-    model = nn.Linear(3, 3)
-    model.note = ["a"]
-
-    def fail() -> None:
-        with on_virtual_gpus(model, on_first(model), {}):
-            model.note.append("b")
-            model.extra = 1
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        fail()
-    assert model.note == ["a"]
-    assert not hasattr(model, "extra")
-    assert model.weight.device.type == "cpu"

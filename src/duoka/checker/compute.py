@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from duoka.report.check_report import CheckReport, Stop
 from duoka.runtime.dispatch.place_tensors import parameter_bytes
@@ -101,17 +102,11 @@ def _smaller(subject: Subject) -> Subject:
 
 def _named_tensors(name: str, value: Any, visited_ids: set[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in nested containers and plain objects with its path."""
-    if isinstance(value, Tensor):
-        yield name, value
-        return
-    if id(value) in visited_ids or isinstance(value, (str, bytes, nn.Module, type)):
-        return
-    visited_ids.add(id(value))
-    if isinstance(value, Mapping):
-        parts: Iterator[tuple[str, Any]] = ((f"[{key!r}]", value[key]) for key in value)
-    elif isinstance(value, Sequence):
-        parts = ((f"[{index}]", item) for index, item in enumerate(value))
-    else:
-        parts = ((f".{key}", item) for key, item in getattr(value, "__dict__", {}).items())
-    for step, item in parts:
-        yield from _named_tensors(name + step, item, visited_ids)
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        place = name + keystr(path)
+        if isinstance(leaf, Tensor):
+            yield place, leaf
+        elif id(leaf) not in visited_ids and not isinstance(leaf, (nn.Module, type)):
+            visited_ids.add(id(leaf))
+            for key, item in getattr(leaf, "__dict__", {}).items():
+                yield from _named_tensors(f"{place}.{key}", item, visited_ids)

@@ -100,47 +100,37 @@ def find_loss(outputs: Any) -> torch.Tensor:
     return loss if loss.dim() == 0 else loss.float().sum()
 
 
+@torch.no_grad()
 def _infer(
     model: nn.Module, call: Callable[[], Any], kwargs: dict[str, Any], steps: StepListener
 ) -> Any:
     """Run a call, a second call with everything already created, and a call with the cache."""
-    with torch.no_grad():
-        steps.begin("forward")
-        outputs = call()
-        again = _decode_arguments(model, outputs, kwargs)
-        steps.begin("forward")
-        outputs = call()
-        if again:
-            _try_decode(model, again, steps)
+    steps.begin("forward")
+    outputs = call()
+    again = _decode_arguments(model, outputs, kwargs)
+    steps.begin("forward")
+    outputs = call()
+    if again:
+        steps.begin("decode")
+        try:
+            model(**again)
+        except UnknownValueError:
+            raise
+        except Exception as error:  # the model may not be called like this
+            steps.note(f"a call with the cache and one token was tried, and failed: {error}")
     return outputs
-
-
-def _try_decode(model: nn.Module, arguments: dict[str, Any], steps: StepListener) -> None:
-    """Call with a cache; a failure may only mean that the model is not called like this."""
-    steps.begin("decode")
-    try:
-        model(**arguments)
-    except UnknownValueError:
-        raise
-    except Exception as error:  # whatever the model's own code raises
-        steps.note(f"a call with the cache and one token was tried, and failed: {error}")
 
 
 def _decode_arguments(
     model: nn.Module, outputs: Any, kwargs: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Return the arguments for one more token, if a cache was returned and is accepted."""
-    accepted = inspect.signature(model.forward).parameters
-    for name in CACHE_NAMES:
+    accepted, ids = inspect.signature(model.forward).parameters, kwargs.get("input_ids")
+    for name in CACHE_NAMES if isinstance(ids, torch.Tensor) else ():
         cache = outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
-        ids = kwargs.get("input_ids")
-        if cache is None or name not in accepted or not isinstance(ids, torch.Tensor):
-            continue
-        return {
-            **{key: v for key, v in kwargs.items() if key == "use_cache"},
-            "input_ids": ids[:, -1:],
-            name: cache,
-        }
+        if cache is not None and name in accepted:
+            option = {key: kwargs[key] for key in ("use_cache",) if key in kwargs}
+            return {**option, "input_ids": kwargs["input_ids"][:, -1:], name: cache}
     return None
 
 

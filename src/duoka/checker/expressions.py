@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -54,6 +54,11 @@ class Expressions:
 
     def of(self, tensor: torch.Tensor, path: tuple[int | str, ...], receiver: bool) -> OperandText:
         """Return the expression of one tensor."""
+        # In this order, the surest first: the argument is the very instruction that made the
+        # tensor (`f(x.neg())`); its value, looked up without running code, is the tensor (`x`, or
+        # `xs` for one of its items); it stands at the position where the operation got the tensor,
+        # if model code calls the operation itself; the tensor is a parameter of the called module;
+        # it is the result of an argument whose value isn't known.
         maker: Spot = vars(tensor).get(SPOT, (None, 0))
         is_here = maker[0] is self._frame.f_code
         for node in self._left:
@@ -79,24 +84,25 @@ class Expressions:
     def _candidates(self) -> Iterator[tuple[int | str, ast.expr]]:
         """Yield the expressions of the call by position or keyword."""
         node = self._node
-        if isinstance(node, ast.BinOp):
-            yield from ((0, node.left), (1, node.right))
-        elif isinstance(node, ast.AugAssign):
-            yield from ((0, node.target), (1, node.value))
-        elif isinstance(node, ast.Compare):
-            yield from ((0, node.left), (1, node.comparators[0]))
-        elif isinstance(node, ast.UnaryOp):
-            yield (0, node.operand)
-        elif isinstance(node, ast.Subscript):
-            yield from ((0, node.value), (1, node.slice))
+        match node:
+            case (
+                ast.BinOp(left=left, right=right)
+                | ast.AugAssign(target=left, value=right)
+                | ast.Compare(left=left, comparators=[right, *_])
+                | ast.Subscript(value=left, slice=right)
+            ):
+                yield from enumerate((left, right))
+            case ast.UnaryOp(operand=operand):
+                yield (0, operand)
+            case ast.Call():
+                if isinstance(node.func, ast.Attribute):
+                    yield (-1, node.func.value)
+                yield from enumerate(node.args)
+                yield from ((word.arg or "**", word.value) for word in node.keywords)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
             parent = self._source.parents.get(node)
-            if isinstance(parent, ast.Assign) and isinstance(node.ctx, ast.Store):
+            if isinstance(parent, ast.Assign):
                 yield (2, parent.value)
-        elif isinstance(node, ast.Call):
-            if isinstance(node.func, ast.Attribute):
-                yield (-1, node.func.value)
-            yield from enumerate(node.args)
-            yield from ((word.arg or "**", word.value) for word in node.keywords)
 
     def _by_position(self, path: tuple[int | str, ...], receiver: bool) -> OperandText | None:
         index, rest = path[0], path[1:]
@@ -131,15 +137,9 @@ class Expressions:
         value = self._value(node)
         if value is tensor:
             return self._text(node)
-        if isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                if item is tensor:
-                    return f"{self._text(node)}[{index}]"
-        if isinstance(value, dict):
-            for key, item in value.items():
-                if item is tensor:
-                    return f"{self._text(node)}[{key!r}]"
-        return None
+        items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else ()
+        items = enumerate(value) if isinstance(value, (list, tuple)) else items
+        return next((f"{self._text(node)}[{key!r}]" for key, item in items if item is tensor), None)
 
     def _parameter(self, tensor: torch.Tensor) -> OperandText | None:
         """Return the expression of a parameter or buffer of the called module."""
@@ -148,18 +148,18 @@ class Expressions:
             return None
         module = self._value(node.func)
         if isinstance(module, nn.Module):
-            for tensors in (module.named_parameters(), module.named_buffers()):
-                for name, weight in tensors:
-                    if weight is tensor:
-                        written = self._written(node.func, f"{self._text(node.func)}.{name}")
-                        return replace(written, is_callees=True)
+            for name, weight in (*module.named_parameters(), *module.named_buffers()):
+                if weight is tensor:
+                    written = self._written(node.func, f"{self._text(node.func)}.{name}")
+                    return replace(written, is_callees=True)
         return None
 
     def _written(self, node: ast.expr, text: str) -> OperandText:
-        return OperandText(text, self._source.place(node, self._frame.f_code.co_qualname))
+        place = self._source.place(node_position(node), self._frame.f_code.co_qualname)
+        return OperandText(text, place)
 
     def _text(self, node: ast.expr) -> str:
-        return self._source.place(node, "").text
+        return self._source.place(node_position(node), "").text
 
     def _value(self, node: ast.expr) -> Any:
         """Look up the current value of an expression without running code."""
@@ -190,12 +190,7 @@ def _item(value: Any, key: Any) -> Any:
         value = value._modules
     elif isinstance(value, (nn.ParameterDict, nn.ParameterList)):
         value, key = value._parameters, str(key)
-    if (
-        isinstance(value, (list, tuple))
-        and isinstance(key, int)
-        and -len(value) <= key < len(value)
-    ):
-        return value[key]
-    if isinstance(value, dict) and isinstance(key, (str, int)):
-        return value.get(key, _NOTHING)
-    return _NOTHING
+    if isinstance(value, (list, tuple)) and isinstance(key, int):
+        return value[key] if -len(value) <= key < len(value) else _NOTHING
+    is_known = isinstance(value, dict) and isinstance(key, (str, int))
+    return value.get(key, _NOTHING) if is_known else _NOTHING

@@ -33,34 +33,38 @@ _OF_ONE = (
 _seen: dict[int, torch.device] = {}
 
 
-def is_hard_coded(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return True if a call names a CUDA device."""
+def device_position(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> int | str | None:
+    """Return the position or keyword of a CUDA device that a call names; None if there is none."""
     if func is _CUDA:
-        return True
-    device = kwargs.get("device") if kwargs else None
-    if device is not None and _is_cuda(device):
-        return True
+        return 1 if len(args) > 1 else "device"
+    if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
+        return "device"
     if func is _TO:
-        return len(args) > 1 and _is_cuda(args[1])
-    return any(type(value) is torch.device and value.type == "cuda" for value in args)
+        return 1 if len(args) > 1 and _is_cuda(args[1]) else None
+    return next((position for position, value in enumerate(args) if _is_device(value)), None)
 
 
 def on_virtual_gpu(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], current: CurrentDevice
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    position: int | str,
+    current: CurrentDevice,
 ) -> tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Return the named device, and the call with the virtual GPU of that index.
 
     A bare "cuda" is the current GPU: the first one unless the code sets another.
     """
+    device = kwargs.get("device") if isinstance(position, str) else args[position]
+    virtual_gpu = _virtual(device, current)
     if func is _CUDA:
-        device = args[1] if len(args) > 1 else kwargs.pop("device", None)
-        return device, _TO, (args[0], _virtual(device, current)), kwargs
-    device = kwargs.get("device")
-    if device is not None and _is_cuda(device):
-        return device, func, args, {**kwargs, "device": _virtual(device, current)}
-    at = 1 if func is _TO else next(i for i, value in enumerate(args) if _is_device(value))
-    new_args = (*args[:at], _virtual(args[at], current), *args[at + 1 :])
-    return args[at], func, new_args, kwargs
+        options = {name: value for name, value in kwargs.items() if name != "device"}
+        return device, _TO, (args[0], virtual_gpu), options
+    if isinstance(position, str):
+        return device, func, args, {**kwargs, position: virtual_gpu}
+    return device, func, (*args[:position], virtual_gpu, *args[position + 1 :]), kwargs
 
 
 def _is_device(value: Any) -> bool:

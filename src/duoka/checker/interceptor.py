@@ -23,16 +23,15 @@ from torch.overrides import TorchFunctionMode
 
 from duoka.base.model_code import Spot, is_installed, is_own_code
 from duoka.report.check_report import CallSite, Fault, FaultKind, Operand, Origin, Place
-from duoka.runtime.dispatch.arguments import must_move
 from duoka.virtual import MixedDevicesError, settled_by
 
 from .entry_hooks import PlacedModule
-from .expressions import Expressions, OperandText
+from .expressions import Expressions
 from .gradients import check_gradients
 from .hardcoded import (
     CurrentDevice,
+    device_position,
     is_asked_device,
-    is_hard_coded,
     on_virtual_gpu,
     present_as_cuda,
     virtual_cuda,
@@ -43,13 +42,9 @@ from .mixed_call import (
     MixedCall,
     Path,
     cause_of_result,
-    earlier_cause,
-    is_direct,
     mark_cause,
-    move_operands,
     op_name,
     positions_of,
-    sample_operands,
     tensors_of,
 )
 from .report_names import ReportNames, at_hand
@@ -141,10 +136,11 @@ class FunctionInterceptor(TorchFunctionMode):
         if func in _DEVICE_QUERIES and not is_installed(frame.f_code.co_filename):
             device = present_as_cuda(args[0].device)
             return device if func == _DEVICE_QUERIES[0] else device.type == "cuda"
-        if is_hard_coded(func, args, kwargs):
-            device_name = func
-            device, func, args, kwargs = on_virtual_gpu(func, args, kwargs, self.current)
-            self._hard_code(frame, device_name, device)
+        position = device_position(func, args, kwargs)
+        if position is not None:
+            named = func
+            device, func, args, kwargs = on_virtual_gpu(func, args, kwargs, position, self.current)
+            self._hard_code(frame, named, device)
         self._calls.depth += 1
         try:
             result = func(*args, **kwargs)
@@ -181,22 +177,15 @@ class FunctionInterceptor(TorchFunctionMode):
     # ── faults ──
 
     def _go_on(self, mixed: MixedCall) -> Any:
-        tensors = list(tensors_of((*mixed.args,), mixed.kwargs))
-        target = self._target(mixed, [tensor for _, tensor in tensors])
-        moving_ids = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
-        if mixed.for_cpu is not None:
-            moving_ids &= {id(mixed.for_cpu)}
-        if not moving_ids:
-            # What mixes isn't among the arguments of the call.
-            return self._settle_each(mixed)
-        finding = self._record(mixed, tensors, moving_ids, target)
-        args, kwargs = move_operands((mixed.args, mixed.kwargs), moving_ids, target)
+        mixed.move_to(self._target(mixed))
+        if not mixed.moving_ids:
+            return self._settle_each(mixed)  # what mixes isn't among the arguments of the call
+        finding = self._record(mixed)
+        args, kwargs = mixed.args, mixed.kwargs = mixed.moved_arguments()
         try:
             result = mixed.func(*args, **kwargs)
         except MixedDevicesError:
-            result = self._settle_each(
-                MixedCall(mixed.error, mixed.func, args, kwargs, mixed.frame)
-            )
+            result = self._settle_each(mixed)
         if mixed.written is None:  # what is written stays where it was
             mark_cause(result, finding)
         return result
@@ -213,24 +202,29 @@ class FunctionInterceptor(TorchFunctionMode):
         if self._calls.depth:
             raise error
         mixed = MixedCall(error, error.func, args, kwargs, sys._getframe(1))
-        tensors = list(tensors_of(args, kwargs))
-        target = self._target(mixed, [tensor for _, tensor in tensors])
+        target = self._target(mixed)
         if target.type == "cpu":
-            target = next(t.device for _, t in tensors if t.device.type != "cpu")
-        moving_ids = {id(tensor) for _, tensor in tensors if must_move(tensor, target)}
-        self._record(mixed, tensors, moving_ids, target)
+            target = next(t.device for _, t in mixed.tensors if t.device.type != "cpu")
+        mixed.move_to(target, is_forced=True)
+        self._record(mixed)
         with settled_by(None):
-            args, kwargs = move_operands((args, kwargs), moving_ids, target)
-        return args, kwargs
+            return mixed.moved_arguments()
 
     def bring_to_cpu(self, error: TypeError, tensor: torch.Tensor) -> torch.Tensor:
         """Record a tensor whose memory was requested, and return a CPU copy (see `virtual`)."""
         mixed = MixedCall(error, torch.Tensor.numpy, (tensor,), {}, sys._getframe(1))
-        self._record(mixed, [((0,), tensor)], {id(tensor)}, torch.device("cpu"))
+        mixed.move_to(torch.device("cpu"))
+        self._record(mixed)
         return tensor.cpu()
 
-    def _target(self, mixed: MixedCall, tensors: list[torch.Tensor]) -> torch.device:
+    def _target(self, mixed: MixedCall) -> torch.device:
         """Choose the device for an operation on tensors of several devices."""
+        # A repair can't change where a result is written or what needs the CPU. Otherwise the
+        # operation belongs to the module entered last, unless that means to move a large weight.
+        # Where more bytes would move than stay, the other device is noted as a choice, for another
+        # run to try (see `run`). Example: hidden states of 8 MiB on cuda:0, a mask of 1 KiB on
+        # cuda:1, and a layer of cuda:1 entered last: cuda:1, with cuda:0 as a choice.
+        tensors = [tensor for _, tensor in mixed.tensors]
         if mixed.written is not None:
             return mixed.written.device
         if mixed.for_cpu is not None:
@@ -238,10 +232,10 @@ class FunctionInterceptor(TorchFunctionMode):
         if mixed.kernel in _COPYING_WRITES and tensors and tensors[0].device.type != "cpu":
             return tensors[0].device
         devices = {tensor.device for tensor in tensors}
-        caller = model_frame(mixed.frame)
-        if caller is not None and mixed.op == _GET_ITEM and is_written_back(spot_of(caller)):
+        spot = None if mixed.caller is None else spot_of(mixed.caller)
+        if spot is not None and mixed.op == _GET_ITEM and is_written_back(spot):
             return tensors[0].device
-        key = (spot_of(caller) if caller else None, frozenset(devices))
+        key = (spot, frozenset(devices))
         if torch._C._current_graph_task_id() != -1 and key in self._chosen:
             # A checkpointed region computes again what it computed, where it did.
             return self._chosen[key]
@@ -256,43 +250,33 @@ class FunctionInterceptor(TorchFunctionMode):
         target = self.stage
         if target is None or target not in devices or is_dear:
             target = held_bytes.most_common(1)[0][0]
-        elif caller is not None:
+        elif spot is not None:
             moved_bytes = held_bytes.total() - held_bytes[target]
             other = next((it for it, _ in held_bytes.most_common() if it != target), target)
             if held_bytes[other] > held_bytes[target] or moved_bytes > _DEAR_BYTES:
-                self.choices[spot_of(caller)] += moved_bytes
-                target = other if spot_of(caller) in self._elsewhere else target
+                self.choices[spot] += moved_bytes
+                target = other if spot in self._elsewhere else target
         self._chosen[key] = target
         return target
 
-    def _record(
-        self,
-        mixed: MixedCall,
-        tensors: list[tuple[Path, torch.Tensor]],
-        moving_ids: set[int],
-        target: torch.device,
-    ) -> FaultRecord:
-        caller = model_frame(mixed.frame) or library_frame(mixed.frame)
-        where = self.names.device(target)
-        devices = frozenset(self.names.device(tensor.device) for _, tensor in tensors)
-        key = (spot_of(caller) if caller else None, mixed.op)
-        if mixed.op == _SET_ITEM and caller is not None:
-            # `x[i] += 1` reads the item first: that is one fault.
-            read = self._reads.get(place_of(spot_of(caller)))
-            if read is not None:
-                return read
+    def _record(self, mixed: MixedCall) -> FaultRecord:
+        caller = mixed.caller or library_frame(mixed.frame)
+        place = Place(file="", line=0) if caller is None else place_of(spot_of(caller))
+        key = (caller and spot_of(caller), mixed.op)
+        if mixed.op == _SET_ITEM and place in self._reads:
+            return self._reads[place]  # `x[i] += 1` reads the item first: that is one fault
         finding = self.findings.get(key)
         if finding is None:
-            finding = FaultRecord(self._fault(mixed, caller, tensors, moving_ids, where))
+            finding = FaultRecord(self._fault(mixed, caller, place))
             self.findings[key] = finding
-            home = self.names.device(self.running[-1].device) if self.running else None
-            cause = earlier_cause(tensors, moving_ids, where, mixed.written, devices, home)
-            if cause is not None and cause is not finding:
+            home = self.running[-1].device if self.running else None
+            cause = mixed.earlier_cause(self.names, home)
+            if cause is not None:
                 finding.cause = cause
                 cause.followups.append(finding)
         if mixed.op == _GET_ITEM:
-            self._reads[finding.first.place] = finding
-        finding.count_in(self.step, self.names.module_of(caller), at_hand(caller, target))
+            self._reads[place] = finding
+        finding.count_in(self.step, self.names.module_of(caller), at_hand(caller, mixed.target))
         return finding
 
     def _record_gradient(
@@ -308,7 +292,7 @@ class FunctionInterceptor(TorchFunctionMode):
                 kind="gradient",
                 effect="raises",
                 op=f"{function.__qualname__}.backward",
-                operands=(self._operand((index,), gradient, OperandText(place.text, place)),),
+                operands=(self._operand((index,), gradient, place.text, place),),
                 target=where,
                 place=place,
                 message=f"Function {function.__name__}Backward returned an invalid gradient at "
@@ -319,61 +303,49 @@ class FunctionInterceptor(TorchFunctionMode):
             self.findings[key] = FaultRecord(fault)
         self.findings[key].count_in(self.step, "", ())
 
-    def _fault(
-        self,
-        mixed: MixedCall,
-        caller: FrameType | None,
-        tensors: list[tuple[Path, torch.Tensor]],
-        moving_ids: set[int],
-        target: str,
-    ) -> Fault:
-        operands = self._operands(mixed, caller, sample_operands(tensors, moving_ids), moving_ids)
-        hard = any(id(t) in moving_ids and vars(t).get(_HARD) is not None for _, t in tensors)
-        self._explained |= {vars(tensor).get(_HARD) for _, tensor in tensors}
+    def _fault(self, mixed: MixedCall, caller: FrameType | None, place: Place) -> Fault:
+        spots = {id(tensor): vars(tensor).get(_HARD) for _, tensor in mixed.tensors}
+        self._explained |= {*spots.values()}
         kind: FaultKind = "in-place" if mixed.written is not None else "mixed-devices"
+        if any(spots.get(number) is not None for number in mixed.moving_ids):
+            kind = "hard-coded-device"
         return Fault(
-            kind="hard-coded-device" if hard else kind,
+            kind=kind,
             effect="raises",
             op=mixed.op,
-            operands=operands,
-            target=target,
-            place=Place(file="", line=0) if caller is None else place_of(spot_of(caller)),
+            operands=self._operands(mixed, caller),
+            target=self.names.device(mixed.target),
+            place=place,
             message=self.names.renamed(str(mixed.error)),
             path=tuple(self.names.path(caller)),
             phase=self.phase,
         )
 
-    def _operands(
-        self,
-        mixed: MixedCall,
-        caller: FrameType | None,
-        tensors: list[tuple[Path, torch.Tensor]],
-        moving_ids: set[int],
-    ) -> tuple[Operand, ...]:
-        direct = is_direct(mixed.frame)
+    def _operands(self, mixed: MixedCall, caller: FrameType | None) -> tuple[Operand, ...]:
         expressions = None
         if caller is not None:
-            expressions = Expressions(caller, direct=direct, positions=positions_of(mixed.func))
+            positions = positions_of(mixed.func)
+            expressions = Expressions(caller, direct=mixed.is_direct, positions=positions)
         operands = []
-        for path, tensor in tensors:
-            written, is_moved = OperandText("", None), id(tensor) in moving_ids
+        for path, tensor in mixed.sampled_tensors():
+            text, place, is_moved = "", None, id(tensor) in mixed.moving_ids
             if expressions is not None:
                 written = expressions.of(tensor, path, mixed.is_method)
-            if written.is_callees and is_moved:
+                text = written.text
                 # A module can't be moved in the place of its parameter.
-                written = replace(written, place=None)
-            operand = self._operand(path, tensor, written)
+                place = None if written.is_callees and is_moved else written.place
+            operand = self._operand(path, tensor, text, place)
             operands.append(replace(operand, moved=is_moved, origin=self._origin(tensor)))
         if expressions is not None and expressions.is_comparison:
             operands.sort(key=lambda one: (one.place.line, one.place.column) if one.place else ())
         return tuple(operands)
 
-    def _operand(self, path: Path, tensor: torch.Tensor, written: OperandText) -> Operand:
+    def _operand(self, path: Path, tensor: torch.Tensor, text: str, place: Place | None) -> Operand:
         """Build the operand for a moved tensor of unknown origin."""
         return Operand(
             argument="".join([str(path[0]), *(f"[{step}]" for step in path[1:])]),
-            expression=written.text,
-            place=written.place,
+            expression=text,
+            place=place,
             device=self.names.device(tensor.device),
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -14,8 +15,11 @@ from torch.overrides import resolve_name
 
 from duoka.base.model_code import is_model_code
 from duoka.report.check_report import Fault
-from duoka.runtime.dispatch.arguments import mapped
+from duoka.runtime.dispatch.arguments import mapped, must_move
 from duoka.virtual import MixedDevicesError, VirtualTensor
+
+from .report_names import ReportNames
+from .source_map import model_frame
 
 CAUSE = "_duoka_cause"
 """The attribute of a tensor that names the fault which decided its device."""
@@ -30,7 +34,11 @@ _DEVICE = re.compile(r"\b(?:vgpu|privateuseone):\d+\b|\bcpu\b")
 
 
 class MixedCall:
-    """A call that mixes devices."""
+    """A call that mixes devices, and where its tensors go."""
+
+    target: torch.device
+    moving_ids: frozenset[int] = frozenset()
+    """The tensors that move to the target, by identity."""
 
     def __init__(
         self,
@@ -49,28 +57,91 @@ class MixedCall:
         # What PyTorch itself refuses before it comes to an ATen operation has only a text.
         self.is_mix = _SAME_DEVICE in str(error) or len(set(_DEVICE.findall(str(error)))) > 1
         self.kernel = ""
+        self.tensors = list(tensors_of(args, kwargs))
         self.written: torch.Tensor | None = None
         self.for_cpu: torch.Tensor | None = None
         if isinstance(error, MixedDevicesError):
             self.is_mix = True
             self.for_cpu = error.for_cpu
-            self.written = _visible(error.written, args, kwargs)
+            self.written = self._visible(error.written)
             self.kernel = error.func._schema.name.removeprefix("aten::")
         full = op_name(func)
         self.is_method = full.startswith(_METHOD)
         self.op = full.removeprefix("torch.") if self.is_method else full
 
-
-def _visible(
-    written: torch.Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor | None:
-    """Return the written tensors that the caller can see."""
-    if isinstance(written, VirtualTensor):
-        for _, tensor in tensors_of(args, kwargs):
+    def _visible(self, written: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the written tensor as the caller sees it."""
+        if not isinstance(written, VirtualTensor):
+            return written
+        for _, tensor in self.tensors:
             if isinstance(tensor, VirtualTensor) and tensor.storage_id == written.storage_id:
                 return tensor
         return None
-    return written
+
+    @cached_property
+    def caller(self) -> FrameType | None:
+        """Frame of the model code around the call."""
+        return model_frame(self.frame)
+
+    @property
+    def is_direct(self) -> bool:
+        """Return True if model code calls the function itself, not through a PyTorch module."""
+        # Functions in Python pass their arguments on as they are to whoever overrides them.
+        inner: FrameType | None = self.frame
+        if inner is not None and inner.f_code.co_name == "handle_torch_function":
+            inner = inner.f_back and inner.f_back.f_back
+        return inner is not None and is_model_code(inner.f_code)
+
+    def move_to(self, target: torch.device, *, is_forced: bool = False) -> None:
+        """Choose the tensors that move; of a call for the CPU only the one that it needs there."""
+        self.target = target
+        moving = {id(tensor) for _, tensor in self.tensors if must_move(tensor, target)}
+        if self.for_cpu is not None and not is_forced:
+            moving &= {id(self.for_cpu)}
+        self.moving_ids = frozenset(moving)
+
+    def moved_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with the moving tensors on the target."""
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self.target) if id(tensor) in self.moving_ids else tensor
+
+        args, kwargs = mapped((self.args, self.kwargs), move)
+        return args, kwargs
+
+    def sampled_tensors(self) -> list[tuple[Path, torch.Tensor]]:
+        """Limit many operands of a list: the first moving and the first staying ones."""
+        if len(self.tensors) <= _MOST_OPERANDS:
+            return self.tensors
+        half = _MOST_OPERANDS // 2
+        go = [path for path, tensor in self.tensors if id(tensor) in self.moving_ids]
+        stay = [path for path, tensor in self.tensors if id(tensor) not in self.moving_ids]
+        paths = {*go[:half], *stay[:half]}
+        return [(path, tensor) for path, tensor in self.tensors if path in paths]
+
+    def earlier_cause(self, names: ReportNames, running: torch.device | None) -> FaultRecord | None:
+        """Return the earlier fault that causes this one, if any.
+
+        A fault moves tensors, so that a later operation may mix devices that would not have met.
+        With `home`, the device of the placed module whose code is running, that is so in three
+        cases: the moved tensor itself has to go back to a device of that fault; it took this
+        operation away from `home`; or it is written to, and meets a device of that fault.
+        """
+        devices = {names.device(tensor.device) for _, tensor in self.tensors}
+        target, home = names.device(self.target), running and names.device(running)
+        for _, tensor in self.tensors:
+            cause: FaultRecord | None = vars(tensor).get(CAUSE)
+            if cause is None:
+                continue
+            fault_devices = set(cause.first.devices)
+            is_moving = id(tensor) in self.moving_ids
+            if (
+                (is_moving and target in fault_devices)
+                or (not is_moving and target != home and home in fault_devices & devices)
+                or (tensor is self.written and fault_devices & devices - {target})
+            ):
+                return cause
+        return None
 
 
 def positions_of(func: Any) -> dict[str, int]:
@@ -85,15 +156,6 @@ def positions_of(func: Any) -> dict[str, int]:
 def op_name(func: Any) -> str:
     """Return the name by which code calls an operation."""
     return resolve_name(func) or getattr(func, "__qualname__", None) or str(func)
-
-
-def is_direct(frame: FrameType) -> bool:
-    """Return True if model code calls the function itself, not through a PyTorch module."""
-    # Functions in Python pass their arguments on as they are to whoever overrides them.
-    inner: FrameType | None = frame
-    if inner is not None and inner.f_code.co_name == "handle_torch_function":
-        inner = inner.f_back and inner.f_back.f_back
-    return inner is not None and is_model_code(inner.f_code)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,36 +196,17 @@ def tensors_of(
     args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[Path, torch.Tensor]]:
     """Yield the tensors of a call with their positions."""
-    for index, value in enumerate(args):
-        yield from _is_within((index,), value)
-    for name, value in kwargs.items():
-        yield from _is_within((name,), value)
+    steps: Iterable[tuple[int | str, Any]] = (*enumerate(args), *kwargs.items())
+    for step, value in steps:
+        yield from _tensors_below((step,), value)
 
 
-def _is_within(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
+def _tensors_below(path: Path, value: Any) -> Iterator[tuple[Path, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from _is_within((*path, index), item)
-
-
-def move_operands(value: Any, moving_ids: set[int], target: torch.device) -> Any:
-    """Return the arguments with the given tensors moved to the target."""
-    return mapped(value, lambda tensor: tensor.to(target) if id(tensor) in moving_ids else tensor)
-
-
-def sample_operands(
-    tensors: list[tuple[Path, torch.Tensor]], moving_ids: set[int]
-) -> list[tuple[Path, torch.Tensor]]:
-    """Limit many operands of a list: the first moving and the first staying ones."""
-    if len(tensors) <= _MOST_OPERANDS:
-        return tensors
-    half = _MOST_OPERANDS // 2
-    go = [pair for pair in tensors if id(pair[1]) in moving_ids][:half]
-    stay = [pair for pair in tensors if id(pair[1]) not in moving_ids][:half]
-    selected_ids = {id(tensor) for _, tensor in (*go, *stay)}
-    return [pair for pair in tensors if id(pair[1]) in selected_ids]
+            yield from _tensors_below((*path, index), item)
 
 
 # ── which fault decided a tensor's device ──
@@ -180,33 +223,6 @@ def cause_of_result(args: Any, device: torch.device) -> FaultRecord | None:
             cause = cause_of_result(value, device)
             if cause is not None:
                 return cause
-    return None
-
-
-def earlier_cause(
-    tensors: list[tuple[Path, torch.Tensor]],
-    moving_ids: set[int],
-    target: str,
-    written: torch.Tensor | None,
-    devices: frozenset[str],
-    home: str | None,
-) -> FaultRecord | None:
-    """Return the earlier fault that causes this one, if any.
-
-    `home` is the device of the placed module whose code is running: tensors that an earlier fault
-    took away from there cause a fault when they meet tensors of that module.
-    """
-    for _, tensor in tensors:
-        cause: FaultRecord | None = vars(tensor).get(CAUSE)
-        if cause is None:
-            continue
-        fault_devices = set(cause.first.devices)
-        if id(tensor) in moving_ids and target in fault_devices:
-            return cause
-        if id(tensor) not in moving_ids and target != home and home in fault_devices & devices:
-            return cause
-        if tensor is written and fault_devices & devices - {target}:
-            return cause
     return None
 
 

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -170,17 +171,15 @@ class CheckRun(StepListener):
         return self._assembled(stop, memory)
 
     def _assembled(self, stop: Stop | None, memory: tuple[PeakMemory, ...]) -> CheckReport:
-        interceptor = self.interceptor
-        findings = interceptor.findings.values()
-        faults = tuple(finding.fault() for finding in findings if finding.cause is None)
+        findings = self.interceptor.findings.values()
         return CheckReport(
             model=self.subject.name,
             code=code_of(self.subject.model),
             not_run=self.subject.not_run,
             devices=self.subject.devices,
             completeness=self.subject.completeness,
-            faults=faults,
-            warnings=tuple(interceptor.warnings()),
+            faults=tuple(finding.fault() for finding in findings if finding.cause is None),
+            warnings=tuple(self.interceptor.warnings()),
             memory=memory,
             transfers=self.observer.transfers(),
             syncs=self.observer.syncs(),
@@ -190,11 +189,8 @@ class CheckRun(StepListener):
         )
 
     def _names(self) -> ReportNames:
-        devices = {
-            virtual.virtual_device(index): f"{self._prefix}:{index}"
-            for index in range(self._num_gpus)
-        }
-        return ReportNames(devices, module_names(self.subject.model), self._num_placed)
+        names = {virtual.virtual_device(at): f"{self._prefix}:{at}" for at in range(self._num_gpus)}
+        return ReportNames(names, module_names(self.subject.model), self._num_placed)
 
     def _device(self, name: str) -> torch.device:
         return torch.device("cpu") if name == "cpu" else virtual.virtual_device(_number(name))
@@ -207,12 +203,12 @@ class CheckRun(StepListener):
             yield
 
     def _placed_modules(self) -> dict[nn.Module, torch.device]:
-        subject = self.subject
-        if subject.is_dispatched:
-            entries = tuple((name, str(self._device(device))) for name, device in subject.entries)
-            placement = Placement(entries=entries)
-            return moving_modules(subject.model, placement, self._tensor_devices())
-        modules = placed_modules(subject.model, subject.entries)
+        model, entries = self.subject.model, self.subject.entries
+        if self.subject.is_dispatched:
+            virtual_entries = tuple((name, str(self._device(device))) for name, device in entries)
+            placement = Placement(entries=virtual_entries)
+            return moving_modules(model, placement, self._tensor_devices())
+        modules = placed_modules(model, entries)
         return {module: self._device(device) for module, device in modules.items()}
 
     def _tensor_devices(self) -> dict[str, torch.device]:
@@ -242,20 +238,17 @@ class CheckRun(StepListener):
     def _run(self, first_device: torch.device) -> Stop | None:
         subject, interceptor = self.subject, self.interceptor
         # The hooks go with the model's attributes, which are put back.
-        watch_entries(self._placed_modules(), self._entered, self.interceptor.running)
+        watch_entries(
+            self._placed_modules(), partial(setattr, interceptor, "stage"), interceptor.running
+        )
         try:
             with interceptor.watching():
                 self.finish(run(subject, first_device, self))
-        except DuokaError as error:
-            if not isinstance(error, virtual.UnknownValueError):
+        except Exception as error:  # whatever the model's own code raises
+            if isinstance(error, DuokaError) and not isinstance(error, virtual.UnknownValueError):
                 raise
             return self._stop(error)
-        except Exception as error:  # whatever the model's own code raises
-            return self._stop(error)
         return None
-
-    def _entered(self, device: torch.device) -> None:
-        self.interceptor.stage = device
 
     # ── what a run says of its steps ──
 
@@ -310,16 +303,14 @@ class CheckRun(StepListener):
             )
         yield from self.subject.notes
         yield from self._noted
-        names = list(_compiled(self.subject.model))
+        names = [
+            name or type(module).__name__
+            for name, module in self.subject.model.named_modules()
+            if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+        ]
         if names:
             yield f"compiled code was run eagerly: {', '.join(names)}"
 
 
 def _number(name: str) -> int:
     return int(name.rpartition(":")[2] or 0)
-
-
-def _compiled(model: nn.Module) -> Iterator[str]:
-    for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            yield name or type(model).__name__

@@ -75,13 +75,18 @@ class ModelSnapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = dict(tensor_names(model))
-        self._attributes = [(module, _copy_attributes(vars(module))) for module in model.modules()]
-        # Not what modules hold themselves, which is put back in any case.
+        # What modules hold themselves is put back in any case, with hooks that were added.
+        tables = [vars(module) for module in model.modules()]
+        attributes = [value for table in tables for value in table.values()]
+        self._attributes = [
+            (container, container.copy())
+            for container in (*tables, *attributes)
+            if type(container) in _CONTAINERS
+        ]
         self._containers = ContainerSnapshot()
-        for _, attributes in self._attributes:
-            for value, content in attributes.values():
-                for item in (value,) if content is None else _items(content):
-                    self._containers.add(item)
+        for value in attributes:
+            for item in _items(value) if type(value) in _CONTAINERS else (value,):
+                self._containers.add(item)
         self._swapped: list[tuple[Tensor, Tensor]] = []
         self._slots: list[tuple[dict[str, Any], str, Tensor]] = [
             (table, key, tensor)
@@ -122,8 +127,8 @@ class ModelSnapshot:
     def restore(self) -> None:
         """Restore the model."""
         self._containers.restore()
-        for module, attributes in self._attributes:
-            _restore_attributes(vars(module), attributes)
+        for container, content in self._attributes:
+            _refill(container, content)
         for tensor, _ in self._swapped:
             tensor.grad = None
         self._swap_back()
@@ -173,26 +178,13 @@ def _fill(data: Tensor) -> Tensor:
     return fill(data)
 
 
-def _copy_attributes(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes with copies of their containers."""
-    return {
-        name: (value, value.copy() if type(value) in _CONTAINERS else None)
-        for name, value in attributes.items()
-    }
-
-
-def _restore_attributes(attributes: dict[str, Any], saved: dict[str, Any]) -> None:
-    for name in attributes.keys() - saved.keys():
-        del attributes[name]
-    for name, (value, content) in saved.items():
-        attributes[name] = value
-        if content is not None:
-            _refill(value, content)
-
-
 # ── containers ──
 
 
+# A copy of each container that can be reached is kept, not of what it holds. Afterwards only those
+# that hold a virtual tensor are filled again: what else the model's code has put into them is its
+# own business. A plain object counts as the dict of its attributes; a tuple can't be filled again,
+# so that the container around it is.
 class ContainerSnapshot:
     """Containers reachable from some values, with their contents."""
 
@@ -268,34 +260,34 @@ def restore_globals(model: nn.Module) -> Iterator[None]:
     A table that is cached in a global on first use would stay on a virtual GPU. So the globals and
     class attributes of the model's own files are restored, and their caches cleared.
     """
-    namespaces: list[Any] = [*_own_modules(model), *_own_classes(model)]
-    saved = [(namespace, dict(vars(namespace))) for namespace in namespaces]
+    classes = _own_classes(model)
+    saved: list[tuple[Any, int, dict[str, Any]]] = [
+        (namespace, _depth(namespace), dict(vars(namespace)))
+        for namespace in (*_own_modules(classes), *classes)
+    ]
     containers = ContainerSnapshot()
-    for namespace, attributes in saved:
+    for _, depth, attributes in saved:
         for value in attributes.values():
-            containers.add(value, _depth(namespace))
+            containers.add(value, depth)
     try:
         yield
     finally:
         containers.restore()
-        for namespace, attributes in saved:
-            _restore_namespace(namespace, attributes)
-        for namespace in namespaces:
-            for value in list(vars(namespace).values()):
+        for namespace, depth, attributes in saved:
+            for name, value in list(vars(namespace).items()):
                 function = getattr(value, "__func__", value)  # of a static method
                 if isinstance(function, _LruCache):
                     function.cache_clear()
+                # Only what holds a virtual tensor: other changes are the code's own.
+                if any(map(_is_virtual, _reachable(value, depth, set()))):
+                    _restore_name(namespace, name, value, attributes)
 
 
-def _restore_namespace(namespace: Any, saved: dict[str, Any]) -> None:
-    """Restore entries that hold virtual tensors; other changes are the code's own."""
-    for name, value in list(vars(namespace).items()):
-        if not any(map(_is_virtual, _reachable(value, _depth(namespace), set()))):
-            continue
-        if name not in saved:
-            delattr(namespace, name)
-        elif saved[name] is not value:
-            setattr(namespace, name, saved[name])
+def _restore_name(namespace: Any, name: str, value: Any, saved: dict[str, Any]) -> None:
+    if name not in saved:
+        delattr(namespace, name)
+    elif saved[name] is not value:
+        setattr(namespace, name, saved[name])
 
 
 def _depth(namespace: Any) -> int:
@@ -306,29 +298,20 @@ def _depth(namespace: Any) -> int:
 
 def _own_classes(model: nn.Module) -> list[type]:
     """Return the classes of a model's modules except PyTorch's."""
-    classes: dict[type, None] = {}
-    for module in model.modules():
-        classes.update(dict.fromkeys(type(module).__mro__))
+    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__)
     foreign = ("torch.", "builtins", "abc", "typing")
     return [cls for cls in classes if not cls.__module__.startswith(foreign)]
 
 
-def _own_modules(model: nn.Module) -> Iterator[ModuleType]:
-    """Return the modules of these classes, and modules of the same package that they import."""
-    names = {cls.__module__ for cls in _own_classes(model)}
+def _own_modules(classes: list[type]) -> list[ModuleType]:
+    """Return the modules of some classes, and those outside of packages that they import from."""
+    names = {cls.__module__ for cls in classes}
     modules = {name: sys.modules[name] for name in names if name in sys.modules}
     for module in list(modules.values()):
         for value in list(vars(module).values()):
-            home = _home(value)
-            if home is not None and not is_installed(vars(home).get("__file__")):
+            # Of other objects no attribute is asked for, which may run code.
+            is_defined = isinstance(value, (FunctionType, type))
+            home = sys.modules.get(value.__module__) if is_defined else value
+            if isinstance(home, ModuleType) and not is_installed(vars(home).get("__file__")):
                 modules[home.__name__] = home
-    yield from modules.values()
-
-
-def _home(value: Any) -> ModuleType | None:
-    """Return the module of a global, without calling any of its attributes."""
-    if isinstance(value, ModuleType):
-        return value
-    if isinstance(value, (FunctionType, type)):
-        return sys.modules.get(value.__module__)
-    return None
+    return list(modules.values())

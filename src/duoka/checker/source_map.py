@@ -24,6 +24,9 @@ from duoka.report.check_report import Place
 _TORCH_MODULES = torch_folder() + "nn/modules/"
 _RUNNER = str(Path(__file__).parent / "execute.py")
 
+Position = tuple[int, int, int, int]
+"""First and last line from 1, first and last column in bytes of UTF-8 from 0."""
+
 SPOT = "_duoka_spot"
 """The attribute of a tensor that says where in model code it was made."""
 
@@ -67,22 +70,12 @@ def place_of(spot: Spot) -> Place:
     """Return the expression of the current instruction."""
     code, offset = spot
     source = source_of(code.co_filename)
-    line, end_line, column, end_column = source.tested(code, offset) or code_position(code, offset)
-    start = source.characters(line, column)
-    end = source.characters(end_line, end_column)
-    return Place(
-        file=code.co_filename,
-        line=line,
-        column=start,
-        end_line=end_line,
-        end_column=end,
-        text=source.text(line, start, end_line, end),
-        function=code.co_qualname,
-    )
+    position = source.tested(code, offset) or code_position(code, offset)
+    return source.place(position, code.co_qualname)
 
 
-def code_position(code: CodeType, offset: int) -> tuple[int, int, int, int]:
-    """Return first line, last line, and byte columns of the current instruction."""
+def code_position(code: CodeType, offset: int) -> Position:
+    """Return the position of the current instruction's expression."""
     positions = islice(code.co_positions(), offset // 2, None)
     line, end_line, column, end_column = next(positions, (None, None, None, None))
     line = line or code.co_firstlineno
@@ -109,29 +102,30 @@ class SourceFile:
         return self._tree[0]
 
     @property
-    def nodes(self) -> dict[tuple[int, int, int, int], ast.AST]:
+    def nodes(self) -> dict[Position, ast.AST]:
         """Expressions and statements by position."""
         return self._tree[1]
 
     # Of most files only lines are asked for.
     @cached_property
-    def _tree(self) -> tuple[dict[ast.AST, ast.AST], dict[tuple[int, int, int, int], ast.AST]]:
+    def _tree(self) -> tuple[dict[ast.AST, ast.AST], dict[Position, ast.AST]]:
         parents: dict[ast.AST, ast.AST] = {}
-        nodes: dict[tuple[int, int, int, int], ast.AST] = {}
+        nodes: dict[Position, ast.AST] = {}
         try:
             tree = parse_quietly("".join(self.lines))
         except (SyntaxError, ValueError):
             return {}, {}  # made at run time, or changed since: then only the line is known
         for node in ast.walk(tree):
-            for child in ast.iter_child_nodes(node):
-                parents[child] = node
+            parents |= dict.fromkeys(ast.iter_child_nodes(node), node)
             # A statement that is a mere expression has the expression's span.
             if isinstance(node, (ast.expr, ast.stmt)) and not isinstance(node, ast.Expr):
                 nodes.setdefault(node_position(node), node)
         return parents, nodes
 
-    def tested(self, code: CodeType, offset: int) -> tuple[int, int, int, int] | None:
+    def tested(self, code: CodeType, offset: int) -> Position | None:
         """Return the whole condition if a jump has the span of its first part."""
+        # `if a > b and c:` jumps after each part with the span of that part. A fault in a jump is
+        # one of `bool(...)`, and belongs to all that is tested.
         if "JUMP" not in opname[code.co_code[offset]]:
             return None
         node = self.nodes.get(code_position(code, offset))
@@ -143,10 +137,8 @@ class SourceFile:
         """Return the definition of a function; its code starts at the first decorator."""
         for node in self.nodes.values():
             if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-                first_line = min(
-                    [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
-                )
-                if first_line == code.co_firstlineno:
+                decorator_lines = [decorator.lineno for decorator in node.decorator_list]
+                if min([node.lineno, *decorator_lines]) == code.co_firstlineno:
                     return node
         return None
 
@@ -175,9 +167,9 @@ class SourceFile:
         lines[0] = lines[0][column:]
         return " ".join(part.strip() for part in lines).strip()
 
-    def place(self, node: ast.AST, function: str) -> Place:
-        """Return the place of a node."""
-        line, end_line, column, end_column = node_position(node)
+    def place(self, position: Position, function: str) -> Place:
+        """Return the place of a position in a function."""
+        line, end_line, column, end_column = position
         start, end = self.characters(line, column), self.characters(end_line, end_column)
         return Place(
             file=self.file,
@@ -240,14 +232,13 @@ def returned_expression(code: CodeType, index: int) -> Place:
     """Return the returned expression at a position, from the function's first `return`."""
     source = source_of(code.co_filename)
     function = source.function(code)
-    nodes_inside = [] if function is None else list(ast.walk(function))
-    statement = next((node for node in nodes_inside if isinstance(node, ast.Return)), None)
-    if statement is None or statement.value is None:
+    nodes = ast.walk(function) if function is not None else ()
+    value = next((node.value for node in nodes if isinstance(node, ast.Return)), None)
+    if value is None:
         return Place(file=code.co_filename, line=code.co_firstlineno, function=code.co_qualname)
-    value: ast.expr = statement.value
     if isinstance(value, ast.Tuple) and index < len(value.elts):
         value = value.elts[index]
-    return source.place(value, code.co_qualname)
+    return source.place(node_position(value), code.co_qualname)
 
 
 def forget_sources() -> None:
@@ -257,6 +248,6 @@ def forget_sources() -> None:
     place_of.cache_clear()
 
 
-def node_position(node: ast.AST) -> tuple[int, int, int, int]:
-    """Return the position of a node in the form of `code_position`."""
+def node_position(node: ast.AST) -> Position:
+    """Return the position of a node."""
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset  # type: ignore[attr-defined]

@@ -87,6 +87,9 @@ def _opened(part: _Part) -> Iterator[_Part]:
 
 def _cut(weights: Sequence[int], num_stages: int) -> list[int]:
     """Return the stage of each part: contiguous, not empty, close to its share."""
+    # Greedy: a part begins the next stage when its middle lies beyond that stage's share of the
+    # total, or when as few parts as stages are left. Weights 1 1 1 5 on two stages: the middle of
+    # the last part, 3 + 2.5, is the first beyond 4, so that the stages are 0 0 0 1.
     total, done, stage = sum(weights), 0, 0
     stages: list[int] = []
     for index, weight in enumerate(weights):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -174,12 +174,12 @@ def tensor_devices(model: nn.Module, entries: Entries) -> dict[str, str]:
     """Return the device of every parameter and buffer, in the order of the map."""
     devices = dict(entries)
     ranks = {entry: rank for rank, entry in enumerate(devices)}
-    ranked = []
-    for name, _ in tensor_names(model):
-        entry = longest_prefix(name, devices)
-        assert entry is not None, "the map is complete"
-        ranked.append((ranks[entry], name, devices[entry]))
-    return {name: device for _, name, device in sorted(ranked, key=lambda entry: entry[0])}
+    # The map is complete: "" is an entry where no other one is.
+    entry_of = {name: longest_prefix(name, devices) or "" for name, _ in tensor_names(model)}
+    return {
+        name: devices[entry_of[name]]
+        for name in sorted(entry_of, key=lambda name: ranks[entry_of[name]])
+    }
 
 
 def placed_modules(model: nn.Module, entries: Entries) -> dict[nn.Module, str]:
@@ -212,10 +212,9 @@ def module_names(model: nn.Module) -> dict[int, str]:
 def named_tensors(model: nn.Module) -> dict[int, tuple[OriginKind, str, torch.Tensor]]:
     """Return kind, name and tensor of parameters, buffers and tensor attributes, by id."""
     by_id: dict[int, tuple[OriginKind, str, torch.Tensor]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        by_id.setdefault(id(parameter), ("parameter", name, parameter))
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        by_id.setdefault(id(buffer), ("buffer", name, buffer))
+    for name, tensor in tensor_names(model):
+        kind: OriginKind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        by_id.setdefault(id(tensor), (kind, name, tensor))
     for prefix, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute in ("_parameters", "_buffers", "_modules"):
@@ -229,14 +228,9 @@ def named_tensors(model: nn.Module) -> dict[int, tuple[OriginKind, str, torch.Te
 def _tensors_of(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield "", value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if isinstance(item, torch.Tensor):
-                yield f"[{key!r}]", item
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for index, item in enumerate(value):
-            if isinstance(item, torch.Tensor):
-                yield f"[{index}]", item
+    items: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, Mapping) else ()
+    items = enumerate(value) if isinstance(value, (list, tuple)) else items
+    yield from ((f"[{key!r}]", item) for key, item in items if isinstance(item, torch.Tensor))
 
 
 def stop_of(checkpoint: Checkpoint, error: ModelError, phase: str) -> Stop | None:

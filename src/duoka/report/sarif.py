@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from duoka.base.units import format_bytes
 
-from .check_report import CallSite, CheckReport, Fault, Operand, PeakMemory, Place
+from .check_report import CallSite, CheckReport, Fault, Operand, Place
 from .terminal.words import describe_map_errors
 
 _SCHEMA = (
@@ -96,71 +96,52 @@ class _Log:
 
     def _invocation(self) -> _Json:
         """Describe the run (§3.20)."""
-        invocation: _Json = {"executionSuccessful": self._report.stop is None}
-        if not self._report.complete:
-            faults = describe_map_errors(self._report.completeness)
+        report = self._report
+        invocation: _Json = {"executionSuccessful": report.stop is None}
+        if not report.complete:
+            faults = describe_map_errors(report.completeness)
             names = "; ".join(f"{what} {', '.join(names)}" for what, names in faults)
-            text = f"The device map is incomplete: {names}."
-            invocation["toolConfigurationNotifications"] = [
-                {"level": "error", "message": {"text": text}}
-            ]
+            note = _notification("error", f"The device map is incomplete: {names}.")
+            invocation["toolConfigurationNotifications"] = [note]
         notifications: list[_Json] = []
-        if self._report.not_run:
-            text = f"Not run, and so not checked: {', '.join(self._report.not_run)}."
-            notifications.append({"level": "warning", "message": {"text": text}})
-        stop = self._report.stop
-        if stop is not None:
+        if report.not_run:
+            text = f"Not run, and so not checked: {', '.join(report.not_run)}."
+            notifications.append(_notification("warning", text))
+        if (stop := report.stop) is not None:
             text = f"The model's code stopped in {stop.phase}: {stop.message}. {stop.hint}".strip()
-            notification: _Json = {"level": "error", "message": {"text": text}}
-            if stop.place is not None:
-                notification["locations"] = [self._location(stop.place)]
-            notifications.append(notification)
-        if notifications:
-            invocation["toolExecutionNotifications"] = notifications
-        return invocation
+            places = [] if stop.place is None else [self._location(stop.place)]
+            notifications.append(_notification("error", text) | _if_any(locations=places))
+        return invocation | _if_any(toolExecutionNotifications=notifications)
 
     def _results(self) -> Iterator[_Json]:
-        for fault in self._report.faults:
-            yield self._result(fault, "error")
-        for fault in self._report.warnings:
-            yield self._result(fault, "warning")
+        for level, faults in (("error", self._report.faults), ("warning", self._report.warnings)):
+            for fault in faults:
+                related = [*self._related_locations(fault)]
+                yield {
+                    **self._result(fault.kind, level, _message(fault, related), fault.place),
+                    "occurrenceCount": max(fault.count, 1),
+                    **_if_any(relatedLocations=related),
+                    **_if_any(codeFlows=[self._flow(fault.path)] if fault.path else []),
+                }
         for peak in self._report.memory:
             if peak.overflows and peak.place is not None:
-                yield self._overflow(peak, peak.place)
+                budget = peak.budget_bytes
+                text = (
+                    f"{peak.device} needs {format_bytes(peak.reserved_bytes)}"
+                    f"{'' if budget is None else f' of {format_bytes(budget)}'}: the peak is here, "
+                    f"in {peak.phase}."
+                )
+                yield self._result("memory", "error", text, peak.place, f"memory {peak.device}")
 
-    def _result(self, fault: Fault, level: Literal["error", "warning"]) -> _Json:
-        """Describe one fault (§3.27)."""
-        related = [*self._related_locations(fault)]
-        result = {
-            "ruleId": fault.kind,
-            "ruleIndex": _INDEX[fault.kind],
-            "level": level,
-            "message": {"text": _message(fault, related)},
-            "locations": [self._location(fault.place)],
-            "partialFingerprints": {_FINGERPRINT: self._fingerprint(fault.kind, fault.place)},
-            "occurrenceCount": max(fault.count, 1),
-        }
-        if related:
-            result["relatedLocations"] = related
-        if fault.path:
-            result["codeFlows"] = [self._flow(fault.path)]
-        return result
-
-    def _overflow(self, peak: PeakMemory, place: Place) -> _Json:
-        budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
-        text = (
-            f"{peak.device} needs {format_bytes(peak.reserved_bytes)}{budget}: the peak is here, "
-            f"in {peak.phase}."
-        )
+    def _result(self, rule: str, level: str, text: str, place: Place, key: str = "") -> _Json:
+        """Describe one fault or peak (§3.27); `key` is its fingerprint's, by default the rule."""
         return {
-            "ruleId": "memory",
-            "ruleIndex": _INDEX["memory"],
-            "level": "error",
+            "ruleId": rule,
+            "ruleIndex": _INDEX[rule],
+            "level": level,
             "message": {"text": text},
             "locations": [self._location(place)],
-            "partialFingerprints": {
-                _FINGERPRINT: self._fingerprint(f"memory {peak.device}", place)
-            },
+            "partialFingerprints": {_FINGERPRINT: self._fingerprint(key or rule, place)},
         }
 
     def _related_locations(self, fault: Fault) -> Iterator[_Json]:
@@ -178,25 +159,17 @@ class _Log:
 
     def _flow(self, path: Iterable[CallSite]) -> _Json:
         """List the calls from the model to the fault (§3.36)."""
-        steps = [
-            {
-                "location": {
-                    **self._location(call.place),
-                    "message": {"text": call.module or "the model"},
-                }
-            }
+        locations = [
+            self._location(call.place) | {"message": {"text": call.module or "the model"}}
             for call in path
         ]
-        return {"threadFlows": [{"locations": steps}]}
+        return {"threadFlows": [{"locations": [{"location": step} for step in locations]}]}
 
     def _location(self, place: Place) -> _Json:
         physical = {"artifactLocation": self._artifact(place.file), "region": _region(place)}
-        location: _Json = {"physicalLocation": physical}
-        if place.function:
-            location["logicalLocations"] = [
-                {"fullyQualifiedName": place.function, "kind": "function"}
-            ]
-        return location
+        function = {"fullyQualifiedName": place.function, "kind": "function"}
+        logical = _if_any(logicalLocations=[function] if place.function else [])
+        return {"physicalLocation": physical, **logical}
 
     def _artifact(self, file: str) -> _Json:
         path = Path(file).resolve()
@@ -206,12 +179,21 @@ class _Log:
 
     def _fingerprint(self, kind: str, place: Place) -> str:
         """Hash the code of a fault, independent of its line number (§3.27.17)."""
-        file = self._artifact(place.file)["uri"]
-        if "uriBaseId" not in self._artifact(place.file):
-            file = Path(place.file).name  # the rest is the machine's
+        artifact = self._artifact(place.file)
+        # Of a file elsewhere the directory is the machine's.
+        file = artifact["uri"] if "uriBaseId" in artifact else Path(place.file).name
         key = "\n".join((kind, file, place.function, "".join(place.text.split())))
         self._seen[key] += 1  # the same text twice in one function is two faults
         return hashlib.sha256(f"{key}\n{self._seen[key]}".encode()).hexdigest()
+
+
+def _notification(level: str, text: str) -> _Json:
+    return {"level": level, "message": {"text": text}}
+
+
+def _if_any(**items: list[_Json]) -> _Json:
+    """Return the properties whose list isn't empty."""
+    return {name: values for name, values in items.items() if values}
 
 
 def _driver() -> _Json:
@@ -251,10 +233,8 @@ def _message(fault: Fault, related: list[_Json]) -> str:
         f"{_tensor_name(operand)} is on {operand.device}" for operand in fault.operands
     )
     text = f"{fault.op} of tensors on {devices}: {'; '.join(tensors)}."
-    if fault.effect == "raises" and fault.message:
-        text += f" CUDA: {fault.message}"
-    elif fault.message:
-        text += f" {fault.message}"
+    if fault.message:
+        text += f" {'CUDA: ' * (fault.effect == 'raises')}{fault.message}"
     links = ", ".join(f"[{_escape_links(to['message']['text'])}]({to['id']})" for to in related)
     return f"{text} {links}".strip()
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from seeded import case
 
 
 # case: fault_checkpoint_closure
@@ -31,13 +32,12 @@ class Model(nn.Module):
         return {"loss": out.square().mean()}
 
 
-PLACEMENT = {"embed": 0, "first": 0, "second": 1}
-TRAIN = True
-build = Model
-
-
-def inputs():
-    return {"ids": torch.randint(0, 15, (2, 3))}
+case(
+    Model,
+    {"embed": 0, "first": 0, "second": 1},
+    lambda: {"ids": torch.randint(0, 15, (2, 3))},
+    train=True,
+)
 
 
 # case: fault_checkpoint_reentrant
@@ -75,10 +75,7 @@ class Model(nn.Module):
         return h.pow(2).mean()
 
 
-PLACEMENT = {"inp": 0, "blocks.0": 0, "blocks.1": 1}
-TRAIN = True
-build = Model
-SHAPES = [(2, 4, 3)]
+case(Model, {"inp": 0, "blocks.0": 0, "blocks.1": 1}, [(2, 4, 3)], train=True)
 
 
 # case: fault_function_backward
@@ -112,10 +109,7 @@ class Pruned(nn.Module):
         return {"loss": h.pow(2).sum(), "hidden": h}
 
 
-PLACEMENT = {"first": 0, "second": 1}
-TRAIN = True
-build = Pruned
-SHAPES = {"x": (2, 6)}
+case(Pruned, {"first": 0, "second": 1}, {"x": (2, 6)}, train=True)
 
 
 # case: fault_function_forward
@@ -149,10 +143,7 @@ class Net(nn.Module):
         return Slope.apply(h, self.slope).square().mean()
 
 
-PLACEMENT = {"slope": "cuda:0", "fc1": "cuda:0", "fc2": "cuda:1"}
-TRAIN = True
-build = Net
-SHAPES = [(4, 5)]
+case(Net, {"slope": "cuda:0", "fc1": "cuda:0", "fc2": "cuda:1"}, [(4, 5)], train=True)
 
 
 # case: fault_function_gradient_device
@@ -208,9 +199,7 @@ class FastWeights(nn.Module):
         return self.fast(x)
 
 
-PLACEMENT = {"fast": 0, "slow": 1}
-build = FastWeights
-SHAPES = [(2, 4)]
+case(FastWeights, {"fast": 0, "slow": 1}, [(2, 4)])
 
 
 # case: fault_vmap
@@ -231,9 +220,7 @@ class Pairwise(nn.Module):
         return torch.vmap(nearest)(self.queries(x))
 
 
-PLACEMENT = {"keys": 0, "queries": 1}
-build = Pairwise
-SHAPES = [(3, 4)]
+case(Pairwise, {"keys": 0, "queries": 1}, [(3, 4)])
 
 
 # case: clean_checkpointed
@@ -265,10 +252,12 @@ class Model(nn.Module):
         return h.pow(2).mean()
 
 
-PLACEMENT = {"inp": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1}
-TRAIN = True
-build = Model
-SHAPES = [(2, 4, 3)]
+case(
+    Model,
+    {"inp": 0, "blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1},
+    [(2, 4, 3)],
+    train=True,
+)
 
 
 # case: clean_custom_function
@@ -310,10 +299,7 @@ class Split(nn.Module):
         return Clipped.apply(h, self.limit).pow(2).mean()
 
 
-PLACEMENT = {"left": 0, "limit": 1}
-TRAIN = True
-build = Split
-SHAPES = [(3, 6)]
+case(Split, {"left": 0, "limit": 1}, [(3, 6)], train=True)
 
 
 # case: clean_functional_transforms
@@ -338,9 +324,7 @@ class PerSample(nn.Module):
         return vmap(grad(loss), in_dims=(None, 0))(parameters, h)["weight"].norm(dim=(1, 2))
 
 
-PLACEMENT = {"embed": 0, "head": 1}
-build = PerSample
-SHAPES = [(5, 3)]
+case(PerSample, {"embed": 0, "head": 1}, [(5, 3)])
 
 
 # case: clean_inference_mode
@@ -362,15 +346,11 @@ class Half(nn.Module):
         return h.float().softmax(-1)
 
 
-PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 1, "layers.2": 0, "norm": 1}
-
-
-def build():
-    return Half().to(torch.bfloat16)
-
-
-def inputs():
-    return (torch.randint(0, 10, (2, 3)),)
+case(
+    lambda: Half().to(torch.bfloat16),
+    {"embed": 0, "layers.0": 0, "layers.1": 1, "layers.2": 0, "norm": 1},
+    lambda: (torch.randint(0, 10, (2, 3)),),
+)
 
 
 # case: clean_autocast_dropout
@@ -389,14 +369,7 @@ class Block(nn.Module):
         return x + y.to(x.dtype)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Block(6), Block(6))
-
-
-SHAPES = [(4, 6)]
+case(lambda: nn.Sequential(Block(6), Block(6)), {"0": 0, "1": 1}, [(4, 6)])
 
 
 # case: clean_sparse_gradients
@@ -416,10 +389,9 @@ class Bags(nn.Module):
         return self.out(h).square().mean()
 
 
-PLACEMENT = {"bag": 0, "table": 0, "out": 1}
-TRAIN = True
-build = Bags
-
-
-def inputs():
-    return {"items": torch.randint(0, 12, (7,)), "offsets": torch.tensor([0, 3, 5])}
+case(
+    Bags,
+    {"bag": 0, "table": 0, "out": 1},
+    lambda: {"items": torch.randint(0, 12, (7,)), "offsets": torch.tensor([0, 3, 5])},
+    train=True,
+)

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from seeded import case
 
 
 # case: fault_cache_gathered_at_prefill
@@ -44,12 +45,11 @@ class Model(nn.Module):
         return x
 
 
-PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
-build = Model
-
-
-def inputs():
-    return (torch.randint(0, 12, (2, 4)),)
+case(
+    Model,
+    {"embed": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1},
+    lambda: (torch.randint(0, 12, (2, 4)),),
+)
 
 
 # case: fault_index_copy_cache
@@ -92,12 +92,7 @@ class Model(nn.Module):
         return x
 
 
-PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 1}
-build = Model
-
-
-def inputs():
-    return (torch.randint(0, 10, (2, 3)),)
+case(Model, {"embed": 0, "layers.0": 0, "layers.1": 1}, lambda: (torch.randint(0, 10, (2, 3)),))
 
 
 # case: fault_decode_only
@@ -130,12 +125,7 @@ class Summarising(nn.Module):
         return logits
 
 
-PLACEMENT = {"embed": 0, "body": 1, "head": 1}
-build = Summarising
-
-
-def inputs():
-    return (torch.randint(0, 14, (2, 5)),)
+case(Summarising, {"embed": 0, "body": 1, "head": 1}, lambda: (torch.randint(0, 14, (2, 5)),))
 
 
 # case: fault_generating_subclass
@@ -239,16 +229,15 @@ class Model(nn.Module):
         return x
 
 
-PLACEMENT = {
-    "embed": 0,
-    "position": 0,
-    "layers.0": 0,
-    "layers.1": 0,
-    "layers.2": 1,
-    "layers.3": 1,
-}
-build = Model
-
-
-def inputs():
-    return (torch.randint(0, 12, (2, 4)),)
+case(
+    Model,
+    {
+        "embed": 0,
+        "position": 0,
+        "layers.0": 0,
+        "layers.1": 0,
+        "layers.2": 1,
+        "layers.3": 1,
+    },
+    lambda: (torch.randint(0, 12, (2, 4)),),
+)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_comprehension
@@ -40,9 +41,7 @@ class TwoStream(nn.Module):
         return [head(level) for head, level in zip(self.heads, fused, strict=True)]
 
 
-PLACEMENT = {"rgb": 0, "flow": 1, "heads": 1}
-build = TwoStream
-SHAPES = {"rgb": (1, 3, 16, 16), "flow": (1, 3, 16, 16)}
+case(TwoStream, {"rgb": 0, "flow": 1, "heads": 1}, {"rgb": (1, 3, 16, 16), "flow": (1, 3, 16, 16)})
 
 
 # case: fault_namedtuple_features
@@ -77,15 +76,14 @@ class Retriever(nn.Module):
         return self.encode(query, document).score()
 
 
-PLACEMENT = {"query_encoder": "cuda:0", "document_encoder": "cuda:1"}
-build = Retriever
-
-
-def inputs():
-    return {
+case(
+    Retriever,
+    {"query_encoder": "cuda:0", "document_encoder": "cuda:1"},
+    lambda: {
         "query": torch.randint(0, 40, (3, 4)),
         "document": torch.randint(0, 40, (3, 9)),
-    }
+    },
+)
 
 
 # case: fault_nested_dataclasses
@@ -133,9 +131,7 @@ class Model(nn.Module):
         return outputs.gap, torch.stack(norms).mean()  # fault: mixed-devices
 
 
-PLACEMENT = {"image": 0, "text": 1}
-build = Model
-SHAPES = {"image": (2, 6), "text": (2, 3)}
+case(Model, {"image": 0, "text": 1}, {"image": (2, 6), "text": (2, 3)})
 
 
 # case: fault_star_args
@@ -157,9 +153,7 @@ class Cross(nn.Module):
         return torch.addcmul(*terms, value=0.5)  # fault: mixed-devices
 
 
-PLACEMENT = {"base": 0, "left": 1, "right": 1}
-build = Cross
-SHAPES = [(2, 5)]
+case(Cross, {"base": 0, "left": 1, "right": 1}, [(2, 5)])
 
 
 # case: fault_tensor_in_list
@@ -181,9 +175,7 @@ class Deduplicate(nn.Module):
         return x, len(seen)
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 0, "layers.2": 1}
-build = Deduplicate
-SHAPES = [(2, 4)]
+case(Deduplicate, {"layers.0": 0, "layers.1": 0, "layers.2": 1}, [(2, 4)])
 
 
 # case: fault_map_mul
@@ -208,9 +200,7 @@ class Heads(nn.Module):
         return torch.stack(together).mean(0)
 
 
-PLACEMENT = {"gates": 0, "values": 1}
-build = Heads
-SHAPES = [(2, 4)]
+case(Heads, {"gates": 0, "values": 1}, [(2, 4)])
 
 
 # case: fault_multiline_cat
@@ -251,9 +241,7 @@ class Dense(nn.Module):
         return self.last(together)
 
 
-PLACEMENT = {"a": 0, "b": 1, "c": 1, "last": 1}
-build = Dense
-SHAPES = [(1, 2, 8)]
+case(Dense, {"a": 0, "b": 1, "c": 1, "last": 1}, [(1, 2, 8)])
 
 
 # case: fault_stack_layer_outputs
@@ -336,13 +324,12 @@ class PrefixTuned(nn.Module):
         return self.head(h).logsumexp(-1).mean()
 
 
-PLACEMENT = {"prefixes": 0, "embed": 1, "layers.0": 1, "layers.1": 0, "head": 0}
-TRAIN = True
-build = PrefixTuned
-
-
-def inputs():
-    return (torch.randint(0, 20, (2, 4)),)
+case(
+    PrefixTuned,
+    {"prefixes": 0, "embed": 1, "layers.0": 1, "layers.1": 0, "head": 0},
+    lambda: (torch.randint(0, 20, (2, 4)),),
+    train=True,
+)
 
 
 # case: fault_three_cards
@@ -363,16 +350,15 @@ class Trimodal(nn.Module):
         return self.fuse(total, parts[0]), scores
 
 
-PLACEMENT = {"audio": 0, "video": 1, "text": 2, "fuse": 2}
-build = Trimodal
-
-
-def inputs():
-    return {
+case(
+    Trimodal,
+    {"audio": 0, "video": 1, "text": 2, "fuse": 2},
+    lambda: {
         "audio": torch.randn(2, 3),
         "video": torch.randn(2, 5),
         "text": torch.randint(0, 7, (2,)),
-    }
+    },
+)
 
 
 # case: clean_structured_arguments
@@ -407,6 +393,4 @@ class Model(nn.Module):
         return self.combine(pair, {"scale": {"by": x.abs()}}, [x, pair.left], (pair.right,))
 
 
-PLACEMENT = {"a": 0, "b": 1, "combine": 1}
-build = Model
-SHAPES = [(2, 5)]
+case(Model, {"a": 0, "b": 1, "combine": 1}, [(2, 5)])

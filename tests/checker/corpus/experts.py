@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_experts_index_add
@@ -33,9 +34,11 @@ class SparseMoe(nn.Module):
         return final.view_as(hidden_states)
 
 
-PLACEMENT = {"gate": "cuda:0", "experts.0": "cuda:0", "experts.1": "cuda:1"}
-build = SparseMoe
-SHAPES = {"hidden_states": (2, 4, 8)}
+case(
+    SparseMoe,
+    {"gate": "cuda:0", "experts.0": "cuda:0", "experts.1": "cuda:1"},
+    {"hidden_states": (2, 4, 8)},
+)
 
 
 # case: fault_experts_setitem
@@ -71,9 +74,11 @@ class TopOne(nn.Module):
         return out.view_as(x)
 
 
-PLACEMENT = {"router": 0, "experts.0": 0, "experts.1": 0, "experts.2": 1, "experts.3": 1}
-build = TopOne
-SHAPES = [(2, 16, 8)]
+case(
+    TopOne,
+    {"router": 0, "experts.0": 0, "experts.1": 0, "experts.2": 1, "experts.3": 1},
+    [(2, 16, 8)],
+)
 
 
 # case: fault_where_two_experts
@@ -102,14 +107,7 @@ class Switch(nn.Module):
         return self.norm(y)
 
 
-PLACEMENT = {"gate": 0, "left": 0, "right": 1, "norm": 1}
-
-
-def build():
-    return Switch(12)
-
-
-SHAPES = [(2, 7, 12)]
+case(lambda: Switch(12), {"gate": 0, "left": 0, "right": 1, "norm": 1}, [(2, 7, 12)])
 
 
 # case: fault_scatter_vote
@@ -133,12 +131,11 @@ class Voting(nn.Module):
         return votes.softmax(-1)
 
 
-PLACEMENT = {"encoder": 0, "scorer": 1}
-build = Voting
-
-
-def inputs():
-    return {"x": torch.randn(2, 4, 6), "keys": torch.randint(0, 5, (2, 4))}
+case(
+    Voting,
+    {"encoder": 0, "scorer": 1},
+    lambda: {"x": torch.randn(2, 4, 6), "keys": torch.randint(0, 5, (2, 4))},
+)
 
 
 # case: fault_value_branch
@@ -162,12 +159,11 @@ class EarlyExit(nn.Module):
         return self.second(h)
 
 
-PLACEMENT = {"first": 0, "second": 1}
-build = EarlyExit
-
-
-def inputs():
-    return {"x": torch.randn(2, 5), "confidence": torch.tensor([0.2, 0.9])}
+case(
+    EarlyExit,
+    {"first": 0, "second": 1},
+    lambda: {"x": torch.randn(2, 5), "confidence": torch.tensor([0.2, 0.9])},
+)
 
 
 # case: fault_repeat_interleave
@@ -185,14 +181,7 @@ class Regulator(nn.Module):
         return torch.repeat_interleave(y, durations, dim=0)  # fault: mixed-devices
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(4, 4), Regulator(4))
-
-
-SHAPES = [(3, 4)]
+case(lambda: nn.Sequential(nn.Linear(4, 4), Regulator(4)), {"0": 0, "1": 1}, [(3, 4)])
 
 
 # case: fault_lambda_fusion
@@ -220,14 +209,7 @@ class Fused(nn.Module):
         return self.fuse(self.state(x), self.gate(x))
 
 
-PLACEMENT = {"state": 0, "gate": 1}
-
-
-def build():
-    return Fused("gate")
-
-
-SHAPES = [(2, 6)]
+case(lambda: Fused("gate"), {"state": 0, "gate": 1}, [(2, 6)])
 
 
 # case: fault_module_dict_heads
@@ -255,14 +237,16 @@ class MultiTask(nn.Module):
         return torch.cat(list(outputs.values()), dim=-1)  # fault: mixed-devices
 
 
-PLACEMENT = {
-    "trunk": "cuda:0",
-    "heads.age": "cuda:0",
-    "heads.income": "cuda:1",
-    "heads.region": "cuda:1",
-}
-build = MultiTask
-SHAPES = {"x": (3, 4)}
+case(
+    MultiTask,
+    {
+        "trunk": "cuda:0",
+        "heads.age": "cuda:0",
+        "heads.income": "cuda:1",
+        "heads.region": "cuda:1",
+    },
+    {"x": (3, 4)},
+)
 
 
 # case: fault_walrus
@@ -290,9 +274,7 @@ class Fixpoint(nn.Module):
         return z
 
 
-PLACEMENT = {"inject": 0, "update": 1}
-build = Fixpoint
-SHAPES = [(2, 5)]
+case(Fixpoint, {"inject": 0, "update": 1}, [(2, 5)])
 
 
 # case: fault_assert_and_format
@@ -312,9 +294,7 @@ class Careful(nn.Module):
         return b
 
 
-PLACEMENT = {"a": 0, "b": 1}
-build = Careful
-SHAPES = [(2, 4)]
+case(Careful, {"a": 0, "b": 1}, [(2, 4)])
 
 
 # case: clean_experts_moved
@@ -339,9 +319,11 @@ class SparseMoe(nn.Module):
         return final.view_as(hidden_states)
 
 
-PLACEMENT = {"gate": 0, "experts.0": 0, "experts.1": 1, "experts.2": 1}
-build = SparseMoe
-SHAPES = {"hidden_states": (2, 4, 8)}
+case(
+    SparseMoe,
+    {"gate": 0, "experts.0": 0, "experts.1": 1, "experts.2": 1},
+    {"hidden_states": (2, 4, 8)},
+)
 
 
 # case: clean_cpu_indices
@@ -363,14 +345,7 @@ class Reordered(nn.Module):
         return z
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(8, 8), Reordered())
-
-
-SHAPES = [(2, 3, 8)]
+case(lambda: nn.Sequential(nn.Linear(8, 8), Reordered()), {"0": 0, "1": 1}, [(2, 3, 8)])
 
 
 # case: clean_values_read
@@ -394,12 +369,7 @@ class Ragged(nn.Module):
         return torch.stack(rows) / scale
 
 
-PLACEMENT = {"embed": 0, "encoder": 1}
-build = Ragged
-
-
-def inputs():
-    return (torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0]]),)
+case(Ragged, {"embed": 0, "encoder": 1}, lambda: (torch.tensor([[1, 2, 3, 0], [4, 0, 0, 0]]),))
 
 
 # case: clean_scalars_that_are_read
@@ -420,11 +390,4 @@ class Filled(nn.Module):
         return y, torch.empty_like(y).fill_(low), limits
 
 
-PLACEMENT = {"a": 0, "b": 1}
-
-
-def build():
-    return Filled().requires_grad_(False)
-
-
-SHAPES = [(2, 4)]
+case(lambda: Filled().requires_grad_(False), {"a": 0, "b": 1}, [(2, 4)])

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from seeded import case
 
 
 # case: fault_eye_graph
@@ -69,10 +70,7 @@ class VAE(nn.Module):
         return {"out": out, "loss": (out - x.to(out.device)).pow(2).mean() + kl.to(out.device)}
 
 
-PLACEMENT = {"encoder": 0, "mu": 0, "log_var": 0, "decoder": 1}
-TRAIN = True
-build = VAE
-SHAPES = [(4, 12)]
+case(VAE, {"encoder": 0, "mu": 0, "log_var": 0, "decoder": 1}, [(4, 12)], train=True)
 
 
 # case: fault_layer_made_in_forward
@@ -92,14 +90,7 @@ class Lazy(nn.Module):
         return self.gain * self.proj(x)  # fault: mixed-devices
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(4, 6), Lazy(3))
-
-
-SHAPES = [(2, 4)]
+case(lambda: nn.Sequential(nn.Linear(4, 6), Lazy(3)), {"0": 0, "1": 1}, [(2, 4)])
 
 
 # case: fault_norm_made_in_forward
@@ -116,14 +107,7 @@ class Block(nn.Module):
         return x + self.fc(y)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Block(4), Block(4))
-
-
-SHAPES = [(2, 4)]
+case(lambda: nn.Sequential(Block(4), Block(4)), {"0": 0, "1": 1}, [(2, 4)])
 
 
 # case: fault_many_layers
@@ -157,9 +141,7 @@ class Deep(nn.Module):
         return x
 
 
-PLACEMENT = {f"layers.{i}": f"cuda:{i // 3}" for i in range(8)}
-build = Deep
-SHAPES = [(2, 3, 4)]
+case(Deep, {f"layers.{i}": f"cuda:{i // 3}" for i in range(8)}, [(2, 3, 4)])
 
 
 # case: clean_factories_with_device
@@ -185,14 +167,7 @@ class Attention(nn.Module):
         return x + (q @ k.mT + mask + bias + state).softmax(-1) @ v
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Attention(6), Attention(6))
-
-
-SHAPES = [(2, 4, 6)]
+case(lambda: nn.Sequential(Attention(6), Attention(6)), {"0": 0, "1": 1}, [(2, 4, 6)])
 
 
 # case: clean_linear_algebra
@@ -213,14 +188,7 @@ class Whitening(nn.Module):
         return white + torch.logdet(cov) + torch.linalg.matrix_norm(cov)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(3, 3), Whitening(3))
-
-
-SHAPES = [(8, 3)]
+case(lambda: nn.Sequential(nn.Linear(3, 3), Whitening(3)), {"0": 0, "1": 1}, [(8, 3)])
 
 
 # case: clean_cpu_scalars
@@ -244,14 +212,7 @@ class Block(nn.Module):
         return x + y
 
 
-PLACEMENT = {"0": "cuda:0", "1": "cuda:1"}
-
-
-def build():
-    return nn.Sequential(Block(4), Block(4))
-
-
-SHAPES = [(3, 4)]
+case(lambda: nn.Sequential(Block(4), Block(4)), {"0": "cuda:0", "1": "cuda:1"}, [(3, 4)])
 
 
 # case: clean_copies_across
@@ -275,14 +236,11 @@ class Collect(nn.Module):
         return outputs
 
 
-PLACEMENT = {"last": 0, "layers.0": 0, "layers.1": 1, "layers.2": 1}
-
-
-def build():
-    return Collect().requires_grad_(False)
-
-
-SHAPES = [(2, 6)]
+case(
+    lambda: Collect().requires_grad_(False),
+    {"last": 0, "layers.0": 0, "layers.1": 1, "layers.2": 1},
+    [(2, 6)],
+)
 
 
 # case: clean_device_of_parameters
@@ -318,6 +276,4 @@ class Model(nn.Module):
         return self.start(self.inp(x))
 
 
-PLACEMENT = {"inp": "cuda:0", "start": "cuda:1"}
-build = Model
-SHAPES = [(2, 3, 4)]
+case(Model, {"inp": "cuda:0", "start": "cuda:1"}, [(2, 3, 4)])

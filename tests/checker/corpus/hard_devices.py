@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_hard_cuda_method
@@ -44,9 +45,7 @@ class ViT(nn.Module):
         return self.encoder(self.embed(patches)).mean(1)
 
 
-PLACEMENT = {"embed": 0, "encoder": 1}
-build = ViT
-SHAPES = {"patches": (2, 4, 12)}
+case(ViT, {"embed": 0, "encoder": 1}, {"patches": (2, 4, 12)})
 
 
 # case: fault_hard_device_number
@@ -80,9 +79,7 @@ class Net(nn.Module):
         return self.head(self.ensemble(self.stem(x).relu()))
 
 
-PLACEMENT = {"stem": 0, "ensemble": 1, "head": 1}
-build = Net
-SHAPES = [(3, 5)]
+case(Net, {"stem": 0, "ensemble": 1, "head": 1}, [(3, 5)])
 
 
 # case: fault_hard_device_object
@@ -109,14 +106,7 @@ class Decoder(nn.Module):
         return state
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Conv1d(4, 6, 1), Decoder(6))
-
-
-SHAPES = [(2, 4, 6)]
+case(lambda: nn.Sequential(nn.Conv1d(4, 6, 1), Decoder(6)), {"0": 0, "1": 1}, [(2, 4, 6)])
 
 
 # case: fault_hard_device_string
@@ -146,14 +136,11 @@ class WindowAttention(nn.Module):
         return x + self.proj(scores.softmax(-1) @ v)
 
 
-PLACEMENT = {"0": "cuda:0", "1": "cuda:1"}
-
-
-def build():
-    return nn.Sequential(WindowAttention(8, 2), WindowAttention(8, 2))
-
-
-SHAPES = [(1, 6, 8)]
+case(
+    lambda: nn.Sequential(WindowAttention(8, 2), WindowAttention(8, 2)),
+    {"0": "cuda:0", "1": "cuda:1"},
+    [(1, 6, 8)],
+)
 
 
 # case: fault_hard_to_cuda
@@ -186,12 +173,7 @@ class Tabular(nn.Module):
         return self.block(self.bins(bins).mean(1))
 
 
-PLACEMENT = {"bins": "cuda:0", "block": "cuda:1"}
-build = Tabular
-
-
-def inputs():
-    return {"bins": torch.randint(0, 10, (4, 3))}
+case(Tabular, {"bins": "cuda:0", "block": "cuda:1"}, lambda: {"bins": torch.randint(0, 10, (4, 3))})
 
 
 # case: fault_hard_to_number
@@ -215,13 +197,12 @@ class Tagger(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())  # fault: hard-coded-device
 
 
-PLACEMENT = {"embed": 0, "lstm": 0, "head": 1}
-TRAIN = True
-build = Tagger
-
-
-def inputs():
-    return {"ids": torch.randint(0, 25, (2, 6)), "labels": torch.randint(0, 4, (2, 6))}
+case(
+    Tagger,
+    {"embed": 0, "lstm": 0, "head": 1},
+    lambda: {"ids": torch.randint(0, 25, (2, 6)), "labels": torch.randint(0, 4, (2, 6))},
+    train=True,
+)
 
 
 # case: fault_cuda_if_available
@@ -245,14 +226,11 @@ class Prototypes(nn.Module):
         return distance.pow(2).sum(-1)
 
 
-PLACEMENT = {"0": "cuda:0", "2": "cuda:1"}
-
-
-def build():
-    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Prototypes(6, 3))
-
-
-SHAPES = [(4, 6)]
+case(
+    lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Prototypes(6, 3)),
+    {"0": "cuda:0", "2": "cuda:1"},
+    [(4, 6)],
+)
 
 
 # case: fault_current_device
@@ -270,14 +248,7 @@ class Layer(nn.Module):
         return x + self.table[steps]  # fault: hard-coded-device
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(4, 4), Layer(4))
-
-
-SHAPES = [(2, 3, 4)]
+case(lambda: nn.Sequential(nn.Linear(4, 4), Layer(4)), {"0": 0, "1": 1}, [(2, 3, 4)])
 
 
 # case: fault_device_context
@@ -297,14 +268,7 @@ class Layer(nn.Module):
         return torch.maximum(y, shift)  # fault: mixed-devices
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(4, 4), Layer(4))
-
-
-SHAPES = [(2, 4)]
+case(lambda: nn.Sequential(nn.Linear(4, 4), Layer(4)), {"0": 0, "1": 1}, [(2, 4)])
 
 
 # case: warning_cuda_call_right_here
@@ -335,12 +299,7 @@ class Model(nn.Module):
         return self.body(self.positions(ids))[0]
 
 
-PLACEMENT = {"positions": "cuda:0", "body": "cuda:1"}
-build = Model
-
-
-def inputs():
-    return (torch.randint(0, 20, (2, 5)),)
+case(Model, {"positions": "cuda:0", "body": "cuda:1"}, lambda: (torch.randint(0, 20, (2, 5)),))
 
 
 # case: warning_explicit_pipeline
@@ -359,9 +318,7 @@ class ByHand(nn.Module):
         return self.second(h) * self.scale
 
 
-PLACEMENT = {"first": "cuda:0", "second": "cuda:1", "scale": "cuda:1"}
-build = ByHand
-SHAPES = [(2, 4)]
+case(ByHand, {"first": "cuda:0", "second": "cuda:1", "scale": "cuda:1"}, [(2, 4)])
 
 
 # case: warning_hard_device_right_here
@@ -393,9 +350,7 @@ class Model(nn.Module):
         return self.mlp(self.attention(x))
 
 
-PLACEMENT = {"attention": "cuda:0", "mlp": "cuda:1"}
-build = Model
-SHAPES = [(1, 4, 8)]
+case(Model, {"attention": "cuda:0", "mlp": "cuda:1"}, [(1, 4, 8)])
 
 
 # case: warning_hard_spellings
@@ -420,11 +375,4 @@ class Layer(nn.Module):
         return y + y.new_zeros(self.width, device="cuda:0")  # warning: hard-coded-device
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Layer(4), nn.Linear(4, 4))
-
-
-SHAPES = [(2, 4)]
+case(lambda: nn.Sequential(Layer(4), nn.Linear(4, 4)), {"0": 0, "1": 1}, [(2, 4)])

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_forward_hook_steering
@@ -87,9 +88,7 @@ class Net(nn.Module):
         return x
 
 
-PLACEMENT = {"blocks.0": 0, "blocks.1": 1}
-build = Net
-SHAPES = [(2, 6)]
+case(Net, {"blocks.0": 0, "blocks.1": 1}, [(2, 6)])
 
 
 # case: fault_full_backward_hook
@@ -159,10 +158,7 @@ class Net(nn.Module):
         return {"loss": self.second(self.first(x)).pow(2).mean()}
 
 
-PLACEMENT = {"grad_scale": 0, "first": 0, "second": 1}
-TRAIN = True
-build = Net
-SHAPES = {"x": (3, 6)}
+case(Net, {"grad_scale": 0, "first": 0, "second": 1}, {"x": (3, 6)}, train=True)
 
 
 # case: fault_closure_steering
@@ -193,9 +189,7 @@ class Net(nn.Module):
         return skip(self.third(x))
 
 
-PLACEMENT = {"first": 0, "second": 1, "third": 1}
-build = Net
-SHAPES = [(3, 6)]
+case(Net, {"first": 0, "second": 1, "third": 1}, [(3, 6)])
 
 
 # case: fault_context_manager
@@ -235,10 +229,12 @@ class Consistent(nn.Module):
         return {"loss": drift, "out": x}
 
 
-PLACEMENT = {"layers.0": "cuda:0", "layers.1": "cuda:1", "layers.2": "cuda:1"}
-TRAIN = True
-build = Consistent
-SHAPES = {"x": (2, 6)}
+case(
+    Consistent,
+    {"layers.0": "cuda:0", "layers.1": "cuda:1", "layers.2": "cuda:1"},
+    {"x": (2, 6)},
+    train=True,
+)
 
 
 # case: fault_conditional_import_helper
@@ -337,14 +333,7 @@ class Layer(nn.Module):
         return gated(self.gain)(self.fc(x)) + self.scale(x)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Layer(5), Layer(5))
-
-
-SHAPES = [(2, 5)]
+case(lambda: nn.Sequential(Layer(5), Layer(5)), {"0": 0, "1": 1}, [(2, 5)])
 
 
 # case: clean_parametrizations
@@ -370,10 +359,7 @@ class Model(nn.Module):
         return self.symmetric(self.spectral(self.normed(x).relu()).relu()).square().mean()
 
 
-PLACEMENT = {"normed": "cuda:0", "spectral": "cuda:1", "symmetric": "cuda:1"}
-TRAIN = True
-build = Model
-SHAPES = [(3, 6)]
+case(Model, {"normed": "cuda:0", "spectral": "cuda:1", "symmetric": "cuda:1"}, [(3, 6)], train=True)
 
 
 # case: clean_random_depth
@@ -397,9 +383,8 @@ class Stochastic(nn.Module):
         return h.sort(dim=1).values, torch.bincount(ids.flatten())
 
 
-PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}
-build = Stochastic
-
-
-def inputs():
-    return (torch.randint(0, 9, (2, 5)),)
+case(
+    Stochastic,
+    {"embed": 0, "layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1},
+    lambda: (torch.randint(0, 9, (2, 5)),),
+)

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from seeded import case
 
 
 # case: fault_table_class_attribute
@@ -32,9 +33,7 @@ class Audio(nn.Module):
         return self.fine(audio), self.coarse(audio)
 
 
-PLACEMENT = {"fine": 0, "coarse": 1}
-build = Audio
-SHAPES = [(2, 32)]
+case(Audio, {"fine": 0, "coarse": 1}, [(2, 32)])
 
 
 # case: fault_table_dict
@@ -58,9 +57,7 @@ class Forecaster(nn.Module):
         return torch.add(step, self.stats["mean"])  # fault: mixed-devices
 
 
-PLACEMENT = {"encoder": 0, "decoder": 1}
-build = Forecaster
-SHAPES = {"series": (2, 7, 4)}
+case(Forecaster, {"encoder": 0, "decoder": 1}, {"series": (2, 7, 4)})
 
 
 # case: fault_module_constant
@@ -83,14 +80,7 @@ class Polynomial(nn.Module):
         return y - roots  # fault: mixed-devices
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(4, 4), Polynomial())
-
-
-SHAPES = [(2, 4)]
+case(lambda: nn.Sequential(nn.Linear(4, 4), Polynomial()), {"0": 0, "1": 1}, [(2, 4)])
 
 
 # case: fault_default_argument
@@ -111,9 +101,7 @@ class Model(nn.Module):
         return self.out(smoothed(self.inp(x)))
 
 
-PLACEMENT = {"inp": 0, "out": 1}
-build = Model
-SHAPES = [(2, 6)]
+case(Model, {"inp": 0, "out": 1}, [(2, 6)])
 
 
 # case: fault_distribution
@@ -140,10 +128,7 @@ class Flow(nn.Module):
         return {"loss": (out - x.to(out.device)).square().mean() + ratio.mean().to(out.device)}
 
 
-PLACEMENT = {"encoder": 0, "decoder": 1}
-TRAIN = True
-build = Flow
-SHAPES = {"x": (4, 5)}
+case(Flow, {"encoder": 0, "decoder": 1}, {"x": (4, 5)}, train=True)
 
 
 # case: fault_two_on_one_line
@@ -165,14 +150,7 @@ class Complex(nn.Module):
         return torch.stack((real, imag), -1)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(4, 4), Complex())
-
-
-SHAPES = [(2, 4)]
+case(lambda: nn.Sequential(nn.Linear(4, 4), Complex()), {"0": 0, "1": 1}, [(2, 4)])
 
 
 # case: fault_two_in_sequence
@@ -198,12 +176,11 @@ class Bucketed(nn.Module):
         return h * shift.to(h.device)[:, None]
 
 
-PLACEMENT = {"inp": 0, "out": 1}
-build = Bucketed
-
-
-def inputs():
-    return {"x": torch.randn(3, 6), "buckets": torch.tensor([1, 0, 7])}
+case(
+    Bucketed,
+    {"inp": 0, "out": 1},
+    lambda: {"x": torch.randn(3, 6), "buckets": torch.tensor([1, 0, 7])},
+)
 
 
 # case: fault_only_on_cuda
@@ -284,10 +261,7 @@ class Agent(nn.Module):
         return {"loss": loss - 0.01 * policy.entropy().mean()}
 
 
-PLACEMENT = {"trunk": 0, "head": 1, "value": 1}
-TRAIN = True
-build = Agent
-SHAPES = {"x": (4, 5)}
+case(Agent, {"trunk": 0, "head": 1, "value": 1}, {"x": (4, 5)}, train=True)
 
 
 # case: clean_fourier
@@ -322,6 +296,8 @@ class Operator(nn.Module):
         return x
 
 
-PLACEMENT = {"lift": 0, "spectral.0": 0, "local.0": 0, "spectral.1": 1, "local.1": 1}
-build = Operator
-SHAPES = [(2, 1, 16)]
+case(
+    Operator,
+    {"lift": 0, "spectral.0": 0, "local.0": 0, "spectral.1": 1, "local.1": 1},
+    [(2, 1, 16)],
+)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_loss_labels
@@ -73,13 +74,12 @@ class Imbalanced(nn.Module):
         return {"logits": logits, "loss": loss}
 
 
-PLACEMENT = {"features": "cuda:0", "classifier": "cuda:1"}
-TRAIN = True
-build = Imbalanced
-
-
-def inputs():
-    return {"x": torch.randn(6, 10), "labels": torch.tensor([0, 1, 2, 0, 1, 2])}
+case(
+    Imbalanced,
+    {"features": "cuda:0", "classifier": "cuda:1"},
+    lambda: {"x": torch.randn(6, 10), "labels": torch.tensor([0, 1, 2, 0, 1, 2])},
+    train=True,
+)
 
 
 # case: fault_loss_module
@@ -147,10 +147,7 @@ class Model(nn.Module):
         return loss + 0.01 * sum(auxiliary)  # fault: mixed-devices
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1, "head": 1}
-TRAIN = True
-build = Model
-SHAPES = [(2, 3, 6)]
+case(Model, {"layers.0": 0, "layers.1": 1, "layers.2": 1, "head": 1}, [(2, 3, 6)], train=True)
 
 
 # case: fault_loss_distillation
@@ -176,10 +173,7 @@ class Distilled(nn.Module):
         return {"loss": loss * self.temperature**2}
 
 
-PLACEMENT = {"teacher": 0, "student": 1}
-TRAIN = True
-build = Distilled
-SHAPES = {"x": (4, 8)}
+case(Distilled, {"teacher": 0, "student": 1}, {"x": (4, 8)}, train=True)
 
 
 # case: fault_partial_loss
@@ -205,13 +199,12 @@ class MultiLabel(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-PLACEMENT = {"encoder": 0, "head": 1}
-TRAIN = True
-build = MultiLabel
-
-
-def inputs():
-    return {"x": torch.randn(5, 9), "target": torch.randint(0, 2, (5, 4)).float()}
+case(
+    MultiLabel,
+    {"encoder": 0, "head": 1},
+    lambda: {"x": torch.randn(5, 9), "target": torch.randint(0, 2, (5, 4)).float()},
+    train=True,
+)
 
 
 # case: fault_gather_token_logprobs
@@ -237,12 +230,11 @@ class Policy(nn.Module):
         return chosen.squeeze(-1), value
 
 
-PLACEMENT = {"trunk": 0, "actor": 1, "critic": 1}
-build = Policy
-
-
-def inputs():
-    return {"observation": torch.randn(5, 6), "action": torch.randint(0, 4, (5,))}
+case(
+    Policy,
+    {"trunk": 0, "actor": 1, "critic": 1},
+    lambda: {"observation": torch.randn(5, 6), "action": torch.randint(0, 4, (5,))},
+)
 
 
 # case: fault_builtin_max
@@ -262,10 +254,7 @@ class Hardest(nn.Module):
         return max(losses)  # fault: mixed-devices
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1}
-TRAIN = True
-build = Hardest
-SHAPES = [(2, 4)]
+case(Hardest, {"layers.0": 0, "layers.1": 1, "layers.2": 1}, [(2, 4)], train=True)
 
 
 # case: fault_clip_logits
@@ -301,10 +290,9 @@ class Clip(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-PLACEMENT = {"visual": "cuda:0", "textual": "cuda:1"}
-TRAIN = True
-build = Clip
-SHAPES = {"image": (4, 24), "text": (4, 10)}
+case(
+    Clip, {"visual": "cuda:0", "textual": "cuda:1"}, {"image": (4, 24), "text": (4, 10)}, train=True
+)
 
 
 # case: clean_loss_labels_moved
@@ -371,13 +359,12 @@ class Model(nn.Module):
         return {"loss": main + 0.1 * extra, "logits": logits}
 
 
-PLACEMENT = {"class_weights": 1, "layers.0": 0, "layers.1": 0, "layers.2": 1, "head": 1}
-TRAIN = True
-build = Model
-
-
-def inputs():
-    return {"x": torch.randn(4, 6), "labels": torch.tensor([0, 1, 2, 1])}
+case(
+    Model,
+    {"class_weights": 1, "layers.0": 0, "layers.1": 0, "layers.2": 1, "head": 1},
+    lambda: {"x": torch.randn(4, 6), "labels": torch.tensor([0, 1, 2, 1])},
+    train=True,
+)
 
 
 # case: clean_contrastive
@@ -401,7 +388,9 @@ class Towers(nn.Module):
         return F.cross_entropy(logits, torch.arange(len(logits)).to(logits.device))
 
 
-PLACEMENT = {"visual": 0, "textual": 1, "logit_scale": 0}
-TRAIN = True
-build = Towers
-SHAPES = {"image": (3, 10), "text": (3, 6)}
+case(
+    Towers,
+    {"visual": 0, "textual": 1, "logit_scale": 0},
+    {"image": (3, 10), "text": (3, 6)},
+    train=True,
+)

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_tril_mask
@@ -37,15 +38,11 @@ class MultiHead(nn.Module):
         return x + self.proj(torch.cat([head(x) for head in self.heads], dim=-1))
 
 
-PLACEMENT = {"0": 0, "1": 0, "2": 1}
-
-
-def build():
-    return nn.Sequential(nn.Embedding(30, 12), MultiHead(12, 3), MultiHead(12, 3))
-
-
-def inputs():
-    return (torch.randint(0, 30, (2, 4)),)
+case(
+    lambda: nn.Sequential(nn.Embedding(30, 12), MultiHead(12, 3), MultiHead(12, 3)),
+    {"0": 0, "1": 0, "2": 1},
+    lambda: (torch.randint(0, 30, (2, 4)),),
+)
 
 
 # case: fault_full_additive_mask
@@ -87,9 +84,7 @@ class Model(nn.Module):
         return x
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 1}
-build = Model
-SHAPES = [(1, 4, 8)]
+case(Model, {"layers.0": 0, "layers.1": 1}, [(1, 4, 8)])
 
 
 # case: fault_alibi_baddbmm
@@ -125,14 +120,11 @@ class AlibiAttention(nn.Module):
         return x + self.dense(context.reshape(batch, length, width))
 
 
-PLACEMENT = {"0": "cuda:0", "1": "cuda:1"}
-
-
-def build():
-    return nn.Sequential(AlibiAttention(8, 2), AlibiAttention(8, 2))
-
-
-SHAPES = [(2, 3, 8)]
+case(
+    lambda: nn.Sequential(AlibiAttention(8, 2), AlibiAttention(8, 2)),
+    {"0": "cuda:0", "1": "cuda:1"},
+    [(2, 3, 8)],
+)
 
 
 # case: fault_alibi_in_subclass
@@ -199,15 +191,11 @@ class Block(nn.Module):
         return hidden_states + attention.softmax(-1).matmul(v)
 
 
-PLACEMENT = {"0": 0, "1": 0, "2": 1}
-
-
-def build():
-    return nn.Sequential(nn.Embedding(20, 8), Block(8), Block(8))
-
-
-def inputs():
-    return (torch.randint(0, 20, (1, 4)),)
+case(
+    lambda: nn.Sequential(nn.Embedding(20, 8), Block(8), Block(8)),
+    {"0": 0, "1": 0, "2": 1},
+    lambda: (torch.randint(0, 20, (1, 4)),),
+)
 
 
 # case: fault_bucketize
@@ -244,14 +232,7 @@ class Attention(nn.Module):
         return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Attention(4), Attention(4))
-
-
-SHAPES = [(1, 5, 4)]
+case(lambda: nn.Sequential(Attention(4), Attention(4)), {"0": 0, "1": 1}, [(1, 5, 4)])
 
 
 # case: fault_table_module_global
@@ -282,14 +263,7 @@ class Decayed(nn.Module):
         return x + weight @ self.value(x)
 
 
-PLACEMENT = {"0": "cuda:0", "1": "cuda:1"}
-
-
-def build():
-    return nn.Sequential(Decayed(4), Decayed(4))
-
-
-SHAPES = [(2, 5, 4)]
+case(lambda: nn.Sequential(Decayed(4), Decayed(4)), {"0": "cuda:0", "1": "cuda:1"}, [(2, 5, 4)])
 
 
 # case: fault_batch_branch
@@ -316,12 +290,7 @@ class Pooled(nn.Module):
         return h.sum(1)
 
 
-PLACEMENT = {"embed": 0, "encoder": 1}
-build = Pooled
-
-
-def inputs():
-    return (torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]]),)
+case(Pooled, {"embed": 0, "encoder": 1}, lambda: (torch.tensor([[1, 2, 3, 0], [4, 5, 0, 0]]),))
 
 
 # case: fault_kwargs_attention
@@ -352,12 +321,11 @@ class CrossAttention(nn.Module):
         return self.to_out(out.transpose(1, 2).flatten(2))
 
 
-PLACEMENT = {"embed": "cuda:0", "to_qkv": "cuda:1", "to_out": "cuda:1"}
-build = CrossAttention
-
-
-def inputs():
-    return {"ids": torch.randint(1, 12, (2, 5))}
+case(
+    CrossAttention,
+    {"embed": "cuda:0", "to_qkv": "cuda:1", "to_out": "cuda:1"},
+    lambda: {"ids": torch.randint(1, 12, (2, 5))},
+)
 
 
 # case: clean_attention_backends
@@ -382,14 +350,7 @@ class Grouped(nn.Module):
         return x + out.transpose(1, 2).flatten(2)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Grouped(), Grouped())
-
-
-SHAPES = [(2, 5, 8)]
+case(lambda: nn.Sequential(Grouped(), Grouped()), {"0": 0, "1": 1}, [(2, 5, 8)])
 
 
 # case: clean_evaluation_fast_path
@@ -410,15 +371,11 @@ class Classifier(nn.Module):
         return self.head(h.mean(1))
 
 
-PLACEMENT = {"embed": 0, "encoder.layers.0": 0, "encoder.layers.1": 1, "head": 1}
-
-
-def build():
-    return Classifier().eval()
-
-
-def inputs():
-    return (torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]),)
+case(
+    lambda: Classifier().eval(),
+    {"embed": 0, "encoder.layers.0": 0, "encoder.layers.1": 1, "head": 1},
+    lambda: (torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0]]),),
+)
 
 
 # case: clean_padded_sequences
@@ -438,11 +395,4 @@ class Rows(nn.Module):
         return self.out(pad_sequence(rows, batch_first=True))
 
 
-PLACEMENT = {"short": 0, "long": 1, "out": 1}
-
-
-def build():
-    return Rows().requires_grad_(False)
-
-
-SHAPES = [(3, 4)]
+case(lambda: Rows().requires_grad_(False), {"short": 0, "long": 1, "out": 1}, [(3, 4)])

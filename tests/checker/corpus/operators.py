@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from seeded import case
 
 
 # case: fault_bmm_out
@@ -25,9 +26,7 @@ class Scratch(nn.Module):
         return scores.softmax(-1)
 
 
-PLACEMENT = {"scratch": 0, "q": 1, "k": 1}
-build = Scratch
-SHAPES = [(2, 3, 4)]
+case(Scratch, {"scratch": 0, "q": 1, "k": 1}, [(2, 3, 4)])
 
 
 # case: fault_foreach
@@ -49,9 +48,7 @@ class Averaged(nn.Module):
         return nn.functional.linear(x.to(weight.device), weight, bias) + self.slow(x).to(weight)
 
 
-PLACEMENT = {"fast": 0, "slow": 1}
-build = Averaged
-SHAPES = [(2, 4)]
+case(Averaged, {"fast": 0, "slow": 1}, [(2, 4)])
 
 
 # case: fault_torch_ops
@@ -68,9 +65,7 @@ class Raw(nn.Module):
         return torch.ops.aten.mul.Tensor(a, b)  # fault: mixed-devices
 
 
-PLACEMENT = {"a": 0, "b": 1}
-build = Raw
-SHAPES = [(2, 4)]
+case(Raw, {"a": 0, "b": 1}, [(2, 4)])
 
 
 # case: fault_operation_by_name
@@ -91,14 +86,7 @@ class Merge(nn.Module):
         return operator.sub(ab, self.c(x))  # fault: mixed-devices
 
 
-PLACEMENT = {"a": 0, "b": 1, "c": 2}
-
-
-def build():
-    return Merge("minimum")
-
-
-SHAPES = [(2, 4)]
+case(lambda: Merge("minimum"), {"a": 0, "b": 1, "c": 2}, [(2, 4)])
 
 
 # case: fault_custom_operator
@@ -125,14 +113,7 @@ class Model(nn.Module):
         return blend(self.a(x), self.b(x))  # fault: mixed-devices
 
 
-PLACEMENT = {"a": 0, "b": 1}
-
-
-def build():
-    return Model().requires_grad_(False)
-
-
-SHAPES = [(2, 4)]
+case(lambda: Model().requires_grad_(False), {"a": 0, "b": 1}, [(2, 4)])
 
 
 # case: fault_numpy_of_a_gpu_tensor
@@ -190,9 +171,7 @@ class Model(nn.Module):
         return self.block(self.stem(x))
 
 
-PLACEMENT = {"stem": 0, "block": 1}
-build = Model
-SHAPES = [(2, 6)]
+case(Model, {"stem": 0, "block": 1}, [(2, 6)])
 
 
 # case: fault_compiled_function
@@ -217,9 +196,7 @@ class Model(nn.Module):
         return bias_gelu(self.down(bias_gelu(self.up(x), self.bias)), self.bias)
 
 
-PLACEMENT = {"bias": 0, "up": 0, "down": 1}
-build = Model
-SHAPES = [(2, 5)]
+case(Model, {"bias": 0, "up": 0, "down": 1}, [(2, 5)])
 
 
 # case: clean_numpy_round_trip
@@ -240,14 +217,7 @@ class Quantile(nn.Module):
         return (y - low) / (high - low + 1.0)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Quantile(4), Quantile(4))
-
-
-SHAPES = [(8, 4)]
+case(lambda: nn.Sequential(Quantile(4), Quantile(4)), {"0": 0, "1": 1}, [(8, 4)])
 
 
 # case: clean_post_processing_on_cpu
@@ -271,9 +241,7 @@ class Detector(nn.Module):
         return torch.cat(found, dim=1)
 
 
-PLACEMENT = {"backbone": 0, "heads.0": 0, "heads.1": 1}
-build = Detector
-SHAPES = [(1, 3, 8, 8)]
+case(Detector, {"backbone": 0, "heads.0": 0, "heads.1": 1}, [(1, 3, 8, 8)])
 
 
 # case: clean_gpu_checks
@@ -329,6 +297,4 @@ class Model(nn.Module):
         return self.block(self.stem(x))
 
 
-PLACEMENT = {"stem": 0, "block": 1}
-build = Model
-SHAPES = [(2, 6)]
+case(Model, {"stem": 0, "block": 1}, [(2, 6)])

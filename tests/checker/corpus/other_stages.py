@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_buffer_of_another_stage
@@ -34,12 +35,11 @@ class RadianceField(nn.Module):
         return (amplitude / self.encoding.bands).sum(-1)  # fault: mixed-devices
 
 
-PLACEMENT = {"encoding": "cuda:0", "field": "cuda:0", "out": "cuda:1"}
-build = RadianceField
-
-
-def inputs():
-    return {"points": torch.rand(7, 3)}
+case(
+    RadianceField,
+    {"encoding": "cuda:0", "field": "cuda:0", "out": "cuda:1"},
+    lambda: {"points": torch.rand(7, 3)},
+)
 
 
 # case: fault_parameter_of_another_stage
@@ -72,9 +72,7 @@ class Net(nn.Module):
         return self.out(x)
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1, "out": 1}
-build = Net
-SHAPES = [(2, 7)]
+case(Net, {"layers.0": 0, "layers.1": 1, "layers.2": 1, "out": 1}, [(2, 7)])
 
 
 # case: fault_tied_linear
@@ -152,12 +150,7 @@ class Highway(nn.Module):
         return self.reader(h, ids)
 
 
-PLACEMENT = {"words": 0, "body": 0, "reader": 1}
-build = Highway
-
-
-def inputs():
-    return (torch.randint(0, 20, (2, 4)),)
+case(Highway, {"words": 0, "body": 0, "reader": 1}, lambda: (torch.randint(0, 20, (2, 4)),))
 
 
 # case: fault_shared_layer_norm
@@ -181,9 +174,7 @@ class SharedNorm(nn.Module):
         return F.layer_norm(h, shape, self.norm.weight, self.norm.bias)  # fault: mixed-devices
 
 
-PLACEMENT = {"norm": 0, "encoder": 0, "decoder": 1}
-build = SharedNorm
-SHAPES = [(3, 10)]
+case(SharedNorm, {"norm": 0, "encoder": 0, "decoder": 1}, [(3, 10)])
 
 
 # case: fault_moving_average_buffer
@@ -207,10 +198,7 @@ class Tracked(nn.Module):
         return h.square().mean()
 
 
-PLACEMENT = {"average": 0, "first": 0, "second": 1}
-TRAIN = True
-build = Tracked
-SHAPES = [(4, 6)]
+case(Tracked, {"average": 0, "first": 0, "second": 1}, [(4, 6)], train=True)
 
 
 # case: fault_lora_addmm
@@ -240,10 +228,7 @@ class LoraNet(nn.Module):
         return {"loss": self.adapted("fc2", h.relu()).pow(2).mean()}
 
 
-PLACEMENT = {"fc1": 0, "fc2": 1, "down": 0, "up": 0}
-TRAIN = True
-build = LoraNet
-SHAPES = [(4, 12)]
+case(LoraNet, {"fc1": 0, "fc2": 1, "down": 0, "up": 0}, [(4, 12)], train=True)
 
 
 # case: fault_einsum_biaffine
@@ -268,9 +253,7 @@ class Biaffine(nn.Module):
         return torch.einsum("bie,bje->bij", left, heads)
 
 
-PLACEMENT = {"dependent": 0, "head": 1, "weight": 1}
-build = Biaffine
-SHAPES = [(2, 5, 12)]
+case(Biaffine, {"dependent": 0, "head": 1, "weight": 1}, [(2, 5, 12)])
 
 
 # case: fault_both_directions
@@ -293,9 +276,7 @@ class Crossed(nn.Module):
         return self.out(first), self.out(second)
 
 
-PLACEMENT = {"left": 0, "right": 1, "out": 1}
-build = Crossed
-SHAPES = [(2, 4)]
+case(Crossed, {"left": 0, "right": 1, "out": 1}, [(2, 4)])
 
 
 # case: clean_shared_module
@@ -317,19 +298,18 @@ class Albert(nn.Module):
         return self.pool(self.norm(h).to(h.device))
 
 
-PLACEMENT = {
-    "embed": 0,
-    "norm": 0,
-    "layers.0": 1,
-    "layers.1": 1,
-    "layers.2": 1,
-    "pool": 1,
-}
-build = Albert
-
-
-def inputs():
-    return (torch.randint(0, 9, (2, 3)),)
+case(
+    Albert,
+    {
+        "embed": 0,
+        "norm": 0,
+        "layers.0": 1,
+        "layers.1": 1,
+        "layers.2": 1,
+        "pool": 1,
+    },
+    lambda: (torch.randint(0, 9, (2, 3)),),
+)
 
 
 # case: clean_tied_on_one_device
@@ -350,13 +330,12 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-PLACEMENT = {"embed": "cuda:0", "body": "cuda:1", "head": "cuda:0"}
-TRAIN = True
-build = Tied
-
-
-def inputs():
-    return (torch.randint(0, 20, (2, 5)),)
+case(
+    Tied,
+    {"embed": "cuda:0", "body": "cuda:1", "head": "cuda:0"},
+    lambda: (torch.randint(0, 20, (2, 5)),),
+    train=True,
+)
 
 
 # case: clean_dynamic_modules
@@ -388,6 +367,4 @@ class Model(nn.Module):
         return x
 
 
-PLACEMENT = {"tower.0": 0, "tower.1": 0, "tower.2": 1, "gated": 1}
-build = Model
-SHAPES = {"x": (2, 4)}
+case(Model, {"tower.0": 0, "tower.1": 0, "tower.2": 1, "gated": 1}, {"x": (2, 4)})

@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_residual_cut
@@ -50,17 +51,19 @@ class Tower(nn.Module):
         return x
 
 
-PLACEMENT = {
-    "patch_embed": 0,
-    "blocks.0": 0,
-    "blocks.1.norm1": 0,
-    "blocks.1.attn": 0,
-    "blocks.1.norm2": 0,
-    "blocks.1.mlp": 1,
-    "blocks.2": 1,
-}
-build = Tower
-SHAPES = [(2, 5, 12)]
+case(
+    Tower,
+    {
+        "patch_embed": 0,
+        "blocks.0": 0,
+        "blocks.1.norm1": 0,
+        "blocks.1.attn": 0,
+        "blocks.1.norm2": 0,
+        "blocks.1.mlp": 1,
+        "blocks.2": 1,
+    },
+    [(2, 5, 12)],
+)
 
 
 # case: fault_decorated_residual
@@ -99,9 +102,7 @@ class Model(nn.Module):
         return self.feed_forward(self.mix(self.stem(x)), 0.5)
 
 
-PLACEMENT = {"stem": "cuda:0", "mixer": "cuda:0", "mlp": "cuda:1"}
-build = Model
-SHAPES = [(2, 6)]
+case(Model, {"stem": "cuda:0", "mixer": "cuda:0", "mlp": "cuda:1"}, [(2, 6)])
 
 
 # case: helper_residuals
@@ -143,12 +144,11 @@ class LongSkip(nn.Module):
 
 
 HELPERS = ("helper_residuals.py",)
-PLACEMENT = {"embed": "cuda:0", "encoder": "cuda:1"}
-build = LongSkip
-
-
-def inputs():
-    return {"ids": torch.randint(1, 20, (2, 4))}
+case(
+    LongSkip,
+    {"embed": "cuda:0", "encoder": "cuda:1"},
+    lambda: {"ids": torch.randint(1, 20, (2, 4))},
+)
 
 
 # case: fault_iadd_hidden
@@ -181,12 +181,11 @@ class InPlace(nn.Module):
         return self.norm(h)
 
 
-PLACEMENT = {"embed": 0, "blocks.0": 0, "blocks.1": 1, "norm": 1}
-build = InPlace
-
-
-def inputs():
-    return (torch.randint(0, 16, (2, 3)),)
+case(
+    InPlace,
+    {"embed": 0, "blocks.0": 0, "blocks.1": 1, "norm": 1},
+    lambda: (torch.randint(0, 16, (2, 3)),),
+)
 
 
 # case: fault_add_method
@@ -209,12 +208,7 @@ class WideAndDeep(nn.Module):
         return logits.sigmoid()
 
 
-PLACEMENT = {"wide": 0, "table": 0, "deep": 1}
-build = WideAndDeep
-
-
-def inputs():
-    return (torch.randint(0, 40, (4, 5)),)
+case(WideAndDeep, {"wide": 0, "table": 0, "deep": 1}, lambda: (torch.randint(0, 40, (4, 5)),))
 
 
 # case: fault_accumulate
@@ -234,9 +228,7 @@ class Dense(nn.Module):
         return sums[-1]
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 0, "layers.2": 1}
-build = Dense
-SHAPES = [(2, 4)]
+case(Dense, {"layers.0": 0, "layers.1": 0, "layers.2": 1}, [(2, 4)])
 
 
 # case: fault_reduce_add
@@ -263,9 +255,7 @@ class Branches(nn.Module):
         return reduce(torch.add, outputs).relu()  # fault: mixed-devices
 
 
-PLACEMENT = {"stem": 0, "branches.0": 0, "branches.1": 0, "branches.2": 1}
-build = Branches
-SHAPES = [(1, 3, 6, 6)]
+case(Branches, {"stem": 0, "branches.0": 0, "branches.1": 0, "branches.2": 1}, [(1, 3, 6, 6)])
 
 
 # case: fault_generator_sum
@@ -292,9 +282,7 @@ class LayerPool(nn.Module):
         return sum(w * state for w, state in zip(mix, states, strict=True))  # fault: mixed-devices
 
 
-PLACEMENT = {"mix": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
-build = LayerPool
-SHAPES = [(2, 6)]
+case(LayerPool, {"mix": 0, "layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}, [(2, 6)])
 
 
 # case: fault_followup
@@ -321,9 +309,7 @@ class Audit(nn.Module):
         return self.last(base)
 
 
-PLACEMENT = {"left": 0, "right": 1, "last": 1}
-build = Audit
-SHAPES = [(2, 5)]
+case(Audit, {"left": 0, "right": 1, "last": 1}, [(2, 5)])
 
 
 # case: fault_multiline_operators
@@ -354,9 +340,7 @@ class Sums(nn.Module):
         )
 
 
-PLACEMENT = {"a": 0, "b": 1, "c": 1}
-build = Sums
-SHAPES = [(2, 4)]
+case(Sums, {"a": 0, "b": 1, "c": 1}, [(2, 4)])
 
 
 # case: clean_partial_and_reduce
@@ -379,6 +363,8 @@ class Branches(nn.Module):
         return self.out(total), sum(output.mean().item() for output in outputs)
 
 
-PLACEMENT = {"branches.0": 0, "branches.1": 1, "branches.2": 0, "branches.3": 1, "out": 1}
-build = Branches
-SHAPES = [(2, 4)]
+case(
+    Branches,
+    {"branches.0": 0, "branches.1": 1, "branches.2": 0, "branches.3": 1, "out": 1},
+    [(2, 4)],
+)

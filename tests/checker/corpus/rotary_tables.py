@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from seeded import case
 
 
 # case: fault_arange_rotary
@@ -53,9 +54,7 @@ class Stack(nn.Module):
         return x
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1}
-build = Stack
-SHAPES = {"x": (1, 5, 8)}
+case(Stack, {"layers.0": 0, "layers.1": 1, "layers.2": 1}, {"x": (1, 5, 8)})
 
 
 # case: fault_complex_rotary
@@ -80,14 +79,7 @@ class Attention(nn.Module):
         return x + (q @ q.mT).softmax(-1) @ self.wv(x)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Attention(4), Attention(4))
-
-
-SHAPES = [(1, 3, 4)]
+case(lambda: nn.Sequential(Attention(4), Attention(4)), {"0": 0, "1": 1}, [(1, 3, 4)])
 
 
 # case: fault_from_numpy_sinusoid
@@ -119,9 +111,7 @@ class Transcriber(nn.Module):
         return self.head(self.encoder(h))
 
 
-PLACEMENT = {"conv": 0, "encoder": 1, "head": 1}
-build = Transcriber
-SHAPES = [(2, 8, 10)]
+case(Transcriber, {"conv": 0, "encoder": 1, "head": 1}, [(2, 8, 10)])
 
 
 # case: fault_scripted_rotary
@@ -211,9 +201,7 @@ class Tower(nn.Module):
         return x
 
 
-PLACEMENT = {"blocks.0": 0, "blocks.1": 0, "blocks.2": 1}
-build = Tower
-SHAPES = [(2, 5, 8)]
+case(Tower, {"blocks.0": 0, "blocks.1": 0, "blocks.2": 1}, [(2, 5, 8)])
 
 
 # case: fault_table_cached_on_first_use
@@ -261,9 +249,7 @@ class Decoder(nn.Module):
         return x
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
-build = Decoder
-SHAPES = [(2, 3, 6)]
+case(Decoder, {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}, [(2, 3, 6)])
 
 
 # case: fault_table_indexed_on_cpu
@@ -287,12 +273,7 @@ class FrequencyPrior(nn.Module):
         return self.head(h)
 
 
-PLACEMENT = {"embed": "cuda:0", "head": "cuda:1"}
-build = FrequencyPrior
-
-
-def inputs():
-    return (torch.randint(0, 30, (2, 3)),)
+case(FrequencyPrior, {"embed": "cuda:0", "head": "cuda:1"}, lambda: (torch.randint(0, 30, (2, 3)),))
 
 
 # case: fault_property_table
@@ -318,14 +299,7 @@ class RelativeBias(nn.Module):
         return scores.softmax(-1)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(4, 4), RelativeBias(4))
-
-
-SHAPES = [(2, 4, 4)]
+case(lambda: nn.Sequential(nn.Linear(4, 4), RelativeBias(4)), {"0": 0, "1": 1}, [(2, 4, 4)])
 
 
 # case: clean_freqs_moved_once
@@ -359,12 +333,11 @@ class Model(nn.Module):
         return h
 
 
-PLACEMENT = {"embed": 0, "layers.0": 0, "layers.1": 1, "layers.2": 1}
-build = Model
-
-
-def inputs():
-    return (torch.randint(0, 9, (1, 3)),)
+case(
+    Model,
+    {"embed": 0, "layers.0": 0, "layers.1": 1, "layers.2": 1},
+    lambda: (torch.randint(0, 9, (1, 3)),),
+)
 
 
 # case: clean_table_cached_per_device
@@ -406,9 +379,7 @@ class Model(nn.Module):
         return x
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}
-build = Model
-SHAPES = [(2, 3, 4)]
+case(Model, {"layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}, [(2, 3, 4)])
 
 
 # case: clean_tables_as_buffers
@@ -439,11 +410,4 @@ class Layer(nn.Module):
         return x + nn.functional.scaled_dot_product_attention(q, k, self.v(x))
 
 
-PLACEMENT = {"0": "cuda:0", "1": "cuda:1"}
-
-
-def build():
-    return nn.Sequential(Layer(8), Layer(8))
-
-
-SHAPES = [(2, 5, 8)]
+case(lambda: nn.Sequential(Layer(8), Layer(8)), {"0": "cuda:0", "1": "cuda:1"}, [(2, 5, 8)])

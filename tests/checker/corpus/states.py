@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_second_call
@@ -45,9 +46,7 @@ class Loop(nn.Module):
         return x
 
 
-PLACEMENT = {"reader": 0, "writer": 1}
-build = Loop
-SHAPES = [(2, 5)]
+case(Loop, {"reader": 0, "writer": 1}, [(2, 5)])
 
 
 # case: fault_second_question
@@ -135,9 +134,7 @@ class Recurrent(nn.Module):
         return state.hidden
 
 
-PLACEMENT = {"start": 0, "cell": 1}
-build = Recurrent
-SHAPES = [(2, 4, 5)]
+case(Recurrent, {"start": 0, "cell": 1}, [(2, 4, 5)])
 
 
 # case: fault_zeros_state
@@ -170,14 +167,7 @@ class Mixer(nn.Module):
         return x + self.out_proj(torch.stack(outputs, dim=1))
 
 
-PLACEMENT = {"0": "cuda:0", "1": "cuda:1"}
-
-
-def build():
-    return nn.Sequential(Mixer(6), Mixer(6))
-
-
-SHAPES = [(2, 4, 6)]
+case(lambda: nn.Sequential(Mixer(6), Mixer(6)), {"0": "cuda:0", "1": "cuda:1"}, [(2, 4, 6)])
 
 
 # case: fault_lstm_start_state
@@ -200,14 +190,7 @@ class Captioner(nn.Module):
         return out
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(6, 6), Captioner(6))
-
-
-SHAPES = [(2, 3, 6)]
+case(lambda: nn.Sequential(nn.Linear(6, 6), Captioner(6)), {"0": 0, "1": 1}, [(2, 3, 6)])
 
 
 # case: fault_own_call_method
@@ -237,9 +220,7 @@ class Model(nn.Module):
         return x, running.total
 
 
-PLACEMENT = {"layers.0": 0, "layers.1": 1, "layers.2": 1}
-build = Model
-SHAPES = [(2, 4)]
+case(Model, {"layers.0": 0, "layers.1": 1, "layers.2": 1}, [(2, 4)])
 
 
 # case: fault_buffer_overwritten
@@ -263,14 +244,7 @@ class MemoryLayer(nn.Module):
         return y + 0.9 * self.memory  # fault: mixed-devices
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(nn.Linear(4, 4), MemoryLayer(4))
-
-
-SHAPES = [(3, 4)]
+case(lambda: nn.Sequential(nn.Linear(4, 4), MemoryLayer(4)), {"0": 0, "1": 1}, [(3, 4)])
 
 
 # case: fault_packed_lengths_on_gpu
@@ -329,14 +303,7 @@ class Scan(nn.Module):
         return x + torch.stack(outputs, 1)
 
 
-PLACEMENT = {"0": 0, "1": 1}
-
-
-def build():
-    return nn.Sequential(Scan(4), Scan(4))
-
-
-SHAPES = [(2, 5, 4)]
+case(lambda: nn.Sequential(Scan(4), Scan(4)), {"0": 0, "1": 1}, [(2, 5, 4)])
 
 
 # case: clean_packed_lstm
@@ -367,12 +334,11 @@ class Model(nn.Module):
         return self.encoder(self.embed(ids), lengths)
 
 
-PLACEMENT = {"embed": 0, "encoder": 1}
-build = Model
-
-
-def inputs():
-    return {"ids": torch.randint(0, 10, (2, 4)), "lengths": torch.tensor([4, 2])}
+case(
+    Model,
+    {"embed": 0, "encoder": 1},
+    lambda: {"ids": torch.randint(0, 10, (2, 4)), "lengths": torch.tensor([4, 2])},
+)
 
 
 # case: clean_state_is_kept
@@ -397,7 +363,4 @@ class Counting(nn.Module):
         return {"loss": y.square().mean()}
 
 
-PLACEMENT = {"steps": 0, "a": 0, "b": 1}
-TRAIN = True
-build = Counting
-SHAPES = {"x": (5, 4)}
+case(Counting, {"steps": 0, "a": 0, "b": 1}, {"x": (5, 4)}, train=True)

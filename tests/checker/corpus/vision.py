@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
+from seeded import case
 
 
 # case: fault_splice_boolean_setitem
@@ -169,9 +170,7 @@ class CatUNet(nn.Module):
         return self.head(self.dec(merged))
 
 
-PLACEMENT = {"enc1": 0, "enc2": 0, "up": 1, "dec": 1, "head": 1}
-build = CatUNet
-SHAPES = {"image": (2, 1, 8, 8)}
+case(CatUNet, {"enc1": 0, "enc2": 0, "up": 1, "dec": 1, "head": 1}, {"image": (2, 1, 8, 8)})
 
 
 # case: fault_blur_kernel
@@ -203,9 +202,7 @@ class Net(nn.Module):
         return self.pool(self.conv2(self.pool(self.conv1(x)).relu()))
 
 
-PLACEMENT = {"conv1": "cuda:0", "conv2": "cuda:1"}
-build = Net
-SHAPES = [(1, 3, 8, 8)]
+case(Net, {"conv1": "cuda:0", "conv2": "cuda:1"}, [(1, 3, 8, 8)])
 
 
 # case: fault_tensor_channel_stats
@@ -231,12 +228,7 @@ class Normalised(nn.Module):
         return self.classifier(self.features(self.scaled(pixels)).flatten(1))
 
 
-PLACEMENT = {"features": 0, "classifier": 1}
-build = Normalised
-
-
-def inputs():
-    return (torch.rand(2, 3, 8, 8),)
+case(Normalised, {"features": 0, "classifier": 1}, lambda: (torch.rand(2, 3, 8, 8),))
 
 
 # case: fault_table_list
@@ -267,9 +259,7 @@ class Detector(nn.Module):
         return found
 
 
-PLACEMENT = {"backbone": "cuda:0", "heads.0": "cuda:0", "heads.1": "cuda:1"}
-build = Detector
-SHAPES = [(1, 3, 8, 8)]
+case(Detector, {"backbone": "cuda:0", "heads.0": "cuda:0", "heads.1": "cuda:1"}, [(1, 3, 8, 8)])
 
 
 # case: clean_splice_moved
@@ -294,12 +284,11 @@ class VisionLanguage(nn.Module):
         return self.decoder(spliced + again)
 
 
-PLACEMENT = {"embed": 0, "visual": 1, "decoder": 1}
-build = VisionLanguage
-
-
-def inputs():
-    return {"input_ids": torch.tensor([[7, 7, 1, 2]]), "patches": torch.randn(2, 12)}
+case(
+    VisionLanguage,
+    {"embed": 0, "visual": 1, "decoder": 1},
+    lambda: {"input_ids": torch.tensor([[7, 7, 1, 2]]), "patches": torch.randn(2, 12)},
+)
 
 
 # case: clean_unet_moved
@@ -322,9 +311,7 @@ class UNet(nn.Module):
         return self.out(h)
 
 
-PLACEMENT = {"enc": "cuda:0", "mid": "cuda:1", "dec": "cuda:1", "out": "cuda:1"}
-build = UNet
-SHAPES = [(1, 1, 8, 8)]
+case(UNet, {"enc": "cuda:0", "mid": "cuda:1", "dec": "cuda:1", "out": "cuda:1"}, [(1, 1, 8, 8)])
 
 
 # case: clean_convolutions
@@ -360,7 +347,4 @@ class ResNet(nn.Module):
         return nn.functional.log_softmax(self.fc(x.mean((2, 3))), -1)[:, 0].mean()
 
 
-PLACEMENT = {"layer1": "cuda:0", "layer2": "cuda:1", "fc": "cuda:1"}
-TRAIN = True
-build = ResNet
-SHAPES = [(2, 3, 8, 8)]
+case(ResNet, {"layer1": "cuda:0", "layer2": "cuda:1", "fc": "cuda:1"}, [(2, 3, 8, 8)], train=True)

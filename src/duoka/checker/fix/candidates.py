@@ -5,18 +5,16 @@ Another check decides which candidate is correct; nothing here runs code.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 
-import libcst as cst
-
 from duoka.report.check_report import Fault, Operand
 
-from ..subject import Subject
 from .containers import container_of, move_contents
 from .device_exprs import is_hidden, lucky_devices, staying_operands, target_devices
-from .edits import move, name_first
+from .edits import move, name_first, replace
 from .factories import make_on_target
 from .sources import Site, SourceError, Sources
 from .syntax import Edit, last_name
@@ -36,20 +34,20 @@ class Candidate:
     step_bytes: int = 0
 
 
-def candidates(fault: Fault, sources: Sources, subject: Subject) -> Iterator[Candidate]:
+def candidates(fault: Fault, sources: Sources) -> Iterator[Candidate]:
     """Yield candidates for a fault, the best first."""
     tree = sources.tree(fault.file)
     node = tree.find_node(fault.place)
     if node is None:
         raise SourceError(f"{fault.file}:{fault.line} doesn't say {fault.source!r}")
-    owner = tree.enclosing(node, cst.ClassDef)
-    bases = () if owner is None else [last_name(base.value) for base in owner.bases]
+    owner = tree.enclosing(node, ast.ClassDef)
+    bases = () if owner is None else [last_name(base) for base in owner.bases]
     if fault.kind == "gradient" or "Function" in bases:
         raise SourceError(
             "it stands in a custom function of autograd's, whose gradients must go where its "
             "inputs are: that is for its author"
         )
-    site = Site(fault, tree, sources, subject)
+    site = Site(fault, tree)
     moving = _distinct(site.fault)
     per_operand = [
         list(dict.fromkeys(islice(_for_operand(site, operand), _MOST))) for operand in moving
@@ -87,14 +85,14 @@ def _for_operand(site: Site, operand: Operand) -> Iterator[Candidate]:
     ways: Iterator[tuple[Edit, ...]] = iter(())
     if container is not None:
         ways = move_contents(site, container)
-    elif isinstance(node, cst.BaseExpression):
+    elif isinstance(node, ast.expr):
         ways = _at_use(site, node)
     listed = [item for item in fault.operands if item.moved and item.place == operand.place]
     num_bytes = sum(item.num_bytes for item in listed)
     yield from (Candidate(edits, step_bytes=num_bytes) for edits in ways)
 
 
-def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
+def _at_use(site: Site, node: ast.expr) -> Iterator[tuple[Edit, ...]]:
     """Append ``.to(x.device)`` to the expression of the operand."""
     tree, fault = site.tree, site.fault
     if fault.target == "cpu":
@@ -103,11 +101,16 @@ def _at_use(site: Site, node: cst.BaseExpression) -> Iterator[tuple[Edit, ...]]:
     for device in target_devices(site, node):
         yield (move(tree, node, device),)
     nodes = [tree.find_node(operand.place) for operand in fault.operands]
-    written = [target for target in nodes if isinstance(target, cst.BaseExpression)]
+    written = [target for target in nodes if isinstance(target, ast.expr)]
     for _, target in staying_operands(site):
         by_name = name_first(tree, written, target)
         if by_name is not None:
-            device, edits = by_name
-            yield (*edits, move(tree, node, device))
+            names, lines = by_name
+            device = f"{[*names.values()][-1]}.device"
+            used = [
+                replace(tree, named, f"{name}.to({device})" if named is node else name)
+                for named, name in names.items()
+            ]
+            yield (*lines, *used, *([] if node in names else [move(tree, node, device)]))
     for device in lucky_devices(site, node):
         yield (move(tree, node, device),)

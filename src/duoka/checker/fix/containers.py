@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import libcst as cst
 
 from duoka.report.check_report import Operand
 
@@ -15,6 +14,7 @@ from .edits import (
     insert_before,
     move,
     move_each,
+    names_around,
     on_a_line,
     replace,
     statement_to_precede,
@@ -27,26 +27,26 @@ from .syntax import Edit, Tree, element_at, is_plain, last_name, strip_blanks
 class Container:
     """Expression of several tensors: a list, or the loop that builds it."""
 
-    node: cst.BaseExpression
-    element: cst.BaseExpression | None = None
+    node: ast.expr
+    element: ast.expr | None = None
     """What each of them is in a loop."""
 
 
-def container_of(tree: Tree, node: cst.CSTNode, operand: Operand) -> Container | None:
+def container_of(tree: Tree, node: ast.AST, operand: Operand) -> Container | None:
     """Return the container of an operand, if the expression at its place is one."""
-    written = node.value if isinstance(node, (cst.Arg, cst.StarredElement)) else node
-    if not isinstance(written, cst.BaseExpression):
+    written = node.value if isinstance(node, ast.Starred) else node
+    if not isinstance(written, ast.expr):
         return None
-    if isinstance(written, (cst.ListComp, cst.GeneratorExp, cst.SetComp)):
+    if isinstance(written, (ast.ListComp, ast.GeneratorExp, ast.SetComp)):
         return Container(written, written.elt)
     text, expression = strip_blanks(tree.code(written)), strip_blanks(operand.expression)
     is_item = expression.startswith(f"{text}[")
     index = expression.removeprefix(text)
-    if is_item and isinstance(written, (cst.List, cst.Tuple)):
+    if is_item and isinstance(written, (ast.List, ast.Tuple)):
         element = element_at(written, index)
-        if element is None:
-            return None
-        return Container(element.value, element.value if type(element) is cst.Element else None)
+        if isinstance(element, ast.Starred):
+            return Container(element.value)
+        return None if element is None else Container(element, element)
     return Container(written) if written is not node or is_item else None
 
 
@@ -86,18 +86,15 @@ def _staying_index(site: Site, container: Container) -> int | None:
     return -1 if staying[-1] == len(operands) - 1 else staying[0]
 
 
-def _named_first(tree: Tree, node: cst.BaseExpression, staying: int) -> Iterator[tuple[Edit, ...]]:
+def _named_first(tree: Tree, node: ast.expr, staying: int) -> Iterator[tuple[Edit, ...]]:
     """Assign a list display to a name, then move each item."""
     statement = statement_to_precede(tree, [node], node)
     if statement is None:
         return
-    text = on_a_line(tree, node.with_changes(lpar=[], rpar=[]))
-    is_list = isinstance(node, cst.Call) and last_name(node.func) in ("list", "tuple")
-    if isinstance(node, (cst.Call, cst.GeneratorExp)) and not is_list:
+    text = on_a_line(tree, node)
+    is_list = isinstance(node, ast.Call) and last_name(node.func) in ("list", "tuple")
+    if isinstance(node, (ast.Call, ast.GeneratorExp)) and not is_list:
         text = f"list({text})"  # it may be gone through only once
-    name = free_name("parts", tree.all_names(node))
-    yield (
-        insert_before(tree, statement, f"{name} = {text}"),
-        replace(tree, node, name),
-        move_each(tree, node, f"{name}[{staying}].device"),
-    )
+    name = free_name("parts", names_around(tree, node))
+    loop = f"[each.to({name}[{staying}].device) for each in {name}]"
+    yield insert_before(tree, statement, f"{name} = {text}"), replace(tree, node, loop)

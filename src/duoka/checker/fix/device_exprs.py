@@ -6,21 +6,19 @@ the result of a call, the call is assigned to a name first (`edits.name_first`).
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
-
-import libcst as cst
 
 from duoka.report.check_report import Fault, Operand
 
 from .sources import Site
-from .syntax import Tree, element_at, is_plain, strip_blanks
+from .syntax import Tree, arguments_of, element_at, is_plain, strip_blanks
 
-_VIEWS = ("T", "mT", "data", "grad")
 _MOVES = ("to", "cuda", "cpu")
 
 
-def target_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
+def target_devices(site: Site, node: ast.expr) -> Iterator[str]:
     """Yield expressions of the target device at `node`, such as "logits.device", the best first.
 
     They name tensors that are on the target in every placement.
@@ -28,7 +26,7 @@ def target_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
     texts: dict[str, None] = {}
     for operand, written in staying_operands(site):
         texts |= dict.fromkeys(_names_of(site, written, operand))
-        if isinstance(written, cst.Call):
+        if isinstance(written, ast.Call):
             # ``self.proj.weight`` for the result of ``self.proj(x)``, where that is at hand.
             weight = f"{site.tree.code(written.func)}.weight"
             texts |= {weight: None} if weight in site.fault.at_hand else {}
@@ -36,19 +34,21 @@ def target_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
     yield from (f"{text}.device" for text in texts if strip_blanks(text) != own_text)
 
 
-def staying_operands(site: Site) -> Iterator[tuple[Operand, cst.BaseExpression]]:
+def staying_operands(site: Site) -> Iterator[tuple[Operand, ast.expr]]:
     """Yield the operands on the target device with their expressions."""
     for operand in site.fault.operands:
         node = site.tree.find_node(operand.place)
         stays = not operand.moved and operand.device == site.fault.target
-        if stays and isinstance(node, cst.BaseExpression):
+        if stays and isinstance(node, ast.expr):
             yield operand, node
 
 
-def lucky_devices(site: Site, node: cst.BaseExpression) -> Iterator[str]:
+def lucky_devices(site: Site, node: ast.expr) -> Iterator[str]:
     """Yield local names that were on the target, but may not be in another placement."""
     tree, at_hand = site.tree, site.fault.at_hand
-    near = {tree.code(name) for name in tree.descendants(node, cst.Name, cst.Attribute)}
+    near = {
+        tree.code(name) for name in ast.walk(node) if isinstance(name, ast.Name | ast.Attribute)
+    }
     for text in sorted(at_hand, key=lambda text: (text not in near, text.startswith("self."))):
         if strip_blanks(text) != strip_blanks(tree.code(node)):
             yield f"{text}.device"
@@ -67,18 +67,18 @@ def is_hidden(fault: Fault, operand: Operand) -> bool:
     )
 
 
-def _names_of(site: Site, written: cst.BaseExpression, operand: Operand) -> Iterator[str]:
+def _names_of(site: Site, written: ast.expr, operand: Operand) -> Iterator[str]:
     """Yield expressions for the device of an operand that is written at the operation."""
     tree = site.tree
-    text = tree.code(written.with_changes(lpar=[], rpar=[]))
+    text = tree.code(written)
     if strip_blanks(operand.expression) != strip_blanks(text):
         element = element_at(
             written, strip_blanks(operand.expression).removeprefix(strip_blanks(text))
         )
-        if isinstance(element, cst.Element) and is_plain(element.value):
-            yield tree.code(element.value)
+        if element is not None and is_plain(element):
+            yield tree.code(element)
         return
-    if isinstance(written, cst.NamedExpr):
+    if isinstance(written, ast.NamedExpr):
         yield tree.code(written.target)
     base = _base(tree, written)
     # What holds a tensor there is at hand; another name may be of a list or a module.
@@ -88,24 +88,21 @@ def _names_of(site: Site, written: cst.BaseExpression, operand: Operand) -> Iter
         yield text
 
 
-def _base(tree: Tree, node: cst.BaseExpression) -> cst.BaseExpression:
+def _base(tree: Tree, node: ast.expr) -> ast.expr:
     """Return the tensor below views and casts: ``x`` of ``x[..., 1:].float()``."""
-    while True:
-        if isinstance(node, cst.Subscript) or (
-            isinstance(node, cst.Attribute) and node.attr.value in _VIEWS
+    match node:
+        case (
+            ast.Subscript(value=inner)
+            | ast.Attribute(value=inner, attr="T" | "mT" | "data" | "grad")
         ):
-            node = node.value
-        elif (
-            isinstance(node, cst.Call)
-            and isinstance(node.func, cst.Attribute)
-            and (node.func.attr.value not in _MOVES or _is_only_dtype(tree, node))
-        ):
-            node = node.func.value
-        else:
-            return node
+            return _base(tree, inner)
+        case ast.Call(func=ast.Attribute(value=inner, attr=method)):
+            keeps_device = method not in _MOVES or _is_only_dtype(tree, node)
+            return _base(tree, inner) if keeps_device else node
+    return node
 
 
-def _is_only_dtype(tree: Tree, call: cst.Call) -> bool:
+def _is_only_dtype(tree: Tree, call: ast.Call) -> bool:
     """Return True if ``.to`` certainly changes only the dtype."""
-    arguments = [tree.code(argument.value) for argument in call.args]
+    arguments = [tree.code(value) for value in arguments_of(call)]
     return len(arguments) == 1 and bool(re.fullmatch(r"torch\.\w+|[\w.]+\.dtype", arguments[0]))

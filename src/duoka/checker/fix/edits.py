@@ -2,200 +2,185 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+import ast
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
 
-import libcst as cst
-
-from .syntax import Edit, Tree, is_plain, last_name
+from .syntax import Edit, Tree, arguments_of, is_plain, last_name, words_of
 
 _CLOSED = (
-    cst.Name, cst.Attribute, cst.Subscript, cst.Call, cst.List, cst.Set, cst.Dict, cst.ListComp,
-    cst.SetComp, cst.DictComp, cst.BaseString,
+    ast.Name, ast.Attribute, ast.Subscript, ast.Call, ast.List, ast.Set, ast.Dict, ast.ListComp,
+    ast.SetComp, ast.DictComp, ast.JoinedStr,
 )  # fmt: skip
-# What stands in one of these may be evaluated several times, or not at all: an `elif`, whose
-# question is asked only when all before it was false; `if x: return y`.
+# What stands in one of these may be evaluated several times, or not at all.
 _UNMOVABLE = (
-    cst.Lambda, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp, cst.IfExp,
-    cst.BooleanOperation, cst.Await, cst.Decorator, cst.Param, cst.If, cst.SimpleStatementSuite,
+    ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp, ast.BoolOp,
+    ast.Await,
 )  # fmt: skip
+_COMPOUND = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.For, ast.AsyncFor, ast.While, ast.With,
+    ast.AsyncWith, ast.Match, ast.Try, ast.TryStar,
+)  # fmt: skip
+_CALLS = (ast.Call, ast.Await, ast.Yield, ast.YieldFrom, ast.NamedExpr)
 
 
-def move(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
+def move(tree: Tree, node: ast.expr, device: str) -> Edit:
     """Append ``.to(device)`` to an expression, or change the device of an existing move.
 
     `device` is source text, such as "logits.device" or '"cpu"'.
     """
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        name, owner = node.func.attr.value, tree.code(node.func.value)
-        if name in ("cuda", "cpu") and f"{owner}.device" == device:
-            # It was there, and went away.
-            return Edit(tree, node, f"not {name}", lambda updated: updated.func.value)
-    return Edit(tree, node, f"to({device})", lambda updated: _change_device(updated, device))
+    start, stop = tree.extent(node)
+    pieces = [(stop, stop, f".to({device})")]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        owner, method, end = node.func.value, node.func.attr, tree.span(node)[1]
+        device_argument = _device_argument(node)
+        if method in ("cuda", "cpu") and f"{tree.code(owner)}.device" == device:
+            pieces = [(tree.extent(owner)[1], end, "")]  # it was there, and went away
+        elif method in ("cuda", "cpu") and len(arguments_of(node)) <= 1:
+            pieces = [(tree.span(node.func)[1] - len(method), end, f"to({device})")]
+        elif method == "to" and device_argument is not None:
+            pieces = [(*tree.extent(device_argument), device)]
+    elif not _is_closed(tree, node):
+        pieces = [(start, start, "("), (stop, stop, f").to({device})")]
+    return Edit(tree, start, stop, tuple(pieces))
 
 
-def _change_device(node: cst.BaseExpression, device: str) -> cst.BaseExpression:
-    where = cst.parse_expression(device)
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        method, args = node.func.attr.value, node.args
-        if method in ("cuda", "cpu") and len(args) <= 1:
-            return node.with_changes(
-                func=node.func.with_changes(attr=cst.Name("to")), args=[cst.Arg(where)]
-            )
-        if method == "to" and args and _gives_device(args[0]):
-            return node.with_changes(args=[args[0].with_changes(value=where), *args[1:]])
-    return cst.Call(cst.Attribute(parenthesize(node), cst.Name("to")), [cst.Arg(where)])
-
-
-def _gives_device(argument: cst.Arg) -> bool:
-    """Return True if an argument of ``.to`` certainly is a device: "cuda:0", x.device, device."""
-    if argument.star or argument.keyword is not None:
-        return is_device_keyword(argument)
-    return is_literal_device(argument.value) or last_name(argument.value) == "device"
-
-
-def is_device_keyword(argument: cst.Arg) -> bool:
-    """Return True for ``device=…``."""
-    return argument.keyword is not None and argument.keyword.value == "device"
-
-
-def is_literal_device(value: cst.BaseExpression) -> bool:
-    """Return True for a literal device: "cuda:0", 0."""
-    if isinstance(value, cst.Call) and last_name(value.func) == "device":
-        return all(is_literal_device(argument.value) for argument in value.args)
-    return isinstance(value, (cst.SimpleString, cst.FormattedString, cst.Integer))
-
-
-def replace(tree: Tree, node: cst.BaseExpression, text: str) -> Edit:
-    """Replace a node by a name, or by an expression that needs no parentheses."""
-    return Edit(tree, node, text, lambda updated: cst.parse_expression(text), rewrites=True)
-
-
-def move_each(tree: Tree, node: cst.BaseExpression, device: str) -> Edit:
-    """Replace a container by ``[each.to(device) for each in node]``."""
-    names = tree.names_in(node) | set(re.findall(r"\w+", device))
-    item = free_name("each", names)
-
-    def change(updated: cst.BaseExpression) -> cst.BaseExpression:
-        listed = cst.parse_expression(f"[{item}.to({device}) for {item} in _]")
-        assert isinstance(listed, cst.ListComp)
-        loop = listed.for_in.with_changes(iter=parenthesize(updated))
-        return listed.with_changes(for_in=loop)
-
-    return Edit(tree, node, f"each to({device})", change)
-
-
-def insert_before(tree: Tree, statement: cst.BaseStatement, line: str) -> Edit:
-    """Insert a line before a statement, below its comments."""
-
-    def change(updated: Any) -> Any:
-        new = cst.parse_statement(line, config=tree.module.config_for_parsing)
-        if isinstance(updated, cst.FlattenSentinel):
-            *before, last = updated
-            return cst.FlattenSentinel([*before, new, last])
-        new = new.with_changes(leading_lines=updated.leading_lines)
-        return cst.FlattenSentinel([new, updated.with_changes(leading_lines=())])
-
-    return Edit(tree, statement, f"before: {line}", change, adds_line=True)
-
-
-def set_device(tree: Tree, call: cst.Call, device: str) -> Edit:
-    """Set the keyword argument ``device`` of a call."""
-
-    def change(updated: cst.Call) -> cst.Call:
-        value = cst.parse_expression(device)
-        args = list(updated.args)
-        present = next(
-            (at for at, argument in enumerate(args) if is_device_keyword(argument)), None
+def _device_argument(call: ast.Call) -> ast.expr | None:
+    """Return the argument of ``.to`` that certainly is a device: "cuda:0", x.device, device."""
+    if not call.args:
+        return (
+            call.keywords[0].value if call.keywords and call.keywords[0].arg == "device" else None
         )
-        if present is None:
-            return updated.with_changes(args=_with_keyword(args, value))
-        args[present] = args[present].with_changes(value=value)
-        return updated.with_changes(args=args)
-
-    return Edit(tree, call, f"device={device}", change)
+    is_device = is_literal_device(call.args[0]) or last_name(call.args[0]) == "device"
+    return call.args[0] if is_device else None
 
 
-def _with_keyword(args: Sequence[cst.Arg], value: cst.BaseExpression) -> list[cst.Arg]:
-    """Return the arguments with ``device=value``, keeping the line breaks."""
-    tight = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
-    new = cst.Arg(keyword=cst.Name("device"), value=value, equal=tight)
-    if not args:
-        return [new]
-    *before, last = args
+def device_keyword(call: ast.Call) -> ast.expr | None:
+    """Return the value of ``device=…``."""
+    return next((word.value for word in call.keywords if word.arg == "device"), None)
+
+
+def is_literal_device(value: ast.AST) -> bool:
+    """Return True for a literal device: "cuda:0", 0."""
+    if isinstance(value, ast.Call) and last_name(value.func) == "device":
+        return all(map(is_literal_device, arguments_of(value)))
+    is_constant = isinstance(value, ast.Constant) and type(value.value) in (str, int)
+    return is_constant or isinstance(value, ast.JoinedStr)
+
+
+def _is_closed(tree: Tree, node: ast.expr) -> bool:
+    """Return True if something can be appended to an expression as it stands."""
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
+    is_parenthesized = tree.extent(node) != tree.span(node) or (
+        isinstance(node, (ast.Tuple, ast.GeneratorExp)) and tree.code(node).startswith("(")
+    )
+    return isinstance(node, _CLOSED) or is_text or is_parenthesized
+
+
+def replace(tree: Tree, node: ast.expr, text: str) -> Edit:
+    """Replace an expression, with the parentheses around it."""
+    start, stop = tree.extent(node)
+    return Edit(tree, start, stop, ((start, stop, text),))
+
+
+def move_each(tree: Tree, node: ast.expr, device: str) -> Edit:
+    """Replace a container by ``[each.to(device) for each in node]``."""
+    item = free_name("each", words_of(tree.code(node)) | words_of(device))
+    opening, closing = ("", "]") if _is_closed(tree, node) else ("(", ")]")
+    start, stop = tree.extent(node)
+    loop = f"[{item}.to({device}) for {item} in {opening}"
+    return Edit(tree, start, stop, ((start, start, loop), (stop, stop, closing)))
+
+
+def insert_before(tree: Tree, statement: ast.stmt, line: str) -> Edit:
+    """Insert a line before a statement, below its comments."""
+    start = tree.span(statement)[0]
+    text = f"{line}{tree.newline}{_before_on_line(tree, statement)}"
+    return Edit(tree, start, start, ((start, start, text),))
+
+
+def _before_on_line(tree: Tree, statement: ast.stmt) -> str:
+    line = tree.lines[statement.lineno - 1]
+    return line[: tree.characters(statement.lineno, statement.col_offset)]
+
+
+def set_device(tree: Tree, call: ast.Call, device: str) -> Edit:
+    """Set the keyword argument ``device`` of a call."""
+    start, stop = tree.span(call)
+    present = device_keyword(call)
+    if present is not None:
+        return Edit(tree, start, stop, ((*tree.extent(present), device),))
+    values = arguments_of(call)
     # What stands between the last argument and the parenthesis, a comment say, comes after both.
-    new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
-    whitespace = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-    blank = cst.SimpleWhitespace("")
-    return [*before, last.with_changes(comma=whitespace, whitespace_after_arg=blank), new]
-
-
-def parenthesize(node: cst.BaseExpression) -> cst.BaseExpression:
-    """Parenthesize an expression if something is to be appended to it."""
-    if node.lpar or isinstance(node, _CLOSED):
-        return node
-    return node.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+    end = max((tree.extent(value)[1] for value in values), default=stop - 1)
+    text = f", device={device}" if values else f"device={device}"
+    return Edit(tree, start, stop, ((end, end, text),))
 
 
 # ── results that get a name on a line before, so that what is costly is written once ──
 
 
 def name_first(
-    tree: Tree, nodes: Iterable[cst.BaseExpression], target: cst.BaseExpression
-) -> tuple[str, list[Edit]] | None:
+    tree: Tree, nodes: Iterable[ast.expr], target: ast.expr
+) -> tuple[Mapping[ast.expr, str], list[Edit]] | None:
     """Assign expressions to names on a line before, in the order of evaluation.
 
-    Returns the device expression of `target` and the edits, or None if the order would change.
+    Returns the names, the last one of them of `target`, and the edits that insert the lines; None
+    if the order of evaluation would change, or nothing needs a name.
     """
-    end = tree.span(target)[2:]
+    end = tree.span(target)[1]
     unique = dict.fromkeys(nodes)
-    complex_nodes = [node for node in unique if tree.span(node)[2:] <= end and not is_plain(node)]
+    complex_nodes = [node for node in unique if tree.span(node)[1] <= end and not is_plain(node)]
     statement = statement_to_precede(tree, complex_nodes, target)
-    if statement is None:
+    if statement is None or not complex_nodes:
         return None
-    edits: list[Edit] = []
-    names = tree.all_names(target)
-    name = ""
+    used_names = names_around(tree, target)
+    names: dict[ast.expr, str] = {}
+    edits = []
     for node in sorted(complex_nodes, key=tree.span):
-        value = node.with_changes(lpar=[], rpar=[])
-        name = free_name(_name_for(node), names)
-        if isinstance(value, cst.NamedExpr):
-            name, value = tree.code(value.target), value.value
-        names.add(name)
+        name, value = free_name(_name_for(node), used_names), node
+        if isinstance(node, ast.NamedExpr):
+            name, value = node.target.id, node.value
+        used_names.add(name)
+        names[node] = name
         edits.append(insert_before(tree, statement, f"{name} = {on_a_line(tree, value)}"))
-        edits.append(replace(tree, node, name))
-    return (f"{name}.device", edits) if name else None
+    return names, edits
+
+
+def names_around(tree: Tree, node: ast.AST) -> set[str]:
+    """Return all names in the function around a node, or in the file."""
+    function = tree.function_of(node)
+    return words_of(tree.source if function is None else tree.code(function))
 
 
 def statement_to_precede(
-    tree: Tree, nodes: Sequence[cst.BaseExpression], last_node: cst.BaseExpression
-) -> cst.BaseStatement | None:
+    tree: Tree, nodes: Sequence[ast.expr], last_node: ast.expr
+) -> ast.stmt | None:
     """Return the statement before which the expressions can be evaluated.
 
     The last one must be evaluated exactly once whenever the statement runs, and nothing else may be
     called before it.
     """
-    statement = tree.statement_of(last_node)
-    if not isinstance(statement, (cst.SimpleStatementLine, cst.If)):
+    statement: ast.stmt = tree.enclosing(last_node, ast.stmt)
+    # An `elif` is asked for only when all before it was false; `if x: return y` has no line before.
+    is_elif = tree.code(statement).startswith("elif")
+    if isinstance(statement, _COMPOUND) or is_elif or _before_on_line(tree, statement).strip():
         return None
-    for outer in takewhile(lambda outer: outer is not statement, tree.ancestors(last_node)):
-        if isinstance(outer, _UNMOVABLE):
+    outer_nodes = takewhile(lambda outer: outer is not statement, tree.ancestors(last_node))
+    if any(isinstance(outer, _UNMOVABLE) for outer in outer_nodes):
+        return None
+    end = tree.span(last_node)[1]
+    own_nodes = {inner for node in nodes for inner in ast.walk(node)}
+    for call in ast.walk(statement):
+        if isinstance(call, _CALLS) and tree.span(call)[1] <= end and call not in own_nodes:
             return None
-    kinds = (cst.Call, cst.Await, cst.Yield, cst.NamedExpr)
-    end = tree.span(last_node)[2:]
-    earlier_calls = [
-        call for call in tree.descendants(statement, *kinds) if tree.span(call)[2:] <= end
-    ]
-    own_calls = {id(call) for node in nodes for call in tree.descendants(node, *kinds)}
-    return None if any(id(call) not in own_calls for call in earlier_calls) else statement
+    return statement
 
 
-def _name_for(node: cst.BaseExpression) -> str:
+def _name_for(node: ast.expr) -> str:
     """Choose a name for the result of an expression, after the called function if possible."""
-    callee = node.func if isinstance(node, cst.Call) else None
-    while isinstance(callee, cst.Subscript):
+    callee = node.func if isinstance(node, ast.Call) else None
+    while isinstance(callee, ast.Subscript):
         callee = callee.value
     name = "" if callee is None else last_name(callee)
     return f"{name.strip('_')}_output" if name else "result"
@@ -207,7 +192,7 @@ def free_name(name: str, names: set[str]) -> str:
     return next(candidate for candidate in numbered if candidate not in names)
 
 
-def on_a_line(tree: Tree, node: cst.BaseExpression) -> str:
+def on_a_line(tree: Tree, node: ast.expr) -> str:
     """Return the text of an expression for the start of a line."""
     text = tree.code(node)
-    return tree.code(parenthesize(node)) if "\n" in text else text
+    return f"({text})" if "\n" in text and not isinstance(node, _CLOSED) else text

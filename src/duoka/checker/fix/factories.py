@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
-
-import libcst as cst
 
 from duoka.report.check_report import Operand
 
 from .device_exprs import lucky_devices, target_devices
-from .edits import is_device_keyword, is_literal_device, move, set_device
+from .edits import device_keyword, is_literal_device, move, set_device
 from .sources import Site
-from .syntax import Edit, Tree, last_name
+from .syntax import Edit, Tree, last_name, words_of
 
 _FACTORIES = frozenset(
     {
@@ -33,13 +32,13 @@ def make_on_target(site: Site, operand: Operand) -> Iterator[tuple[Edit, ...]]:
     if origin is None or origin.kind != "operation" or origin.place is None:
         return
     used, node = tree.find_node(site.fault.place), tree.find_node(origin.place)
-    if origin.place.file != tree.file or used is None or not isinstance(node, cst.Call):
+    if origin.place.file != tree.file or used is None or not isinstance(node, ast.Call):
         return
     function = tree.function_of(used)
     if function is None or function is not tree.function_of(node):
         return
     earlier_names = tree.names_before(node)
-    near = earlier_names & tree.names_in(node)
+    near = earlier_names & words_of(tree.code(node))
     devices = [text for text in target_devices(site, node) if _root(text) in earlier_names]
     devices += [text for text in lucky_devices(site, node) if _root(text) in near]
     for device in devices:
@@ -52,29 +51,25 @@ def _root(text: str) -> str:
     return re.split(r"\W", text, maxsplit=1)[0]
 
 
-def _made_on(tree: Tree, node: cst.Call, device: str) -> Edit | None:
+def _made_on(tree: Tree, node: ast.Call, device: str) -> Edit | None:
     """Return the edit that creates the result of a call on `device`."""
     name = last_name(node.func)
-    is_fixed = any(
-        is_literal_device(argument.value)
-        for argument in node.args
-        if argument.keyword is None or is_device_keyword(argument)
-    )
+    named = device_keyword(node)
+    is_fixed = any(map(is_literal_device, [*node.args, *([] if named is None else [named])]))
     if name in ("cuda", "cpu") or (name == "to" and is_fixed):
         return move(tree, node, device)  # a `.to` that follows a tensor stays
-    if not isinstance(node.func, cst.Attribute) or not _is_torch(node.func.value):
+    if not isinstance(node.func, ast.Attribute) or not _is_torch(node.func.value):
         return None
-    asked_for = next((arg for arg in node.args if is_device_keyword(arg)), None)
-    if asked_for is not None and not is_literal_device(asked_for.value):
+    if named is not None and not is_literal_device(named):
         return None  # it follows another tensor on purpose
     is_layer = name[:1].isupper() and last_name(node.func.value) == "nn"
-    if name in _FACTORIES or asked_for is not None or is_layer:
+    if name in _FACTORIES or named is not None or is_layer:
         return set_device(tree, node, device)
     return None
 
 
-def _is_torch(node: cst.BaseExpression) -> bool:
+def _is_torch(node: ast.expr) -> bool:
     """Return True for ``torch``, or ``torch.cuda`` for its legacy types."""
-    while isinstance(node, cst.Attribute):
+    while isinstance(node, ast.Attribute):
         node = node.value
-    return isinstance(node, cst.Name) and node.value in ("torch", "th", "nn")
+    return isinstance(node, ast.Name) and node.id in ("torch", "th", "nn")

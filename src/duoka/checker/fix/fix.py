@@ -17,7 +17,7 @@ from ..run import check_subject
 from ..subject import Subject
 from .live_code import ClosureError, SwapError, live_functions, swap_code
 from .patch import Patch, Repairs, unified_diff
-from .search import Draft, FixOutcome, search
+from .search import Draft, FixSearch
 from .sources import Sources
 from .verify import Proof, prove
 
@@ -79,7 +79,8 @@ def repair(report: CheckReport) -> Repairs:
             )
 
     try:
-        outcome = search(report, sources, subject, check)
+        outcome = FixSearch(report, sources, check)
+        outcome.run()
         proof = _left_over(outcome) or virtual.apart(
             prove, report, subject, partial(patched, outcome.draft)
         )
@@ -88,7 +89,7 @@ def repair(report: CheckReport) -> Repairs:
     return _assembled(outcome, sources, proof)
 
 
-def _left_over(outcome: FixOutcome) -> Proof | None:
+def _left_over(outcome: FixSearch) -> Proof | None:
     """Return the findings of the last check of the patched code."""
     report = outcome.report
     if report.stop is not None:
@@ -99,7 +100,7 @@ def _left_over(outcome: FixOutcome) -> Proof | None:
     return None
 
 
-def _assembled(outcome: FixOutcome, sources: Sources, proof: Proof) -> Repairs:
+def _assembled(outcome: FixSearch, sources: Sources, proof: Proof) -> Repairs:
     patches = tuple(
         Patch(
             file=file,

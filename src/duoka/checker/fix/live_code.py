@@ -20,11 +20,10 @@ from duoka.report.check_report import Place
 
 from ..source_map import parse_quietly
 
-_COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
+COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
 LiveFunctions = Mapping[str, Sequence[FunctionType]]
 """Functions by the file that their code is from."""
-_CodePair = tuple[CodeType, CodeType]
 
 
 class SwapError(Exception):
@@ -50,7 +49,7 @@ def live_functions() -> LiveFunctions:
     """
     by_file: dict[str, list[FunctionType]] = defaultdict(list)
     for value in gc.get_objects():
-        if type(value) is FunctionType and value.__code__.co_name not in _COMPREHENSIONS:
+        if type(value) is FunctionType and value.__code__.co_name not in COMPREHENSIONS:
             by_file[value.__code__.co_filename].append(value)
     return by_file
 
@@ -94,42 +93,33 @@ def _exchanges(
     new = [code for code in new if code.co_qualname in names or "<locals>" not in code.co_qualname]
     if [code.co_qualname for code in old] != [code.co_qualname for code in new]:
         raise SwapError(f"the functions of the patched {file} are others")
-    pairs: dict[str, list[_CodePair]] = defaultdict(list)
-    for pair in zip(old, new, strict=True):
-        pairs[pair[0].co_qualname].append(pair)
-    matched, strange = set(), set()
-    for function in live:
-        name = function.__code__.co_qualname
-        match = _pair_of(function.__code__, pairs[name])
-        if match is None:
-            strange.add(name)
-            continue
-        matched.add(name)
-        if match[0].co_freevars != match[1].co_freevars:
-            raise ClosureError(*match)
-        if match[0] != match[1]:
-            yield function, match[1]
-    # A function that nobody uses any more may be of an earlier text.
-    for name in sorted(strange - matched):
-        if not all(_is_same(*pair) for pair in pairs[name]):
-            raise SwapError(f"{name} isn't what {file} says: the file has changed since its import")
-
-
-def _pair_of(code: CodeType, pairs: Sequence[_CodePair]) -> _CodePair | None:
-    """Return the old and new code of a live function, by its position in the text."""
-    equal = [
-        pair
-        for pair in pairs
-        if pair[0].co_firstlineno == code.co_firstlineno and _is_same(code, pair[0])
+    new_codes = dict(zip(old, new, strict=True))
+    outlines = {_outline(code): code for code in old}
+    # Equal codes have equal positions, too: of two lambdas on one line each has its own. Codes that
+    # were compiled with other flags, as in a notebook, have equal outlines.
+    matches = [
+        (function, code if (code := function.__code__) in new_codes else outlines[_outline(code)])
+        for function in live
+        if function.__code__ in new_codes or _outline(function.__code__) in outlines
     ]
-    # Of lambdas on one line, the one that is equal in its constants and columns as well.
-    exact = [pair for pair in equal if pair[0] == code]
-    return next(iter(exact or equal), None)
+    for function, code in matches:
+        if code.co_freevars != new_codes[code].co_freevars:
+            raise ClosureError(code, new_codes[code])
+        if code != new_codes[code]:
+            yield function, new_codes[code]
+    unmatched = {function.__code__.co_qualname for function in live}
+    unmatched -= {code.co_qualname for _, code in matches}
+    for code, changed in new_codes.items():
+        # A function that nobody uses any more may be of an earlier text.
+        is_changed = (code.co_code, code.co_names) != (changed.co_code, changed.co_names)
+        if is_changed and code.co_qualname in unmatched:
+            raise SwapError(
+                f"{code.co_qualname} isn't what {file} says: the file has changed since its import"
+            )
 
 
-def _is_same(left: CodeType, right: CodeType) -> bool:
-    """Return True if two code objects are equal except for their position."""
-    return left.co_code == right.co_code and left.co_names == right.co_names
+def _outline(code: CodeType) -> tuple[object, ...]:
+    return code.co_qualname, code.co_firstlineno, code.co_code, code.co_names
 
 
 def _codes(text: str, file: str) -> list[CodeType]:
@@ -137,7 +127,7 @@ def _codes(text: str, file: str) -> list[CodeType]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the text, when it was imported
         module = compile(parse_quietly(text), file, "exec", dont_inherit=True)
-    return [code for code in _nested_codes(module) if code.co_name not in _COMPREHENSIONS]
+    return [code for code in _nested_codes(module) if code.co_name not in COMPREHENSIONS]
 
 
 def _nested_codes(code: CodeType) -> Iterator[CodeType]:

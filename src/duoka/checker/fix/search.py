@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
-
-import libcst as cst
 
 from duoka.report.check_report import CheckReport, Fault, Place
 
 from ..source_map import parse_quietly
-from ..subject import Subject
 from .candidates import Candidate, candidates
+from .live_code import COMPREHENSIONS
 from .patch import Cure
 from .sources import SourceError, Sources
 from .syntax import Edit, strip_blanks
@@ -68,99 +65,130 @@ def _is_python(candidate: Candidate) -> bool:
     for tree in {edit.tree: None for edit in candidate.edits}:
         try:
             parse_quietly(tree.apply(candidate.edits))
-        except (SyntaxError, cst.CSTValidationError, cst.ParserSyntaxError):
+        except SyntaxError:
             return False
     return True
 
 
-@dataclass(slots=True)
-class Round:
-    """Faults of one check, fixed together on top of earlier rounds."""
+# Faults can't be cured one at a time: each check takes seconds, and a model has dozens. All have an
+# active candidate at once, so that one check tells of every fault whether its candidate is right:
+# with candidates a1, b1 of two faults, and b still there, the next check has a1, b2. It takes as
+# many checks as the longest list of candidates that is tried, not as their product. Whether a
+# later fault is an earlier one is told by function, operation, operands and line (`is_same`).
+class FixSearch:
+    """Rounds of a search: the patched texts, the last check, and what is left to be tried."""
 
-    report: CheckReport
-    choices: Sequence[CandidateSearch]
-    sources: Sources
-    base: Draft
-    postponed: list[CandidateSearch] = field(default_factory=list)
+    def __init__(self, report: CheckReport, sources: Sources, check: Check) -> None:
+        self.draft: Draft = {}
+        self.report = report
+        self.choices: list[CandidateSearch] = []
+        """Of all rounds; those of the current one are the last."""
+        self.late: Sequence[Fault] = ()
+        """What came up when others were cured, and was not cured itself."""
+        self._sources = sources
+        self._check = check
+        self._max_checks = MAX_CHECKS
 
-    def run(self, check: Check, max_checks: int) -> tuple[Draft, CheckReport, int]:
-        """Advance candidates until no fixable fault is left.
+    def run(self) -> None:
+        """Search round by round, each on top of the texts of the one before."""
+        self.late = self.report.faults
+        for _ in range(MAX_ROUNDS):
+            sources = Sources({**self._sources.texts, **self.draft})
+            choices = [CandidateSearch(fault, candidates(fault, sources)) for fault in self.late]
+            self.choices += choices
+            if not any(choice.candidate for choice in choices):
+                self.late = ()
+                return
+            self._run_round(choices, sources)
+            self.late = [
+                fault
+                for fault in self.report.faults
+                if not any(
+                    choice.candidate is None and self._is_left(choice, [fault], sources)
+                    for choice in choices
+                )
+            ]
+            if not self.late or self._max_checks <= 0:
+                return
 
-        Returns the result and the remaining number of checks.
-        """
+    def _run_round(self, choices: Sequence[CandidateSearch], sources: Sources) -> None:
+        """Advance candidates until no fixable fault is left."""
+        base, first_stop = self.draft, self.report.stop
         while True:
-            draft = self.draft()
-            report = check(draft)
-            max_checks -= 1
-            failed = list(self._failed(draft, report))
-            if not failed:
-                return draft, report, max_checks
+            self.draft, postponed = _drafted(choices, base)
+            self.report = self._check(self.draft)
+            self._max_checks -= 1
+            stop = self.report.stop
+            broken = None if stop is None or stop == first_stop else stop.place
+            failed = [
+                choice
+                for choice in choices
+                if choice.candidate is not None
+                and choice not in postponed
+                and (
+                    (broken is not None and _changes(choice, broken))
+                    or self._is_left(choice, self.report.faults, sources)
+                )
+            ]
             for choice in failed:
-                choice.next(is_last=max_checks <= 0)
-            if max_checks <= 0:
-                draft = self.draft()
-                return draft, check(draft), 0
+                choice.next(is_last=self._max_checks <= 0)
+            if failed and self._max_checks <= 0:
+                self.draft, _ = _drafted(choices, base)
+                self.report = self._check(self.draft)
+            if not failed or self._max_checks <= 0:
+                return
 
-    def draft(self) -> Draft:
-        """Apply the active candidates; colliding ones wait."""
-        edits: list[Edit] = []
-        self.postponed = []
-        for choice in self.choices:
-            if any(_collide(new, old) for new in choice.edits for old in edits):
-                self.postponed.append(choice)
-            elif choice.candidate is not None:
-                edits += choice.edits
-        texts = dict(self.base)
-        for tree in {edit.tree: None for edit in edits}:
-            texts[tree.file] = tree.apply(edits)
-        return texts
-
-    def is_uncured(self, fault: Fault, draft: Draft) -> bool:
-        """Return True if a fault of a later check is one of these without a fix."""
-        return any(
-            choice.candidate is None and self._is_left(choice, [fault], draft)
-            for choice in self.choices
-        )
-
-    def _failed(self, draft: Draft, report: CheckReport) -> Iterator[CandidateSearch]:
-        """Return the searches whose candidate did not fix the fault, or broke the code."""
-        stop = report.stop
-        broken = None if stop is None or stop == self.report.stop else stop.place
-        for choice in self.choices:
-            if choice.candidate is None or choice in self.postponed:
-                continue
-            is_broken = broken is not None and _changes(choice, broken)
-            if is_broken or self._is_left(choice, report.faults, draft):
-                yield choice
-
-    def _is_left(self, choice: CandidateSearch, faults: Iterable[Fault], draft: Draft) -> bool:
-        """Return True if a search's fault is still in a draft."""
-        line, after = choice.fault.line, draft.get(choice.fault.file)
+    def _is_left(self, choice: CandidateSearch, faults: Iterable[Fault], sources: Sources) -> bool:
+        """Return True if a search's fault is still in the draft."""
+        line, after = choice.fault.line, self.draft.get(choice.fault.file)
         if after is not None:
-            line = line_after(self.sources.text(choice.fault.file), after, line)
+            line = line_after(sources.text(choice.fault.file), after, line)
         return any(is_same(choice.fault, fault, line) for fault in faults)
+
+    def cures(self, file: str) -> Iterator[Cure]:
+        """Return the changes of a file, each with all faults it fixes."""
+        by_candidate: dict[tuple[Edit, ...], list[CandidateSearch]] = {}
+        for choice in self.choices:
+            if any(edit.tree.file == file for edit in choice.edits):
+                by_candidate.setdefault(choice.edits, []).append(choice)
+        for choices in by_candidate.values():
+            candidate, count = choices[0].candidate, max(one.fault.count for one in choices)
+            step_bytes = 0 if candidate is None else candidate.step_bytes * count
+            yield Cure(faults=tuple(one.fault for one in choices), step_bytes=step_bytes)
+
+    def uncured(self) -> Iterator[tuple[Fault, str]]:
+        """Return the faults without a fix, each with the reason."""
+        for choice in self.choices:
+            if choice.candidate is None:
+                yield choice.fault, choice.reason
+        for fault in self.late:
+            yield fault, "it came up when others were cured, and was not cured itself"
+
+
+def _drafted(
+    choices: Sequence[CandidateSearch], base: Draft
+) -> tuple[Draft, Sequence[CandidateSearch]]:
+    """Apply the active candidates; returns the texts, and the candidates that collide and wait."""
+    edits: list[Edit] = []
+    postponed = []
+    for choice in choices:
+        if any(new.collides_with(old) for new in choice.edits for old in edits):
+            postponed.append(choice)
+        else:
+            edits += choice.edits
+    texts = {tree.file: tree.apply(edits) for tree in {edit.tree: None for edit in edits}}
+    return {**base, **texts}, postponed
+
+
+def _name(place: Place) -> str:
+    """Return the name of the function of a place, without comprehensions in it."""
+    names = [name for name in place.function.split(".") if name not in COMPREHENSIONS]
+    return names[-1] if names else ""
 
 
 def _changes(choice: CandidateSearch, place: Place) -> bool:
     """Return True if a candidate changes the function of a place."""
-    name = place.function.rpartition(".")[2]
-    for edit in choice.edits:
-        function = edit.tree.function_of(edit.node)
-        changed = function.name.value if isinstance(function, cst.FunctionDef) else "<lambda>"
-        if edit.tree.file == place.file and changed == name:
-            return True
-    return False
-
-
-def _collide(new: Edit, old: Edit) -> bool:
-    """Return True if two edits cannot be applied in one pass."""
-    if new.tree is not old.tree or new == old:
-        return False
-    if new.node is old.node:
-        return not (new.adds_line and old.adds_line)
-    return (new.rewrites and new.node in new.tree.ancestors(old.node)) or (
-        old.rewrites and old.node in old.tree.ancestors(new.node)
-    )
+    return choice.fault.file == place.file and _name(choice.fault.place) == _name(place)
 
 
 @lru_cache(maxsize=_MOST_TEXTS)
@@ -187,55 +215,3 @@ def is_same(earlier: Fault, later: Fault, line: int) -> bool:
     old = [strip_blanks(operand.expression) for operand in earlier.operands if operand.moved]
     new = [strip_blanks(operand.expression) for operand in later.operands if operand.moved]
     return old == new or any(left in right for left in old for right in new)
-
-
-@dataclass(slots=True)
-class FixOutcome:
-    """Result of all rounds."""
-
-    draft: Draft
-    choices: list[CandidateSearch]
-    report: CheckReport
-    """Of the last check."""
-    late: Sequence[Fault] = ()
-    """What came up when others were cured, and was not cured itself."""
-
-    def cures(self, file: str) -> Iterator[Cure]:
-        """Return the changes of a file, each with all faults it fixes."""
-        by_edits: dict[tuple[Edit, ...], list[CandidateSearch]] = {}
-        for choice in self.choices:
-            if any(edit.tree.file == file for edit in choice.edits):
-                by_edits.setdefault(choice.edits, []).append(choice)
-        for choices in by_edits.values():
-            candidate, count = choices[0].candidate, max(one.fault.count for one in choices)
-            step_bytes = 0 if candidate is None else candidate.step_bytes * count
-            yield Cure(faults=tuple(one.fault for one in choices), step_bytes=step_bytes)
-
-    def uncured(self) -> Iterator[tuple[Fault, str]]:
-        """Return the faults without a fix, each with the reason."""
-        for choice in self.choices:
-            if choice.candidate is None:
-                yield choice.fault, choice.reason
-        for fault in self.late:
-            yield fault, "it came up when others were cured, and was not cured itself"
-
-
-def search(report: CheckReport, sources: Sources, subject: Subject, check: Check) -> FixOutcome:
-    """Search for changes that fix the faults of a report, round by round."""
-    outcome = FixOutcome({}, [], report)
-    max_checks = MAX_CHECKS
-    faults: Sequence[Fault] = report.faults
-    for _ in range(MAX_ROUNDS):
-        texts = Sources({**sources.texts, **outcome.draft})
-        choices = [CandidateSearch(fault, candidates(fault, texts, subject)) for fault in faults]
-        outcome.choices += choices
-        if not any(choice.candidate for choice in choices):
-            return outcome
-        current = Round(report, choices, texts, outcome.draft)
-        draft, report, max_checks = current.run(check, max_checks)
-        outcome.draft, outcome.report = draft, report
-        faults = [fault for fault in report.faults if not current.is_uncured(fault, draft)]
-        if not faults or max_checks <= 0:
-            break
-    outcome.late = faults
-    return outcome

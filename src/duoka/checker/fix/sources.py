@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import libcst as cst
-
 from duoka.base.files import read_bytes, why
 from duoka.base.model_code import torch_folder
 from duoka.report.check_report import Fault
 
-from ..subject import Subject
 from .syntax import Tree
 
 _MOST_BYTES = 8 << 20
@@ -53,23 +50,16 @@ class Sources:
     def tree(self, file: str) -> Tree:
         """Return the syntax tree of a file."""
         if file not in self._trees:
-            text = self.text(file)
-            try:
-                self._trees[file] = Tree(file, text)
-            except (cst.ParserSyntaxError, RecursionError, KeyError) as error:
-                # The last two where an expression is hundreds of terms deep.
-                raise SourceError(f"{file} isn't Python that libcst reads") from error
+            self._trees[file] = Tree(file, self.text(file))
         return self._trees[file]
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A fault, the tree of its file, the other files, and the subject of the check."""
+    """A fault, and the tree of its file."""
 
     fault: Fault
     tree: Tree
-    sources: Sources
-    subject: Subject
 
 
 def read_source(path: Path) -> str:

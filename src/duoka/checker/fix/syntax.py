@@ -1,198 +1,184 @@
-"""Concrete syntax tree of a source file, which keeps blanks and comments.
+"""Syntax tree of a source file with positions in its text, and edits of that text.
 
-All changes of a file are applied in one pass over the tree they refer to, so line numbers stay
-valid.
+An edit inserts or replaces text at positions of the original, so that blanks and comments stay, and
+edits of several faults can be made in any order.
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
-import libcst as cst
-from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, TypeVar
 
 from duoka.report.check_report import Place
 
-Change = Callable[[Any], Any]
-Span = tuple[int, int, int, int]
-Function = cst.FunctionDef | cst.Lambda
+from ..source_map import SourceFile, node_position
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+Piece = tuple[int, int, str]
+"""Start and end in a text, and what takes the place of the text between."""
+_Node = TypeVar("_Node", bound=ast.AST)
 
 _BYTE_ORDER_MARK = "\ufeff"
+_BLANKS = re.compile(r"(?:\s|\\\r?\n|#[^\r\n]*)*")
 
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """A change of one node; equal `description` means equal change."""
+    """A change of one expression from `start` to `stop`, or a line before a statement."""
 
     tree: Tree
-    node: cst.CSTNode
-    description: str
-    change: Change = field(compare=False)
-    """Takes the node, whose parts may have been changed already, and gives what replaces it."""
-    rewrites: bool = field(default=False, compare=False)
-    """What changes inside of the node is lost."""
-    adds_line: bool = field(default=False, compare=False)
-    """The node itself stays, and gets a line before it."""
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def adds_line(self) -> bool:
+        """Return True if a line is inserted."""
+        return self.start == self.stop
+
+    @property
+    def rewrites(self) -> bool:
+        """Return True if changes inside of the expression are lost."""
+        return not self.adds_line and self.pieces[0][:2] == (self.start, self.stop)
+
+    def collides_with(self, other: Edit) -> bool:
+        """Return True if two edits can't both be made."""
+        if self.tree is not other.tree or self == other or self.adds_line or other.adds_line:
+            return False
+        inner, outer = sorted((self, other), key=lambda edit: edit.stop - edit.start)
+        is_inside = outer.start <= inner.start and inner.stop <= outer.stop
+        is_same = (inner.start, inner.stop) == (outer.start, outer.stop)
+        return is_same or (is_inside and outer.rewrites)
 
 
-class Tree:
-    """Syntax tree of a file with its original line ends.
-
-    Raises
-    ------
-    libcst.ParserSyntaxError
-        If the text is not Python.
-    """
+class Tree(SourceFile):
+    """Syntax tree of a file with its original line ends; empty if the text is not Python."""
 
     def __init__(self, file: str, text: str) -> None:
-        self.file = file
-        self._mark = _BYTE_ORDER_MARK if text.startswith(_BYTE_ORDER_MARK) else ""
-        text = text.removeprefix(_BYTE_ORDER_MARK)
-        self._lines = re.split(r"\r\n|\r|\n", text)
-        wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
-        self.module = wrapper.module
-        self._positions = wrapper.resolve(PositionProvider)
-        self._parents = wrapper.resolve(ParentNodeProvider)
-        self._nodes: dict[Span, cst.CSTNode] = {}
-        # A node comes after its parts here: of those with one span the last is the outermost.
-        for node in self._positions:
-            if isinstance(node, (cst.BaseExpression, cst.AugAssign)) or (
-                isinstance(node, cst.Arg) and node.star
-            ):
-                self._nodes[self.span(node)] = node
-            if isinstance(node, cst.GeneratorExp) and not node.lpar:
-                # Alone in a call; Python counts the call's parentheses to it.
-                line, column, end_line, end_column = self.span(node)
-                self._nodes[line, column - 1, end_line, end_column + 1] = node
+        self.source = text.removeprefix(_BYTE_ORDER_MARK)
+        self._mark = text[: len(text) - len(self.source)]
+        super().__init__(file, tuple(io.StringIO(self.source, newline="").readlines()))
+        self._starts = [0, *accumulate(map(len, self.lines))]
 
-    def span(self, node: cst.CSTNode) -> Span:
-        """Return first line (from 1), first column (from 0), last line, end column."""
-        position = self._positions[node]
-        return (
-            position.start.line, position.start.column, position.end.line, position.end.column,
-        )  # fmt: skip
+    @property
+    def newline(self) -> str:
+        """Return the line end of the first line."""
+        first = self.lines[0] if self.lines else ""
+        return first[len(first.rstrip("\r\n")) :] or "\n"
 
-    def code(self, node: cst.CSTNode) -> str:
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        """Return the start and end of a node in the text, without parentheses around it."""
+        line, end_line, column, end_column = node_position(node)
+        start = self._starts[line - 1] + self.characters(line, column)
+        stop = self._starts[end_line - 1] + self.characters(end_line, end_column)
+        # Python counts the parentheses of a call to a generator that is its only argument.
+        if isinstance(node, ast.GeneratorExp) and isinstance(self.parents[node], ast.Call):
+            is_bare = not self.source[:start].rstrip().endswith(("(", ",", "="))
+            return start + is_bare, stop - is_bare
+        return start, stop
+
+    def extent(self, node: ast.AST) -> tuple[int, int]:
+        """Return the start and end of a node with the parentheses around it."""
+        start, stop = self.span(node)
+        parent = self.parents.get(node)
+        extents = [(start, stop)]
+        while True:
+            opening, after = self.source.rfind("(", 0, start), _BLANKS.match(self.source, stop)
+            assert after is not None, "it matches no blanks, too"
+            is_open = opening >= 0 and _BLANKS.fullmatch(self.source, opening + 1, start)
+            if not is_open or not self.source.startswith(")", after.end()):
+                break
+            start, stop = opening, after.end() + 1
+            extents.append((start, stop))
+        if len(extents) > 1 and isinstance(parent, ast.Call) and [node] == arguments_of(parent):
+            extents.pop()  # the outermost ones of a call's only argument are the call's
+        return extents[-1]
+
+    def code(self, node: ast.AST) -> str:
         """Return the text of a node."""
-        return self.module.code_for_node(node)
+        start, stop = self.span(node)
+        return self.source[start:stop]
 
-    def find_node(self, place: Place | None) -> cst.CSTNode | None:
-        """Return the expression, augmented assignment or starred argument at a place."""
-        if place is None:
+    def find_node(self, place: Place | None) -> ast.expr | ast.AugAssign | None:
+        """Return the expression or augmented assignment at a place, if the text is still there."""
+        if place is None or not 0 < place.line <= place.end_line <= len(self.lines):
             return None
-        span = (place.line, place.column, place.end_line, place.end_column)
-        node = self._nodes.get(span)
-        # The file may have been changed, and positions in f-strings are inexact before Python 3.12.
-        return (
-            node
-            if node is not None and self._text_between(span) == strip_blanks(place.text)
-            else None
-        )
+        column = len(self.lines[place.line - 1][: place.column].encode())
+        end_column = len(self.lines[place.end_line - 1][: place.end_column].encode())
+        node = self.nodes.get((place.line, place.end_line, column, end_column))
+        text = self.text(place.line, place.column, place.end_line, place.end_column)
+        is_there = strip_blanks(text) == strip_blanks(place.text)
+        return node if is_there and isinstance(node, (ast.expr, ast.AugAssign)) else None
 
-    def _text_between(self, span: Span) -> str:
-        """Return the text between two positions without blanks."""
-        line, column, end_line, end_column = span
-        lines = self._lines[line - 1 : end_line]
-        lines[-1] = lines[-1][:end_column]
-        lines[0] = lines[0][column:]
-        return strip_blanks("".join(lines))
-
-    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
-        """Return the parent of a node."""
-        return self._parents.get(node)
-
-    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the ancestors of a node, innermost first."""
-        parent = self.parent(node)
+        parent = self.parents.get(node)
         while parent is not None:
             yield parent
-            parent = self.parent(parent)
+            parent = self.parents.get(parent)
 
-    def enclosing(self, node: cst.CSTNode, *kinds: Any) -> Any:
+    def enclosing(self, node: ast.AST, kinds: Any) -> Any:
         """Return the innermost ancestor of the given types."""
         return next((outer for outer in self.ancestors(node) if isinstance(outer, kinds)), None)
 
-    def descendants(self, node: cst.CSTNode, *kinds: Any) -> Iterator[Any]:
-        """Yield the descendants of a node, itself included, in text order."""
-        if isinstance(node, kinds):
-            yield node
-        for child in node.children:
-            yield from self.descendants(child, *kinds)
-
-    def names_in(self, node: cst.CSTNode) -> set[str]:
-        """Return all names in a node."""
-        return {name.value for name in self.descendants(node, cst.Name)}
-
-    def apply(self, edits: Iterable[Edit]) -> str:
-        """Return the text after applying the edits of this tree."""
-        changes: dict[cst.CSTNode, list[Change]] = {}
-        for edit in dict.fromkeys(edits):
-            if edit.tree is self:
-                changes.setdefault(edit.node, []).append(edit.change)
-        # Only the statements that change are gone through: a file may have thousands of lines.
-        transformer = _Changes(changes)
-        body: list[Any] = []
-        touched = {self._top_level(node) for node in changes}
-        for statement in self.module.body:
-            changed = statement.visit(transformer) if statement in touched else statement
-            body += changed if isinstance(changed, cst.FlattenSentinel) else [changed]
-        return self._mark + self.module.with_changes(body=body).code
-
-    def _top_level(self, node: cst.CSTNode) -> cst.CSTNode:
-        """Return the top-level statement of a node."""
-        for outer in self.ancestors(node):
-            if outer is self.module:
-                break
-            node = outer
-        return node
-
-    # ── functions, statements and their names ──
-
-    def function_of(self, node: cst.CSTNode) -> Function | None:
+    def function_of(self, node: ast.AST) -> Function | None:
         """Return the function or lambda whose body contains a node."""
-        function = self.enclosing(node, cst.FunctionDef, cst.Lambda)
-        assert function is None or isinstance(function, Function)
-        return function
+        return self.enclosing(node, Function)  # type: ignore[no-any-return]
 
-    def statement_of(self, node: cst.CSTNode) -> cst.BaseStatement | None:
-        """Return the block statement of a node, before which a line can be inserted."""
-        inner: cst.CSTNode = node
-        for outer in self.ancestors(node):
-            if isinstance(outer, (cst.IndentedBlock, cst.Module)):
-                return inner if isinstance(inner, cst.BaseStatement) else None
-            inner = outer
-        return None
-
-    def all_names(self, node: cst.CSTNode) -> set[str]:
-        """Return all names in the function around a node, or in the file."""
-        return self.names_in(self.function_of(node) or self.module)
-
-    def names_before(self, node: cst.CSTNode) -> set[str]:
+    def names_before(self, node: ast.AST) -> set[str]:
         """Return the names in the enclosing function before the node's statement."""
         function = self.function_of(node)
         if function is None:
             return set()
-        start = self.span(self.statement_of(node) or node)[:2]
-        names = self.descendants(function, cst.Name)
-        # Of a function on one line that statement is the function itself.
-        earlier_names = {name.value for name in names if self.span(name)[:2] < start}
-        return earlier_names | self.names_in(function.params)
+        start = self.span(self.enclosing(node, ast.stmt))[0]
+        named = [
+            name
+            for name in ast.walk(function)
+            if isinstance(name, (ast.Name, ast.arg)) and self.span(name)[0] < start
+        ]
+        # Of a function on one line that statement is around the function itself.
+        return {arg.arg for arg in ast.walk(function.args) if isinstance(arg, ast.arg)} | {
+            name.id if isinstance(name, ast.Name) else name.arg for name in named
+        }
+
+    def apply(self, edits: Iterable[Edit]) -> str:
+        """Return the text after the edits of this tree."""
+        # Edits may be nested, as the moves of `x` and of `-x` in `f(-x)`, and so several pieces may
+        # stand at one position. Of those come first the ones that end an expression there, the
+        # inner before the outer: `f((-x.to(a)).to(b))`; then a line before a statement; then those
+        # that begin an expression, the outer before the inner.
+        pieces: list[tuple[tuple[int, ...], Piece]] = []
+        for edit in dict.fromkeys(edits):
+            if edit.tree is self:
+                for piece in edit.pieces:
+                    ends = (piece[0], 0, -edit.start, edit.stop)
+                    begins = (piece[0], 1, 0 if edit.adds_line else 1, -edit.stop)
+                    pieces.append((ends if piece[0] > edit.start else begins, piece))
+        texts, position = [self._mark], 0
+        for _, (start, stop, text) in sorted(pieces, key=lambda entry: entry[0]):
+            texts += (self.source[position:start], text)
+            position = stop
+        return "".join([*texts, self.source[position:]])
 
 
-class _Changes(cst.CSTTransformer):
-    """Applies all edits of a tree in a single pass."""
+def descendants(node: ast.AST, kind: type[_Node]) -> Iterator[_Node]:
+    """Yield the descendants of a node of a type, itself included."""
+    return (part for part in ast.walk(node) if isinstance(part, kind))
 
-    def __init__(self, changes: dict[cst.CSTNode, list[Change]]) -> None:
-        super().__init__()
-        self._changes = changes
 
-    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
-        for change in self._changes.get(original_node, ()):
-            updated_node = change(updated_node)
-        return updated_node
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    """Return the values of all arguments of a call."""
+    return [*call.args, *(word.value for word in call.keywords)]
+
+
+def words_of(text: str) -> set[str]:
+    """Return everything in a text that may be a name."""
+    return set(re.findall(r"\w+", text))
 
 
 def strip_blanks(text: str) -> str:
@@ -200,39 +186,34 @@ def strip_blanks(text: str) -> str:
     return "".join(text.split())
 
 
-def last_name(called: cst.BaseExpression) -> str:
+def last_name(called: ast.AST) -> str:
     """Return the last name of a callee: "stack" of ``torch.stack``; "" if there is none."""
-    if isinstance(called, cst.Attribute):
-        called = called.attr
-    return called.value if isinstance(called, cst.Name) else ""
+    if isinstance(called, ast.Attribute):
+        return called.attr
+    return called.id if isinstance(called, ast.Name) else ""
 
 
-def element_at(listed: cst.CSTNode, item: str) -> cst.BaseElement | None:
+def element_at(listed: ast.AST, item: str) -> ast.expr | None:
     """Return the element of a list or tuple display, ``[a, *rest]``, for an item such as "[1]"."""
     index = re.fullmatch(r"\[(\d+)\]", item)
-    if index is None or not isinstance(listed, (cst.List, cst.Tuple)):
+    if index is None or not isinstance(listed, (ast.List, ast.Tuple)):
         return None
-    for at, element in enumerate(listed.elements):
-        if at == int(index[1]) or isinstance(element, cst.StarredElement):
+    for at, element in enumerate(listed.elts):
+        if at == int(index[1]) or isinstance(element, ast.Starred):
             return element
     return None
 
 
-def is_plain(expression: cst.CSTNode) -> bool:
+def is_plain(node: ast.AST) -> bool:
     """Return True if an expression can be repeated: names, attributes, constant items."""
-    if isinstance(expression, cst.Name):
-        return True
-    if isinstance(expression, cst.Attribute):
-        return is_plain(expression.value)
-    if not isinstance(expression, cst.Subscript) or not is_plain(expression.value):
-        return False
-    return all(
-        isinstance(item.slice, cst.Index) and _is_fixed(item.slice.value)
-        for item in expression.slice
-    )
+    if isinstance(node, ast.Attribute):
+        return is_plain(node.value)
+    if isinstance(node, ast.Subscript):
+        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        return is_plain(node.value) and all(map(_is_fixed, items))
+    return isinstance(node, ast.Name)
 
 
-def _is_fixed(index: cst.BaseExpression) -> bool:
-    if isinstance(index, cst.UnaryOperation):
-        index = index.expression
-    return isinstance(index, (cst.Integer, cst.SimpleString, cst.Name))
+def _is_fixed(index: ast.expr) -> bool:
+    index = index.operand if isinstance(index, ast.UnaryOp) else index
+    return isinstance(index, (ast.Constant, ast.Name))

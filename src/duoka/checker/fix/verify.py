@@ -159,6 +159,8 @@ def twin_of(subject: Subject) -> tuple[Subject, int] | None:
 
 def _distinct_layers(subject: Subject, stacks: Sequence[str], num_layers: int) -> list[int]:
     """Return the first of each run of equally placed layers, and the last layer."""
+    # Of six layers on devices 0 0 0 0 1 1, where layer 2 has a part on device 1, these are 0, 2, 3,
+    # 4 and 5: each boundary between unlike layers is kept, and both ends, where other code joins.
     entries = dict(subject.entries)
     placements = [
         tuple(

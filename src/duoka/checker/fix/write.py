@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from duoka.base.files import why, write_whole
@@ -79,7 +80,10 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
                 hint="write copies instead (--output DIR), and use the patched model code as "
                 "your own",
             )
-        if _text_now(path) != patch.before:
+        text = None
+        with suppress(SourceError):
+            text = read_source(path)
+        if text != patch.before:
             raise UsageError(
                 f"{path} has changed since it was checked", hint="check it again, then repair"
             )
@@ -105,13 +109,6 @@ def _in_packages(file: Path) -> Path | None:
     """Return the `site-packages` directory of a file."""
     names = ("site-packages", "dist-packages")
     return next((folder for folder in file.parents if folder.name in names), None)
-
-
-def _text_now(path: Path) -> str | None:
-    try:
-        return read_source(path)
-    except SourceError:
-        return None
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -28,6 +28,8 @@ _COMPLETED = (
     "The check completed the map and went on. --save-device-map FILE keeps the completed one "
     "(in Python it is report.completeness.completed)."
 )
+_FIX = "--fix writes changes that cure these, and proves them (in Python: duoka.repair)"
+_ON_ONE = "on one device nothing is mixed: to check a split, give more GPUs or a map"
 _MOVED, _KEPT = "bold yellow", "cyan"
 _MOST_CALLS = 8
 _FIRST_CALLS, _LAST_CALLS = 2, 5
@@ -62,21 +64,14 @@ class _View:
         yield _verdict(report, ascii_only=options.ascii_only)
         if report.workload is not None:
             yield Text(" · ".join(workload_facts(report.workload)), style="dim")
-        sections = (
-            _incomplete(report),
-            _stopped(report),
-            _render_faults(report),
-            render_costs(report),
-        )
-        for section in sections:
-            for part in section:
-                yield ""
-                yield part
-        notes = (*report.notes, *_caveats(report))
+        is_wide = options.max_width >= _LINE_COLUMNS
+        for part in (*_wrong(report), *_render_faults(report), *_costs(report, is_wide=is_wide)):
+            yield ""
+            yield part
+        notes = [*report.notes, *([_ON_ONE] if report.ok and len(report.devices) == 1 else [])]
         if notes:
             yield ""
-        for note in notes:
-            yield Text(f"note: {note}")
+        yield from (Text(f"note: {note}") for note in notes)
         if self._advice:
             yield from _advice(report)
 
@@ -118,11 +113,8 @@ def _problems(report: CheckReport) -> Iterator[str]:
     for peak in report.memory:
         if peak.overflows:
             lacking = peak.reserved_bytes - (peak.budget_bytes or peak.reserved_bytes)
-            yield (
-                f"{peak.device} lacks {format_bytes(lacking)}"
-                if lacking > 0
-                else (f"{peak.device} overflows")
-            )
+            amount = f"lacks {format_bytes(lacking)}" if lacking > 0 else "overflows"
+            yield f"{peak.device} {amount}"
 
 
 def _of_map(faults: Faults) -> str:
@@ -136,26 +128,27 @@ def _all_well(report: CheckReport) -> str:
     return f"{ran} without a fault" + (", memory fits" if budgets else "")
 
 
-def _incomplete(report: CheckReport) -> Iterator[RenderableType]:
-    if report.complete:
-        return
-    lines: list[RenderableType] = []
-    for what, names in words.describe_map_errors(report.completeness):
-        num_hidden = len(names) - _MOST_NAMES
-        rest = [f"and {num_hidden} more, which --json shows"] if num_hidden > 0 else []
-        lines.append(Text(f"{what}:", style="dim"))
-        lines += [Padding(Text(name), (0, 0, 0, 2)) for name in names[:_MOST_NAMES] + rest]
-    heading = Text(_of_map(report.completeness), style="bold red")
-    if heading.plain == _CUT:
-        lines.append(Text("The check ran it as it stands."))
-    elif report.completeness.completed is not None:
-        lines.append(Text(_COMPLETED))
-    yield Group(heading, Padding(Group(*lines), (0, 0, 0, 2)))
-
-
-def _stopped(report: CheckReport) -> Iterator[RenderableType]:
+def _wrong(report: CheckReport) -> Iterator[RenderableType]:
+    """Render the errors of the map, and why the run ended early."""
+    if not report.complete:
+        lines: list[RenderableType] = []
+        for what, names in words.describe_map_errors(report.completeness):
+            num_hidden = len(names) - _MOST_NAMES
+            rest = [f"and {num_hidden} more, which --json shows"] if num_hidden > 0 else []
+            lines.append(Text(f"{what}:", style="dim"))
+            lines += [_indented(Text(name)) for name in names[:_MOST_NAMES] + rest]
+        heading = Text(_of_map(report.completeness), style="bold red")
+        if heading.plain == _CUT:
+            lines.append(Text("The check ran it as it stands."))
+        elif report.completeness.completed is not None:
+            lines.append(Text(_COMPLETED))
+        yield Group(heading, _indented(*lines))
     if report.stop is not None:
         yield _stop(report.stop)
+
+
+def _indented(*parts: RenderableType) -> Padding:
+    return Padding(Group(*parts), (0, 0, 0, 2))
 
 
 def _describe_stop(stop: Stop) -> str:
@@ -174,7 +167,7 @@ def _stop(stop: Stop) -> RenderableType:
         inner.append(Text("what comes after it was not checked"))
     if stop.hint:
         inner.append(Text(f"hint: {stop.hint}"))
-    return Group(heading, Padding(Group(*inner), (0, 0, 0, 2)))
+    return Group(heading, _indented(*inner))
 
 
 def _render_faults(report: CheckReport) -> Iterator[RenderableType]:
@@ -187,23 +180,13 @@ def _render_faults(report: CheckReport) -> Iterator[RenderableType]:
             yield render_fault(fault, title, style)
 
 
-def _caveats(report: CheckReport) -> Iterator[str]:
-    if report.ok and len(report.devices) == 1:
-        yield "on one device nothing is mixed: to check a split, give more GPUs or a map"
-
-
 def _advice(report: CheckReport) -> Iterator[RenderableType]:
-    hints = []
-    if report.faults:
-        hints.append(
-            "--fix writes changes that cure these, and proves them (in Python: duoka.repair)"
-        )
+    hints = [_FIX] if report.faults else []
     if not report.fits:
         hints.append("for memory: more or larger GPUs, a shorter --context, a smaller --batch")
-    for index, text in enumerate(hints):
-        if not index:
-            yield ""
-        yield Text.assemble(("next: ", "bold"), text)
+    if hints:
+        yield ""
+    yield from (Text.assemble(("next: ", "bold"), text) for text in hints)
 
 
 def render_place(place: Place) -> Text:
@@ -215,28 +198,18 @@ def render_place(place: Place) -> Text:
 def render_fault(fault: Fault, title: str, style: str) -> RenderableType:
     """Render one fault or warning."""
     heading = Text.assemble((f"{title}: ", style), (words.describe_fault(fault), "bold"))
-    inner = Group(
-        render_place(fault.place), "", Excerpt(fault.place, _marks(fault)), "", _facts_table(fault)
-    )
-    return Group(heading, Padding(inner, (0, 0, 0, 2)))
-
-
-def _marks(fault: Fault) -> list[Mark]:
-    return [
+    marks = [
         Mark(place=operand.place, label=operand.device, style=_MOVED if operand.moved else _KEPT)
         for operand in fault.operands
         if operand.place is not None
     ]
-
-
-def _facts_table(fault: Fault) -> Table:
-    """Build the table of further facts about a fault."""
     facts = Table.grid(padding=(0, 2, 0, 0))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
     for name, fact in _named_facts(fault):
         facts.add_row(name, fact)
-    return facts
+    excerpt = Excerpt(fault.place, marks)
+    return Group(heading, _indented(render_place(fault.place), "", excerpt, "", facts))
 
 
 def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
@@ -268,7 +241,7 @@ def _operands(fault: Fault) -> Iterator[RenderableType]:
         tensors = list(dict.fromkeys(words.format_tensor(operand) for operand in operands))
         last_tensor = f" … {tensors[-1]}" if len(tensors) > 1 else ""
         about = f"{tensors[0]}{last_tensor}{' each' if len(operands) > len(tensors) else ''}"
-        yield Padding(Text(f"{about}; from {origin}" if origin else about), (0, 0, 0, 2))
+        yield _indented(Text(f"{about}; from {origin}" if origin else about))
 
 
 def _operand_key(operand: Operand) -> tuple[str, str, str, bool]:
@@ -298,12 +271,11 @@ def _path(fault: Fault) -> Table:
     for _ in range(2):
         calls.add_column(no_wrap=True)
     calls.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
-    cut = len(path) - _LAST_CALLS if len(path) > _MOST_CALLS else 0
-    for call in path[:_FIRST_CALLS] if cut else path:
-        calls.add_row(*_call(call, fault.file))
-    if cut:
-        calls.add_row(f"… {cut - _FIRST_CALLS} more")
-        for call in path[cut:]:
+    num_hidden = len(path) - _FIRST_CALLS - _LAST_CALLS if len(path) > _MOST_CALLS else 0
+    for number, call in enumerate(path):
+        if num_hidden and number == _FIRST_CALLS:
+            calls.add_row(f"… {num_hidden} more")
+        if not 0 <= number - _FIRST_CALLS < num_hidden:
             calls.add_row(*_call(call, fault.file))
     return calls
 
@@ -327,62 +299,45 @@ def _followup(fault: Fault) -> Text:
     return Text.assemble(f"{words.describe_operation(fault)} at ", place, source)
 
 
-def render_costs(report: CheckReport) -> Iterator[RenderableType]:
+def _costs(report: CheckReport, *, is_wide: bool) -> Iterator[RenderableType]:
     """Render memory, transfers and synchronizations, if any."""
     if report.memory:
-        yield _Memory(report.memory)
+        peaks = _table(report.memory) if is_wide else _list(report.memory)
+        yield Group(*peaks, *(_set_by(peak) for peak in report.memory if peak.place is not None))
     if report.transfers:
         yield Group(Text("transfers, in one step", style="bold"), _transfers(report))
     if report.syncs:
         yield Group(Text("the CPU waits for a GPU, in one step", style="bold"), _syncs(report))
 
 
-class _Memory:
-    def __init__(self, memory: Sequence[PeakMemory]) -> None:
-        self._memory = memory
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if options.max_width >= _LINE_COLUMNS:
-            yield from self._table()
-        else:
-            yield Text("memory at its peak", style="bold")
-            yield from map(_list_peak, self._memory)
-        for peak in self._memory:
-            if peak.place is not None:
-                yield _set_by(peak)
-
-    def _table(self) -> Iterator[RenderableType]:
-        unit, divisor = unit_for(max(peak.allocated_bytes for peak in self._memory))
-        kinds = list(dict.fromkeys(kind for peak in self._memory for kind in peak.kinds))
-        kinds = [kind for kind in kinds if any(peak.kinds.get(kind) for peak in self._memory)]
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-        table.add_column("device", no_wrap=True)
-        for kind in (*(_HEADINGS.get(kind, kind) for kind in kinds), "allocated", "reserved"):
-            table.add_column(kind, justify="right")
-        budgets = any(peak.budget_bytes is not None for peak in self._memory)
-        if budgets:
-            table.add_column("budget", justify="right")
-        for peak in self._memory:
-            sizes = [peak.kinds.get(kind, 0) for kind in kinds]
-            sizes += [peak.allocated_bytes, peak.reserved_bytes]
-            style = "bold red" if peak.overflows else ""
-            cells = [f"{size / divisor:.2f}" for size in sizes]
-            if budgets:
-                budget = peak.budget_bytes
-                cells.append("" if budget is None else f"{budget / divisor:.2f}")
-            table.add_row(peak.device, *cells, style=style)
-        yield Text.assemble(("memory at its peak", "bold"), f", in {unit}")
-        yield table
+def _table(memory: Sequence[PeakMemory]) -> Iterator[RenderableType]:
+    unit, divisor = unit_for(max(peak.allocated_bytes for peak in memory))
+    kinds = list(dict.fromkeys(kind for peak in memory for kind in peak.kinds))
+    kinds = [kind for kind in kinds if any(peak.kinds.get(kind) for peak in memory)]
+    headings = [*(_HEADINGS.get(kind, kind) for kind in kinds), "allocated", "reserved"]
+    has_budgets = any(peak.budget_bytes is not None for peak in memory)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("device", no_wrap=True)
+    for heading in [*headings, "budget"] if has_budgets else headings:
+        table.add_column(heading, justify="right")
+    for peak in memory:
+        sizes: list[int | None] = [peak.kinds.get(kind, 0) for kind in kinds]
+        sizes += [peak.allocated_bytes, peak.reserved_bytes]
+        sizes += [peak.budget_bytes] if has_budgets else []
+        cells = ["" if size is None else f"{size / divisor:.2f}" for size in sizes]
+        table.add_row(peak.device, *cells, style="bold red" if peak.overflows else "")
+    yield Text.assemble(("memory at its peak", "bold"), f", in {unit}")
+    yield table
 
 
-def _list_peak(peak: PeakMemory) -> Text:
-    style = "bold red" if peak.overflows else "bold"
-    budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
-    text = Text.assemble((peak.device, style))
-    for kind, size in peak.kinds.items():
-        text.append(f"\n  {kind}: {format_bytes(size)}")
-    text.append(f"\n  allocated: {format_bytes(peak.allocated_bytes)}")
-    return text.append(f"\n  reserved: {format_bytes(peak.reserved_bytes)}{budget}")
+def _list(memory: Sequence[PeakMemory]) -> Iterator[Text]:
+    yield Text("memory at its peak", style="bold")
+    for peak in memory:
+        budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
+        text = Text.assemble((peak.device, "bold red" if peak.overflows else "bold"))
+        for kind, size in (*peak.kinds.items(), ("allocated", peak.allocated_bytes)):
+            text.append(f"\n  {kind}: {format_bytes(size)}")
+        yield text.append(f"\n  reserved: {format_bytes(peak.reserved_bytes)}{budget}")
 
 
 def _set_by(peak: PeakMemory) -> Text:
@@ -407,7 +362,7 @@ def _transfers(report: CheckReport) -> RenderableType:
         hops = format_count(transfer.hops, "hop")
         ends = f"{transfer.source} → {transfer.target}"
         table.add_row(transfer.phase, ends, hops, format_bytes(transfer.num_bytes))
-    return Padding(table, (0, 0, 0, 2))
+    return _indented(table)
 
 
 def _syncs(report: CheckReport) -> RenderableType:
@@ -416,10 +371,10 @@ def _syncs(report: CheckReport) -> RenderableType:
     for sync in report.syncs:
         counts[sync.phase, sync.op, words.format_place(sync.place)] += sync.count
     lines = [
-        Text(f"{phase}: {op}, {words.format_times(count)}, at {render_place}")
-        for (phase, op, render_place), count in list(counts.items())[:_MOST_SYNCS]
+        Text(f"{phase}: {op}, {words.format_times(count)}, at {place}")
+        for (phase, op, place), count in islice(counts.items(), _MOST_SYNCS)
     ]
     num_hidden = len(counts) - _MOST_SYNCS
     if num_hidden > 0:
         lines.append(Text(f"and {num_hidden} more, which --json shows"))
-    return Padding(Group(*lines), (0, 0, 0, 2))
+    return _indented(*lines)

@@ -85,24 +85,19 @@ class Excerpt:
         first, last = self._place.line, _last_line(self._place)
         if last - first < _LONGEST:
             return sorted(lines)
-        numbers = {
-            *range(first - _BEFORE, first + _END),
-            *range(last - _END + 1, last + _AFTER + 1),
-        }
-        numbers |= {mark.place.line for mark in self._marks}
-        return sorted(numbers & lines.keys())
+        ends = {*range(first - _BEFORE, first + _END), *range(last - _END + 1, last + _AFTER + 1)}
+        marked = {mark.place.line for mark in self._marks}
+        return sorted((ends | marked) & lines.keys())
 
     def _spans(self, lines: Mapping[int, str]) -> dict[int, list[_Span]]:
         """Return the spans of the place and of the marks by line, with equal marks merged."""
-        equal_marks: dict[tuple[int, ...], list[Mark]] = {}
+        equal_marks: dict[Place, list[Mark]] = {}
         for mark in self._marks:
-            place = mark.place
-            extent = (place.line, place.column, place.end_line, place.end_column)
-            equal_marks.setdefault(extent, []).append(mark)
+            equal_marks.setdefault(mark.place, []).append(mark)
         marks = [Mark(place=self._place, label="")]
-        for first, *equal in equal_marks.values():
-            label = ", ".join(dict.fromkeys(mark.label for mark in (first, *equal)))
-            marks.append(Mark(place=first.place, label=label, style=first.style))
+        for place, equal in equal_marks.items():
+            label = ", ".join(dict.fromkeys(mark.label for mark in equal))
+            marks.append(Mark(place=place, label=label, style=equal[0].style))
         line_spans: dict[int, list[_Span]] = {}
         for mark in marks:
             span = _span(mark, lines[mark.place.line])
