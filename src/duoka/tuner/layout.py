@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -90,14 +92,11 @@ class GradientSum:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        bucket.append(parameter)
-        if sum(member.nbytes for member in bucket) >= _BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
+    """Cut parameters into groups of about `_BUCKET_BYTES`."""
+    ends = accumulate(parameter.nbytes for parameter in parameters)
+    numbered = zip((end // _BUCKET_BYTES for end in ends), parameters, strict=True)
+    for _, bucket in groupby(numbered, key=itemgetter(0)):
+        yield [parameter for _, parameter in bucket]
 
 
 def _sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:

@@ -59,50 +59,24 @@ class TuneJob:
         return checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The failure of a process."""
-
-    message: str
-    hint: str | None
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The files of a run."""
+    """The files of a run.
 
-    path: Path
+    `first_adapter` is the adapter at the start of the run, in native form, if any; `metrics` has a
+    JSON object for each step and evaluation.
+    """
 
-    @property
-    def samples(self) -> Path:
-        """The samples for training."""
-        return self.path / "samples.safetensors"
-
-    @property
-    def eval_samples(self) -> Path:
-        """The samples for evaluation."""
-        return self.path / "eval-samples.safetensors"
-
-    @property
-    def first_adapter(self) -> Path:
-        """The adapter at the start of the run, in native form, if any."""
-        return self.path / "first-adapter"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of the training checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics, a JSON object for each step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The metrics for TensorBoard, if installed."""
-        return self.path / "tensorboard"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.samples = path / "samples.safetensors"
+        self.eval_samples = path / "eval-samples.safetensors"
+        self.first_adapter = path / "first-adapter"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self._run = path / "run.json"
+        self._failure = path / ".failure.json"
+        self._lock = path / ".lock"
 
     @property
     def is_written(self) -> bool:
@@ -117,18 +91,6 @@ class RunDirectory:
         return (
             "nothing was saved: --resume begins again, or the same command where no step was made"
         )
-
-    @property
-    def _run(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def _failure(self) -> Path:
-        return self.path / ".failure.json"
-
-    @property
-    def _lock(self) -> Path:
-        return self.path / ".lock"
 
     def refuse_used(self) -> None:
         """Raise UsageError where there is something already."""
@@ -174,32 +136,24 @@ class RunDirectory:
         FormatError
             If it is damaged, or of another version.
         """
-        if not self._run.is_file():
+        if not self.is_written:
             raise UsageError(
                 f"{self.path} is no directory of a run",
                 hint="name the one that `duoka tune --save` made",
             )
         try:
-            text = read_text(self._run, most_bytes=_MOST_BYTES)
-        except (OSError, ValueError) as error:
-            raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_ANEW) from error
-        content = parse_json_object(text, str(self._run))
-        plans = content.get("plans")
-        if content.get("format") != _FORMAT or content.get("version") != _VERSION:
-            raise FormatError(f"{self._run} is of another version of duoka, or damaged", hint=_ANEW)
-        if not isinstance(plans, list) or not plans:
-            raise FormatError(f"{self._run} has no plan", hint=_ANEW)
-        try:
-            run = TuneJob(
-                settings=from_dict(TuneSettings, content.get("settings")),
-                plans=tuple(Plan.from_json(json.dumps(plan)) for plan in plans),
-                trust_remote_code=content.get("trust_remote_code") is True,
-            )
-        except FormatError as error:
-            raise FormatError(f"{self._run}: {error}", hint=_ANEW) from error
-        if any(plan.workload.training is None for plan in run.plans):
-            raise FormatError(f"{self._run} has a plan that isn't for training", hint=_ANEW)
-        return run
+            content = parse_json_object(read_text(self._run, most_bytes=_MOST_BYTES), "it")
+            if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
+                raise FormatError("it is of another version of duoka, or damaged")
+            plans = tuple(Plan.from_json(json.dumps(plan)) for plan in content.get("plans") or ())
+            if not plans or any(plan.workload.training is None for plan in plans):
+                raise FormatError("it has no plan, or one that isn't for training")
+            settings = from_dict(TuneSettings, content.get("settings"))
+        except (OSError, TypeError, ValueError, FormatError) as error:
+            reason = why(error) if isinstance(error, OSError | ValueError) else error
+            raise FormatError(f"{self._run} can't be read: {reason}", hint=_ANEW) from error
+        trusts = content.get("trust_remote_code") is True
+        return TuneJob(settings=settings, plans=plans, trust_remote_code=trusts)
 
     @contextmanager
     def new_result(self, name: str) -> Iterator[Path]:
@@ -279,7 +233,7 @@ class RunDirectory:
 
     def fail(self, error: DuokaError) -> bool:
         """Note the failure of a process; return False if another process has failed before."""
-        content = to_dict(_Failure(str(error), error.hint, error.exit_code))
+        content = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
         try:
             descriptor = os.open(self._failure, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
@@ -296,11 +250,10 @@ class RunDirectory:
 
     def failure(self) -> DuokaError | None:
         """Return the first noted failure, if any."""
-        with suppress(OSError, ValueError, FormatError):
-            text = read_text(self._failure, most_bytes=_MOST_BYTES)
-            content = from_dict(_Failure, parse_json_object(text, str(self._failure)))
-            error = DuokaError(content.message, hint=content.hint)
-            error.exit_code = content.exit_code
+        with suppress(OSError, ValueError, FormatError, KeyError):
+            content = parse_json_object(read_text(self._failure, most_bytes=_MOST_BYTES), "it")
+            error = DuokaError(content["message"], hint=content["hint"])
+            error.exit_code = content["exit_code"]
             return error
         return None
 
