@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -62,10 +61,6 @@ class StepReport:
     is_skipped: bool
     stops: bool
     processes: tuple[ProcessReport, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON-compatible dict."""
-        return asdict(self)
 
 
 class Trainer:

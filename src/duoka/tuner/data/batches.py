@@ -11,8 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from duoka.errors import UsageError
-
 from .dataset import Dataset
 from .packing import pack
 
@@ -123,11 +121,6 @@ class Batches:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        if micro_batch < 1 or batch < 1 or batch % micro_batch:
-            raise UsageError(
-                f"a batch of {batch} can't be cut into micro-batches of {micro_batch}",
-                hint=f"take a multiple of {max(micro_batch, 1)}",
-            )
         self.dataset = dataset
         self.batch = batch
         self.micro_batch = micro_batch
@@ -156,18 +149,12 @@ class Batches:
             self._cached = epoch, self._order(self.num_rows, epoch)
         numbers = self._cached[1][place * self.batch : (place + 1) * self.batch].tolist()
         packs = self._packs
-        if self.micro_batch > 1 and packs is None and self.dataset.has_row_lengths:
+        if self.micro_batch > 1 and packs is None:
             numbers.sort(key=lambda sample: self.dataset.lengths[sample])
         rows = [(at,) if packs is None else tuple(packs[at]) for at in numbers]
-        return OptimizerStep(
-            epoch=epoch,
-            micro_batches=tuple(
-                TrainingMicroBatch(
-                    self.dataset, tuple(rows[at : at + self.micro_batch]), self.packing
-                )
-                for at in range(0, len(rows), self.micro_batch)
-            ),
-        )
+        groups = (rows[at : at + self.micro_batch] for at in range(0, len(rows), self.micro_batch))
+        micro_batches = (TrainingMicroBatch(self.dataset, tuple(g), self.packing) for g in groups)
+        return OptimizerStep(epoch=epoch, micro_batches=tuple(micro_batches))
 
     def _order(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
         """Return a permutation for an epoch."""
