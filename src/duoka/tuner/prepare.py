@@ -102,8 +102,11 @@ def prepare(
         native_adapter = native_form(read_adapter(adapter), checkpoint.config)
         settings = settings.starting_from(native_adapter)
     workload = _refuse_other(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
-    if native_adapter is not None:
-        _refuse_unfit(native_adapter, checkpoint, workload)
+    if native_adapter is not None:  # one for another model is refused before planning
+        model = build_model(checkpoint, Workload(dtype="float32"))
+        refuse_other_model(model, native_adapter)
+        prepare_for_training(model, replace(workload, dtype="float32"))
+        fill_adapter(model, native_adapter)
     checkpoint.fetch_tokenizer()
     tokenizer = tokenizer_of(checkpoint, ChatGLMTokenizer)
     chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
@@ -124,12 +127,19 @@ def prepare(
         settings, datasets = _as_long_as_needed(settings, datasets)
     if settings.packing:
         refuse_packing(build_model(checkpoint, Workload(dtype="float32")).config)
+    try:
+        plans = (plan,) if plan else plans_for(checkpoint, fleet, settings, replicas)
+    except InfeasibleError as error:
+        longest = int(datasets[0].lengths.argmax())
+        tokens = f"{datasets[0].lengths[longest]:,} tokens ({datasets[0].place(longest)})"
+        because = f"; the longest sample has {tokens}"
+        raise error.with_ways_out(error.ways_out, because) from None
     return TuneRun(
         checkpoint=checkpoint,
         settings=settings,
         samples=datasets[0],
         eval_samples=datasets[1] if len(datasets) > 1 else None,
-        plans=(plan,) if plan else _plans(checkpoint, fleet, settings, replicas, datasets[0]),
+        plans=plans,
         adapter=native_adapter,
     )
 
@@ -144,31 +154,6 @@ def _as_long_as_needed(
     length = min(-(-longest // _MULTIPLE) * _MULTIPLE, datasets[0].seq_length)
     shorter = [replace(dataset, seq_length=length) for dataset in datasets]
     return replace(settings, seq_length=length), shorter
-
-
-def _plans(
-    checkpoint: Checkpoint,
-    fleet: Fleet | str,
-    settings: TuneSettings,
-    replicas: NumReplicas,
-    samples: Dataset,
-) -> tuple[Plan, ...]:
-    """Plan a run; if it does not fit the error names the longest sample."""
-    try:
-        return plans_for(checkpoint, fleet, settings, replicas)
-    except InfeasibleError as error:
-        longest = int(samples.lengths.argmax())
-        tokens = f"{samples.lengths[longest]:,} tokens ({samples.place(longest)})"
-        because = f"; the longest sample has {tokens}"
-        raise error.with_ways_out(error.ways_out, because) from None
-
-
-def _refuse_unfit(adapter: LoraAdapter, checkpoint: Checkpoint, workload: Workload) -> None:
-    """Refuse an adapter for another model before planning."""
-    model = build_model(checkpoint, Workload(dtype="float32"))
-    refuse_other_model(model, adapter)
-    prepare_for_training(model, replace(workload, dtype="float32"))
-    fill_adapter(model, adapter)
 
 
 def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) -> Workload:
