@@ -17,10 +17,9 @@ import pytest
 import torch
 import tuning
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 import duoka
-from duoka import TuneSettings, virtual
+from duoka import TuneSettings
 from duoka.errors import DuokaError, InfeasibleError, TrainingError
 from duoka.tuner.prepare import TuneRun
 from duoka.tuner.run import RunDirectory
@@ -370,32 +369,3 @@ def test_out_of_memory_in_one_process_ends_all(
         resume(RunDirectory(path))
     assert stopped.value.exit_code == TrainingError.exit_code
     assert (path / "checkpoints" / "step-000002").is_dir()
-
-
-# ── the fourth situation ──
-
-
-@pytest.mark.slow
-def test_a_device_map_fails_where_duoka_trains(
-    tmp_path: Path, chats: Path, models: Any, run: Any
-) -> None:
-    """Logits on one GPU, labels on another: a loss written by hand meets both."""
-    with virtual.gpus([None, None]):
-        model = AutoModelForCausalLM.from_pretrained(models("llama"))
-        device_map = {
-            **{f"model.{name}": "vgpu:0" for name in ("embed_tokens", "rotary_emb")},
-            **{f"model.layers.{number}": f"vgpu:{number // 2}" for number in range(4)},
-            "model.norm": "vgpu:1",
-            "lm_head": "vgpu:1",
-        }
-        duoka.dispatch(model, device_map, outputs="stay")
-        ids = torch.tensor([[1, 2, 3]], device="vgpu:0")
-        logits = model(ids).logits
-        with pytest.raises(RuntimeError, match="same device"):
-            torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
-    result = run("run", "virtual:2x64MiB")
-    assert tuning.losses(result.directory)[-1] < tuning.losses(result.directory)[0]
-    assert result.report is not None
-    for device in result.report.devices:
-        assert device.allocated_bytes <= device.forecast_allocated_bytes * 1.001
-        assert 0 < device.busy_share <= 1
