@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import tuning
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import duoka
 from duoka import TuneSettings
@@ -320,31 +320,6 @@ def test_sequences_are_as_long_as_the_longest_sample(
 
 
 # ── what goes wrong ──
-
-
-def damaged(model: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of a checkpoint with other weights."""
-    path.mkdir()
-    for file in model.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(path / "model.safetensors")
-    change(weights)
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    return path
-
-
-def test_a_loss_that_is_no_number_names_the_samples(
-    tmp_path: Path, chats: Path, models: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights["model.norm.weight"][0] = torch.nan
-
-    model = damaged(models("llama"), tmp_path / "model", spoil)
-    settings = TuneSettings(**SETTINGS)
-    with tuning.one_process(monkeypatch), pytest.raises(DuokaError) as stopped:
-        duoka.tune(model, str(chats), WHOLE, save=tmp_path / "run", settings=settings)
-    assert "the loss is nan in step 1" in str(stopped.value)
-    assert "chats.jsonl:" in str(stopped.value)
 
 
 @pytest.mark.slow

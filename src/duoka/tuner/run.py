@@ -158,15 +158,12 @@ class RunDirectory:
     @contextmanager
     def new_result(self, name: str) -> Iterator[Path]:
         """Yield the path of a new result, which replaces an earlier one at the end."""
-        path, place, old = (self.path / f"{prefix}{name}" for prefix in ("", ".new-", ".old-"))
-        for leftover in (place, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        path, place = self.path / name, self.path / f".new-{name}"
+        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
         yield place
         with _writing(path):
-            if path.exists():
-                path.rename(old)
+            shutil.rmtree(path, ignore_errors=True)
             place.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
