@@ -63,6 +63,16 @@ class Resumed:
     refused: tuple[str, ...] = ()
 
 
+# Processes never decide alone. What one of them does with files runs in `_agree`: each process
+# calls its action, the results are exchanged, and an error in one is raised in all, so that nobody
+# waits for a process that has left. Saving goes through three steps:
+#
+#   1. write tensors and optimizer states to a hidden directory; a replicated tensor is written once
+#   2. hash each file in the process that wrote it
+#   3. the first process writes the manifest, flushes all to the disk and renames the directory
+#
+# A kill before the rename leaves a hidden directory, removed at the next save, and a kill after it
+# a whole checkpoint. Older ones are removed only then.
 class TrainingCheckpoints:
     """The training checkpoints of one run, in a directory on a disk that all processes share.
 

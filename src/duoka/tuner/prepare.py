@@ -201,7 +201,9 @@ def plans_for(
     machines = num_machines()
     fleet = _on_each(fleet, machines)
     micro_batches = max(1, settings.batch // settings.micro_batch // machines)
-    # As many as fit, where nobody says how many: with more of them each has less to do.
+    # As many as fit, where nobody says how many: with more of them each has less to do. Of four
+    # GPUs and 8 micro-batches four replicas are tried, then three, two and one; replicas on several
+    # machines are copies of the plans for one of them.
     max_replicas = min(len(fleet.devices), micro_batches)
     numbers = range(max_replicas, 0, -1) if replicas == "auto" else (replicas,)
     for number in numbers:

@@ -63,6 +63,16 @@ class StepReport:
     processes: tuple[ProcessReport, ...]
 
 
+# The loss of a step is the mean over all its trained tokens. A micro-batch's loss is the mean over
+# its own, so it is weighted by its share of the step's tokens before the backward pass: of 30 and
+# 10 trained tokens the losses count 3/4 and 1/4. Gradients then only have to be added, over
+# micro-batches by autograd and over replicas by `GradientSum`, and nothing depends on who computes
+# which of them.
+#
+# After the passes each process gathers the numbers of all others: [loss, squared norm of its
+# gradients, seconds waited, peak allocated, peak reserved, asked to stop]. From the same numbers
+# all processes take the same decision: to stop, to skip the step, by how much to clip. The norm is
+# that of replica 0, whose stages hold each parameter once.
 class Trainer:
     """Steps of a run in one process; all processes call the same methods at the same time."""
 

@@ -164,6 +164,9 @@ class _Worker:
                 if self._reporter is not None:
                     self._reporter.close()
 
+    # A kill may come between any two writes of a step: metrics, then the checkpoint, then the
+    # evaluation. Resuming drops metrics of later steps than the checkpoint's, which come again, and
+    # makes up for an evaluation of that step which the metrics lack.
     def _train(self) -> bool:
         done = self._resume()
         if done and self._lacks_evaluation(done):

@@ -101,6 +101,13 @@ class OptimizerStep:
         return self.micro_batches[replica::replicas]
 
 
+# A step is a function of its number alone, which is why a run can be resumed at any step. Of 5
+# samples with batches of 2 an epoch has 3 steps; step 4 is the second of epoch 1, and takes the
+# third and the fourth sample of that epoch's permutation, which is drawn from the seed and the
+# epoch:
+#
+#   step   0      1      2    │ 3      4      5
+#   epoch 0: 3 1 │ 0 4 │ 2    │ epoch 1: 2 0 │ 1 3 │ 4
 class Batches:
     """The steps of one epoch after another, without end; each can be had by its number.
 
