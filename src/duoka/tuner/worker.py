@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -31,6 +32,9 @@ from .reporter import RunReporter
 from .run import RunDirectory, TuneJob
 from .trainer import LostError, Trainer
 
+# What a message fails with where the other process has ended.
+_LOST = re.compile("Connection|Broken pipe|(?i:gloo)")
+
 
 def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> bool:
     """Do the part of this process in a run; rank 0 may have to `prepare` the run.
@@ -56,7 +60,12 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
         dist.barrier()
         run = directory.read()
         layout = Layout(run.plans)
-        _refuse_size(layout)
+        if dist.get_world_size() != layout.world_size:
+            raise UsageError(
+                f"{dist.get_world_size()} processes were started, and the plan has "
+                f"{layout.world_size} GPUs",
+                hint=f"torchrun --nproc-per-node {layout.world_size}, or other --gpus",
+            )
         _, device = layout.place(rank)
         is_complete = _Worker(directory, run, rank).train()
     except Exception as error:
@@ -67,15 +76,6 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
     # Not in a `finally`: after a failure others may wait for what never comes.
     dist.destroy_process_group()
     return is_complete
-
-
-def _refuse_size(layout: Layout) -> None:
-    if dist.get_world_size() != layout.world_size:
-        raise UsageError(
-            f"{dist.get_world_size()} processes were started, and the plan has "
-            f"{layout.world_size} GPUs",
-            hint=f"torchrun --nproc-per-node {layout.world_size}, or other --gpus",
-        )
 
 
 def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
@@ -93,17 +93,10 @@ def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
             f"{device} failed: {str(error).splitlines()[0]}",
             hint=f"see what else uses it, and whether it is well: `nvidia-smi`; {way_on}",
         )
-    if isinstance(error, LostError) or _is_lost_connection(error):
+    is_lost = isinstance(error, RuntimeError | ConnectionError) and _LOST.search(str(error))
+    if isinstance(error, LostError) or is_lost:
         return None
     raise error
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    """Return True if a message failed because of the end of another process."""
-    text = str(error)
-    return isinstance(error, (RuntimeError, ConnectionError)) and (
-        "Connection" in text or "gloo" in text.lower() or "Broken pipe" in text
-    )
 
 
 class _Worker:
