@@ -102,13 +102,6 @@ def test_long_runs_are_smoothed(write: Write, figures: list[Figure]) -> None:
     assert means[199] == pytest.approx(sum(4 / step for step in (197, 198, 199, 200)) / 4)
 
 
-def test_copies_are_told_apart(write: Write, figures: list[Figure]) -> None:
-    plot_run(write(3, replicas=2))
-    memory = figures[0].axes[2]
-    labels = [f"vgpu:{number} (copy {1 + number // 2})" for number in range(4)]
-    assert ticks(memory.yaxis) == labels
-
-
 def test_a_single_step(write: Write, figures: list[Figure]) -> None:
     plot_run(write(1))
     for axes in figures[0].axes[:2]:
