@@ -73,11 +73,11 @@ def test_bad_rows(tmp_path: Path, chat: ChatFormat) -> None:
 
 
 def test_many_bad_rows_are_counted(tmp_path: Path, chat: ChatFormat) -> None:
-    path = write(tmp_path / "a.jsonl", *[{}] * 11, {"x" * 5000: 1})
+    path = write(tmp_path / "a.jsonl", {"x" * 5000: 1}, *[{}] * 11)
     with pytest.raises(UsageError, match="12 of 12 rows can't be used") as refused:
         read_dataset([path], chat, seq_length=20)
-    assert str(refused.value).count("its keys are none") == 10
-    assert len(str(refused.value)) < 1500
+    assert str(refused.value).count("its keys are none") == 9
+    assert max(map(len, str(refused.value).splitlines())) < 1000, "reasons are short"
     assert str(refused.value).endswith("… and 2 more")
     with pytest.raises(UsageError, match=r"there is no sample in .*: 12 of 12 rows"):
         read_dataset([path], chat, seq_length=20, skip_bad=True)
