@@ -17,7 +17,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -35,13 +35,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from duoka.base.files import open_regular, whole_directory, why, write_whole
+from duoka.base.files import open_regular, whole_directory, write_whole
 from duoka.checkpoint.headers import TensorInfo, is_plain_name, read_header, read_json, reading
 from duoka.errors import CheckpointError, MachineError
 
 from .optimizer_states import drop_states, make_states, optimizer_tensors, set_numbers
+from .writing import first_failure, writing
 
 T = TypeVar("T")
+_ROOM = "older ones are whole; make room, get the permission, or name another directory"
 _MANIFEST = "checkpoint.json"
 _VERSION = 1
 _NAME = re.compile(r"step-(\d{6,12})")
@@ -122,7 +124,7 @@ class TrainingCheckpoints:
         path = self.path(step)
         if step == self._newest:
             return path
-        with _refusal_told(path), ExitStack() as directory:
+        with writing(f"the training checkpoint {path}", _ROOM), ExitStack() as directory:
             partial = self._agree(lambda: self._begin(path, directory))[0]
             assert partial is not None
             self._write(partial, {**parameters, **optimizer_tensors(parameters, optimizer)})
@@ -252,7 +254,7 @@ class TrainingCheckpoints:
             with warnings.catch_warnings(action="ignore"):
                 load(tensors, storage_reader=reader, no_dist=not self._several)
         except CheckpointException as error:
-            reason = _first_failure(error)
+            reason = first_failure(error)
             raise CheckpointError(f"{self.path(step)} can't be read: {reason}") from error
         set_numbers(parameters, optimizer, tensors)
 
@@ -335,23 +337,3 @@ def _digest_of(file: Path) -> str:
 
 def _form(tensor: Tensor | TensorInfo) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape or ())}"
-
-
-def _first_failure(error: CheckpointException) -> BaseException:
-    """Return the first failure among several processes."""
-    return next(iter(error.failures.values()))[0]
-
-
-@contextmanager
-def _refusal_told(path: Path) -> Iterator[None]:
-    """Convert an error while writing to one that names the checkpoint."""
-    try:
-        yield
-    except (OSError, CheckpointException) as error:
-        reason = _first_failure(error) if isinstance(error, CheckpointException) else error
-        if not isinstance(reason, OSError):
-            raise reason from error
-        raise MachineError(
-            f"the training checkpoint {path} can't be written: {why(reason)}",
-            hint="older ones are whole; make room, get the permission, or name another directory",
-        ) from error

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from math import prod
@@ -19,17 +18,16 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GlmConfig
 
-from duoka.base.files import set_new_mode, whole_directory, why, write_whole
+from duoka.base.files import set_new_mode, whole_directory, write_whole
 from duoka.base.progress import say
 from duoka.checkpoint.architecture import CHATGLM
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
-from duoka.errors import LoadError, MachineError, UsageError
+from duoka.errors import LoadError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.models.boxes import TensorCopy
 from duoka.models.build import resolve
@@ -40,7 +38,9 @@ from duoka.models.text.prompts import ChatGLM3Format, GLM4Format, chat_format
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
 from .settings import KeyNames
+from .writing import writing
 
+_ROOM = "make room or get the permission, or name another directory"
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
@@ -72,7 +72,7 @@ def write_adapter(
         for name, layer in adapter.layers.items()
         for key, value in layer.tensors.items()
     }
-    with _translate_errors(directory), whole_directory(directory) as place:
+    with writing(directory, _ROOM), whole_directory(directory) as place:
         _peft_config(adapter, base, ends_suffice=ends_suffice).save_pretrained(place)
         _save(tensors, place / "adapter_model.safetensors")
 
@@ -157,7 +157,7 @@ def write_merged(
     changes = _Changes(model, adapter, parameters or {})
     changes.refuse_unplaced(recipe)
     with (
-        _translate_errors(directory),
+        writing(directory, _ROOM),
         whole_directory(directory) as place,
         Reader() as reader,
         torch.no_grad(),
@@ -339,16 +339,3 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors, readable for others too, unlike safetensors' own files."""
     save_file(dict(tensors), path, {"format": "pt"})
     set_new_mode(path)
-
-
-@contextmanager
-def _translate_errors(directory: Path) -> Iterator[None]:
-    """Translate errors of writing into MachineError with the directory."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = why(error) if isinstance(error, OSError) else str(error)
-        raise MachineError(
-            f"{directory} can't be written: {reason}",
-            hint="make room or get the permission, or name another directory",
-        ) from error

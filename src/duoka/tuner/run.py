@@ -22,19 +22,21 @@ from typing import Any
 from duoka.base.files import read_text, why, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import DuokaError, FormatError, MachineError, UsageError
+from duoka.errors import DuokaError, FormatError, UsageError
 from duoka.hardware.fleet import Fleet
 from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.runtime.load.adapter import read_adapter
 
 from .settings import TuneSettings
+from .writing import writing
 
 _FORMAT = "duoka.run"
 _VERSION = 1
 _MOST_BYTES = 2**28
 _MOST_OWNER_CHARACTERS = 100
 _ANEW = "start the run anew, in another directory"
+_ROOM = "make room, or get the permission; --resume then goes on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +163,7 @@ class RunDirectory:
         path, place = self.path / name, self.path / f".new-{name}"
         shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
         yield place
-        with _writing(path):
+        with writing(path, _ROOM):
             shutil.rmtree(path, ignore_errors=True)
             place.rename(path)
 
@@ -177,7 +179,7 @@ class RunDirectory:
         is_new = not self.path.is_dir()
         if is_new:
             self.refuse_used()
-        with _writing(self._lock):
+        with writing(self._lock, _ROOM):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+", encoding="utf-8")
         with file:
@@ -211,7 +213,7 @@ class RunDirectory:
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
-        with _writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+        with writing(self.metrics, _ROOM), self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
 
     def forget_after(self, step: int) -> None:
@@ -256,17 +258,5 @@ class RunDirectory:
 
 
 def _write(path: Path, text: str) -> None:
-    with _writing(path):
+    with writing(path, _ROOM):
         write_whole(path, text)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of a write into an error with the file's name."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"{path} can't be written: {why(error)}",
-            hint="make room, or get the permission; --resume then goes on",
-        ) from error
