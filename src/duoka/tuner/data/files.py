@@ -118,22 +118,19 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
     with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         names: list[str] = []
-        while True:
-            line = reader.line_num + 1
-            try:
-                fields = next(reader, None)
-            except (csv.Error, UnicodeDecodeError) as error:
-                yield DataRow(line, {}, f"{_DAMAGED}: {error}")
-                return
-            if fields is None:
-                return
-            if not names:
-                names = fields
-            elif fields and len(fields) != len(names):
-                problem = f"it has {len(fields)} fields; the first line has {len(names)}"
-                yield DataRow(line, {}, problem)
-            elif fields:
-                yield DataRow(line, dict(zip(names, fields, strict=True)))
+        line = 1
+        try:
+            for fields in reader:
+                if not names:
+                    names = fields
+                elif fields and len(fields) != len(names):
+                    problem = f"it has {len(fields)} fields; the first line has {len(names)}"
+                    yield DataRow(line, {}, problem)
+                elif fields:
+                    yield DataRow(line, dict(zip(names, fields, strict=True)))
+                line = reader.line_num + 1
+        except (csv.Error, UnicodeDecodeError) as error:
+            yield DataRow(line, {}, f"{_DAMAGED}: {error}")
 
 
 def _parquet_rows(path: Path) -> Iterator[DataRow]:
