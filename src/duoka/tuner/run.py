@@ -144,16 +144,19 @@ class RunDirectory:
                 hint="name the one that `duoka tune --save` made",
             )
         try:
-            content = parse_json_object(read_text(self._run, most_bytes=_MOST_BYTES), "it")
+            text = read_text(self._run, most_bytes=_MOST_BYTES)
+        except (OSError, ValueError) as error:
+            raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_ANEW) from error
+        content = parse_json_object(text, str(self._run))
+        try:
             if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
                 raise FormatError("it is of another version of duoka, or damaged")
             plans = tuple(Plan.from_json(json.dumps(plan)) for plan in content.get("plans") or ())
             if not plans or any(plan.workload.training is None for plan in plans):
                 raise FormatError("it has no plan, or one that isn't for training")
             settings = from_dict(TuneSettings, content.get("settings"))
-        except (OSError, TypeError, ValueError, FormatError) as error:
-            reason = why(error) if isinstance(error, OSError | ValueError) else error
-            raise FormatError(f"{self._run} can't be read: {reason}", hint=_ANEW) from error
+        except (TypeError, FormatError) as error:
+            raise FormatError(f"{self._run}: {error}", hint=_ANEW) from error
         trusts = content.get("trust_remote_code") is True
         return TuneJob(settings=settings, plans=plans, trust_remote_code=trusts)
 
