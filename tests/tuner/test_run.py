@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,7 +133,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_a_new_one_takes_no_place_that_is_taken(directory: RunDirectory, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
     for path in (directory.path, tmp_path / "file"):
         with pytest.raises(UsageError, match=f"{path} is there already") as refused:
             RunDirectory(path).refuse_used()
@@ -146,9 +143,6 @@ def test_a_new_one_takes_no_place_that_is_taken(directory: RunDirectory, tmp_pat
         inner.locked(),
     ):
         pass
-    for path in (tmp_path / "empty", tmp_path / "new" / "run"):
-        RunDirectory(path).refuse_used()
-        assert not (tmp_path / "new").exists()
 
 
 def test_one_that_made_no_step_is_taken_back(directory: RunDirectory) -> None:
@@ -194,18 +188,6 @@ def test_a_new_result_takes_the_place_of_the_old(directory: RunDirectory) -> Non
         assert names(path) == ["old"]
     assert names(path) == ["new"]
     assert names(directory.path) == before
-
-
-def test_all_may_read_it_as_the_umask_says(tmp_path: Path, llama: Path) -> None:
-    before = os.umask(0o027)
-    try:
-        directory = RunDirectory(tmp_path / "run")
-        write_run(directory, SETTINGS, make_layout(llama, SETTINGS))
-        directory.note({"step": 1})
-    finally:
-        os.umask(before)
-    for file in directory.path.iterdir():
-        assert stat.S_IMODE(file.stat().st_mode) == 0o640, file.name
 
 
 # ── one process at a time ──
@@ -360,16 +342,6 @@ def test_the_first_failure_is_the_reason(directory: RunDirectory) -> None:
     failure = directory.failure()
     assert failure is not None
     assert (failure.hint, failure.exit_code) == (None, MachineError.exit_code)
-
-
-def test_a_failure_may_have_no_place(tmp_path: Path, directory: RunDirectory) -> None:
-    """The process that has failed says why itself then."""
-    absent = RunDirectory(tmp_path / "absent")
-    assert absent.fail(UsageError("no"))
-    assert absent.failure() is None
-    with files_of_at_most(10):
-        assert directory.fail(MachineError("the disk is full"))
-    assert directory.failure() is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"message": "no", "hint": null}'])

@@ -222,22 +222,6 @@ def test_where_all_fail_the_table_and_the_exit_code_say_so(
     assert "can't be run in any of these ways" in err
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--cache", "int8"], "--cache can't be given with deployments"),
-        (["--quantize", "int5"], "quantize 'int5' is unknown"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_planned(
-    options: list[str], told: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", str(model), "--gpus", "2x64MiB", *options]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert told in err
-
-
 # ── measured ──
 
 

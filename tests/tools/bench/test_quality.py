@@ -129,18 +129,3 @@ def test_texts_that_are_none_are_refused(
         measure_quality(Checkpoint.open(model), file, FLEET)
     with pytest.raises(UsageError, match="can't be read"):
         measure_quality(Checkpoint.open(model), tmp_path, FLEET)
-
-
-def test_a_text_and_forms_are_looked_at_before_the_model(
-    model: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, said in (
-        (("--quality", "nowhere.txt", "org/none"), "nowhere.txt can't be read"),
-        (("--quality", str(text), "org/none", "--quantize", "none"), "quantize 'none' is unknown"),
-        (("--quality", str(text), "org/none", "--context", "x"), "not a number of tokens"),
-        (("--quality", str(text)), "name it: --quality FILE MODEL"),
-    ):
-        assert run(("bench", *words)) == 2
-        assert said in capsys.readouterr().err
-    with pytest.raises(UsageError, match="quantize 'auto' is unknown"):
-        measure_quality(Checkpoint.open(model), text, FLEET, forms=("auto",))
