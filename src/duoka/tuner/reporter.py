@@ -38,10 +38,17 @@ class RunReporter:
         console: Console | None = None,
     ) -> None:
         step = 0 if resumed is None else resumed.step
+        directory.forget_after(step)
         self._directory = directory
         self._num_steps = num_steps
         self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._console = console or Console(stderr=True, highlight=False)
+        self._board: Any = None
+        if find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            make: Any = SummaryWriter
+            self._board = make(str(directory.tensorboard), purge_step=step + 1, flush_secs=10)
         self._bar = Bar(
             BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),
@@ -56,13 +63,6 @@ class RunReporter:
             for reason in resumed.refused:
                 self._print(f"passed over: {reason}")
             self._print(f"going on after step {step}, from {resumed.path}")
-        directory.forget_after(step)
-        self._board: Any = None
-        if find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            make: Any = SummaryWriter
-            self._board = make(str(directory.tensorboard), purge_step=step + 1, flush_secs=10)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Report a step or an evaluation."""
