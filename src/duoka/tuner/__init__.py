@@ -11,6 +11,6 @@
 - `learning_rate`: the learning rate by step
 - `checkpoints`, `optimizer_states`: a run saved, and resumed on other GPUs
 - `reporter`, `report`, `plot`: what a person sees of it, on the way and in the end
-- `writing`: errors of a full disk, for all of these
+- `write_errors`: errors of a full disk, with the name of what is written
 - `result`: adapters and merged checkpoints, as others load them
 """

@@ -40,7 +40,7 @@ from duoka.checkpoint.headers import TensorInfo, is_plain_name, read_header, rea
 from duoka.errors import CheckpointError, MachineError
 
 from .optimizer_states import drop_states, make_states, optimizer_tensors, set_numbers
-from .writing import first_failure, writing
+from .write_errors import first_failure, name_write_errors
 
 T = TypeVar("T")
 _ROOM = "older ones are whole; make room, get the permission, or name another directory"
@@ -124,7 +124,7 @@ class TrainingCheckpoints:
         path = self.path(step)
         if step == self._newest:
             return path
-        with writing(f"the training checkpoint {path}", _ROOM), ExitStack() as directory:
+        with name_write_errors(f"the training checkpoint {path}", _ROOM), ExitStack() as directory:
             partial = self._agree(lambda: self._begin(path, directory))[0]
             assert partial is not None
             self._write(partial, {**parameters, **optimizer_tensors(parameters, optimizer)})

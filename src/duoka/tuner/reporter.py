@@ -47,8 +47,8 @@ class RunReporter:
         if find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            make: Any = SummaryWriter
-            self._board = make(str(directory.tensorboard), purge_step=step + 1, flush_secs=10)
+            writer: Any = SummaryWriter
+            self._board = writer(str(directory.tensorboard), purge_step=step + 1, flush_secs=10)
         self._bar = Bar(
             BarColumn(_BAR_WIDTH),
             MofNCompleteColumn(),

@@ -38,7 +38,7 @@ from duoka.models.text.prompts import ChatGLM3Format, GLM4Format, chat_format
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
 from .settings import KeyNames
-from .writing import writing
+from .write_errors import name_write_errors
 
 _ROOM = "make room or get the permission, or name another directory"
 _SHARD_BYTES = 5 * 10**9
@@ -72,7 +72,7 @@ def write_adapter(
         for name, layer in adapter.layers.items()
         for key, value in layer.tensors.items()
     }
-    with writing(directory, _ROOM), whole_directory(directory) as place:
+    with name_write_errors(directory, _ROOM), whole_directory(directory) as place:
         _peft_config(adapter, base, ends_suffice=ends_suffice).save_pretrained(place)
         _save(tensors, place / "adapter_model.safetensors")
 
@@ -157,7 +157,7 @@ def write_merged(
     changes = _Changes(model, adapter, parameters or {})
     changes.refuse_unplaced(recipe)
     with (
-        writing(directory, _ROOM),
+        name_write_errors(directory, _ROOM),
         whole_directory(directory) as place,
         Reader() as reader,
         torch.no_grad(),

@@ -29,7 +29,7 @@ from duoka.planner.plan import Plan
 from duoka.runtime.load.adapter import read_adapter
 
 from .settings import TuneSettings
-from .writing import writing
+from .write_errors import name_write_errors
 
 _FORMAT = "duoka.run"
 _VERSION = 1
@@ -166,7 +166,7 @@ class RunDirectory:
         path, place = self.path / name, self.path / f".new-{name}"
         shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
         yield place
-        with writing(path, _ROOM):
+        with name_write_errors(path, _ROOM):
             shutil.rmtree(path, ignore_errors=True)
             place.rename(path)
 
@@ -182,7 +182,7 @@ class RunDirectory:
         is_new = not self.path.is_dir()
         if is_new:
             self.refuse_used()
-        with writing(self._lock, _ROOM):
+        with name_write_errors(self._lock, _ROOM):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+", encoding="utf-8")
         with file:
@@ -216,7 +216,10 @@ class RunDirectory:
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
-        with writing(self.metrics, _ROOM), self.metrics.open("a", encoding="utf-8") as file:
+        with (
+            name_write_errors(self.metrics, _ROOM),
+            self.metrics.open("a", encoding="utf-8") as file,
+        ):
             file.write(json.dumps(metrics) + "\n")
 
     def forget_after(self, step: int) -> None:
@@ -261,5 +264,5 @@ class RunDirectory:
 
 
 def _write(path: Path, text: str) -> None:
-    with writing(path, _ROOM):
+    with name_write_errors(path, _ROOM):
         write_whole(path, text)

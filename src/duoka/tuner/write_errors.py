@@ -13,7 +13,7 @@ from duoka.errors import MachineError
 
 
 @contextmanager
-def writing(what: object, hint: str) -> Iterator[None]:
+def name_write_errors(what: object, hint: str) -> Iterator[None]:
     """Convert an error of writing into a MachineError."""
     try:
         yield
