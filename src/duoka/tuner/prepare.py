@@ -111,8 +111,8 @@ def prepare(
     ]
     if plan is None and settings.seq_length is None and not settings.packing:
         # As long as the longest sample needs.
-        tokens = max(int(dataset.lengths.max()) for dataset in datasets)
-        length = min(-(-tokens // _MULTIPLE) * _MULTIPLE, datasets[0].seq_length)
+        num_tokens = max(int(dataset.lengths.max()) for dataset in datasets)
+        length = min(-(-num_tokens // _MULTIPLE) * _MULTIPLE, datasets[0].seq_length)
         settings = replace(settings, seq_length=length)
         datasets = [replace(dataset, seq_length=length) for dataset in datasets]
     if settings.packing:
