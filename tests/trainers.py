@@ -22,7 +22,7 @@ from duoka.tuner.data import Batches, Dataset
 from duoka.tuner.layout import GradientSum, Layout
 from duoka.tuner.part import ModelPart
 from duoka.tuner.run import RunDirectory
-from duoka.tuner.trainer import PeerError, ProcessReport, StepReport, Trainer
+from duoka.tuner.trainer import LostError, ProcessReport, StepReport, Trainer
 
 NUM_LAYERS = 2
 NUM_STEPS = 8
@@ -146,7 +146,7 @@ def train(model: Path, case: Case, rank: int = 0) -> Trained:
     eval_loss, reports, error = trainer.evaluate(steps), list[StepReport](), ""
     try:
         reports.extend(trainer.step(number, step) for number, step in enumerate(steps))
-    except (TrainingError, PeerError) as stopped:
+    except (TrainingError, LostError) as stopped:
         error = f"{type(stopped).__name__}: {stopped}"
     parameters = {name: value.detach().cpu().clone() for name, value in part.trained.items()}
     return Trained(eval_loss, reports, parameters, error)

@@ -15,18 +15,18 @@ from safetensors.torch import load_file
 from saving import (
     IDENTITY,
     NUM_LAYERS,
+    QUARTERS,
     Part,
     die_at_every_moment,
     files_of_at_most,
     save_and_resume,
 )
-from torch import Tensor, nn
+from torch import nn
 
-from duoka import virtual
 from duoka.errors import CheckpointError, MachineError
 from duoka.forecast.workload import OPTIMIZERS, Optimizer
 from duoka.runtime.optimizers import make_optimizer
-from duoka.tuner.checkpoints import Resumed, SavedParameters, TrainingCheckpoints
+from duoka.tuner.checkpoints import Resumed, TrainingCheckpoints
 
 
 class Run:
@@ -37,14 +37,12 @@ class Run:
         directory: Path,
         seed: int = 0,
         keep: int = 2,
-        device: str = "cpu",
         width: int = 8,
         optimizer: Optimizer = "adamw",
     ) -> None:
         torch.manual_seed(seed)
         self.width = width
-        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4))).to(device)
-        self.device = device
+        self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = make_optimizer(self.model, optimizer, lr=0.01)
         self.checkpoints = TrainingCheckpoints(directory, IDENTITY, keep=keep)
@@ -55,7 +53,7 @@ class Run:
         for _ in range(steps):
             self.step += 1
             inputs = torch.randn(4, self.width, generator=torch.Generator().manual_seed(self.step))
-            loss = self.model(inputs.to(self.device)).pow(2).mean()
+            loss = self.model(inputs).pow(2).mean()
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -76,29 +74,21 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_a_resumed_run_has_the_losses_of_one_without_a_stop(tmp_path: Path) -> None:
-    whole = Run(tmp_path / "whole").train(6)
-    first = Run(tmp_path / "run")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_resumed_run_has_the_losses_of_one_without_a_stop(
+    tmp_path: Path, optimizer: Optimizer
+) -> None:
+    whole = Run(tmp_path / "whole", width=64, optimizer=optimizer).train(6)
+    first = Run(tmp_path / "run", width=64, optimizer=optimizer)
     assert first.train(3) == whole[:3]
     first.save()
-    second = Run(tmp_path / "run", seed=7)
+    second = Run(tmp_path / "run", seed=7, width=64, optimizer=optimizer)
     second.model[0].weight.data.fill_(3)
     resumed = second.resume()
     assert resumed is not None
     assert (resumed.step, resumed.refused) == (3, ())
     assert resumed.state == {"step": 3, "order": [3, 1, 2], "rate": 0.1}
     assert second.optimizer.param_groups[0]["lr"] == 0.01
-    assert second.train(3) == whole[3:]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_goes_on_where_it_was(tmp_path: Path, optimizer: Optimizer) -> None:
-    whole = Run(tmp_path / "whole", width=64, optimizer=optimizer).train(6)
-    first = Run(tmp_path / "run", width=64, optimizer=optimizer)
-    first.train(3)
-    first.save()
-    second = Run(tmp_path / "run", seed=7, width=64, optimizer=optimizer)
-    assert second.resume() is not None
     assert second.train(3) == whole[3:]
 
 
@@ -121,10 +111,8 @@ def test_a_parameter_may_have_made_no_step(
 
 def test_there_may_be_none_to_resume_from(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
-    before = {name: value.clone() for name, value in run.parameters.items()}
     assert run.resume() is None
     assert not run.optimizer.state
-    assert all(torch.equal(value, before[name]) for name, value in run.parameters.items())
     assert not (tmp_path / "run").exists()
 
 
@@ -172,43 +160,21 @@ def flip_a_bit(path: Path) -> None:
     file.write_bytes(content)
 
 
-def lose_a_file(path: Path) -> None:
-    next(path.glob("*.safetensors")).unlink()
-
-
-def lose_the_manifest(path: Path) -> None:
-    (path / "checkpoint.json").unlink()
-
-
 def half_the_manifest(path: Path) -> None:
     file = path / "checkpoint.json"
     file.write_text(file.read_text()[:60])
 
 
-def change_manifest(path: Path, **changes: Any) -> None:
-    file = path / "checkpoint.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+def changing(**changes: Any) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        file = path / "checkpoint.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
-
-def lead_elsewhere(path: Path) -> None:
-    files = json.loads((path / "checkpoint.json").read_text())["files"]
-    change_manifest(path, files={f"../step-000001/{name}": file for name, file in files.items()})
+    return change
 
 
 def be_another_step(path: Path) -> None:
     shutil.copytree(path.with_name("step-000001"), path, dirs_exist_ok=True)
-
-
-def be_of_other_data(path: Path) -> None:
-    change_manifest(path, identity={**IDENTITY, "data": "77aa"})
-
-
-def be_of_another_version(path: Path) -> None:
-    change_manifest(path, version=9)
-
-
-def have_no_state(path: Path) -> None:
-    change_manifest(path, state=None)
 
 
 @pytest.mark.parametrize(
@@ -216,14 +182,14 @@ def have_no_state(path: Path) -> None:
     [
         (cut_off, "has changed since"),
         (flip_a_bit, "has changed since"),
-        (lose_a_file, "can't be read: No such file"),
-        (lose_the_manifest, "can't be read: No such file"),
+        (lambda path: next(path.glob("*.safetensors")).unlink(), "can't be read: No such file"),
+        (lambda path: (path / "checkpoint.json").unlink(), "can't be read: No such file"),
         (half_the_manifest, "not valid JSON"),
-        (lead_elsewhere, "another version of duoka, or damaged"),
+        (changing(files={"../step-000001/a.safetensors": ""}), "another version of duoka, or"),
         (be_another_step, "of step 1"),
-        (be_of_other_data, "its data is 77aa, not 91c0"),
-        (be_of_another_version, "another version"),
-        (have_no_state, "another version of duoka, or damaged"),
+        (changing(identity={**IDENTITY, "data": "77aa"}), "its data is 77aa, not 91c0"),
+        (changing(version=9), "another version of duoka, or damaged"),
+        (changing(state=None), "another version of duoka, or damaged"),
     ],
 )
 def test_a_damaged_one_is_told_of_and_the_one_before_is_taken(
@@ -300,16 +266,6 @@ def test_a_run_with_other_parameters_is_refused(tmp_path: Path) -> None:
         assert told in str(raised.value)
 
 
-def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.train(1)
-    run.save()
-    other = Run(tmp_path)
-    other.optimizer = torch.optim.SGD(other.model.parameters(), lr=0.1, momentum=0.9)
-    with pytest.raises(CheckpointError, match="momentum_buffer is not in it"):
-        other.resume()
-
-
 @pytest.mark.parametrize("num_bytes", [100, 4000])
 def test_a_full_disk_is_told_of_and_the_one_before_stays(tmp_path: Path, num_bytes: int) -> None:
     run = Run(tmp_path)
@@ -335,70 +291,6 @@ def test_a_place_that_is_no_directory_is_told_of(tmp_path: Path) -> None:
         run.save()
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_args: Any, **_options: Any) -> None:
-        raise KeyboardInterrupt
-
-    run = Run(tmp_path)
-    monkeypatch.setattr("safetensors.torch.save", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run.save()
-    assert names(tmp_path) == []
-
-
-def test_tensors_are_saved_from_virtual_gpus_and_read_into_others(tmp_path: Path) -> None:
-    whole = Run(tmp_path / "whole").train(4)
-    with virtual.gpus([2**26, 2**26]):
-        first = Run(tmp_path, device="vgpu:1")
-        first.train(2)
-        first.save()
-        second = Run(tmp_path, seed=3, device="vgpu:0")
-        second.resume()
-        assert second.train(2) == pytest.approx(whole[2:], rel=1e-6)
-    third = Run(tmp_path, seed=3)
-    third.resume()
-    assert third.train(2) == pytest.approx(whole[2:], rel=1e-6)
-
-
-class Coarse(torch.optim.Optimizer):
-    """One with states of every form: a tensor made of tensors, a number, nothing."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        from torchao.optim.subclass_8bit import OptimState8bit
-
-        for parameter in self.param_groups[0]["params"]:
-            states = self.state[parameter]
-            if not states:
-                zeros = OptimState8bit.zeros(parameter.shape, signed=True, block_size=8)
-                states.update(average=zeros, count=0, row=None)
-            states["count"] += 1
-            mean = states["average"].dequantize() * 0.9 + parameter.grad
-            states["average"].copy_(mean)
-            parameter -= self.param_groups[0]["lr"] * states["average"].dequantize()
-
-
-def test_states_of_every_form_come_back(tmp_path: Path) -> None:
-    def coarse(directory: Path, seed: int) -> Run:
-        run = Run(directory, seed=seed)
-        run.optimizer = Coarse(run.model.parameters())
-        return run
-
-    whole = coarse(tmp_path / "whole", 0).train(5)
-    first = coarse(tmp_path / "run", 0)
-    first.train(3)
-    path = first.save()
-    stored = load_file(next(path.glob("*.safetensors")))
-    assert stored["0.weight/average.codes"].dtype == torch.uint8
-    second = coarse(tmp_path / "run", 4)
-    second.resume()
-    assert second.optimizer.state[second.parameters["0.weight"]]["count"] == 3
-    assert second.train(2) == whole[3:]
-
-
 def test_files_stay_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("duoka.tuner.checkpoints._FILE_BYTES", 1000)
     whole = Run(tmp_path / "whole").train(3)
@@ -412,9 +304,7 @@ def test_files_stay_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_process_may_have_nothing_that_learns(tmp_path: Path) -> None:
-    tensors: dict[str, Tensor] = {}
-    checkpoints = TrainingCheckpoints(tmp_path, IDENTITY)
-    checkpoints.save(1, tensors, None, {})
+    TrainingCheckpoints(tmp_path, IDENTITY).save(1, {}, None, {})
 
 
 @pytest.mark.slow
@@ -431,13 +321,10 @@ def test_several_processes_save_and_others_resume(tmp_path: Path) -> None:
     assert len(stored) == 4
     assert sum(map(len, stored)) == len(set().union(*stored)) == 4 * NUM_LAYERS
 
-    for rank in range(3):  # three stages
-        resumed, values = results[rank]["three"]
+    for layers, result in zip(QUARTERS, results, strict=True):
+        resumed, values = result["quarter"]
         assert (resumed.step, resumed.state, resumed.refused) == (2, {"rank": 0}, ())
-        assert values == {
-            f"layers.{n}.weight": expected[f"layers.{n}.weight"]
-            for n in range(2 * rank, 2 * rank + 2)
-        }
+        assert values == {f"layers.{n}.weight": expected[f"layers.{n}.weight"] for n in layers}
 
     # The disk was full for one process, and all of them know it.
     failures = {result["failure"] for result in results}
@@ -467,13 +354,3 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     (moments,) = run_together(1, die_at_every_moment, tmp_path / "store", directory)
     assert moments > 10
     assert names(directory) == ["step-000002"]
-
-
-def test_parameters_are_read_out_of_a_checkpoint(tmp_path: Path) -> None:
-    run = Run(tmp_path)
-    run.train(1)
-    saved = SavedParameters(run.save())
-    assert len(saved) == len(list(saved)) == 8
-    assert all(torch.equal(saved[name], value) for name, value in run.parameters.items())
-    assert "0.weight/step" not in saved
-    assert "0.weight" in saved

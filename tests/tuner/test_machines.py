@@ -8,28 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tuning
 
 import duoka
-from duoka import Fleet, TuneSettings
-from duoka.tuner import prepare
+from duoka import TuneSettings
 from duoka.tuner.run import RunDirectory
 
 SIZES = ["--context", "48", "--batch", "8", "--lr", "1e-2", "--epochs", "2"]
 
-
-def test_the_gpus_of_several_machines_have_no_identity() -> None:
-    device = replace(Fleet.parse("24GiB").devices[0], uuid="GPU-1", pci_address="0000:01:00.0")
-    one = Fleet(devices=(device,))
-    assert prepare._on_each(one, 1) == one
-    assert prepare._on_each(one, 2) == Fleet.parse("24GiB")
-
-
-# ── torchrun ──
 
 pytestmark = pytest.mark.dist
 

@@ -91,20 +91,13 @@ def test_a_form_of_batches_is_looked_at_once(make: Make, monkeypatch: pytest.Mon
     find = module.find_route
     monkeypatch.setattr(module, "find_route", lambda *args: calls.append(1) or find(*args))
     part = make(stages=2)
-    route = part.route(batch(0))
+    with torch.no_grad():  # an evaluation may come first, and gradients still have a way back
+        route = part.route(batch(0))
+    assert any(transfer.requires_grad for transfer in route.transfers)
     assert part.route(batch(1)) is route
     assert part.route(batch(2)) is not route
     assert len(calls) == 2
     assert route.devices == ("vgpu:0", "vgpu:1")
-
-
-def test_what_is_evaluated_first_can_still_be_learnt_from(make: Make) -> None:
-    """The route of a form serves both, so that gradients have to have a way back in it."""
-    part, other = make(stages=2), make(stages=2)
-    with torch.no_grad():
-        route = part.route(batch())
-    assert any(transfer.requires_grad for transfer in route.transfers)
-    assert route == other.route(batch())
 
 
 def test_several_gpus_take_no_checkpoint_that_was_published_quantized(

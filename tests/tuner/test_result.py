@@ -39,7 +39,7 @@ from duoka.planner.placement import Placement
 from duoka.runtime.load import load_weights
 from duoka.runtime.load.adapter import read_adapter
 from duoka.tuner.checkpoints import SavedParameters, TrainingCheckpoints
-from duoka.tuner.result import claim_directory, write_adapter, write_merged
+from duoka.tuner.result import write_adapter, write_merged
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -142,14 +142,10 @@ def test_peft_loads_an_adapter_over_transformers_own_model(
     assert sorted(config["target_modules"]) == sorted(TARGETS[family])
     assert (config["r"], config["lora_alpha"]) == (3, 0.375)
     assert config["base_model_name_or_path"] == base.name
-
-
-def test_an_adapter_on_some_layers_names_each(tiny: Path, tmp_path: Path) -> None:
-    base = Checkpoint.open(tiny)
-    adapter = trained_adapter(base, ("o_proj",))
-    name = next(iter(adapter.layers))
-    write_adapter(tmp_path / "adapter", LoraAdapter(layers={name: adapter.layers[name]}), base)
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    # On some layers alone it names each module.
+    name, layer = next(iter(adapter.layers.items()))
+    write_adapter(tmp_path / "one", LoraAdapter(layers={name: layer}), base)
+    config = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
     assert config["target_modules"] == [name]
 
 
@@ -276,6 +272,7 @@ def test_trained_parameters_take_the_place_of_the_published(
 
 
 def test_both_copies_of_a_tied_tensor_are_written(tmp_path: Path) -> None:
+    """An adapter on one of them can't be merged, as it would be added to one alone."""
     AutoModelForCausalLM.from_config(CONFIGS["tied"]()).save_pretrained(tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
     stored = load_file(file)
@@ -287,6 +284,10 @@ def test_both_copies_of_a_tied_tensor_are_written(tmp_path: Path) -> None:
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert torch.equal(merged["lm_head.weight"], value)
     assert torch.equal(merged["model.embed_tokens.weight"], value)
+    layer = LowRank(down=torch.ones(1, 64), up=torch.ones(32, 1), scaling=1, is_embedding=True)
+    adapter = LoraAdapter(layers={"model.embed_tokens": layer})
+    with pytest.raises(UsageError, match=r"can't be merged: .* are one tensor"):
+        write_merged(tmp_path / "refused", base, adapter=adapter)
 
 
 def test_everything_else_is_copied(tiny: Path, tmp_path: Path) -> None:
@@ -366,14 +367,12 @@ def test_what_has_no_native_form_is_refused(published_data: Path, tmp_path: Path
 
 
 def test_others_may_read_it_as_the_umask_says(tiny: Path, tmp_path: Path) -> None:
-    base = Checkpoint.open(tiny)
     before = os.umask(0o022)
     try:
-        write_adapter(tmp_path / "adapter", trained_adapter(base, ("o_proj",)), base)
-        write_merged(tmp_path / "merged", base, names="native")
+        write_merged(tmp_path / "merged", Checkpoint.open(tiny), names="native")
     finally:
         os.umask(before)
-    for file in (*(tmp_path / "adapter").iterdir(), *(tmp_path / "merged").iterdir()):
+    for file in (tmp_path / "merged").iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o644, file.name
 
 
@@ -395,11 +394,8 @@ def test_large_checkpoints_are_sharded(
 def test_published_pickles_become_safetensors(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     shutil.copy(tiny / "config.json", tmp_path / "base")
-    weights = load_file(tiny / "model.safetensors")
-    torch.save(
-        {name: value.half() for name, value in weights.items()},
-        tmp_path / "base" / "pytorch_model.bin",
-    )
+    weights = {name: v.half() for name, v in load_file(tiny / "model.safetensors").items()}
+    torch.save(weights, tmp_path / "base" / "pytorch_model.bin")
     base = Checkpoint.open(tmp_path / "base")
     write_merged(tmp_path / "merged", base, adapter=trained_adapter(base, ("o_proj",)))
     stored = load_file(tmp_path / "merged" / "model.safetensors")
@@ -408,16 +404,6 @@ def test_published_pickles_become_safetensors(tiny: Path, tmp_path: Path) -> Non
 
 
 # ── what is refused ──
-
-
-def test_an_adapter_on_a_tied_tensor_cannot_be_merged(tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_config(CONFIGS["tied"]()).save_pretrained(tmp_path / "base")
-    base = Checkpoint.open(tmp_path / "base")
-    layer = LowRank(down=torch.ones(1, 64), up=torch.ones(32, 1), scaling=1, is_embedding=True)
-    with pytest.raises(UsageError, match=r"can't be merged: .* are one tensor"):
-        write_merged(
-            tmp_path / "merged", base, adapter=LoraAdapter(layers={"model.embed_tokens": layer})
-        )
 
 
 def test_what_is_no_tensor_of_the_checkpoint_is_refused(tiny: Path, tmp_path: Path) -> None:
@@ -432,39 +418,11 @@ def test_what_is_no_tensor_of_the_checkpoint_is_refused(tiny: Path, tmp_path: Pa
 
 
 def test_a_quantized_checkpoint_is_refused(tiny: Path, tmp_path: Path) -> None:
-    (tmp_path / "base").mkdir()
     config = json.loads((tiny / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UsageError, match="published quantized"):
-        write_merged(tmp_path / "merged", Checkpoint.open(tmp_path / "base"))
-
-
-def test_other_names_are_refused(tiny: Path, tmp_path: Path) -> None:
-    base = Checkpoint.open(tiny)
-    adapter = trained_adapter(base, ("o_proj",))
-    for write in (write_adapter, write_merged):
-        with pytest.raises(UsageError, match="names 'publish' is unknown"):
-            write(
-                tmp_path / "x",
-                *((adapter, base) if write is write_adapter else (base,)),
-                names="publish",
-            )  # type: ignore[operator]
-
-
-def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "theirs").write_text("")
-    (tmp_path / "file").write_text("")
-    for name in ("full", "file"):
-        with pytest.raises(UsageError, match=f"{name} is not an empty directory"):
-            claim_directory(tmp_path / name)
-    with pytest.raises(MachineError, match=r"can't be written: (Not a directory|File exists)"):
-        claim_directory(tmp_path / "file" / "inner")
-    (tmp_path / "empty").mkdir()
-    assert claim_directory(tmp_path / "empty") == tmp_path / "empty"
-    assert claim_directory(tmp_path / "new" / "place") == tmp_path / "new" / "place"
-    assert (tmp_path / "full" / "theirs").exists()
+        write_merged(tmp_path / "merged", Checkpoint.open(tmp_path))
 
 
 def test_a_full_disk_leaves_nothing(tiny: Path, tmp_path: Path) -> None:

@@ -52,10 +52,14 @@ def is_in_tower(name: str) -> bool:
     return any(part.startswith(TOWERS) for part in name.split("."))
 
 
-@pytest.mark.parametrize("gpus", ["virtual:256MiB", "virtual:2x64MiB"])
 @pytest.mark.parametrize(
-    ("family", "targets"),
-    [("glm-4v", ()), ("glm-4v", ("query_key_value",)), ("llava", ()), ("llava", ("q_proj",))],
+    ("family", "targets", "gpus"),
+    [
+        ("glm-4v", (), "virtual:256MiB"),
+        ("glm-4v", ("query_key_value",), "virtual:2x64MiB"),
+        ("llava", (), "virtual:2x64MiB"),
+        ("llava", ("q_proj",), "virtual:256MiB"),
+    ],
 )
 def test_adapters_are_on_what_text_reaches(
     family: str, targets: tuple[str, ...], gpus: str, run: Run
@@ -69,8 +73,9 @@ def test_adapters_are_on_what_text_reaches(
     assert not any(map(is_in_tower, names))
 
 
-@pytest.mark.parametrize("gpus", ["virtual:256MiB", "virtual:2x64MiB"])
-@pytest.mark.parametrize("family", ["glm-4v", "llava"])
+@pytest.mark.parametrize(
+    ("family", "gpus"), [("glm-4v", "virtual:2x64MiB"), ("llava", "virtual:256MiB")]
+)
 def test_a_tower_is_left_as_it_was(
     family: str, gpus: str, run: Run, models: dict[str, Path]
 ) -> None:

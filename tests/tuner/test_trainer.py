@@ -115,7 +115,7 @@ def test_a_step_that_overflows_is_skipped(make: Make) -> None:
 def test_the_scale_grows_after_so_many_steps(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_GROWTH_STEPS", 3)
     trainer, part = make(dtype="float16")
-    trainer.scale = 2.0**8
+    trainer.scale = 0.5  # as after overflows; it grows past one like past others
     seen = []
     for number in range(7):
         handle = overflow(part) if number == 4 else None
@@ -123,7 +123,7 @@ def test_the_scale_grows_after_so_many_steps(make: Make, monkeypatch: pytest.Mon
         if handle is not None:
             handle.remove()
         seen.append((trainer.scale, trainer.steps_since_scaled))
-    assert seen == [(256, 1), (256, 2), (512, 0), (512, 1), (256, 0), (256, 1), (256, 2)]
+    assert seen == [(0.5, 1), (0.5, 2), (1, 0), (1, 1), (0.5, 0), (0.5, 1), (0.5, 2)]
 
 
 @pytest.mark.parametrize("scale", [2.0**-6, 2.0**16])
@@ -138,20 +138,6 @@ def test_the_scale_changes_nothing_of_a_step(make: Make, scale: float) -> None:
     assert reports[0].grad_norm == pytest.approx(reports[1].grad_norm, rel=0.01)
     for name, value in trained[0].items():
         torch.testing.assert_close(value, trained[1][name], rtol=0.01, atol=1e-4)
-
-
-def test_scaling_goes_on_where_the_scale_was_one(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One is a scale like others: it may be halved, and grow."""
-    monkeypatch.setattr(module, "_GROWTH_STEPS", 1)
-    trainer, part = make(dtype="float16")
-    trainer.scale = 2.0
-    handle = overflow(part)
-    seen = [(trainer.step(number, step_of()).is_skipped, trainer.scale) for number in range(2)]
-    handle.remove()
-    seen += [(trainer.step(number, step_of()).is_skipped, trainer.scale) for number in (2, 3)]
-    assert seen == [(True, 1.0), (True, 0.5), (False, 1.0), (False, 2.0)]
 
 
 def test_what_overflows_at_every_scale_ends_the_run(make: Make) -> None:
@@ -251,8 +237,7 @@ def test_a_loss_that_is_no_number_names_step_and_samples(make: Make) -> None:
     ("options", "number", "hint"),
     [
         ({}, 0, "nothing was learnt before: the fault is in the weights or in these samples"),
-        ({}, 2, "start a run with a lower --lr, a longer --warmup or a lower --max-grad-norm"),
-        ({"save_every": 3}, 2, "start a run with a lower --lr"),
+        ({"save_every": 3}, 2, "start a run with a lower --lr, a longer --warmup or a lower --max"),
         ({"save_every": 2}, 2, "; what was learnt is in the last checkpoint"),
     ],
 )
@@ -364,16 +349,9 @@ def test_processes_learn_what_one_does(
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("name", "errors"),
-    [
-        ("nan in a stage", ["PeerError", "TrainingError: the loss is nan in step 1"]),
-        ("nan in a replica", ["PeerError", "TrainingError: the loss is nan in step 1"]),
-    ],
-)
-def test_what_goes_wrong_in_one_process_ends_all(
-    name: str, errors: list[str], together: Together
-) -> None:
-    for process, error in zip(together[name], errors, strict=True):
-        assert process.error.startswith(error)
-        assert process.reports == []
+@pytest.mark.parametrize("name", ["nan in a stage", "nan in a replica"])
+def test_what_goes_wrong_in_one_process_ends_all(name: str, together: Together) -> None:
+    other, failed = together[name]
+    assert other.error.startswith("LostError")
+    assert failed.error.startswith("TrainingError: the loss is nan in step 1")
+    assert other.reports == failed.reports == []

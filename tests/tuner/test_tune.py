@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 import tuning
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 import duoka
-from duoka import TuneSettings, virtual
+from duoka import TuneSettings
 from duoka.errors import DuokaError, InfeasibleError, TrainingError
 from duoka.tuner.prepare import TuneRun
 from duoka.tuner.run import RunDirectory
@@ -124,8 +123,6 @@ SHORT: dict[str, Any] = {"rows": 8, "batch": 4}
 AGAIN = {"checkpointing": True}
 DROPOUT = {"lora_dropout": 0.5}
 LAYOUTS = [
-    pytest.param("llama", "lora", "virtual:2x64MiB", 1, {}, marks=SLOW),
-    pytest.param("llama", "lora", "virtual:2x64MiB", 2, {}, marks=SLOW),
     pytest.param("llama", "lora", "virtual:4x64MiB", 2, {"schedule": "gpipe"}, marks=SLOW),
     pytest.param("llama", "full", "virtual:3x64MiB", 1, {"micro_batch": 2}, marks=SLOW),
     pytest.param("tied", "full", "virtual:2x64MiB", 1, AGAIN, marks=SLOW),
@@ -323,31 +320,6 @@ def test_sequences_are_as_long_as_the_longest_sample(
 # ── what goes wrong ──
 
 
-def damaged(model: Path, path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy of a checkpoint with other weights."""
-    path.mkdir()
-    for file in model.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    weights = load_file(path / "model.safetensors")
-    change(weights)
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    return path
-
-
-def test_a_loss_that_is_no_number_names_the_samples(
-    tmp_path: Path, chats: Path, models: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights["model.norm.weight"][0] = torch.nan
-
-    model = damaged(models("llama"), tmp_path / "model", spoil)
-    settings = TuneSettings(**SETTINGS)
-    with tuning.one_process(monkeypatch), pytest.raises(DuokaError) as stopped:
-        duoka.tune(model, str(chats), WHOLE, save=tmp_path / "run", settings=settings)
-    assert "the loss is nan in step 1" in str(stopped.value)
-    assert "chats.jsonl:" in str(stopped.value)
-
-
 @pytest.mark.slow
 def test_out_of_memory_in_one_process_ends_all(
     tmp_path: Path, run: Any, own_workspaces: None
@@ -370,32 +342,3 @@ def test_out_of_memory_in_one_process_ends_all(
         resume(RunDirectory(path))
     assert stopped.value.exit_code == TrainingError.exit_code
     assert (path / "checkpoints" / "step-000002").is_dir()
-
-
-# ── the fourth situation ──
-
-
-@pytest.mark.slow
-def test_a_device_map_fails_where_duoka_trains(
-    tmp_path: Path, chats: Path, models: Any, run: Any
-) -> None:
-    """Logits on one GPU, labels on another: a loss written by hand meets both."""
-    with virtual.gpus([None, None]):
-        model = AutoModelForCausalLM.from_pretrained(models("llama"))
-        device_map = {
-            **{f"model.{name}": "vgpu:0" for name in ("embed_tokens", "rotary_emb")},
-            **{f"model.layers.{number}": f"vgpu:{number // 2}" for number in range(4)},
-            "model.norm": "vgpu:1",
-            "lm_head": "vgpu:1",
-        }
-        duoka.dispatch(model, device_map, outputs="stay")
-        ids = torch.tensor([[1, 2, 3]], device="vgpu:0")
-        logits = model(ids).logits
-        with pytest.raises(RuntimeError, match="same device"):
-            torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
-    result = run("run", "virtual:2x64MiB")
-    assert tuning.losses(result.directory)[-1] < tuning.losses(result.directory)[0]
-    assert result.report is not None
-    for device in result.report.devices:
-        assert device.allocated_bytes <= device.forecast_allocated_bytes * 1.001
-        assert 0 < device.busy_share <= 1

@@ -63,19 +63,17 @@ def test_all_end_well(directory: Path) -> None:
     assert all((directory / f"began{rank}").exists() for rank in range(3))
 
 
-def test_one_that_fails_ends_the_others(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["fail", "killed"])
+def test_the_end_of_one_ends_the_others(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
     monkeypatch.setattr("duoka.workers.group._GRACE_SECONDS", 0.5)
-    with start(directory, "fail") as workers:
-        assert workers.wait() == {1: 7}
+    with start(directory, how) as workers:
+        if how == "killed":
+            wait_for(directory / "began1")
+            os.kill(workers._processes[1].pid, signal.SIGKILL)
+        assert workers.wait() == {1: 7 if how == "fail" else -signal.SIGKILL}
         assert not any(is_running(process.pid) for process in workers._processes)
-
-
-def test_one_that_is_killed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("duoka.workers.group._GRACE_SECONDS", 0.5)
-    with start(directory, "sleep") as workers:
-        wait_for(directory / "began0")
-        os.kill(workers._processes[0].pid, signal.SIGKILL)
-        assert workers.wait() == {0: -signal.SIGKILL}
 
 
 def test_they_are_asked_to_stop(directory: Path) -> None:

@@ -163,7 +163,7 @@ def tune(model: ModelOptions, options: TuneOptions) -> None:
     if options.save is None and not options.dry_run:
         raise UsageError("nothing says where to keep the run", hint="--save DIR")
     say_import("torch")
-    from duoka.tuner.worker import LostError
+    from duoka.tuner.trainer import LostError
     from duoka.workers.worker import LOST
 
     try:

@@ -10,6 +10,7 @@
 - `dropout`: the same dropout on any number of GPUs
 - `learning_rate`: the learning rate by step
 - `checkpoints`, `optimizer_states`: a run saved, and resumed on other GPUs
-- `show`, `tensorboard`, `report`, `plot`: what a person sees of it, on the way and in the end
+- `reporter`, `report`, `plot`: what a person sees of it, on the way and in the end
+- `write_errors`: errors of a full disk, with the name of what is written
 - `result`: adapters and merged checkpoints, as others load them
 """

@@ -16,8 +16,8 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -35,14 +35,15 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
-from duoka.base.files import open_regular, whole_directory, why, write_whole
-from duoka.base.serialization import from_dict, to_dict
+from duoka.base.files import open_regular, whole_directory, write_whole
 from duoka.checkpoint.headers import TensorInfo, is_plain_name, read_header, read_json, reading
-from duoka.errors import CheckpointError, FormatError, MachineError
+from duoka.errors import CheckpointError, MachineError
 
 from .optimizer_states import drop_states, make_states, optimizer_tensors, set_numbers
+from .write_errors import first_failure, name_write_errors
 
 T = TypeVar("T")
+_ROOM = "older ones are whole; make room, get the permission, or name another directory"
 _MANIFEST = "checkpoint.json"
 _VERSION = 1
 _NAME = re.compile(r"step-(\d{6,12})")
@@ -64,40 +65,32 @@ class Resumed:
     refused: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Manifest:
-    """Description of a checkpoint besides the run's state; SHA-256 by tensor file."""
-
-    version: int
-    step: int
-    identity: Mapping[str, str]
-    files: Mapping[str, str]
-
-
+# Processes never decide alone. What one of them does with files runs in `_agree`: each process
+# calls its action, the results are exchanged, and an error in one is raised in all, so that nobody
+# waits for a process that has left. Saving goes through three steps:
+#
+#   1. write tensors and optimizer states to a hidden directory; a replicated tensor is written once
+#   2. hash each file in the process that wrote it
+#   3. the first process writes the manifest, flushes all to the disk and renames the directory
+#
+# A kill before the rename leaves a hidden directory, removed at the next save, and a kill after it
+# a whole checkpoint. Older ones are removed only then.
 class TrainingCheckpoints:
     """The training checkpoints of one run, in a directory on a disk that all processes share.
 
-    Every process of the run (of `group`, on the CPU) makes one and calls its methods at the same
-    time; without `torch.distributed` there is one process. What fails in one of them is raised in
-    all. `identity` has what must be the same when the run is resumed, by what it is called: the
-    fingerprint of the model, that of the data, the method. So many of the newest are kept.
+    Every process of the run makes one and calls its methods at the same time; without
+    `torch.distributed` there is one process. What fails in one of them is raised in all. `identity`
+    has what must be the same when the run is resumed, by what it is called: the fingerprint of the
+    model, that of the data, the method. So many of the newest are kept.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        identity: Mapping[str, str],
-        *,
-        keep: int = 2,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, directory: Path, identity: Mapping[str, str], *, keep: int = 2) -> None:
         self._directory = directory.resolve()
         self._identity = dict(identity)
         self._keep = keep
-        self._group = group
-        self._several = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank(group) if self._several else 0
-        self._size = dist.get_world_size(group) if self._several else 1
+        self._several = dist.is_initialized()
+        self._rank = dist.get_rank() if self._several else 0
+        self._size = dist.get_world_size() if self._several else 1
         self._newest: int | None = None
 
     @property
@@ -131,14 +124,16 @@ class TrainingCheckpoints:
         path = self.path(step)
         if step == self._newest:
             return path
-        with _refusal_told(path), ExitStack() as directory:
+        with name_write_errors(f"the training checkpoint {path}", _ROOM), ExitStack() as directory:
             partial = self._agree(lambda: self._begin(path, directory))[0]
             assert partial is not None
             self._write(partial, {**parameters, **optimizer_tensors(parameters, optimizer)})
-            files = self._join(lambda: self._digests(partial))
-            manifest = _Manifest(version=_VERSION, step=step, identity=self._identity, files=files)
-            text = json.dumps({**to_dict(manifest), "state": state}, allow_nan=False, indent=1)
-            self._agree(lambda: self._finish(manifest, text, partial, directory))
+            # The hash of each tensor file that this process wrote, and those of the others.
+            paths = partial.glob(f"shard-{self._rank + 1:05}-*")
+            files = self._join(lambda: {path.name: _digest_of(path) for path in paths})
+            manifest = {"version": _VERSION, "step": step, "identity": self._identity}
+            manifest |= {"files": files, "state": state}
+            self._agree(lambda: self._finish(manifest, partial, directory))
         self._newest = step
         return path
 
@@ -160,39 +155,26 @@ class TrainingCheckpoints:
         # Copies ahead need streams, which virtual GPUs don't have.
         writer.per_thread_copy_ahead = 0
         with warnings.catch_warnings(action="ignore"):  # that there is one process only
-            save(
-                dict(tensors),
-                storage_writer=writer,
-                process_group=self._group,
-                no_dist=not self._several,
-            )
+            save(dict(tensors), storage_writer=writer, no_dist=not self._several)
 
-    def _digests(self, partial: Path) -> dict[str, str]:
-        """Return the hash of each tensor file that this process wrote."""
-        paths = partial.glob(f"shard-{self._rank + 1:05}-*")
-        return {path.name: _digest_of(path) for path in paths}
-
-    def _finish(self, manifest: _Manifest, text: str, partial: Path, directory: ExitStack) -> None:
+    def _finish(self, manifest: Mapping[str, Any], partial: Path, directory: ExitStack) -> None:
         """Write the manifest and rename the directory in the first process."""
         if self._rank != 0:
             return
-        absent = [name for name in manifest.files if not (partial / name).is_file()]
+        absent = [name for name in manifest["files"] if not (partial / name).is_file()]
         if absent:
             raise MachineError(
                 f"{self._directory} isn't the same directory for all processes of the run: "
                 f"{absent[0]} is not in it",
                 hint="name one on a disk that all machines share",
             )
-        write_whole(partial / _MANIFEST, text)
+        write_whole(partial / _MANIFEST, json.dumps(manifest, allow_nan=False, indent=1))
+        step = manifest["step"]
         # One that was refused at the start may be there.
-        shutil.rmtree(self.path(manifest.step), ignore_errors=True)
+        shutil.rmtree(self.path(step), ignore_errors=True)
         directory.close()
-        self._remove_others(manifest.step)
-
-    def _remove_others(self, step: int) -> None:
-        steps = self.steps
-        current = [saved_step for saved_step in steps if saved_step <= step][-self._keep :]
-        for saved_step in set(steps) - set(current):
+        current = [saved_step for saved_step in self.steps if saved_step <= step][-self._keep :]
+        for saved_step in {*self.steps} - {*current}:
             shutil.rmtree(self.path(saved_step), ignore_errors=True)
 
     # ── resuming ──
@@ -209,11 +191,11 @@ class TrainingCheckpoints:
         refused: list[str] = []
         for step in reversed(self._agree(lambda: self.steps)[0]):
             try:
-                state, stored = self._accepted(step, parameters)
+                state, names = self._accepted(step, parameters)
             except CheckpointError as error:
                 refused.append(str(error))
                 continue
-            self._read(step, stored, parameters, optimizer)
+            self._read(step, names, parameters, optimizer)
             self._newest = step
             return Resumed(path=self.path(step), step=step, state=state, refused=tuple(refused))
         if refused:
@@ -226,78 +208,54 @@ class TrainingCheckpoints:
         return None
 
     def _accepted(
-        self, step: int, parameters: Mapping[str, nn.Parameter]
-    ) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-        """Return state and tensors of a checkpoint that is complete and of this run."""
+        self, step: int, parameters: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return state and tensors' names of a checkpoint that is complete and of this run."""
         path = self.path(step)
-        manifest, state = self._agree(lambda: _read_manifest(path))[0]
-        if manifest.step != step:
-            raise CheckpointError(f"{path} says that it is of step {manifest.step}")
-        names = manifest.identity.keys() | self._identity.keys()
-        differing = [n for n in sorted(names) if manifest.identity.get(n) != self._identity.get(n)]
-        if differing:
-            differences = (
-                f"its {name} is {manifest.identity.get(name)}, not {self._identity.get(name)}"
-                for name in differing
-            )
+        manifest = self._agree(lambda: _read_manifest(path))[0]
+        if manifest["step"] != step:
+            raise CheckpointError(f"{path} says that it is of step {manifest['step']}")
+        identity = manifest["identity"]
+        differences = [
+            f"its {name} is {identity.get(name)}, not {self._identity.get(name)}"
+            for name in sorted(identity.keys() | self._identity.keys())
+            if identity.get(name) != self._identity.get(name)
+        ]
+        if differences:
             raise CheckpointError(f"{path} is of another run: {', '.join(differences)}")
-        stored = self._join(lambda: self._verified(path, manifest))
-        self._refuse_others(path, parameters, {n: t for n, t in stored.items() if "/" not in n})
-        return state, stored
+        stored = self._join(lambda: self._verified(path, manifest["files"]))
+        forms = self._join(lambda: {name: _form(value) for name, value in parameters.items()})
+        _refuse_others(path, {n: _form(t) for n, t in stored.items() if "/" not in n}, forms)
+        return manifest["state"], list(stored)
 
-    def _verified(self, path: Path, manifest: _Manifest) -> dict[str, TensorInfo]:
-        """Return the tensors of this process after verifying lengths and hashes."""
+    def _verified(self, path: Path, digests: Mapping[str, str]) -> dict[str, TensorInfo]:
+        """Return the tensors of this process's share of the files after verifying hashes."""
         stored: dict[str, TensorInfo] = {}
-        for name in sorted(manifest.files)[self._rank :: self._size]:
+        for name in sorted(digests)[self._rank :: self._size]:
             file = path / name
             with reading(file):
-                if _digest_of(file) != manifest.files[name]:
+                if _digest_of(file) != digests[name]:
                     raise CheckpointError(f"{file} has changed since it was written")
             stored |= read_header(file)
         return stored
 
-    def _refuse_others(
-        self, path: Path, tensors: Mapping[str, Tensor], stored: Mapping[str, TensorInfo]
-    ) -> None:
-        """Refuse a checkpoint whose tensors differ from those of all processes together."""
-        forms = self._join(lambda: {name: _form(value) for name, value in tensors.items()})
-        problems = [
-            f"{name} is {_form(stored[name])}, not {form}"
-            for name, form in forms.items()
-            if name in stored and _form(stored[name]) != form
-        ]
-        problems += [f"{name} is not in it" for name in forms if name not in stored]
-        problems += [f"{name} has no place in the run" for name in stored if name not in forms]
-        if problems:
-            raise CheckpointError(
-                f"{path} holds other tensors than the run: {'; '.join(problems[:4])}"
-                + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
-            )
-
     def _read(
         self,
         step: int,
-        stored: Mapping[str, TensorInfo],
+        names: Iterable[str],
         parameters: Mapping[str, nn.Parameter],
         optimizer: Optimizer | None,
     ) -> None:
-        path = self.path(step)
         make_states(optimizer)
-        drop_states(parameters, optimizer, stored)
+        drop_states(parameters, optimizer, names)
         tensors = {**parameters, **optimizer_tensors(parameters, optimizer)}
-        self._refuse_others(path, tensors, stored)
-        reader = HuggingFaceStorageReader(str(path))
+        reader = HuggingFaceStorageReader(str(self.path(step)))
         try:
             with warnings.catch_warnings(action="ignore"):
-                load(
-                    tensors,
-                    storage_reader=reader,
-                    process_group=self._group,
-                    no_dist=not self._several,
-                )
+                load(tensors, storage_reader=reader, no_dist=not self._several)
         except CheckpointException as error:
-            reason = _first_failure(error)
-            raise CheckpointError(f"{path} can't be read: {reason}") from error
+            reason = first_failure(error)
+            raise CheckpointError(f"{self.path(step)} can't be read: {reason}") from error
         set_numbers(parameters, optimizer, tensors)
 
     # ── what processes do together ──
@@ -311,7 +269,7 @@ class TrainingCheckpoints:
             outcome = error
         outcomes: list[Any] = [outcome] * self._size
         if self._several:
-            dist.all_gather_object(outcomes, outcome, group=self._group)
+            dist.all_gather_object(outcomes, outcome)
         for value in outcomes:
             if isinstance(value, Exception):
                 raise value
@@ -345,19 +303,31 @@ class SavedParameters(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def _read_manifest(path: Path) -> tuple[_Manifest, dict[str, Any]]:
-    """Read the manifest of a checkpoint and the state of its run."""
-    file = path / _MANIFEST
-    content = read_json(file)
-    state = content.pop("state", None)
-    try:
-        manifest = from_dict(_Manifest, content)
-    except FormatError as error:
-        raise CheckpointError(f"{file} can't be read: {error}") from error
-    plain = all(is_plain_name(name) for name in manifest.files)
-    if manifest.version != _VERSION or not plain or not isinstance(state, dict):
-        raise CheckpointError(f"{file} is of another version of duoka, or damaged")
-    return manifest, state
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Read the manifest of a checkpoint, with the state of its run."""
+    content = read_json(path / _MANIFEST)
+    kinds = {"step": int, "identity": dict, "files": dict, "state": dict}
+    has_form = all(isinstance(content.get(name), kind) for name, kind in kinds.items())
+    is_current = content.get("version") == _VERSION and has_form
+    if is_current and all(map(is_plain_name, content["files"])):
+        return content
+    raise CheckpointError(f"{path / _MANIFEST} is of another version of duoka, or damaged")
+
+
+def _refuse_others(path: Path, stored: Mapping[str, str], forms: Mapping[str, str]) -> None:
+    """Refuse a checkpoint whose parameters differ from those of all processes together."""
+    problems = [
+        f"{name} is {stored[name]}, not {form}"
+        for name, form in forms.items()
+        if stored.get(name, form) != form
+    ]
+    problems += [f"{name} is not in it" for name in forms if name not in stored]
+    problems += [f"{name} has no place in the run" for name in stored if name not in forms]
+    if problems:
+        raise CheckpointError(
+            f"{path} holds other tensors than the run: {'; '.join(problems[:4])}"
+            + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
+        )
 
 
 def _digest_of(file: Path) -> str:
@@ -367,23 +337,3 @@ def _digest_of(file: Path) -> str:
 
 def _form(tensor: Tensor | TensorInfo) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape or ())}"
-
-
-def _first_failure(error: CheckpointException) -> BaseException:
-    """Return the first failure among several processes."""
-    return next(iter(error.failures.values()))[0]
-
-
-@contextmanager
-def _refusal_told(path: Path) -> Iterator[None]:
-    """Convert an error while writing to one that names the checkpoint."""
-    try:
-        yield
-    except (OSError, CheckpointException) as error:
-        reason = _first_failure(error) if isinstance(error, CheckpointException) else error
-        if not isinstance(reason, OSError):
-            raise reason from error
-        raise MachineError(
-            f"the training checkpoint {path} can't be written: {why(reason)}",
-            hint="older ones are whole; make room, get the permission, or name another directory",
-        ) from error

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -61,6 +63,14 @@ class Layout:
         )
 
 
+# Two replicas of a model with layers 0 and 1, the first on one GPU, the second on two:
+#
+#   rank 0: layers 0 and 1      rank 1: layer 0      rank 2: layer 1
+#
+# Gradients of layer 0 are summed over ranks {0, 1}, those of layer 1 over {0, 2}: a process group
+# for each set of owners. They pass through the host's memory in buckets; behind the gradients of a
+# bucket are as many numbers, 1 for each gradient that is there. A sum of 0 says that no replica has
+# one: the parameter stays without, and the optimizer passes over it as on one GPU.
 class GradientSum:
     """All-reduces each parameter's gradients over the replicas.
 
@@ -90,14 +100,11 @@ class GradientSum:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    bucket: list[nn.Parameter] = []
-    for parameter in parameters:
-        bucket.append(parameter)
-        if sum(member.nbytes for member in bucket) >= _BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
+    """Cut parameters into groups of about `_BUCKET_BYTES`."""
+    ends = accumulate(parameter.nbytes for parameter in parameters)
+    numbered = zip((end // _BUCKET_BYTES for end in ends), parameters, strict=True)
+    for _, bucket in groupby(numbered, key=itemgetter(0)):
+        yield [parameter for _, parameter in bucket]
 
 
 def _sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> None:
@@ -110,7 +117,6 @@ def _sum(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) ->
             numbers[at] = 1
     dist.all_reduce(host, group=group)
     for number, part, parameter in zip(numbers.tolist(), parts, parameters, strict=True):
-        # As on one GPU, the optimizer passes over what no micro-batch has a gradient of.
         if number:
             total: Tensor = part.view(parameter.shape).to(parameter.dtype)
             if parameter.grad is None:

@@ -1,7 +1,7 @@
 """Optimizer states as named tensors, for any optimizer, to save and restore.
 
-A state is named by its parameter, a slash, and its key in the optimizer. Tensors that consist of
-others, such as 8-bit states, are saved as their parts, and numbers as tensors with one element.
+A state is named by its parameter, a slash, and its key in the optimizer. Numbers are saved as
+tensors with one element.
 """
 
 from __future__ import annotations
@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from duoka.virtual.tensor import VirtualTensor
 
 _TABLES = ("qmap1", "qmap2")
 """What 8-bit numbers of bitsandbytes stand for: made anew, and the same for all parameters."""
@@ -25,9 +22,9 @@ def optimizer_tensors(
 ) -> dict[str, Tensor]:
     """Return all states of the parameters by name; writing to the tensors changes the states."""
     return {
-        name: tensor
-        for state_name, states, key in _states(parameters, optimizer)
-        for name, tensor in _parts(state_name, states[key])
+        name: value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        for name, states, key in _states(parameters, optimizer)
+        for value in [states[key]]
     }
 
 
@@ -52,8 +49,7 @@ def make_states(optimizer: Optimizer | None) -> None:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        # Those that compile their step insist on a tensor.
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        group["lr"] = 0.0
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -84,15 +80,3 @@ def _states(
         for key, value in states.items():
             if value is not None and key not in _TABLES:
                 yield f"{name}/{key}", states, key
-
-
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors of a state by name."""
-    if not isinstance(value, Tensor):
-        assert isinstance(value, int | float), f"{name} is {type(value)}"
-        yield name, torch.tensor(value, dtype=torch.float64)
-    elif is_traceable_wrapper_subclass(value) and not isinstance(value, VirtualTensor):
-        for part in value.__tensor_flatten__()[0]:
-            yield from _parts(f"{name}.{part}", getattr(value, part))
-    else:
-        yield name, value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from duoka.base.units import unit_for
 from duoka.errors import UsageError
@@ -40,35 +40,25 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     inches = [_CURVE_INCHES, _CURVE_INCHES]
     inches += [_AXIS_INCHES + _ROW_INCHES * len(reports)] if reports else []
     figure, (loss, speed, *memory) = new_figure(inches)
-    _draw_loss(loss, metrics)
-    _draw_speed(speed, [entry for entry in metrics if "loss" in entry])
+    _draw_curve(loss, [(e["step"], e["loss"]) for e in metrics if "loss" in e], "training")
+    if measured := [(e["step"], e["eval_loss"]) for e in metrics if "eval_loss" in e]:
+        loss.plot(*zip(*measured, strict=True), "o-", color=ORANGE, label="evaluation")
+    loss.set(ylabel="loss (nats per token)")
+    loss.legend(frameon=False)
+    speeds = [(e["step"], e["tokens"] / e["seconds"]) for e in metrics if "loss" in e]
+    _draw_curve(speed, speeds, "")
+    speed.set(xlabel="step", ylabel="speed (tokens/s)")
+    speed.set_ylim(bottom=0)
     for axes in memory:
         _draw_memory(axes, reports)
     return save_picture(figure, directory.path / "plot.png" if file is None else file)
 
 
-def _draw_loss(axes: Axes, metrics: Sequence[dict[str, Any]]) -> None:
-    steps = [entry["step"] for entry in metrics if "loss" in entry]
-    _draw_curve(axes, steps, [entry["loss"] for entry in metrics if "loss" in entry], "training")
-    measured = [entry for entry in metrics if "eval_loss" in entry]
-    if measured:
-        losses = [entry["eval_loss"] for entry in measured]
-        axes.plot([e["step"] for e in measured], losses, "o-", color=ORANGE, label="evaluation")
-    axes.set(ylabel="loss (nats per token)")
-    axes.legend(frameon=False)
-
-
-def _draw_speed(axes: Axes, steps: Sequence[dict[str, Any]]) -> None:
-    speeds = [entry["tokens"] / entry["seconds"] for entry in steps]
-    _draw_curve(axes, [entry["step"] for entry in steps], speeds, "")
-    axes.set(xlabel="step", ylabel="speed (tokens/s)")
-    axes.set_ylim(bottom=0)
-
-
-def _draw_curve(axes: Axes, steps: Sequence[int], values: Sequence[float], label: str) -> None:
+def _draw_curve(axes: Axes, points: Sequence[tuple[int, float]], label: str) -> None:
     """Draw each step, and in long runs the moving mean."""
     from matplotlib.ticker import MaxNLocator
 
+    steps, values = zip(*points, strict=True)
     window = len(steps) // _SMOOTHING_POINTS
     if window < 2:
         axes.plot(steps, values, ".-", color=BLUE, label=label)

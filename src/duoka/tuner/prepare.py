@@ -104,63 +104,47 @@ def prepare(
     workload = _refuse_other(plan, checkpoint, settings) if plan else settings.workload(checkpoint)
     if native_adapter is not None:
         _refuse_unfit(native_adapter, checkpoint, workload)
-    checkpoint.fetch_tokenizer()
-    tokenizer = tokenizer_of(checkpoint, ChatGLMTokenizer)
-    chat = chat_format(tokenizer, checkpoint.config, checkpoint.generation_config)
-
     datasets = [
-        read_dataset(
-            paths,
-            chat,
-            # A packed row ends in padding: see `data.batches`.
-            seq_length=workload.prompt_tokens - settings.packing,
-            train_on=settings.train_on,
-            skip_bad=settings.skip_bad,
-        )
+        _read(checkpoint, paths, settings, workload)
         for paths in (data, settings.eval_data)
         if paths
     ]
-    if plan is None:
-        settings, datasets = _as_long_as_needed(settings, datasets)
+    if plan is None and settings.seq_length is None and not settings.packing:
+        # As long as the longest sample needs.
+        num_tokens = max(int(dataset.lengths.max()) for dataset in datasets)
+        length = min(-(-num_tokens // _MULTIPLE) * _MULTIPLE, datasets[0].seq_length)
+        settings = replace(settings, seq_length=length)
+        datasets = [replace(dataset, seq_length=length) for dataset in datasets]
     if settings.packing:
         refuse_packing(build_model(checkpoint, Workload(dtype="float32")).config)
+    longest = int(datasets[0].lengths.argmax())
+    tokens = f"{datasets[0].lengths[longest]:,} tokens ({datasets[0].place(longest)})"
+    because = f"; the longest sample has {tokens}"
     return TuneRun(
         checkpoint=checkpoint,
         settings=settings,
         samples=datasets[0],
         eval_samples=datasets[1] if len(datasets) > 1 else None,
-        plans=(plan,) if plan else _plans(checkpoint, fleet, settings, replicas, datasets[0]),
+        plans=(plan,)
+        if plan
+        else plans_for(checkpoint, fleet, settings, replicas, because=because),
         adapter=native_adapter,
     )
 
 
-def _as_long_as_needed(
-    settings: TuneSettings, datasets: list[Dataset]
-) -> tuple[TuneSettings, list[Dataset]]:
-    """Set the sequence length to the longest sample if none is given."""
-    if settings.seq_length is not None or settings.packing:
-        return settings, datasets
-    longest = max(int(dataset.lengths.max()) for dataset in datasets)
-    length = min(-(-longest // _MULTIPLE) * _MULTIPLE, datasets[0].seq_length)
-    shorter = [replace(dataset, seq_length=length) for dataset in datasets]
-    return replace(settings, seq_length=length), shorter
-
-
-def _plans(
-    checkpoint: Checkpoint,
-    fleet: Fleet | str,
-    settings: TuneSettings,
-    replicas: NumReplicas,
-    samples: Dataset,
-) -> tuple[Plan, ...]:
-    """Plan a run; if it does not fit the error names the longest sample."""
-    try:
-        return plans_for(checkpoint, fleet, settings, replicas)
-    except InfeasibleError as error:
-        longest = int(samples.lengths.argmax())
-        tokens = f"{samples.lengths[longest]:,} tokens ({samples.place(longest)})"
-        because = f"; the longest sample has {tokens}"
-        raise error.with_ways_out(error.ways_out, because) from None
+def _read(
+    checkpoint: Checkpoint, paths: Sequence[str], settings: TuneSettings, workload: Workload
+) -> Dataset:
+    checkpoint.fetch_tokenizer()
+    tokenizer = tokenizer_of(checkpoint, ChatGLMTokenizer)
+    return read_dataset(
+        paths,
+        chat_format(tokenizer, checkpoint.config, checkpoint.generation_config),
+        # A packed row ends in padding: see `data.batches`.
+        seq_length=workload.prompt_tokens - settings.packing,
+        train_on=settings.train_on,
+        skip_bad=settings.skip_bad,
+    )
 
 
 def _refuse_unfit(adapter: LoraAdapter, checkpoint: Checkpoint, workload: Workload) -> None:
@@ -205,18 +189,21 @@ def plans_for(
     replicas: NumReplicas,
     *,
     suggest: bool = True,
+    because: str = "",
 ) -> tuple[Plan, ...]:
     """Plan each replica with all GPUs in use, equally on each machine.
 
     Raises
     ------
     InfeasibleError
-        If it does not fit, with suggestions if requested.
+        If it does not fit, with suggestions if requested; `because` ends its text.
     """
     machines = num_machines()
     fleet = _on_each(fleet, machines)
     micro_batches = max(1, settings.batch // settings.micro_batch // machines)
-    # As many as fit, where nobody says how many: with more of them each has less to do.
+    # As many as fit, where nobody says how many: with more of them each has less to do. Of four
+    # GPUs and 8 micro-batches four replicas are tried, then three, two and one; replicas on several
+    # machines are copies of the plans for one of them.
     max_replicas = min(len(fleet.devices), micro_batches)
     numbers = range(max_replicas, 0, -1) if replicas == "auto" else (replicas,)
     for number in numbers:
@@ -231,7 +218,8 @@ def plans_for(
     try:
         copies = _plan_copies(checkpoint, fleet, settings, numbers[-1], machines, suggest=suggest)
     except InfeasibleError as error:
-        raise with_suggestions(error, settings, attempt) from None
+        error = with_suggestions(error, settings, attempt)
+        raise error.with_ways_out(error.ways_out, because) from None
     return copies * machines
 
 

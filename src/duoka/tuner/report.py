@@ -6,7 +6,7 @@ The forecast counts sequences of the full length; shorter samples take less.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -22,6 +22,12 @@ from .layout import Layout
 
 # A few steps at the start find the scale of losses in float16; a larger share gets advice.
 _MANY_SKIPPED = 0.1
+_SIZES = (
+    "allocated_bytes",
+    "forecast_allocated_bytes",
+    "reserved_bytes",
+    "forecast_reserved_bytes",
+)
 _CAPTION = (
     "in {unit}; busy is what a GPU didn't wait for other stages, possible the most that the "
     "schedule allows; forecasts are for sequences of full length"
@@ -62,10 +68,6 @@ class RunReport:
     devices: tuple[DeviceReport, ...]
     advice: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to JSON's types."""
-        return asdict(self)
-
 
 def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
     """Summarize a run; `metrics` has a line for each step."""
@@ -91,7 +93,7 @@ def make_report(layout: Layout, metrics: Sequence[dict[str, Any]]) -> RunReport:
         forecast_step_seconds=None if forecast is None else forecast.total_seconds,
         tokens_per_second=median(entry["tokens"] / entry["seconds"] for entry in steady),
         devices=reports,
-        advice=tuple(_advice(skipped / len(steps))),
+        advice=_advice(skipped / len(steps)),
     )
 
 
@@ -115,17 +117,12 @@ def _device(layout: Layout, number: int, steps: Sequence[dict[str, Any]]) -> Dev
     )
 
 
-def _advice(skipped_share: float) -> Iterator[str]:
-    if skipped_share > _MANY_SKIPPED:
-        skipped = (
-            "nothing was learnt: all steps"
-            if skipped_share == 1
-            else f"{skipped_share:.0%} of all steps"
-        )
-        yield (
-            f"{skipped} were skipped, as gradients overflowed float16: --dtype bfloat16 has no "
-            "such limit"
-        )
+def _advice(skipped_share: float) -> tuple[str, ...]:
+    if skipped_share <= _MANY_SKIPPED:
+        return ()
+    share = "nothing was learnt: all" if skipped_share == 1 else f"{skipped_share:.0%} of all"
+    overflow = "as gradients overflowed float16: --dtype bfloat16 has no such limit"
+    return (f"{share} steps were skipped, {overflow}",)
 
 
 def render_report(report: RunReport) -> RenderableType:
@@ -152,16 +149,8 @@ def _summary(report: RunReport) -> Iterator[str]:
 
 def _table(devices: Sequence[DeviceReport]) -> Iterator[RenderableType]:
     """Yield the table of the GPUs, with a common unit for all sizes."""
-    sizes = [
-        (
-            device.allocated_bytes,
-            device.forecast_allocated_bytes,
-            device.reserved_bytes,
-            device.forecast_reserved_bytes,
-        )
-        for device in devices
-    ]
-    unit, unit_bytes = unit_for(max(max(row) for row in sizes))
+    sizes = [[getattr(device, name) for name in _SIZES] for device in devices]
+    unit, unit_bytes = unit_for(max(map(max, sizes)))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     for name in ("GPU", "busy", "possible", "allocated", "forecast", "reserved", "forecast"):
         table.add_column(name, justify="left" if name == "GPU" else "right", no_wrap=True)

@@ -9,40 +9,38 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GlmConfig
 
-from duoka.base.files import set_new_mode, whole_directory, why, write_whole
+from duoka.base.files import set_new_mode, whole_directory, write_whole
 from duoka.base.progress import say
-from duoka.base.text import choose
 from duoka.checkpoint.architecture import CHATGLM
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.quantized import method_of
-from duoka.errors import LoadError, MachineError, UsageError
+from duoka.errors import LoadError, UsageError
 from duoka.forecast.workload import Workload
 from duoka.models.boxes import TensorCopy
 from duoka.models.build import resolve
 from duoka.models.conversion import Recipe, plan_tensors
 from duoka.models.from_checkpoint import build_model, tokenizer_of
-from duoka.models.lora import LoraAdapter, LowRank, published_form, put_adapter
+from duoka.models.lora import LoraAdapter, published_form, put_adapter
 from duoka.models.text.prompts import ChatGLM3Format, GLM4Format, chat_format
 from duoka.runtime.load.sources import Reader, Source, list_sources
 
 from .settings import KeyNames
+from .write_errors import name_write_errors
 
+_ROOM = "make room or get the permission, or name another directory"
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
@@ -57,23 +55,6 @@ _AROUND_ROLES: dict[type, tuple[str, str]] = {
 }
 
 
-def claim_directory(directory: Path) -> Path:
-    """Check that a result can be written into a directory, and return its path.
-
-    UsageError is raised for a directory with content, MachineError if nothing can be written.
-    """
-    directory = directory.resolve()
-    with _translate_errors(directory):
-        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-            raise UsageError(
-                f"{directory} is not an empty directory, and nothing in it will be overwritten",
-                hint="name a new directory",
-            )
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        TemporaryDirectory(prefix=".duoka.", dir=directory.parent).cleanup()
-    return directory
-
-
 def write_adapter(
     directory: Path, adapter: LoraAdapter, base: Checkpoint, *, names: KeyNames = "native"
 ) -> None:
@@ -83,7 +64,6 @@ def write_adapter(
     published code, used by vLLM too; the two differ for this family only. After a MachineError
     nothing is left.
     """
-    choose("names", names, get_args(KeyNames))
     ends_suffice = _is_on_all(adapter, base)
     if names == "original":
         adapter = published_form(adapter, base.config)
@@ -92,7 +72,7 @@ def write_adapter(
         for name, layer in adapter.layers.items()
         for key, value in layer.tensors.items()
     }
-    with _translate_errors(directory), whole_directory(claim_directory(directory)) as place:
+    with name_write_errors(directory, _ROOM), whole_directory(directory) as place:
         _peft_config(adapter, base, ends_suffice=ends_suffice).save_pretrained(place)
         _save(tensors, place / "adapter_model.safetensors")
 
@@ -111,14 +91,10 @@ def _peft_config(adapter: LoraAdapter, base: Checkpoint, *, ends_suffice: bool) 
     from peft import LoraConfig
 
     rank, scaling = adapter.common
-    rare: dict[str, LowRank] = {}
-    modules: set[str] = set()
-    parts: set[str] = set()
-    for name, layer in adapter.layers.items():
-        target = adapter.target(name)
-        (modules if layer.parameter is None else parts).add(target)
-        if (layer.rank, layer.scaling) != (rank, scaling):
-            rare[target] = layer
+    targets = {adapter.target(name): layer for name, layer in adapter.layers.items()}
+    rare = {n: x for n, x in targets.items() if (x.rank, x.scaling) != (rank, scaling)}
+    modules = {name for name, layer in targets.items() if layer.parameter is None}
+    parts = targets.keys() - modules
     if ends_suffice:
         modules = {name.rpartition(".")[2] for name in modules}
     return LoraConfig(
@@ -169,7 +145,6 @@ def write_merged(
     UsageError is raised for an unsuitable checkpoint, LoadError for parameters of another model,
     MachineError if the directory can't be written; nothing is left then.
     """
-    choose("names", names, get_args(KeyNames))
     if method_of(base.config) is not None:
         raise UsageError(
             f"{base.name} was published quantized, and nothing can be merged into such weights",
@@ -182,8 +157,8 @@ def write_merged(
     changes = _Changes(model, adapter, parameters or {})
     changes.refuse_unplaced(recipe)
     with (
-        _translate_errors(directory),
-        whole_directory(claim_directory(directory)) as place,
+        name_write_errors(directory, _ROOM),
+        whole_directory(directory) as place,
         Reader() as reader,
         torch.no_grad(),
     ):
@@ -254,14 +229,13 @@ def _refuse_tied(model: nn.Module, adapter: LoraAdapter) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    for tied in (group for group in names.values() if len(group) > 1):
-        for name in tied:
-            if name.removesuffix(".weight") in adapter.layers:
-                raise UsageError(
-                    f"the adapter on {name} can't be merged: {' and '.join(tied)} are one tensor, "
-                    "and it is added to one of them",
-                    hint="keep the adapter beside its model, or train without that module",
-                )
+    for name, tied in ((name, group) for group in names.values() for name in group):
+        if len(tied) > 1 and name.removesuffix(".weight") in adapter.layers:
+            raise UsageError(
+                f"the adapter on {name} can't be merged: {' and '.join(tied)} are one tensor, "
+                "and it is added to one of them",
+                hint="keep the adapter beside its model, or train without that module",
+            )
 
 
 def _published_outputs(
@@ -365,16 +339,3 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors, readable for others too, unlike safetensors' own files."""
     save_file(dict(tensors), path, {"format": "pt"})
     set_new_mode(path)
-
-
-@contextmanager
-def _translate_errors(directory: Path) -> Iterator[None]:
-    """Translate errors of writing into MachineError with the directory."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = why(error) if isinstance(error, OSError) else str(error)
-        raise MachineError(
-            f"{directory} can't be written: {reason}",
-            hint="make room or get the permission, or name another directory",
-        ) from error

@@ -22,19 +22,21 @@ from typing import Any
 from duoka.base.files import read_text, why, write_whole
 from duoka.base.serialization import from_dict, parse_json_object, to_dict
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.errors import DuokaError, FormatError, MachineError, UsageError
+from duoka.errors import DuokaError, FormatError, UsageError
 from duoka.hardware.fleet import Fleet
 from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.runtime.load.adapter import read_adapter
 
 from .settings import TuneSettings
+from .write_errors import name_write_errors
 
 _FORMAT = "duoka.run"
 _VERSION = 1
 _MOST_BYTES = 2**28
 _MOST_OWNER_CHARACTERS = 100
 _ANEW = "start the run anew, in another directory"
+_ROOM = "make room, or get the permission; --resume then goes on"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,50 +61,24 @@ class TuneJob:
         return checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The failure of a process."""
-
-    message: str
-    hint: str | None
-    exit_code: int
-
-
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The files of a run."""
+    """The files of a run.
 
-    path: Path
+    `first_adapter` is the adapter at the start of the run, in native form, if any; `metrics` has a
+    JSON object for each step and evaluation.
+    """
 
-    @property
-    def samples(self) -> Path:
-        """The samples for training."""
-        return self.path / "samples.safetensors"
-
-    @property
-    def eval_samples(self) -> Path:
-        """The samples for evaluation."""
-        return self.path / "eval-samples.safetensors"
-
-    @property
-    def first_adapter(self) -> Path:
-        """The adapter at the start of the run, in native form, if any."""
-        return self.path / "first-adapter"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The directory of the training checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics, a JSON object for each step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The metrics for TensorBoard, if installed."""
-        return self.path / "tensorboard"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.samples = path / "samples.safetensors"
+        self.eval_samples = path / "eval-samples.safetensors"
+        self.first_adapter = path / "first-adapter"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self._run = path / "run.json"
+        self._failure = path / ".failure.json"
+        self._lock = path / ".lock"
 
     @property
     def is_written(self) -> bool:
@@ -117,18 +93,6 @@ class RunDirectory:
         return (
             "nothing was saved: --resume begins again, or the same command where no step was made"
         )
-
-    @property
-    def _run(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def _failure(self) -> Path:
-        return self.path / ".failure.json"
-
-    @property
-    def _lock(self) -> Path:
-        return self.path / ".lock"
 
     def refuse_used(self) -> None:
         """Raise UsageError where there is something already."""
@@ -174,7 +138,7 @@ class RunDirectory:
         FormatError
             If it is damaged, or of another version.
         """
-        if not self._run.is_file():
+        if not self.is_written:
             raise UsageError(
                 f"{self.path} is no directory of a run",
                 hint="name the one that `duoka tune --save` made",
@@ -184,35 +148,27 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             raise FormatError(f"{self._run} can't be read: {why(error)}", hint=_ANEW) from error
         content = parse_json_object(text, str(self._run))
-        plans = content.get("plans")
-        if content.get("format") != _FORMAT or content.get("version") != _VERSION:
-            raise FormatError(f"{self._run} is of another version of duoka, or damaged", hint=_ANEW)
-        if not isinstance(plans, list) or not plans:
-            raise FormatError(f"{self._run} has no plan", hint=_ANEW)
         try:
-            run = TuneJob(
-                settings=from_dict(TuneSettings, content.get("settings")),
-                plans=tuple(Plan.from_json(json.dumps(plan)) for plan in plans),
-                trust_remote_code=content.get("trust_remote_code") is True,
-            )
-        except FormatError as error:
+            if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
+                raise FormatError("it is of another version of duoka, or damaged")
+            plans = tuple(Plan.from_json(json.dumps(plan)) for plan in content.get("plans") or ())
+            if not plans or any(plan.workload.training is None for plan in plans):
+                raise FormatError("it has no plan, or one that isn't for training")
+            settings = from_dict(TuneSettings, content.get("settings"))
+        except (TypeError, FormatError) as error:
             raise FormatError(f"{self._run}: {error}", hint=_ANEW) from error
-        if any(plan.workload.training is None for plan in run.plans):
-            raise FormatError(f"{self._run} has a plan that isn't for training", hint=_ANEW)
-        return run
+        trusts = content.get("trust_remote_code") is True
+        return TuneJob(settings=settings, plans=plans, trust_remote_code=trusts)
 
     @contextmanager
     def new_result(self, name: str) -> Iterator[Path]:
         """Yield the path of a new result, which replaces an earlier one at the end."""
-        path, place, old = (self.path / f"{prefix}{name}" for prefix in ("", ".new-", ".old-"))
-        for leftover in (place, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        path, place = self.path / name, self.path / f".new-{name}"
+        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
         yield place
-        with _writing(path):
-            if path.exists():
-                path.rename(old)
+        with name_write_errors(path, _ROOM):
+            shutil.rmtree(path, ignore_errors=True)
             place.rename(path)
-        shutil.rmtree(old, ignore_errors=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -226,7 +182,7 @@ class RunDirectory:
         is_new = not self.path.is_dir()
         if is_new:
             self.refuse_used()
-        with _writing(self._lock):
+        with name_write_errors(self._lock, _ROOM):
             self.path.mkdir(parents=True, exist_ok=True)
             file = self._lock.open("a+", encoding="utf-8")
         with file:
@@ -260,7 +216,10 @@ class RunDirectory:
 
     def note(self, metrics: Mapping[str, Any]) -> None:
         """Add a line to the metrics."""
-        with _writing(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+        with (
+            name_write_errors(self.metrics, _ROOM),
+            self.metrics.open("a", encoding="utf-8") as file,
+        ):
             file.write(json.dumps(metrics) + "\n")
 
     def forget_after(self, step: int) -> None:
@@ -279,7 +238,7 @@ class RunDirectory:
 
     def fail(self, error: DuokaError) -> bool:
         """Note the failure of a process; return False if another process has failed before."""
-        content = to_dict(_Failure(str(error), error.hint, error.exit_code))
+        content = {"message": str(error), "hint": error.hint, "exit_code": error.exit_code}
         try:
             descriptor = os.open(self._failure, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except FileExistsError:
@@ -296,27 +255,14 @@ class RunDirectory:
 
     def failure(self) -> DuokaError | None:
         """Return the first noted failure, if any."""
-        with suppress(OSError, ValueError, FormatError):
-            text = read_text(self._failure, most_bytes=_MOST_BYTES)
-            content = from_dict(_Failure, parse_json_object(text, str(self._failure)))
-            error = DuokaError(content.message, hint=content.hint)
-            error.exit_code = content.exit_code
+        with suppress(OSError, ValueError, FormatError, KeyError):
+            content = parse_json_object(read_text(self._failure, most_bytes=_MOST_BYTES), "it")
+            error = DuokaError(content["message"], hint=content["hint"])
+            error.exit_code = content["exit_code"]
             return error
         return None
 
 
 def _write(path: Path, text: str) -> None:
-    with _writing(path):
+    with name_write_errors(path, _ROOM):
         write_whole(path, text)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of a write into an error with the file's name."""
-    try:
-        yield
-    except OSError as error:
-        raise MachineError(
-            f"{path} can't be written: {why(error)}",
-            hint="make room, or get the permission; --resume then goes on",
-        ) from error

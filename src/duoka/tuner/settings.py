@@ -24,7 +24,7 @@ from duoka.forecast.workload import (
 )
 from duoka.models.lora import LoraAdapter
 
-from .learning_rate import DECAYS, Decay
+from .learning_rate import Decay, rate_factor
 
 TuneMethod = Literal["lora", "qlora", "full"]
 TrainOn = Literal["all", "last"]
@@ -40,6 +40,7 @@ _LEAST = {
     **dict.fromkeys(("warmup", "save_every", "eval_every", "seed"), 0),
 }
 _OPTIONAL = ("seq_length", "steps", "warmup", "lora_alpha")
+_CHOICES = {"method": TuneMethod, "train_on": TrainOn, "lr_schedule": Decay, "names": KeyNames}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +132,21 @@ class TuneSettings:
     names: KeyNames = "original"
 
     def __post_init__(self) -> None:
-        self._make_plain()
+        plain: dict[str, Any] = {
+            "dtype": read_dtype(self.dtype),
+            "quantize": read_quantization(self.quantize),
+            "eval_data": _texts("eval_data", self.eval_data),
+            "lora_target": _texts("lora_target", self.lora_target),
+        }
+        for name, minimum in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                plain[name] = whole_number(name, value, minimum)
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)
+        for name, choices in _CHOICES.items():
+            choose(name, getattr(self, name), get_args(choices))
         self._refuse_rates()
-        choose("method", self.method, get_args(TuneMethod))
-        choose("train_on", self.train_on, get_args(TrainOn))
-        choose("lr_schedule", self.lr_schedule, DECAYS)
-        choose("names", self.names, get_args(KeyNames))
         if self.batch % self.micro_batch:
             raise UsageError(
                 f"a batch of {self.batch} can't be cut into micro-batches of {self.micro_batch}",
@@ -149,32 +159,10 @@ class TuneSettings:
             )
         self._training(self.lora_target)  # refuses invalid values
 
-    def _make_plain(self) -> None:
-        """Convert numbers and texts to Python's types, and refuse fractions and single texts."""
-        plain: dict[str, Any] = {
-            "dtype": read_dtype(self.dtype),
-            "quantize": read_quantization(self.quantize),
-        }
-        for name, minimum in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                plain[name] = whole_number(name, value, minimum)
-        for name in ("eval_data", "lora_target"):
-            value = getattr(self, name)
-            if isinstance(value, str | os.PathLike):
-                raise UsageError(
-                    f"{name} is {str(value)!r}; it must be several texts",
-                    hint=f"write ({str(value)!r},)",
-                )
-            plain[name] = tuple(os.fspath(text) for text in value)
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
-
     def _refuse_rates(self) -> None:
-        for name in ("lr", "weight_decay", "max_grad_norm"):
-            rate = getattr(self, name)
-            if rate is None and name == "lr":
-                continue
+        rates = {name: getattr(self, name) for name in ("lr", "weight_decay", "max_grad_norm")}
+        rates["lr"] = self.learning_rate
+        for name, rate in rates.items():
             is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
             if not is_number or not 0 <= rate < inf or (name == "lr" and not rate):
                 raise UsageError(
@@ -191,6 +179,11 @@ class TuneSettings:
     def learning_rate(self) -> float:
         """The highest learning rate."""
         return _RATES[self.method] if self.lr is None else self.lr
+
+    def rate_at(self, step: int, num_steps: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        warmup_steps = self.warmup_steps(num_steps)
+        return self.learning_rate * rate_factor(step, num_steps, warmup_steps, self.lr_schedule)
 
     def starting_from(self, adapter: LoraAdapter) -> TuneSettings:
         """Return the settings with the rank, scale and modules of an adapter."""
@@ -246,3 +239,12 @@ class TuneSettings:
             schedule=self.schedule,
             rows="packed" if self.packing else "unpadded",
         )
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    """Return several texts or paths as texts; refuse a single one."""
+    if isinstance(value, str | os.PathLike):
+        raise UsageError(
+            f"{name} is {str(value)!r}; it must be several texts", hint=f"write ({str(value)!r},)"
+        )
+    return tuple(os.fspath(text) for text in value)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,12 +16,11 @@ from duoka.runtime import devices
 from duoka.runtime.optimizers import make_optimizer, update
 from duoka.stages.channels import ProcessChannel
 from duoka.stages.execute import StagePipeline
-from duoka.stages.schedule import ScheduledPass, order_passes
+from duoka.stages.schedule import order_passes
 
 from .data import OptimizerStep, TrainingMicroBatch
 from .dropout import seed_dropout
 from .layout import GradientSum, Layout
-from .learning_rate import LearningRate
 from .part import Batch, ModelPart
 from .settings import TuneSettings
 
@@ -64,11 +62,17 @@ class StepReport:
     stops: bool
     processes: tuple[ProcessReport, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to a JSON-compatible dict."""
-        return asdict(self)
 
-
+# The loss of a step is the mean over all its trained tokens. A micro-batch's loss is the mean over
+# its own, so it is weighted by its share of the step's tokens before the backward pass: of 30 and
+# 10 trained tokens the losses count 3/4 and 1/4. Gradients then only have to be added, over
+# micro-batches by autograd and over replicas by `GradientSum`, and nothing depends on who computes
+# which of them.
+#
+# After the passes each process gathers the numbers of all others: [loss, squared norm of its
+# gradients, seconds waited, peak allocated, peak reserved, asked to stop]. From the same numbers
+# all processes take the same decision: to stop, to skip the step, by how much to clip. The norm is
+# that of replica 0, whose stages hold each parameter once.
 class Trainer:
     """Steps of a run in one process; all processes call the same methods at the same time."""
 
@@ -85,11 +89,7 @@ class Trainer:
             lr=settings.learning_rate,
             weight_decay=settings.weight_decay,
         )
-        self._rate = LearningRate(
-            decay=settings.lr_schedule,
-            num_steps=num_steps,
-            warmup_steps=settings.warmup_steps(num_steps),
-        )
+        self._num_steps = num_steps
         self._gradients = GradientSum(layout, part.all_trained)
         self.is_asked_to_stop = False
         self._is_in_half = part.plan.workload.dtype == "float16"
@@ -102,9 +102,12 @@ class Trainer:
         begin = time.perf_counter()
         replicas = len(self._layout.plans)
         micro_batches = step.of_replica(self._replica, replicas)
-        rate = self._settings.learning_rate * self._rate(number)
+        rate = self._settings.rate_at(number, self._num_steps)
         losses, waited = self._run(micro_batches, step.trained_tokens, number=number)
-        waited += self._wait()
+        devices.synchronize(self._part.device)
+        passed = time.perf_counter()
+        dist.barrier()  # until all processes have finished their passes
+        waited += time.perf_counter() - passed
         self._gradients.reduce(self._part.trained)
         stops = self.is_asked_to_stop
         gathered = _gather([sum(losses), self._squares(), waited, *self._peaks(), stops])
@@ -124,7 +127,17 @@ class Trainer:
             seconds=seconds,
             is_skipped=is_skipped,
             stops=bool(gathered[:, 5].any()),
-            processes=tuple(self._reports(gathered, seconds)),
+            processes=tuple(
+                ProcessReport(
+                    device=device,
+                    replica=replica,
+                    busy_share=max(0.0, 1 - waited / seconds),
+                    allocated_bytes=int(allocated),
+                    reserved_bytes=int(reserved),
+                )
+                for rank, (waited, allocated, reserved) in enumerate(gathered[:, 2:5].tolist())
+                for replica, device in [self._layout.place(rank)]
+            ),
         )
 
     def evaluate(self, steps: Sequence[OptimizerStep]) -> float:
@@ -175,25 +188,12 @@ class Trainer:
             [part.device] * len(names),
             local=[stage for stage, name in enumerate(names) if name == self._device_name],
         )
-        passes = self._passes(names, len(batches), learns=learns)
+        passes = [timed.step for timed in order_passes(names, part.training, len(batches))]
+        if not learns:
+            passes = [step for step in passes if not step.is_backward]
         losses = pipeline.run(routes, passes, forward, learns=learns)
         channel.flush()
         return [float(loss) / scale for loss in losses], channel.waited_seconds
-
-    def _passes(self, names: Sequence[str], number: int, *, learns: bool) -> list[ScheduledPass]:
-        if not learns:
-            stages = range(len(names))
-            return [
-                ScheduledPass(stage, batch, False) for batch in range(number) for stage in stages
-            ]
-        return [timed.step for timed in order_passes(names, self._part.training, number)]
-
-    def _wait(self) -> float:
-        """Wait until all processes have finished their passes; return the waiting seconds."""
-        devices.synchronize(self._part.device)
-        begin = time.perf_counter()
-        dist.barrier()
-        return time.perf_counter() - begin
 
     def _gradients_here(self) -> list[Tensor]:
         return [p.grad for p in self._part.trained.values() if p.grad is not None]
@@ -235,22 +235,6 @@ class Trainer:
                 self.scale, self.steps_since_scaled = self.scale * 2, 0
         return is_skipped
 
-    def _reports(self, gathered: Tensor, seconds: float) -> list[ProcessReport]:
-        reports = []
-        for rank in range(self._layout.world_size):
-            replica, device = self._layout.place(rank)
-            waited, allocated, reserved = gathered[rank, 2:5].tolist()
-            reports.append(
-                ProcessReport(
-                    device=device,
-                    replica=replica,
-                    busy_share=max(0.0, 1 - waited / seconds),
-                    allocated_bytes=int(allocated),
-                    reserved_bytes=int(reserved),
-                )
-            )
-        return reports
-
     def _refuse_no_loss(
         self,
         number: int,
@@ -267,7 +251,7 @@ class Trainer:
                     hint=self._remedy(number),
                 )
         if not math.isfinite(float(all_losses.sum())):
-            raise PeerError
+            raise LostError
 
     def _refuse_no_norm(self, number: int, norm: float) -> None:
         """Stop at gradients that are not finite, unless a smaller loss scale may help."""
@@ -292,8 +276,8 @@ class Trainer:
         return f"{remedy}; what was learnt is in the last checkpoint" if is_saved else remedy
 
 
-class PeerError(Exception):
-    """Failure of another process, with its reason."""
+class LostError(Exception):
+    """The end of a process because of another process, which has noted the failure."""
 
 
 def _gather(values: Sequence[float]) -> Tensor:

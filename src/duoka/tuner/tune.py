@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -230,7 +230,7 @@ def _finished(directory: RunDirectory, stopped_by: int | None = None) -> TuneRes
     has_steps = any("loss" in entry for entry in metrics)
     report = make_report(Layout(run.plans), metrics) if has_steps else None
     if report is not None:
-        directory.write_report(report.to_dict())
+        directory.write_report(asdict(report))
     result = _write_result(directory, run, steps)
     return TuneResult(directory=directory.path, steps=steps, result=result, report=report)
 
@@ -246,15 +246,14 @@ def _write_result(directory: RunDirectory, run: TuneJob, steps: int) -> Path:
     if training.method == "lora":
         model = build_model(checkpoint, workload)
         prepare_for_training(model, workload)
-        former_adapter = directory.read_first_adapter()
-        if former_adapter is not None:
-            fill_adapter(
-                model, former_adapter
-            )  # for its scales, which needn't be whole numbers over ranks
+        if (former_adapter := directory.read_first_adapter()) is not None:
+            # For its scales, which needn't be whole numbers over ranks.
+            fill_adapter(model, former_adapter)
         adapter = adapter_of(model, trained, base=checkpoint.name)
-    name = "model" if adapter is None or run.settings.merge else "adapter"
+    is_merged = adapter is None or run.settings.merge
+    name = "model" if is_merged else "adapter"
     with directory.new_result(name) as path:
-        if adapter is None or run.settings.merge:
+        if adapter is None or is_merged:
             parameters = trained if adapter is None else None
             write_merged(path, checkpoint, adapter=adapter, parameters=parameters, names=names)
         else:

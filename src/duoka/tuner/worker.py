@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,12 @@ from .checkpoints import TrainingCheckpoints
 from .data import Batches, Dataset, OptimizerStep
 from .layout import Layout
 from .part import ModelPart
+from .reporter import RunReporter
 from .run import RunDirectory, TuneJob
-from .show import TuneProgress
-from .tensorboard import TensorBoard
-from .trainer import PeerError, StepReport, Trainer
+from .trainer import LostError, Trainer
+
+# What a message fails with where the other process has ended.
+_LOST = re.compile("Connection|Broken pipe|(?i:gloo)")
 
 
 def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> bool:
@@ -56,30 +60,22 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
         dist.barrier()
         run = directory.read()
         layout = Layout(run.plans)
-        _refuse_size(layout)
+        if dist.get_world_size() != layout.world_size:
+            raise UsageError(
+                f"{dist.get_world_size()} processes were started, and the plan has "
+                f"{layout.world_size} GPUs",
+                hint=f"torchrun --nproc-per-node {layout.world_size}, or other --gpus",
+            )
         _, device = layout.place(rank)
         is_complete = _Worker(directory, run, rank).train()
     except Exception as error:
         reason = _reason(error, device, directory.way_on)
         if reason is None or not directory.fail(reason):
-            raise LostError from error
+            raise LostError from error  # another process has noted the failure
         raise reason from error
     # Not in a `finally`: after a failure others may wait for what never comes.
     dist.destroy_process_group()
     return is_complete
-
-
-class LostError(Exception):
-    """The end of a process because of another process, which has noted the failure."""
-
-
-def _refuse_size(layout: Layout) -> None:
-    if dist.get_world_size() != layout.world_size:
-        raise UsageError(
-            f"{dist.get_world_size()} processes were started, and the plan has "
-            f"{layout.world_size} GPUs",
-            hint=f"torchrun --nproc-per-node {layout.world_size}, or other --gpus",
-        )
 
 
 def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
@@ -97,17 +93,10 @@ def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
             f"{device} failed: {str(error).splitlines()[0]}",
             hint=f"see what else uses it, and whether it is well: `nvidia-smi`; {way_on}",
         )
-    if isinstance(error, PeerError) or _is_lost_connection(error):
+    is_lost = isinstance(error, RuntimeError | ConnectionError) and _LOST.search(str(error))
+    if isinstance(error, LostError) or is_lost:
         return None
     raise error
-
-
-def _is_lost_connection(error: BaseException) -> bool:
-    """Return True if a message failed because of the end of another process."""
-    text = str(error)
-    return isinstance(error, (RuntimeError, ConnectionError)) and (
-        "Connection" in text or "gloo" in text.lower() or "Broken pipe" in text
-    )
 
 
 class _Worker:
@@ -121,8 +110,6 @@ class _Worker:
         replica, device = layout.place(rank)
         plan = layout.plans[replica]
         dataset = Dataset.load(directory.samples)
-        training = plan.workload.training
-        assert training is not None, "the plan is for training"
         make_batches = partial(
             Batches,
             batch=settings.batch,
@@ -136,19 +123,18 @@ class _Worker:
             measured = make_batches(Dataset.load(directory.eval_samples), shuffle=False)
             self._eval_steps = [measured[step] for step in range(measured.steps_per_epoch)]
         self._num_steps = settings.steps or settings.epochs * self._batches.steps_per_epoch
-        self._part = ModelPart(
+        part = self._part = ModelPart(
             run.checkpoint(), plan, device, settings.seed, directory.read_first_adapter()
         )
-        self._trainer = Trainer(settings, layout, rank, self._part, self._num_steps)
+        self._trainer = Trainer(settings, layout, rank, part, self._num_steps)
         identity = {
             "model": plan.fingerprint,
             "data": dataset.fingerprint,
-            "method": training.method,
+            "method": part.training.method,
         }
         self._checkpoints = TrainingCheckpoints(directory.checkpoints, identity, keep=settings.keep)
-        self._progress = TuneProgress(self._num_steps) if self._is_first else None
+        self._reporter: RunReporter | None = None  # of the first process
         self._busy_shares: dict[str, float] = {}
-        self._board: TensorBoard | None = None
 
     def train(self) -> bool:
         """Train from the newest checkpoint on; return True after the last step."""
@@ -168,17 +154,22 @@ class _Worker:
                 explain(error, publisher)
                 raise
             finally:
-                for display in (self._progress, self._board):
-                    if display is not None:
-                        display.close()
+                if self._reporter is not None:
+                    self._reporter.close()
 
+    # A kill may come between any two writes of a step: metrics, then the checkpoint, then the
+    # evaluation. Resuming drops metrics of later steps than the checkpoint's, which come again, and
+    # makes up for an evaluation of that step which the metrics lack.
     def _train(self) -> bool:
         done = self._resume()
         if done and self._lacks_evaluation(done):
             self._evaluate(done)
         for step in range(done + 1, self._num_steps + 1):
             report = self._trainer.step(step - 1, self._batches[step - 1])
-            self._note(report)
+            share = report.processes[dist.get_rank()].busy_share
+            self._busy_shares = {str(self._part.device): share}
+            if self._reporter is not None:
+                self._reporter.write(asdict(report))
             if report.stops or self._is_due(step, self._settings.save_every):
                 self._save(step)
             if report.stops and step < self._num_steps:
@@ -201,46 +192,26 @@ class _Worker:
 
     def _evaluate(self, step: int) -> None:
         loss = self._trainer.evaluate(self._eval_steps)
-        if self._progress is not None:
-            self._write_metrics({"step": step, "eval_loss": loss})
-            self._progress.evaluated(step, loss)
+        if self._reporter is not None:
+            self._reporter.write({"step": step, "eval_loss": loss})
 
     def _stop(self, *_: Any) -> None:
         self._trainer.is_asked_to_stop = True
 
     def _resume(self) -> int:
         resumed = self._checkpoints.resume(self._part.trained, self._trainer.optimizer)
-        step = 0
         if resumed is not None:
-            step = resumed.step
             self._trainer.scale = resumed.state["scale"]
             self._trainer.steps_since_scaled = resumed.state["steps_since_scaled"]
-            if self._progress is not None:
-                self._progress.resumed(resumed)
         if self._is_first:
-            self._directory.forget_after(step)
-            self._board = TensorBoard(self._directory.tensorboard, step)
+            self._reporter = RunReporter(self._directory, self._num_steps, resumed)
         devices.reset_peaks(self._part.device)
-        return step
+        return 0 if resumed is None else resumed.step
 
     def _save(self, step: int) -> None:
-        state = {
-            "scale": self._trainer.scale,
-            "steps_since_scaled": self._trainer.steps_since_scaled,
-        }
-        self._checkpoints.save(step, self._part.trained, self._trainer.optimizer, state)
-
-    def _note(self, report: StepReport) -> None:
-        share = report.processes[dist.get_rank()].busy_share
-        self._busy_shares = {str(self._part.device): share}
-        if self._progress is not None:
-            self._write_metrics(report.to_dict())
-            self._progress.show(report)
-
-    def _write_metrics(self, metrics: Mapping[str, Any]) -> None:
-        self._directory.note(metrics)
-        if self._board is not None:
-            self._board.write(metrics)
+        trainer = self._trainer
+        state = {"scale": trainer.scale, "steps_since_scaled": trainer.steps_since_scaled}
+        self._checkpoints.save(step, self._part.trained, trainer.optimizer, state)
 
 
 def main() -> None:

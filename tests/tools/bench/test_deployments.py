@@ -194,15 +194,6 @@ def test_gpus_that_arent_here_are_forecast(model: Path, capsys: pytest.CaptureFi
     assert all(case["measured"] is None for case in data["deployments"])
 
 
-def test_where_nothing_fits_the_table_and_the_exit_code_say_so(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", str(model), "--gpus", "1MiB", "--forecast", *SIZES]) == 7
-    out, err = capsys.readouterr()
-    assert "does not" in out
-    assert "can't be run in any of these ways" in err
-
-
 def test_ctrl_c_keeps_what_was_measured(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,22 +220,6 @@ def test_where_all_fail_the_table_and_the_exit_code_say_so(
     out, err = capsys.readouterr()
     assert "it has burnt" in out
     assert "can't be run in any of these ways" in err
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--cache", "int8"], "--cache can't be given with deployments"),
-        (["--quantize", "int5"], "quantize 'int5' is unknown"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_planned(
-    options: list[str], told: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["bench", str(model), "--gpus", "2x64MiB", *options]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert told in err
 
 
 # ── measured ──
@@ -283,18 +258,3 @@ def test_a_process_that_is_killed_ends_its_deployment_alone(
     case = measure(bench_on("virtual:64MiB").deployments[0])
     assert case.measured is None
     assert case.trouble == "its process has ended: signal 9"
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_memory_that_runs_out_is_told_of_its_deployment(bench_on: Callable[..., Bench]) -> None:
-    (case,) = bench_on("virtual:64MiB").deployments
-    (plan,) = case.plans
-    small = Fleet(devices=(replace(plan.fleet.devices[0], budget_bytes=2**20),))
-    stages = tuple(
-        replace(stage, budget_bytes=2**20, reserved_bytes=2**20) for stage in plan.forecast.devices
-    )
-    squeezed = replace(plan, fleet=small, forecast=replace(plan.forecast, devices=stages))
-    case = measure(replace(case, plans=(squeezed,)))
-    assert case.measured is None
-    assert case.trouble

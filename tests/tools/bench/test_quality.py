@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from duoka import Checkpoint, Fleet, Workload
 from duoka.cli.main import run
 from duoka.errors import UsageError
 from duoka.models.text.tokenizer import load_tokenizer
-from duoka.tools.bench.quality import Windows, measure_quality, windows_for
+from duoka.tools.bench.quality import Quality, Score, Windows, measure_quality, windows_for
 from duoka.tools.demo.checkpoint import CONFIG
 
 TEXT = "What is a GPU? Two of them hold what one does not. " * 4
@@ -87,19 +88,30 @@ def test_windows_are_no_longer_than_the_model(model: Path) -> None:
     assert windows_for(Checkpoint.open(model)) == Windows(context_tokens=256)
 
 
-@pytest.mark.slow
 def test_the_program_prints_a_table_and_json(
-    model: Path, text: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: dict[str, Any] = {}
+
+    def measured(checkpoint: Checkpoint, file: Path, fleet: Fleet, **options: Any) -> Quality:
+        asked.update(options)
+        scores = (
+            Score(weights="float32", weight_bytes=2000, perplexity=4.0),
+            Score(weights="float32", weight_bytes=2000, perplexity=5.0, cache="int8"),
+        )
+        windows = options["windows"]
+        return Quality(model="m", file="f", scored_tokens=9, windows=windows, scores=scores)
+
+    monkeypatch.setattr("duoka.tools.bench.quality.measure_quality", measured)
     words = ("bench", "--quality", str(text), str(model), "--gpus", "virtual:64MiB")
     words = (*words, "--cache", "int8", "--context", "64")
     assert run(words) == 0
     table = capsys.readouterr().out
-    assert "perplexity" in table
-    assert "tokens of" in table
+    assert (asked["cache"], asked["forms"], asked["windows"].context_tokens) == ("int8", [], 64)
+    assert "9 tokens of f, in windows of 64 every 32" in table
+    assert "+25.00%" in table
     assert run((*words, "--json")) == 0
     told = json.loads(capsys.readouterr().out)
-    assert [score["weights"] for score in told["scores"]] == ["float32", "float32"]
     assert [score["cache"] for score in told["scores"]] == ["dynamic", "int8"]
     assert told["windows"]["context_tokens"] == 64
 
@@ -117,18 +129,3 @@ def test_texts_that_are_none_are_refused(
         measure_quality(Checkpoint.open(model), file, FLEET)
     with pytest.raises(UsageError, match="can't be read"):
         measure_quality(Checkpoint.open(model), tmp_path, FLEET)
-
-
-def test_a_text_and_forms_are_looked_at_before_the_model(
-    model: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, said in (
-        (("--quality", "nowhere.txt", "org/none"), "nowhere.txt can't be read"),
-        (("--quality", str(text), "org/none", "--quantize", "none"), "quantize 'none' is unknown"),
-        (("--quality", str(text), "org/none", "--context", "x"), "not a number of tokens"),
-        (("--quality", str(text)), "name it: --quality FILE MODEL"),
-    ):
-        assert run(("bench", *words)) == 2
-        assert said in capsys.readouterr().err
-    with pytest.raises(UsageError, match="quantize 'auto' is unknown"):
-        measure_quality(Checkpoint.open(model), text, FLEET, forms=("auto",))

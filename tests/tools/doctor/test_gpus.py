@@ -34,12 +34,6 @@ def test_eight_3090_with_one_narrow_link(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert busy.text == "GPU 3: python3 (pid 4242) has 4.87 GiB"
 
 
-def test_two_4090_are_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine(monkeypatch, "two-4090")
-    found = findings(tmp_path, *GPUS)
-    assert {finding.severity for group in found.values() for finding in group} <= {"note"}
-
-
 def test_eight_h100_are_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     eight_h100(monkeypatch, machine(monkeypatch, "hgx-h100"))
     assert findings(tmp_path, *GPUS, "software") == {}

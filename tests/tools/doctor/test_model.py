@@ -10,7 +10,7 @@ import pytest
 from checkpoints import write_random
 
 import duoka
-from duoka.errors import CheckpointError, InfeasibleError, WayOut
+from duoka.errors import InfeasibleError, WayOut
 from duoka.tools.demo.checkpoint import CONFIG
 from duoka.tools.doctor import model
 from duoka.tools.doctor.facts import Facts
@@ -46,14 +46,6 @@ def test_a_whole_one(checkpoint: Path) -> None:
     assert "of safetensors" in whole.text
     (unknown,) = model.check_hashes(facts)
     assert unknown.severity == "skipped"
-
-
-def test_a_damaged_one_is_refused(checkpoint: Path, tmp_path: Path) -> None:
-    copied = shutil.copytree(checkpoint, tmp_path / "short")
-    file = weights_of(copied)
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(CheckpointError):
-        list(model.check_whole(facts_of(copied)))
 
 
 @pytest.mark.parametrize("of_cache", [False, True])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from recordings import Recording, replay
-from watching import GIB, MIB, live_device
+from watching import GIB, live_device
 
 from duoka.errors import MachineError
 from duoka.report import live
@@ -34,17 +34,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> Recording:
 
 def names(gpus: Sequence[GpuNow]) -> list[str]:
     return [gpu.name for gpu in gpus]
-
-
-def test_without_gpus_and_processes(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:
-    replay(monkeypatch, "no-driver")
-    monitor = Monitor()
-    now = monitor.look()
-    assert now.gpus == ()
-    assert now.notes == (
-        "no NVIDIA GPU: NVIDIA's management library (libnvidia-ml.so.1) is not here",
-    )
-    monitor.close()
 
 
 def test_virtual_gpus_are_those_of_each_process(
@@ -88,12 +77,6 @@ def test_processes_are_on_the_gpu_that_has_their_uuid(machine: Recording, publis
 def nvml_free(machine: Recording, index: int) -> int:
     free: int = machine.data["devices"][index]["nvmlDeviceGetMemoryInfo_v2"]["free"]
     return free
-
-
-def test_what_a_plan_lacks(machine: Recording, publish: Publish) -> None:
-    free = nvml_free(machine, 3)
-    publish(live_device(uuid=machine.uuids[3], peak_bytes=free + GIB + 5 * MIB))
-    assert Monitor().look().gpus[3].spare_bytes == -5 * MIB
 
 
 def test_lost_cards_and_instances(monkeypatch: pytest.MonkeyPatch, publish: Publish) -> None:

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +11,7 @@ import torch
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 
-from duoka.errors import UsageError
 from duoka.tuner.data import Batches, Dataset, OptimizerStep, TrainingMicroBatch
 
 PACKINGS = pytest.mark.parametrize("packing", [False, True])
@@ -71,12 +67,6 @@ def test_replicas_share_a_step(make_dataset: Any) -> None:
     assert batches[1].of_replica(3, 4) == (), "there are three micro-batches"
 
 
-@pytest.mark.parametrize(("batch", "micro_batch"), [(3, 2), (0, 1), (2, 0)])
-def test_what_makes_no_batch(make_dataset: Any, batch: int, micro_batch: int) -> None:
-    with pytest.raises(UsageError, match="can't be cut into micro-batches"):
-        Batches(make_dataset([5]), batch=batch, micro_batch=micro_batch)
-
-
 def test_tensors(make_dataset: Any) -> None:
     data: Dataset = make_dataset([5, 11])
     ids, is_trained = (torch.from_numpy(array) for array in (data.ids, data.is_trained))
@@ -126,39 +116,28 @@ def test_what_is_counted_is_what_the_loss_takes(
     assert tokens == len(data.ids)
 
 
-def lengths_like(name: str) -> list[int]:
+def around(median: int, spread: float, longest: int, number: int = 3000) -> list[int]:
     """Lengths of samples as data of a kind has them; with a seed."""
-    random = np.random.default_rng(7)
-
-    def around(median: int, spread: float, longest: int, number: int = 3000) -> list[int]:
-        drawn = random.lognormal(np.log(median), spread, number).round()
-        return [*drawn.clip(4, longest).astype(int).tolist(), longest]
-
-    kinds: dict[str, Callable[[], list[int]]] = {
-        "huanhuan": lambda: around(28, 0.45, 225),
-        "alpaca": lambda: around(75, 0.7, 1024),
-        "long tail": lambda: around(200, 1.2, 2048),
-        "very long tail": lambda: around(3000, 1.2, 65536),
-        "uniform": lambda: random.integers(2, 2049, 3000).tolist(),
-        "equal": lambda: [77] * 500,
-        "equal and odd": lambda: [65] * 50,
-        "one row": lambda: [33],
-        "two lengths": lambda: [20] * 320 + [2000] * 32,
-    }
-    return kinds[name]()
+    drawn = np.random.default_rng(7).lognormal(np.log(median), spread, number).round()
+    return [*drawn.clip(4, longest).astype(int).tolist(), longest]
 
 
-KINDS = (
-    *("huanhuan", "alpaca", "long tail", "very long tail", "uniform"),
-    *("equal", "equal and odd", "one row", "two lengths"),
-)
+KINDS: dict[str, list[int]] = {
+    "huanhuan": around(28, 0.45, 225),
+    "alpaca": around(75, 0.7, 1024),
+    "very long tail": around(3000, 1.2, 65536),
+    "uniform": np.random.default_rng(7).integers(2, 2049, 3000).tolist(),
+    "equal and odd": [65] * 50,
+    "one row": [33],
+    "two lengths": [20] * 320 + [2000] * 32,
+}
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 8])
 @pytest.mark.parametrize("name", KINDS)
 def test_little_is_padding(make_dataset: Any, name: str, micro_batch: int) -> None:
     """A tenth at most of single rows; of several not much more than their own lengths ask for."""
-    data = make_dataset(lengths_like(name), seq_length=65536)
+    data = make_dataset(KINDS[name], seq_length=65536)
     batches = Batches(data, batch=8, micro_batch=micro_batch, seed=5)
     steps = [batches[step] for step in range(batches.steps_per_epoch)]
     parts = [part for step in steps for part in step.micro_batches]
@@ -172,7 +151,7 @@ def test_little_is_padding(make_dataset: Any, name: str, micro_batch: int) -> No
 
 
 def test_rows_of_a_step_run_at_once_by_length(make_dataset: Any) -> None:
-    data = make_dataset(lengths_like("huanhuan"), seq_length=225)
+    data = make_dataset(KINDS["huanhuan"], seq_length=225)
     batches = Batches(data, batch=8, micro_batch=4, seed=5)
     single = Batches(data, batch=8, micro_batch=1, seed=5)
     for step in range(batches.steps_per_epoch):
@@ -214,25 +193,3 @@ def test_no_other_lengths_have_less_padding(make_dataset: Any, lengths: list[int
     assert chosen == sorted(set(chosen))
     assert tokens(chosen) == fewest(len(chosen)) <= 1.05 * sum(lengths)
     assert len(chosen) == 1 or fewest(len(chosen) - 1) > 1.05 * sum(lengths)
-
-
-# What the version before lengths of rows made of the samples below, with this seed.
-OLD_ROWS = [[7, 4], [0, 12], [9, 11], [1, 2], [5, 10], [8, 6], [3], [2, 7], [9, 0]]
-OLD_LENGTHS = [24, 24, 48, 48, 264, 48, 120, 48, 24]
-
-
-def test_runs_of_older_versions_keep_their_micro_batches(make_dataset: Any, tmp_path: Path) -> None:
-    """Their samples don't say that rows have lengths of their own: sixteenths, in drawn order."""
-    data = make_dataset([9, 3, 30, 120, 5, 250, 8, 20, 31, 2, 17, 40, 6], seq_length=300)
-    data.save(tmp_path / "new")
-    about = json.dumps({"files": list(data.files), "seq_length": data.seq_length})
-    save_file(load_file(tmp_path / "new"), tmp_path / "old", {"about": about})
-    old = Dataset.load(tmp_path / "old")
-    assert old.fingerprint == data.fingerprint
-    batches = Batches(old, batch=4, micro_batch=2, seed=3)
-    parts = [part for step in range(5) for part in batches[step].micro_batches]
-    assert [[sample for row in part.rows for sample in row] for part in parts] == OLD_ROWS
-    assert [part.length for part in parts] == OLD_LENGTHS
-    old.save(tmp_path / "again")
-    assert Dataset.load(tmp_path / "again").row_lengths == old.row_lengths
-    assert Dataset.load(tmp_path / "new").row_lengths == data.row_lengths != old.row_lengths

@@ -45,10 +45,6 @@ CHATS: dict[str, tuple[dict[str, Any], Chat]] = {
         },
         Chat(messages=(USER, CALL, RESULT, ANSWER), tools=(TOOL,)),
     ),
-    "OpenAI's weight": (
-        {"messages": [OPENAI[0], {**OPENAI[1], "weight": 0}, *OPENAI]},
-        Chat(messages=(USER, ANSWER, USER, ANSWER), unweighted=frozenset({1})),
-    ),
     "answers that are not learnt": (
         {
             "messages": [
@@ -86,15 +82,6 @@ CHATS: dict[str, tuple[dict[str, Any], Chat]] = {
             "functions": [TOOL],
         },
         Chat(messages=(SYSTEM, USER, CALL, RESULT, ANSWER), tools=(TOOL,)),
-    ),
-    "texts of parts under other keys": (
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "input_text", "value": "q", "image": None}]},
-                {"role": "assistant", "content": [{"type": "text", "content": "a"}]},
-            ]
-        },
-        Chat(messages=(USER, ANSWER)),
     ),
     "ChatGLM3's demo": (
         {
@@ -196,20 +183,15 @@ BAD: dict[str, Any] = {
     "'tools' is no list": {"messages": OPENAI, "tools": 3},
     "'history' is no list of questions": {"instruction": "q", "output": "a", "history": [["q"]]},
     "'output' is no text, but of type NoneType": {"instruction": "q", "output": None},
-    "message 2 is an empty": {"instruction": "q", "output": ""},
     "'completion' is empty": {"prompt": "q", "completion": ""},
-    "'prompt' is no text": {"prompt": 3, "completion": "a"},
     "'text' is empty": {"text": "\n"},
-    "'text' is no text": {"text": ["a"]},
     "'label' is False: the row is not to be learnt": {
         "prompt": "q",
         "completion": "a",
         "label": False,
     },
     "'label' is false: the row": {"instruction": "q", "output": "a", "label": "false"},
-    "'loss' is False": {"messages": OPENAI, "loss": False},
     "'loss_scale' is 0: the row": {"messages": OPENAI, "loss_scale": 0},
-    "'loss_scale' is 0.5; only true": {"messages": OPENAI, "loss_scale": 0.5},
     "'isTrained' is False": {"text": "a", "isTrained": False},
     "'weight' is 2; only true": {"messages": [OPENAI[0], {**OPENAI[1], "weight": 2}]},
     "message 2: 'loss_mask' is [0, 1]": {
@@ -220,13 +202,8 @@ BAD: dict[str, Any] = {
     },
     "'rejected' is of preferences (DPO, KTO)": {"conversations": TURNS[:1], "rejected": TURNS[1]},
     "'chosen' is of preferences": {"prompt": "q", "chosen": "a"},
-    "'rejected_response' is of": {"messages": OPENAI, "rejected_response": "b"},
-    "'non_preferred_output' is of": {"input": {}, "non_preferred_output": OPENAI},
-    "'kto_tag' is of": {"messages": OPENAI, "kto_tag": False},
     "'images' isn't read: text alone": {"messages": OPENAI, "images": ["a.png"]},
     "message 1: 'image' isn't read": {"messages": [{**OPENAI[0], "image": "a.png"}, OPENAI[1]]},
-    "'videos' isn't read": {"instruction": "<video>", "output": "a", "videos": "a.mp4"},
-    "'AUDIOS' isn't read": {"text": "a", "AUDIOS": ["a.wav"]},
     "message 2: 'thoughts' isn't read": {"messages": [OPENAI[0], {**OPENAI[1], "thoughts": "hm"}]},
     "'system' isn't read here": {"prompt": "q", "completion": "a", "system": "s"},
     "'history' isn't read here": {"messages": OPENAI, "history": [["q", "a"]]},

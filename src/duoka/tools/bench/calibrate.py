@@ -65,9 +65,10 @@ _SMALL_WORK = Workload(
     prefill_chunk_tokens=_PROMPT_TOKENS,
 )
 _WIDTH = 4096
-_LARGEST_MATRIX = 16384
-_LARGEST_BYTES = 1024 * MIB
-_LARGEST_COPY_BYTES = 256 * MIB
+# Doubled, until a call takes long enough.
+_MATRIX_BYTES = [MIB << n for n in range(11)]
+_COPIED_BYTES = _MATRIX_BYTES[:9]
+_WIDTHS = [256, 512, 1024, 2048, 4096, 8192, 16384]
 _SMALL_BYTES = 4096
 _WARM_SECONDS = 0.05
 _ROUND_SECONDS = 0.02
@@ -235,19 +236,17 @@ def read_rate(name: str, dtype: torch.dtype) -> float:
         matrix = torch.ones((size // _WIDTH // dtype.itemsize, _WIDTH), dtype=dtype, device=name)
         return (lambda: linear(row, matrix)), matrix.nbytes
 
-    return best_rate(make_call, _doubled(MIB, _LARGEST_BYTES), name)
+    return best_rate(make_call, _MATRIX_BYTES, name)
 
 
 def multiply_rate(name: str, dtype: torch.dtype) -> float:
     """Measure operations per second of products of square matrices."""
 
     def make_call(size: int) -> tuple[Call, float]:
-        left_matrix, right_matrix = (
-            torch.ones((size, size), dtype=dtype, device=name) for _ in range(2)
-        )
-        return (lambda: left_matrix @ right_matrix), 2.0 * size**3
+        left, right = (torch.ones((size, size), dtype=dtype, device=name) for _ in range(2))
+        return (lambda: left @ right), 2.0 * size**3
 
-    return best_rate(make_call, _doubled(256, _LARGEST_MATRIX), name)
+    return best_rate(make_call, _WIDTHS, name)
 
 
 def launch_time(name: str) -> float:
@@ -281,7 +280,7 @@ def from_host(name: str) -> float | None:
         device = _bytes(size, name)
         return (lambda: device.copy_(host, non_blocking=True)), size
 
-    return best_rate(make_call, _doubled(MIB, _LARGEST_COPY_BYTES), name)
+    return best_rate(make_call, _COPIED_BYTES, name)
 
 
 def crossing_rate(source: str, target: str) -> tuple[float, float]:
@@ -293,18 +292,12 @@ def crossing_rate(source: str, target: str) -> tuple[float, float]:
         sender, receiver = _bytes(size, source), _bytes(size, target)
         return (lambda: receiver.copy_(sender, non_blocking=True)), size
 
-    rate = best_rate(make_call, _doubled(MIB, _LARGEST_COPY_BYTES), source, target)
+    rate = best_rate(make_call, _COPIED_BYTES, source, target)
     return rate, latency
 
 
 def _bytes(size: int, name: str) -> Tensor:
     return torch.zeros(size, dtype=torch.uint8, device=name)
-
-
-def _doubled(smallest: int, largest: int) -> Iterator[int]:
-    while smallest <= largest:
-        yield smallest
-        smallest *= 2
 
 
 # Calls are asynchronous on a GPU, so a round is timed from its first call to the synchronisation
@@ -357,10 +350,6 @@ def _round(call: Call, repeats: int, names: Iterable[str]) -> float:
     start = time.perf_counter()
     for _ in range(repeats):
         call()
-    _finish(names)
-    return time.perf_counter() - start
-
-
-def _finish(names: Iterable[str]) -> None:
     for name in names:
         devices.synchronize(name)
+    return time.perf_counter() - start

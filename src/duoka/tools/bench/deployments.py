@@ -223,15 +223,14 @@ def _copies(checkpoint: Checkpoint, request: PlanRequest, fleet: Fleet) -> Itera
         yield Deployment(
             name=f"{format_copies(number)}, {sizes} GPU{'' if sizes == '1' else 's'} each",
             weights=_weights(request.workload),
-            plans=tuple(_asking(part, plan) for plan in plans),
+            # Each copy's plan has the request for all copies.
+            plans=tuple(
+                replace(plan, request=replace(part, workload=plan.request.workload))
+                for plan in plans
+            ),
             forecast=combine_rates([_forecast(plan) for plan in plans]),
         )
         return
-
-
-def _asking(request: PlanRequest, plan: Plan) -> Plan:
-    """Return the plan of a copy with the request for all copies."""
-    return replace(plan, request=replace(request, workload=plan.request.workload))
 
 
 _COMBINE: dict[str, Callable[[list[float]], float]] = {
@@ -303,10 +302,8 @@ def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
     if not most_total:
         reason = "how fast these are isn't known (--calibrate measures it): it takes the fewest"
         return min(usable, key=lambda case: case.num_devices), (reason,)
-    best, requests = (
-        _best(usable, lambda case: single_speed(case) * total_speed(case)),
-        bench.workload.batch,
-    )
+    best = _best(usable, lambda case: single_speed(case) * total_speed(case))
+    requests = bench.workload.batch
     return best, (
         f"one user: {describe(single_speed)}",
         f"{requests} at once: {describe(total_speed)}",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -19,62 +21,26 @@ from duoka.models import chatglm
 from duoka.models.text.prompts import chat_format
 from duoka.models.text.tokenizer import load_tokenizer
 
-from .training import Pair, Report, load_pairs, train, write_dialogue
+from .training import Report, load_pairs, train, write_dialogue
 
 _SEED = 20
 _SHARD_SIZE = "2MB"
-_CODE = "chatglm.ChatGLMForConditionalGeneration"
-CONFIG: dict[str, Any] = {
-    "_name_or_path": "duoka/chatglm3-demo",
-    "model_type": "chatglm",
-    "architectures": ["ChatGLMModel"],
-    # As published. The code that it names doesn't lie in the directory: nothing here runs it.
-    "auto_map": {
-        "AutoConfig": "configuration_chatglm.ChatGLMConfig",
-        "AutoModel": f"modeling_{_CODE}",
-        "AutoModelForCausalLM": f"modeling_{_CODE}",
-        "AutoModelForSeq2SeqLM": f"modeling_{_CODE}",
-    },
-    "add_bias_linear": False,
-    "add_qkv_bias": True,
-    "apply_query_key_layer_scaling": True,
-    "apply_residual_connection_post_layernorm": False,
-    "attention_dropout": 0.0,
-    "attention_softmax_in_fp32": True,
-    "bias_dropout_fusion": True,
-    "ffn_hidden_size": 512,
-    "fp32_residual_connection": False,
-    "hidden_dropout": 0.0,
-    "hidden_size": 192,
-    "kv_channels": 48,
-    "layernorm_epsilon": 1e-05,
-    "multi_query_attention": True,
-    "multi_query_group_num": 2,
-    "num_attention_heads": 4,
-    "num_layers": 3,
-    "original_rope": True,
-    "padded_vocab_size": 1360,
-    "post_layer_norm": True,
-    "rmsnorm": True,
-    "seq_length": 1024,
-    "use_cache": True,
-    "torch_dtype": "float32",
-    "transformers_version": "4.30.2",
-    "tie_word_embeddings": False,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+# As published: the code that it names doesn't lie in the directory, and nothing here runs it.
+CONFIG: dict[str, Any] = json.loads(
+    resources.files(__package__).joinpath("config.json").read_text(encoding="utf-8")
+)
 NUM_PIECES = 1340
 
 
 def make_checkpoint(directory: Path, *, report: Report = lambda step, loss: None) -> None:
     """Make the demo's checkpoint: tokenizer, configuration, trained weights in shards."""
-    pairs = load_pairs()
     write_frame(directory, CONFIG)
+    tokenizer = load_tokenizer(directory, CONFIG)
+    write = partial(write_dialogue, tokenizer=tokenizer, chat=chat_format(tokenizer, CONFIG))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
         model = fresh_model(CONFIG)
-        _train(model, pairs, directory, report)
+        train(model, load_pairs(), write, report)
     write_weights(directory, CONFIG, model)
 
 
@@ -110,14 +76,6 @@ def fresh_model(config: Mapping[str, Any]) -> chatglm.ChatGLMForCausalLM:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.mul_((2 * config["num_layers"]) ** -0.5)
     return model
-
-
-def _train(
-    model: chatglm.ChatGLMForCausalLM, pairs: Sequence[Pair], directory: Path, report: Report
-) -> int:
-    tokenizer = load_tokenizer(directory, CONFIG)
-    chat = chat_format(tokenizer, CONFIG)
-    return train(model, pairs, lambda dialogue: write_dialogue(dialogue, tokenizer, chat), report)
 
 
 @contextmanager

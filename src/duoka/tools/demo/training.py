@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from duoka.models.text.chat_template import text_ids
@@ -89,10 +90,8 @@ def train(
             optimizer.zero_grad(set_to_none=True)
         report(step, loss.item())
         if step >= _DECAY_STEPS // 2 and step % _CHECK_EVERY == 0:
-            margins = [
-                margin for batch in _cut(single_dialogues) for margin in measure(model, batch)
-            ]
-            if min(margins) >= _MARGIN or step >= _MAX_STEPS:
+            margin = min(min(measure(model, batch)) for batch in _cut(single_dialogues))
+            if margin >= _MARGIN or step >= _MAX_STEPS:
                 return step
     raise AssertionError("the batches never end")
 
@@ -121,10 +120,8 @@ def _optimizers(model: nn.Module) -> list[tuple[torch.optim.Optimizer, float]]:
     Muon gives all directions of a matrix's step equal length (Jordan, 2024): facts are memorised in
     a third of the steps of AdamW alone.
     """
-    matrices: list[nn.Parameter] = []
-    rest: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        (matrices if parameter.ndim == 2 and ".layers." in name else rest).append(parameter)
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and ".layers." in name]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or ".layers." not in name]
     return [
         (torch.optim.Muon(matrices, weight_decay=0.0), _PEAK_MATRIX_RATE),
         (torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.0, fused=True), _PEAK_RATE),
@@ -136,10 +133,7 @@ def measure(model: nn.Module, dialogues: Sequence[Dialogue]) -> list[float]:
     """Return each dialogue's smallest lead of a right token's logit; negative if wrong."""
     ids, targets = pad(dialogues)
     output: Any = model(input_ids=ids)
-    logits, right_ids = (
-        output.logits[:, :-1],
-        targets[:, 1:, None],
-    )  # [batch, tokens, vocabulary or 1]
+    logits, right_ids = output.logits[:, :-1], targets[:, 1:, None]  # [batch, tokens, …]
     is_learnt = right_ids != _IGNORED
     right_ids = right_ids.clamp(min=0)
     right = logits.gather(2, right_ids)
@@ -155,11 +149,12 @@ def _cut(dialogues: Sequence[Dialogue]) -> Iterator[Sequence[Dialogue]]:
 
 def pad(dialogues: Sequence[Dialogue]) -> tuple[Tensor, Tensor]:
     """Pad ids and targets to [batch, tokens] on the right, where a causal model needs no mask."""
-    longest = max(len(dialogue.ids) for dialogue in dialogues)
-    gaps = [longest - len(dialogue.ids) for dialogue in dialogues]
-    ids = [d.ids + [0] * gap for d, gap in zip(dialogues, gaps, strict=True)]
-    targets = [d.targets + [_IGNORED] * gap for d, gap in zip(dialogues, gaps, strict=True)]
-    return torch.tensor(ids), torch.tensor(targets)
+    ids = [torch.tensor(dialogue.ids) for dialogue in dialogues]
+    targets = [torch.tensor(dialogue.targets) for dialogue in dialogues]
+    return (
+        pad_sequence(ids, batch_first=True),
+        pad_sequence(targets, batch_first=True, padding_value=_IGNORED),
+    )
 
 
 def _schedule(step: int) -> float:

@@ -11,8 +11,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from duoka.errors import UsageError
-
 from .dataset import Dataset
 from .packing import pack
 
@@ -103,6 +101,13 @@ class OptimizerStep:
         return self.micro_batches[replica::replicas]
 
 
+# A step is a function of its number alone, which is why a run can be resumed at any step. Of 5
+# samples with batches of 2 an epoch has 3 steps; step 4 is the second of epoch 1, and takes the
+# third and the fourth sample of that epoch's permutation, which is drawn from the seed and the
+# epoch:
+#
+#   step   0      1      2    │ 3      4      5
+#   epoch 0: 3 1 │ 0 4 │ 2    │ epoch 1: 2 0 │ 1 3 │ 4
 class Batches:
     """The steps of one epoch after another, without end; each can be had by its number.
 
@@ -123,11 +128,6 @@ class Batches:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        if micro_batch < 1 or batch < 1 or batch % micro_batch:
-            raise UsageError(
-                f"a batch of {batch} can't be cut into micro-batches of {micro_batch}",
-                hint=f"take a multiple of {max(micro_batch, 1)}",
-            )
         self.dataset = dataset
         self.batch = batch
         self.micro_batch = micro_batch
@@ -156,18 +156,12 @@ class Batches:
             self._cached = epoch, self._order(self.num_rows, epoch)
         numbers = self._cached[1][place * self.batch : (place + 1) * self.batch].tolist()
         packs = self._packs
-        if self.micro_batch > 1 and packs is None and self.dataset.has_row_lengths:
+        if self.micro_batch > 1 and packs is None:
             numbers.sort(key=lambda sample: self.dataset.lengths[sample])
         rows = [(at,) if packs is None else tuple(packs[at]) for at in numbers]
-        return OptimizerStep(
-            epoch=epoch,
-            micro_batches=tuple(
-                TrainingMicroBatch(
-                    self.dataset, tuple(rows[at : at + self.micro_batch]), self.packing
-                )
-                for at in range(0, len(rows), self.micro_batch)
-            ),
-        )
+        groups = (rows[at : at + self.micro_batch] for at in range(0, len(rows), self.micro_batch))
+        micro_batches = (TrainingMicroBatch(self.dataset, tuple(g), self.packing) for g in groups)
+        return OptimizerStep(epoch=epoch, micro_batches=tuple(micro_batches))
 
     def _order(self, number: int, epoch: int) -> npt.NDArray[np.int64]:
         """Return a permutation for an epoch."""

@@ -55,8 +55,7 @@ class Dataset:
     Of all tokens, `ids` [tokens], those are to be learnt that `is_trained` [tokens] says; the first
     of a sample never is, as nothing is before it. `ends` [samples] says where each sample ends, and
     `file_numbers` and `lines` [samples] from which of the `files`, and which line (or row) of it,
-    it is. `bad_rows` were left out. Samples that an older version has written have no
-    `row_lengths` of their own: their runs go on with the micro-batches that they began with.
+    it is. `bad_rows` were left out.
     """
 
     ids: npt.NDArray[np.int32]
@@ -67,7 +66,6 @@ class Dataset:
     files: tuple[str, ...]
     seq_length: int
     bad_rows: tuple[BadRow, ...] = ()
-    has_row_lengths: bool = True
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -93,9 +91,6 @@ class Dataset:
         [10, 11, 50, 90] one group has 360 tokens, two have 202 and three 162, 161 of which are no
         padding.
         """
-        if not self.has_row_lengths:
-            sixteenth = -(-self.seq_length // 128) * 8
-            return [min(number * sixteenth, self.seq_length) for number in range(1, 17)]
         # Matrix units and masks like multiples of 8, which are too much of a short row. Those of
         # larger powers of two, 64 from one power to the next, are few enough to choose from.
         power = np.log2(np.maximum(self.lengths, 512) / 64).astype(int)
@@ -135,12 +130,9 @@ class Dataset:
 
     def save(self, path: Path) -> None:
         """Write the samples to a file for processes that share them; bad rows are omitted."""
-        names = "files", "seq_length", "has_row_lengths"
-        save_file(
-            {name: from_numpy(getattr(self, name)) for name in _ARRAYS},
-            path,
-            {"about": json.dumps({name: getattr(self, name) for name in names})},
-        )
+        arrays = {name: from_numpy(getattr(self, name)) for name in _ARRAYS}
+        about = json.dumps({"files": self.files, "seq_length": self.seq_length})
+        save_file(arrays, path, {"about": about})
         set_new_mode(path)
 
     @classmethod
@@ -156,8 +148,7 @@ class Dataset:
             with safe_open(path, "pt") as file:
                 arrays: dict[str, Any] = {name: file.get_tensor(name).numpy() for name in _ARRAYS}
                 about = json.loads((file.metadata() or {})["about"])
-            about = {"has_row_lengths": False, **about, "files": tuple(about["files"])}
-            return cls(**arrays, **about)
+            return cls(**arrays, files=tuple(about["files"]), seq_length=about["seq_length"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{path} can't be read, or has no samples: {error}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,16 +62,7 @@ def _files_inside(directory: Path) -> list[Path]:
 def read_rows(path: Path) -> Iterator[DataRow]:
     """Read the rows of a file with their line numbers (for Parquet and lists their index)."""
     try:
-        if path.suffix == ".csv":
-            yield from _csv_rows(path)
-        elif path.suffix == ".parquet":
-            yield from _parquet_rows(path)
-        elif path.suffix in _TEXTS:
-            yield DataRow(1, Document(_pieces(path)))
-        elif path.suffix == ".json" and _is_list(path):
-            yield from _list_rows(path)
-        else:
-            yield from _line_rows(path)
+        yield from _READERS.get(path.suffix, _line_rows)(path)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} can't be read: {why(error)}") from error
     except RecursionError as error:
@@ -93,31 +84,33 @@ def _line_rows(path: Path) -> Iterator[DataRow]:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if text:
                     yield DataRow(number, parse_json_object(text, "the line"))
-            except (UnicodeDecodeError, FormatError) as error:
-                yield DataRow(
-                    number, {}, why(error) if isinstance(error, ValueError) else str(error)
-                )
+            except UnicodeDecodeError as error:
+                yield DataRow(number, {}, why(error))
+            except FormatError as error:
+                yield DataRow(number, {}, str(error))
 
 
-def _is_list(path: Path) -> bool:
+def _json_rows(path: Path) -> Iterator[DataRow]:
+    """Read the items of a JSON list, or objects on lines."""
     with open_regular(path) as file:
-        return file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-
-
-def _list_rows(path: Path) -> Iterator[DataRow]:
-    """Read the items of a JSON list."""
+        start = file.read(1 << 12).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not start.startswith(b"["):
+        yield from _line_rows(path)
+        return
     for number, item in enumerate(json.loads(read_bytes(path, most_bytes=_MOST_LIST_BYTES)), 1):
-        if isinstance(item, dict):
-            yield DataRow(number, item)
-        else:
-            yield DataRow(number, {}, "the item is no object")
+        problem = "" if isinstance(item, dict) else "the item is no object"
+        yield DataRow(number, {} if problem else item, problem)
 
 
-def _pieces(path: Path) -> Iterator[str]:
-    """Read a text in pieces that end at line ends."""
-    with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
-        while piece := file.read(_PIECE_CHARACTERS):
-            yield piece + file.readline(_PIECE_CHARACTERS)
+def _text_rows(path: Path) -> Iterator[DataRow]:
+    """Read a text as one row, in pieces that end at line ends."""
+
+    def pieces() -> Iterator[str]:
+        with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig") as file:
+            while piece := file.read(_PIECE_CHARACTERS):
+                yield piece + file.readline(_PIECE_CHARACTERS)
+
+    yield DataRow(1, Document(pieces()))
 
 
 def _csv_rows(path: Path) -> Iterator[DataRow]:
@@ -125,22 +118,19 @@ def _csv_rows(path: Path) -> Iterator[DataRow]:
     with io.TextIOWrapper(open_regular(path), encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         names: list[str] = []
-        while True:
-            line = reader.line_num + 1
-            try:
-                fields = next(reader, None)
-            except (csv.Error, UnicodeDecodeError) as error:
-                yield DataRow(line, {}, f"{_DAMAGED}: {error}")
-                return
-            if fields is None:
-                return
-            if not names:
-                names = fields
-            elif fields and len(fields) != len(names):
-                problem = f"it has {len(fields)} fields; the first line has {len(names)}"
-                yield DataRow(line, {}, problem)
-            elif fields:
-                yield DataRow(line, dict(zip(names, fields, strict=True)))
+        line = 1
+        try:
+            for fields in reader:
+                if not names:
+                    names = fields
+                elif fields and len(fields) != len(names):
+                    problem = f"it has {len(fields)} fields; the first line has {len(names)}"
+                    yield DataRow(line, {}, problem)
+                elif fields:
+                    yield DataRow(line, dict(zip(names, fields, strict=True)))
+                line = reader.line_num + 1
+        except (csv.Error, UnicodeDecodeError) as error:
+            yield DataRow(line, {}, f"{_DAMAGED}: {error}")
 
 
 def _parquet_rows(path: Path) -> Iterator[DataRow]:
@@ -162,3 +152,11 @@ def _parquet_rows(path: Path) -> Iterator[DataRow]:
                     yield DataRow(number, value)
     except (ArrowException, OSError, ValueError) as error:
         yield DataRow(number + 1, {}, f"{_DAMAGED}: {str(error).strip()}")
+
+
+_READERS: dict[str, Callable[[Path], Iterator[DataRow]]] = {
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".parquet": _parquet_rows,
+    **dict.fromkeys(_TEXTS, _text_rows),
+}

@@ -49,6 +49,9 @@ def pack(lengths: npt.NDArray[np.int64], order: Sequence[int], most_tokens: int)
     It needs at most 11/9 of the minimal number of rows (Johnson, 1974). Samples of equal length
     keep the order of `order`.
     """
+    # Longest first, each into the pack with the least space that is left for it. Samples of 7, 5,
+    # 5, 4, 3, 3, 3 tokens in rows of 10: [7], [5, 5], [4]; then 3 fills [7, 3], and the others go
+    # to [4, 3, 3]. A pack is found by bisection in the sorted spaces that are left anywhere.
     packs: list[list[int]] = []
     by_space: dict[int, list[int]] = {}  # how much is left → of which packs
     spaces: list[int] = []  # the keys, in order

@@ -39,6 +39,14 @@ def chat_samples(
     template drops earlier reasoning or ends an answer differently, a new sample begins. A sample
     longer than `seq_length` is the last one.
     """
+    # Two answers b and d share a sample where the prompt of d begins with the sample of b:
+    #
+    #   <user> a <assistant> {b <end>} <user> c <assistant> {d <end>}      {…} is trained
+    #
+    # A template that leaves the reasoning x out of earlier answers gives two:
+    #
+    #   <user> a <assistant> {x b <end>}
+    #   <user> a <assistant> b <end> <user> c <assistant> {y d <end>}
     answers = [
         at
         for at, message in enumerate(row.messages)

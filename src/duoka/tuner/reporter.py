@@ -1,0 +1,106 @@
+"""Reports of a run on its way: lines of JSON, a bar on a terminal or lines, and TensorBoard."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from .checkpoints import Resumed
+from .run import RunDirectory
+
+# Number of steps that a speed is averaged over.
+_WINDOW = 10
+# Number of lines for a run without a terminal.
+_LINES = 100
+_BAR_WIDTH = 20
+_SCALARS = ("loss", "eval_loss", "grad_norm", "learning_rate")
+
+
+class RunReporter:
+    """Takes the metrics of each step and evaluation of a run, in its first process.
+
+    They are added to the run's ``metrics.jsonl``, shown on the standard error, and written for
+    TensorBoard if it is installed. What was reported of later steps than the one that a run is
+    `resumed` from is dropped or hidden: those steps come again.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory,
+        num_steps: int,
+        resumed: Resumed | None = None,
+        console: Console | None = None,
+    ) -> None:
+        step = 0 if resumed is None else resumed.step
+        directory.forget_after(step)
+        self._directory = directory
+        self._num_steps = num_steps
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
+        self._console = console or Console(stderr=True, highlight=False)
+        self._board: Any = None
+        if find_spec("tensorboard") is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer: Any = SummaryWriter
+            self._board = writer(str(directory.tensorboard), purge_step=step + 1, flush_secs=10)
+        self._bar = Bar(
+            BarColumn(_BAR_WIDTH),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("training", total=num_steps, completed=step)
+        if self._console.is_terminal:
+            self._bar.start()
+        if resumed is not None:
+            for reason in resumed.refused:
+                self._print(f"passed over: {reason}")
+            self._print(f"going on after step {step}, from {resumed.path}")
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Report a step or an evaluation."""
+        self._directory.note(metrics)
+        step = metrics["step"]
+        if self._board is not None:
+            for name, value in _scalars(metrics).items():
+                self._board.add_scalar(name, value, step)
+        if "eval_loss" in metrics:
+            self._print(f"step {step}: evaluation loss {metrics['eval_loss']:.4f}")
+            return
+        self._recent.append((metrics["tokens"], metrics["seconds"]))
+        tokens, seconds = map(sum, zip(*self._recent, strict=True))
+        text = f"loss {metrics['loss']:.4f}  {tokens / seconds:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, description=text)
+        is_shown = step in (1, self._num_steps) or step % -(-self._num_steps // _LINES) == 0
+        if is_shown and not self._console.is_terminal:
+            self._print(f"step {step}/{self._num_steps}  {text}")
+        if metrics["is_skipped"]:
+            self._print(f"step {step} was skipped: gradients overflowed float16")
+
+    def close(self) -> None:
+        """Restore the terminal, and flush all events to the disk."""
+        if self._console.is_terminal:
+            self._bar.stop()
+        if self._board is not None:
+            self._board.close()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    scalars = {name: metrics[name] for name in _SCALARS if name in metrics}
+    if "seconds" in metrics:
+        scalars["tokens_per_second"] = metrics["tokens"] / metrics["seconds"]
+    for process in metrics.get("processes", ()):
+        device = process["device"].replace(":", "_")
+        for name in ("busy_share", "reserved_bytes"):
+            scalars[f"{name}/{device}"] = process[name]
+    return scalars
