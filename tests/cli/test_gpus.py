@@ -56,10 +56,7 @@ def test_all_by_default(tiny: Path, program: Program, monkeypatch: pytest.Monkey
 
 
 def test_other_visible_devices(
-    tiny: Path,
-    program: Program,
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path, program: Program, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay(monkeypatch, "eight-3090", visible=[6, 3, 2])
     monkeypatch.setitem(environment, "CUDA_VISIBLE_DEVICES", "6,3,2")

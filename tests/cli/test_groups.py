@@ -8,15 +8,24 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from duoka.cli.groups import Command, Only, all_but, argument, flag, option, with_groups
+from duoka.cli.groups import (
+    Command,
+    Only,
+    OptionGroup,
+    all_but,
+    argument,
+    flag,
+    option,
+    with_groups,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class Sizes(OptionGroup):
     name: str | None = argument("NAME", "Whose.")
     height: int | None = option("N", "How high.", min=1)
     width: int | None = option("N", "How wide.", names=("--width", "-w"))
-    is_round: bool = flag("--round", "Without corners.")
+    is_round: bool = flag("Without corners.", names=("--round",))
 
 
 def run(command: Command, *words: str) -> int:
@@ -36,6 +45,10 @@ def test_a_group_is_filled_by_its_options() -> None:
     assert run(draw) == 0
     assert seen == [Sizes(name="x", height=2, width=5, is_round=True), 1, Sizes(), 3]
     assert run(draw, "--height", "0") == 2
+    assert Sizes(width=0, is_round=True).given("height", "width", "is_round") == [
+        "--width",
+        "--round",
+    ]
 
 
 def test_a_command_has_the_fields_that_it_names() -> None:

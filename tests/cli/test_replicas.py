@@ -58,19 +58,3 @@ def test_numbers_of_copies(text: str) -> None:
     assert read_number("3") == 3
     with pytest.raises(UsageError, match="no number of copies"):
         read_number(text)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("plan", "--replicas", "2", "--replan"), "--replan can't be given with --replicas"),
-        (("plan", "--export", "vllm", "--json"), "--json can't be given with --export"),
-        (("plan", "--export", "vllm", "--explain"), "--explain can't be given with --export"),
-        (("bench", "--calibrate", "--context", "5"), "--context can't be given with --calibrate"),
-    ],
-)
-def test_no_option_is_ignored(program: Program, options: tuple[str, ...], told: str) -> None:
-    done = program(*options)
-    assert done.returncode == UsageError.exit_code
-    assert told in " ".join(done.stderr.split())
-    assert not done.stdout

@@ -53,23 +53,6 @@ def test_adapters(tiny: Path, program: Program) -> None:
     assert (told["lora_rank"], told["lora_targets"], told["optimizer"]) == (4, ["q_proj"], "sgd")
 
 
-def test_what_makes_no_sense_is_refused(tiny: Path, program: Program) -> None:
-    for said, message in (
-        (("--checkpointing", "--micro-batches", "2"), "are for training"),
-        (("--train", "full", "--lora-rank", "4"), "which has no adapters"),
-        (("--train", "some"), "is unknown"),
-        (("--train", "full", "--new-tokens", "4"), "training has none"),
-        (("--train", "full", "--cache", "int8"), "doesn't forecast training with it"),
-        (
-            ("--train", "lora", "--lora-target", "nothing"),
-            "no module that can have adapters is",
-        ),
-    ):
-        done = program("plan", tiny, *GPUS, *SEQUENCE, *said)
-        assert done.returncode == 2, done.stderr
-        assert message in done.stderr
-
-
 def test_earlier_names_of_options_are_taken_and_told() -> None:
     for given, expected, told in (
         ("plan m --gradient-checkpointing", "plan m --checkpointing", 1),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,16 +26,15 @@ from duoka.report.terminal.words import format_place
 
 from . import planning
 from .errors import NOT_OK
-from .groups import Only, flag, option, with_groups
-from .options import PLANNING, ModelOptions, NamesOption, PlanOptions, picture_size
-from .terminal import check_file, stderr, stdout, working, write_file
+from .groups import Only, OptionGroup, flag, option, with_groups
+from .options import IMAGE_SIZE, PLANNING, ModelOptions, NamesOption, PlanOptions, picture_size
+from .terminal import check_file, note, print_json, stdout, working, write_file
 from .training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from duoka.checker.fix import Repairs
     from duoka.report.check_report import CheckReport
 
-_IMAGE_SIZE = "1024x1024"
 _TRAINING_TOKENS = "1"  # a workload answers at least one
 _DIRECTORY = Path("duoka-fixed")
 _THEME = "ansi_dark"
@@ -51,12 +48,12 @@ _CheckedOptions = Annotated[
         )
     ),
 ]
-_TRAINING = ("train", "lora_rank", "lora_target", "gradient_checkpointing")
+_RUN = "train", "lora_rank", "lora_target", "gradient_checkpointing", "image"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedTraining(TrainingOptions):
-    """The training to check."""
+class CheckedRun(TrainingOptions):
+    """The training and the pictures to check."""
 
     train: str | None = option(
         "METHOD",
@@ -64,12 +61,6 @@ class CheckedTraining(TrainingOptions):
         "(full, or nothing more than --train) or of adapters (lora).",
         panel=PLANNING,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """The parts of the model's code to run."""
-
     image: list[str] | None = option(
         "WxH|FILE",
         "A picture in the prompt, by its size (1120x1120) or as a file; repeatable.",
@@ -81,7 +72,7 @@ class RunOptions:
 class ReportOutput(NamesOption):
     """The outputs besides the printed report."""
 
-    json: bool = flag("--json", "Print the report as JSON.")
+    json: bool = flag("Print the report as JSON.")
     sarif: Path | None = option(
         "FILE", "Write the report as SARIF 2.1.0, which code hosts show in pull requests."
     )
@@ -101,7 +92,8 @@ class ReportOutput(NamesOption):
     ) -> None:
         """Write the files."""
         if self.save_device_map is not None:
-            device_map = _map_of(report)
+            entries = () if report.subject is None else report.subject.entries
+            device_map = report.completeness.completed or dict(entries)
             # Its own code has its own names already.
             if self.convention == "checkpoint" and not checkpoint.builds_own_model:
                 names = published_names(find_or_trace(checkpoint, work).outline)
@@ -109,7 +101,7 @@ class ReportOutput(NamesOption):
             if device_map:
                 planning.save_device_map(device_map, self.save_device_map)
             else:
-                stderr().print("no device map was saved: the model's code stopped before")
+                note("no device map was saved: the model's code stopped before")
         if self.sarif is not None:
             from duoka.report.sarif import dumps
 
@@ -117,15 +109,11 @@ class ReportOutput(NamesOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixOptions:
+class FixOptions(OptionGroup):
     """The options of repairs."""
 
-    fix: bool = _fix(
-        "--fix", "Write the smallest changes that cure the faults, prove them, and show them."
-    )
-    in_place: bool = _fix(
-        "--in-place", "With --fix: change the files themselves, where the change is proved."
-    )
+    fix: bool = _fix("Write the smallest changes that cure the faults, prove them, and show them.")
+    in_place: bool = _fix("With --fix: change the files themselves, where the change is proved.")
     output: Path | None = option(
         "DIR",
         "With --fix: where the changed copies go. By default duoka-fixed.",
@@ -134,40 +122,28 @@ class FixOptions:
 
     def check(self) -> None:
         """Refuse contradicting options and an unwritable directory."""
-        options = [("--in-place", self.in_place), ("--output", self.output is not None)]
-        said = [name for name, is_said in options if is_said]
-        if said and not self.fix:
-            raise UsageError(
-                f"{', '.join(said)} is for --fix", hint="give --fix as well, or leave it out"
-            )
-        if len(said) > 1:
-            raise UsageError(
-                "--in-place and --output say two places for the changes",
-                hint="--output alone leaves the files as they are",
-            )
-        if self.fix and not self.in_place:
-            _refuse_unwritable(self._directory)
-
-    @property
-    def _directory(self) -> Path:
-        return self.output or _DIRECTORY
+        if not self.fix:
+            hint = "give --fix as well, or leave it out"
+            self.refuse("in_place", "output", beside="a check alone", hint=hint)
+        elif self.in_place:
+            hint = "--output alone leaves the files as they are"
+            self.refuse("output", beside="--in-place", hint=hint)
+        else:
+            _refuse_unwritable(self.output or _DIRECTORY)
 
     def repair(self, report: CheckReport) -> Repaired:
         """Find changes and prove them; nothing is written yet."""
         from duoka.checker.fix import repair
 
         with working("repairing, and proving it" if report.faults else ""):
-            return Repaired(repair(report), None if self.in_place else self._directory)
-
-
-_CheckedTraining = Annotated[CheckedTraining, Only(_TRAINING)]
+            directory = None if self.in_place else self.output or _DIRECTORY
+            return Repaired(repair(report), directory)
 
 
 @with_groups
 def check(
     options: _CheckedOptions,
-    training: _CheckedTraining,
-    run: RunOptions,
+    run: Annotated[CheckedRun, Only(_RUN)],
     output: ReportOutput,
     fixes: FixOptions,
     model: ModelOptions,
@@ -184,8 +160,8 @@ def check(
     """
     fixes.check()
     output.check()
-    how_to_train = training.read()
-    sizes = [options.image_size or _IMAGE_SIZE] * (options.images or 0)
+    how_to_train = run.read()
+    sizes = [options.image_size or IMAGE_SIZE] * (options.images or 0)
     images = [picture_size(text) for text in (*(run.image or ()), *sizes)]
     if options.images:  # its placement is that of a prompt with pictures: see `duoka.check`
         options = replace(options, images=None, image_size=None)
@@ -201,8 +177,7 @@ def check(
         stdout().print(render_report(report, advice=not fixes.fix))
     repaired = fixes.repair(report) if fixes.fix else None
     if output.json:
-        content = report.to_dict() | ({} if repaired is None else repaired.to_dict())
-        typer.echo(json.dumps(content, indent=1, ensure_ascii=False))
+        print_json(report.to_dict() | ({} if repaired is None else repaired.to_dict()))
     if repaired is not None:
         if not output.json:
             repaired.print(stdout())
@@ -216,25 +191,20 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `duoka.check`; cheap refusals precede the import of torch."""
     if options.plan_file is not None:
-        plan = planning.make_plan(model, options)
+        plan, _ = planning.find_plan(model, options)
         checkpoint = planning.open_checkpoint(replace(model, model=model.model or plan.source))
         return {"model": checkpoint, "placement": plan, "workload": plan.workload}
     if training is not None:
         planning.read_workload(options, training)  # refuses what a plan refuses
     device_map, gpus = planning.read_device_map(options), options.gpus or planning.ALL_GPUS
-    text_or_fleet = planning.read_fleet(gpus)
+    planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model)
     fleet = None
     if options.gpus is not None or device_map is None:
-        detected = (
-            duoka.Fleet.parse(text_or_fleet) if isinstance(text_or_fleet, str) else text_or_fleet
-        )
-        fleet = fleet_for(detected, device_map)
+        fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
     if training is not None:  # all tokens of the context are the prompt's, but for one
         options = replace(options, new_tokens=_TRAINING_TOKENS)
-    workload = planning.shorten_default(
-        planning.read_workload(options), checkpoint.max_context_tokens, options
-    )
+    workload = planning.read_workload(options, limit=checkpoint.max_context_tokens)
     workload_for(checkpoint, workload)  # what it refuses is refused before torch is imported
     native_training(checkpoint, training)
     planning.say_quantization(options.quantize, workload)
@@ -244,12 +214,6 @@ def _arguments(
         "workload": workload,
         "fleet": fleet,
     }
-
-
-def _map_of(report: CheckReport) -> Mapping[str, int | str]:
-    """Return the checked map, completed; empty without a model."""
-    entries = () if report.subject is None else report.subject.entries
-    return report.completeness.completed or dict(entries)
 
 
 class Repaired:
@@ -268,7 +232,7 @@ class Repaired:
         else:
             files = apply(self._repairs, self._directory)
         for file in files:
-            stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
+            note(f"saved to {file}")
 
     def cures(self, report: CheckReport) -> bool:
         """Return True if the checked files changed and are without faults."""
@@ -323,9 +287,7 @@ class Repaired:
 
 def _refuse_unwritable(directory: Path) -> None:
     """Refuse an unwritable directory, before the check."""
-    existing = directory
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(
             f"the changed files can't be written to {str(directory)!r}",

@@ -21,14 +21,11 @@ from .text import Export, format_environment
 NAME = "DeepSpeed"
 
 
-def export(plan: Plan, profile: Profile | None) -> Export:
+def export(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a Python program."""
-    del profile  # numbers of layers say it all
     pipeline = read_pipeline(plan, NAME)
     bounds = boundaries(pipeline)
-    environment = format_environment(
-        common.visible_environment(NAME, [stage.device for stage in pipeline.stages])
-    )
+    environment = format_environment(common.visible_environment(NAME, pipeline.devices))
     text = "\n".join(
         [
             f"# {environment} torchrun --nproc-per-node {len(pipeline.stages)} THIS_FILE",

@@ -23,9 +23,8 @@ TITAN = "torchtitan"
 _SCHEDULES = {"sequential": "1F1B", "gpipe": "GPipe", "1f1b": "1F1B"}
 
 
-def export_torch(plan: Plan, profile: Profile | None) -> Export:
+def export_torch(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a Python program; any module can begin a stage."""
-    del profile  # names say it all
     runs = _runs(plan)
     splits = ", ".join(f"{names[0]!r}: SplitPoint.BEGINNING" for names in runs[1:])
     devices = [plan.fleet.device(plan.placement.device_of(names[0]) or "") for names in runs]
@@ -87,16 +86,13 @@ def _torch_notes(plan: Plan) -> Iterator[str]:
         yield "NOTE: the plan is for generating; without a cache and with a loss, memory differs."
 
 
-def export_titan(plan: Plan, profile: Profile | None) -> Export:
+def export_titan(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a torchtitan configuration."""
-    del profile  # names say it all
     pipeline = read_pipeline(plan, TITAN)
     parts = titan_names(pipeline)
     training = plan.workload.training
     schedule = _SCHEDULES[training.schedule] if training is not None else "1F1B"
-    environment = format_environment(
-        common.visible_environment(TITAN, [stage.device for stage in pipeline.stages])
-    )
+    environment = format_environment(common.visible_environment(TITAN, pipeline.devices))
     lines = ",\n".join(f"    {json.dumps(part)}" for part in parts)
     text = "\n".join(
         [

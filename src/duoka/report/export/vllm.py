@@ -66,7 +66,7 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
     pipeline = read_pipeline(plan, NAME)
     common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
-    environment = common.visible_environment(NAME, [stage.device for stage in pipeline.stages])
+    environment = common.visible_environment(NAME, pipeline.devices)
     options = [("--dtype", workload.dtype), ("--max-model-len", str(workload.context_tokens))]
     options.append(("--max-num-seqs", str(workload.batch)))
     if common.is_glm4v(plan):
