@@ -86,6 +86,9 @@ def report(error: BaseException, *, debug: bool, arguments: Sequence[str] = ()) 
     Tokens and passwords are left out of all of it. `arguments` are what the program was called
     with: what would fit instead is told by them.
     """
+    # What ended the program, in this order: its own exit, a signal (whatever error a library made
+    # of it), a wrong option, a mistake or a limit that duoka names, what is known of the machine
+    # and its GPUs, and all else: a defect.
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     _add_suggestions(error, arguments)

@@ -10,10 +10,10 @@ import inspect
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
-from typer.models import OptionInfo
 
 from duoka.errors import UsageError
 
@@ -27,7 +27,7 @@ class OptionGroup:
     def given(self, *names: str) -> list[str]:
         """Return the given options among some fields, as on the command line; 0 is a value."""
         by_name = {item.name: item for item in fields(self)}
-        return [_option_name(by_name[name]) for name in names if is_given(getattr(self, name))]
+        return [_option_names(by_name[name])[0] for name in names if is_given(getattr(self, name))]
 
     def refuse(self, *names: str, beside: str, hint: str) -> None:
         """Raise UsageError if any option of some fields is given."""
@@ -64,20 +64,20 @@ def option(
         return [value for value in values if value.startswith(incomplete)]
 
     settings |= {"metavar": metavar, "show_default": False, "autocompletion": complete}
-    declared = typer.Option(*names, help=text, rich_help_panel=panel, **settings)
-    return field(default=None, metadata={"option": declared})
+    declare = partial(typer.Option, help=text, rich_help_panel=panel, **settings)
+    return field(default=None, metadata={"declare": declare, "names": names})
 
 
 def flag(text: str, *, panel: str | None = None, names: tuple[str, ...] = ()) -> Any:
     """Declare a field of a group: a flag."""
-    declared = typer.Option(*names, help=text, rich_help_panel=panel)
-    return field(default=False, metadata={"option": declared})
+    declare = partial(typer.Option, help=text, rich_help_panel=panel)
+    return field(default=False, metadata={"declare": declare, "names": names})
 
 
 def argument(metavar: str, text: str) -> Any:
     """Declare a field of a group: an optional argument."""
-    declared = typer.Argument(metavar=metavar, help=text, show_default=False)
-    return field(default=None, metadata={"option": declared})
+    declare = partial(typer.Argument, metavar=metavar, help=text, show_default=False)
+    return field(default=None, metadata={"declare": declare})
 
 
 class Only(tuple[str, ...]):
@@ -97,7 +97,11 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of ever
 def with_groups(command: Command) -> Command:
     """Flatten the groups of a command for Typer, and add ``--debug``."""
     # Typer reads a command's signature. So the wrapper gets one of its own, in which each group is
-    # replaced by its fields; when it is called, the values go back into their groups.
+    # replaced by its fields; when it is called, the values go back into their groups:
+    #
+    #     def plan(options: PlanOptions, model: ModelOptions)             what is written
+    #     def call(*, gpus, context, …, model, revision, …, debug)        what Typer sees
+    #     plan(options=PlanOptions(gpus=…, …), model=ModelOptions(…))     what is called
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, tuple[Any, Only]] = {}
     options: list[inspect.Parameter] = []
@@ -128,15 +132,14 @@ def _options(group: Any, names: Only) -> Iterator[inspect.Parameter]:
     hints = typing.get_type_hints(group)
     by_name = {item.name: item for item in fields(group)}
     for name in names:
-        declared = by_name[name].metadata["option"]
-        if not declared.param_decls and isinstance(declared, OptionInfo):
-            declared.param_decls = (_option_name(by_name[name]),)
-        yield _keyword(name, by_name[name].default, Annotated[hints[name], declared])
+        item = by_name[name]
+        is_argument = "names" not in item.metadata
+        declared = item.metadata["declare"](*(() if is_argument else _option_names(item)))
+        yield _keyword(name, item.default, Annotated[hints[name], declared])
 
 
-def _option_name(item: Field[Any]) -> str:
-    names = item.metadata["option"].param_decls
-    return str(names[0]) if names else f"--{item.name.replace('_', '-')}"
+def _option_names(item: Field[Any]) -> tuple[str, ...]:
+    return item.metadata.get("names") or (f"--{item.name.replace('_', '-')}",)
 
 
 def _keyword(name: str, default: object, annotation: object) -> inspect.Parameter:

@@ -71,11 +71,6 @@ def find_plan(
 
     Returns the plan's checkpoint too, if it was opened.
     """
-    if model.model is None and model.revision is not None:
-        raise UsageError(
-            "--revision is for a model on the Hub, and no model was given",
-            hint="name the model; a plan keeps its own revision",
-        )
     if options.plan_file is None:
         if options.replan:
             raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
@@ -84,6 +79,9 @@ def find_plan(
         with working():
             return plan_request(checkpoint, request, fleet, device_map), checkpoint
     _refuse_beside_plan(options, training)
+    if model.model is None:
+        hint = "name the model; a plan keeps its own revision"
+        model.refuse("revision", beside="--plan alone", hint=hint)
     plan = duoka.Plan.load(options.plan_file)
     if model.model is None and not options.replan and not model.trust_remote_code:
         if not to_run:
@@ -104,6 +102,8 @@ def find_plan_for_requests(
     model: ModelOptions, options: PlanOptions, *, requests: int, batch: int
 ) -> tuple[duoka.Plan, duoka.Checkpoint | None, str]:
     """Take or make a plan with pages for so many requests, or give the reason for a batch."""
+    # Pages first: the cache then takes all that is free. Models whose state isn't a cache of keys
+    # and values raise ModelError when they are traced for it, and get a batch, as do the rest.
     why_not = ""
     if options.plan_file is not None:
         return *find_plan(model, options, to_run=True), ""

@@ -79,6 +79,13 @@ def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
             raise export_error(tool, "its modules are in no numbered list of layers", _OTHER)
         stages = _stages(plan, tool, plan.devices)
         return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
+    # Entries are in execution order: modules before the layers, the layers with what runs between
+    # them, modules after. A tool that takes layer counts computes the first ones on its first rank
+    # and the last ones on its last, so that each part must be where its neighboring layer is:
+    #
+    #     embed 0 | layers.0 0, layers.1 0, layers.2 1, layers.3 1 | norm 1, lm_head 1 → counts 2, 2
+    #     embed 0 | layers.0 0, layers.1 0, layers.2 1, layers.3 1 | norm 1, lm_head 0 → lm_head is
+    #                                                      tied to the embedding: it is `returning`
     at = _devices_of_layers(plan, tool, main)
     is_layer = [(layer_of(name) or ("",))[0] == main for name, _ in entries]
     start, stop = is_layer.index(True), len(is_layer) - is_layer[::-1].index(True)
@@ -109,6 +116,8 @@ def pipeline_pins(plan: Plan) -> list[Pins]:
     One set of pins per pair of GPUs for the first and last layer, without pairs of equal GPUs. A
     tied head stays with the embedding.
     """
+    # Pinning the embedding and everything up to the first layer to one GPU, and everything from the
+    # last layer on to another, leaves the planner the cuts between whole layers and nothing else.
     names = [name for name, _ in plan.placement.entries]
     main = main_list(names)
     at = [place for place, name in enumerate(names) if (layer_of(name) or ("",))[0] == main]
