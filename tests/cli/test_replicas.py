@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import duoka
-from duoka.cli.replicas import files, read_number
+from duoka.cli.replicas import read_number
 from duoka.errors import UsageError
 
 from .conftest import SIZES, Program
@@ -46,11 +46,6 @@ def test_the_largest_context_is_planned(tiny: Path, program: Program) -> None:
     done = program("plan", tiny, "--gpus", "virtual:64MiB", "--max-context", "--json")
     plan = duoka.Plan.from_json(done.stdout)
     assert (plan.request.largest, plan.workload.context_tokens) == ("context", 1024)
-
-
-def test_numbered_names() -> None:
-    assert [file.name for file in files(Path("a/chat.plan"), 2)] == ["chat-1.plan", "chat-2.plan"]
-    assert files(Path("plan"), 10)[0].name == "plan-01"
 
 
 @pytest.mark.parametrize("text", ["", "0", "two", "-1", "1.5", "99999", "٣"])

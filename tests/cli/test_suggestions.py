@@ -187,3 +187,11 @@ def test_every_way_is_what_its_command_makes(
         assert each["prefill_chunk_tokens"] == plan.workload.prefill_chunk_tokens, line
         assert each["num_gpus"] == len(plan.devices), line
         assert each["free_bytes"] == min(d.free_bytes for d in plan.forecast.devices), line
+
+
+@pytest.mark.slow
+def test_offload_on_the_command_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", str(tiny), "--gpus", "virtual:64MiB", "--offload", "--context", "96"]) == 0
+    assert "CPU's memory" not in capsys.readouterr().out
+    assert run(["plan", str(tiny), "--gpus", "virtual:64MiB", "--offload", "--train", "lora"]) == 2
+    assert "can't be trained" in capsys.readouterr().err

@@ -268,15 +268,6 @@ def test_llama_cpp_is_told_where_embeddings_are() -> None:
     assert "quantized file needs less" in told
 
 
-def test_unequal_gpus_are_told_in_numbers() -> None:
-    profile = made_up([GIB // 4] * 12, Costs(cache=4096))
-    workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
-    problem = PlanProblem(fleet=Fleet.parse("2560MiB,1GiB"), workload=workload)
-    plan = find_plan(profile, problem)
-    told = " ".join(str(export(plan, "vllm", profile)).split())
-    assert "equally many cache blocks" in told
-
-
 # Of SGLang 0.5.23, srt/models: whether `forward` takes pp_proxy_tensors, without which
 # model_executor/model_runner.py refuses --pp-size. Mistral's inherits it from Llama's. Of vLLM
 # 0.33.0: whether the class is `SupportsPP`, without which config/model.py refuses.
