@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import duoka
+from duoka.cli.main import app
 from duoka.cli.training_options import complete_arguments
 
 from .conftest import GPUS, Program
@@ -70,3 +73,24 @@ def test_earlier_names_of_options_are_taken_and_told() -> None:
     assert complete_arguments(["tune", "--method", "lora"])[1] == [
         "--method is --train now, and goes with the next release"
     ]
+
+
+def test_a_toml_file_has_the_options_that_are_not_given(tmp_path: Path) -> None:
+    lines = ('train = "qlora"', 'context = "4K"', "batch = 16", "lr = 2e-4", 'eval = "other.jsonl"')
+    file = tmp_path / "tune.toml"
+    file.write_text("\n".join([*lines, "packing = true", 'lora-target = ["q_proj", "v_proj"]']))
+    program: Any = get_command(app)
+    with program.commands["tune"].make_context(
+        "tune", ["--config", str(file), "--batch", "4"]
+    ) as at:
+        read = {name: value for name, value in at.params.items() if value}
+    assert read == {
+        "config": file,
+        "method": "qlora",
+        "seq_length": "4K",
+        "batch": 4,
+        "lr": 2e-4,
+        "eval_data": ["other.jsonl"],
+        "packing": True,
+        "lora_target": ["q_proj", "v_proj"],
+    }
