@@ -161,7 +161,7 @@ def _expected(error: BaseException) -> BaseException:
     if torch := sys.modules.get("torch"):  # what isn't loaded can't have raised what is looked for
         from duoka.runtime.lost_gpu import find_lost_gpu
 
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, getattr(torch, "OutOfMemoryError", ())):
             hint = "does another program use this GPU? Plan with a smaller budget (--gpus)"
             return MachineError(str(error), hint=hint)
         if lost := find_lost_gpu(error):
