@@ -125,19 +125,78 @@ class FixOptions(OptionGroup):
         if not self.fix:
             hint = "give --fix as well, or leave it out"
             self.refuse("in_place", "output", beside="a check alone", hint=hint)
-        elif self.in_place:
+        elif self._directory is None:
             hint = "--output alone leaves the files as they are"
             self.refuse("output", beside="--in-place", hint=hint)
         else:
-            _refuse_unwritable(self.output or _DIRECTORY)
+            _refuse_unwritable(self._directory)
 
-    def repair(self, report: CheckReport) -> Repaired:
-        """Find changes and prove them; nothing is written yet."""
-        from duoka.checker.fix import repair
+    @property
+    def _directory(self) -> Path | None:
+        """The place of changed copies; None where the files themselves change."""
+        return None if self.in_place else self.output or _DIRECTORY
 
-        with working("repairing, and proving it" if report.faults else ""):
-            directory = None if self.in_place else self.output or _DIRECTORY
-            return Repaired(repair(report), directory)
+    def write(self, repairs: Repairs) -> None:
+        """Write the changes, and say where."""
+        from duoka.checker.fix import apply, apply_in_place
+
+        if self._directory is None:
+            files = apply_in_place([patch for patch in repairs if patch.proved])
+        else:
+            files = apply(repairs, self._directory)
+        for file in files:
+            note(f"saved to {file}")
+
+    def cures(self, report: CheckReport, repairs: Repairs) -> bool:
+        """Return True if the checked files changed and are without faults."""
+        faults = report.completeness
+        # What had to stay whole had to because of the faults.
+        is_named = not (faults.missing or faults.unknown or faults.doubled or faults.misplaced)
+        is_well = is_named and report.fits and report.stop is None
+        return self.in_place and is_well and repairs.proved
+
+    def print(self, repairs: Repairs, console: Console) -> None:
+        """Show the changes with their proofs, and the remaining faults."""
+        if not repairs and not repairs.uncured:
+            console.print("nothing to repair: the check found no fault in the model's code")
+        for patch in repairs:
+            console.print()
+            if console.is_terminal:
+                diff = Syntax(patch.diff.rstrip("\n"), "diff", theme=_THEME, word_wrap=True)
+                console.print(diff)
+            else:
+                console.print(Text(patch.diff.rstrip("\n")), soft_wrap=True)
+            for cure in patch.cures:
+                moved = format_bytes(cure.step_bytes) if cure.step_bytes else "nothing"
+                console.print(Text(f"moves {moved} a step: {cure.source}"), soft_wrap=True)
+            verdict = ("proved", "bold green") if patch.proved else ("not proved", "bold red")
+            reason = f": {patch.reason}" if patch.reason else ""
+            if self.in_place and not patch.proved:
+                reason += "; the file is as it was"
+            console.print(Text.assemble(verdict, reason), soft_wrap=True)
+        for fault, reason in repairs.uncured:
+            console.print()
+            text = f" {format_place(fault.place)}, {fault.op}: {reason}"
+            console.print(Text.assemble(("not cured:", "bold red"), text), soft_wrap=True)
+
+
+def _repairs_to_dict(repairs: Repairs) -> dict[str, Any]:
+    """Return the additions to a report's JSON form."""
+    return {
+        "patches": [
+            {"file": it.file, "diff": it.diff, "proved": it.proved, "reason": it.reason}
+            for it in repairs
+        ],
+        "cures": [
+            {"file": patch.file, "source": cure.source, "step_bytes": cure.step_bytes}
+            for patch in repairs
+            for cure in patch.cures
+        ],
+        "uncured": [
+            {"file": fault.file, "line": fault.line, "op": fault.op, "reason": reason}
+            for fault, reason in repairs.uncured
+        ],
+    }
 
 
 @with_groups
@@ -175,15 +234,23 @@ def check(
         from duoka.report.terminal import render_report
 
         stdout().print(render_report(report, advice=not fixes.fix))
-    repaired = fixes.repair(report) if fixes.fix else None
+    repairs = _repair(report) if fixes.fix else None
     if output.json:
-        print_json(report.to_dict() | ({} if repaired is None else repaired.to_dict()))
-    if repaired is not None:
+        print_json(report.to_dict() | ({} if repairs is None else _repairs_to_dict(repairs)))
+    if repairs is not None:
         if not output.json:
-            repaired.print(stdout())
-        repaired.write()
-    if not report.ok and not (repaired is not None and repaired.cures(report)):
+            fixes.print(repairs, stdout())
+        fixes.write(repairs)
+    if not report.ok and not (repairs is not None and fixes.cures(report, repairs)):
         raise typer.Exit(NOT_OK)
+
+
+def _repair(report: CheckReport) -> Repairs:
+    """Find changes and prove them; nothing is written yet."""
+    from duoka.checker.fix import repair
+
+    with working("repairing, and proving it" if report.faults else ""):
+        return repair(report)
 
 
 def _arguments(
@@ -214,75 +281,6 @@ def _arguments(
         "workload": workload,
         "fleet": fleet,
     }
-
-
-class Repaired:
-    """The outcome of a repair; without a directory for copies the files themselves change."""
-
-    def __init__(self, repairs: Repairs, directory: Path | None) -> None:
-        self._repairs = repairs
-        self._directory = directory
-
-    def write(self) -> None:
-        """Write the changes, and say where."""
-        from duoka.checker.fix import apply, apply_in_place
-
-        if self._directory is None:
-            files = apply_in_place([patch for patch in self._repairs if patch.proved])
-        else:
-            files = apply(self._repairs, self._directory)
-        for file in files:
-            note(f"saved to {file}")
-
-    def cures(self, report: CheckReport) -> bool:
-        """Return True if the checked files changed and are without faults."""
-        faults = report.completeness
-        # What had to stay whole had to because of the faults.
-        is_named = not (faults.missing or faults.unknown or faults.doubled or faults.misplaced)
-        is_well = is_named and report.fits and report.stop is None
-        return self._directory is None and is_well and self._repairs.proved
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the additions to a report's JSON form."""
-        return {
-            "patches": [
-                {"file": it.file, "diff": it.diff, "proved": it.proved, "reason": it.reason}
-                for it in self._repairs
-            ],
-            "cures": [
-                {"file": patch.file, "source": cure.source, "step_bytes": cure.step_bytes}
-                for patch in self._repairs
-                for cure in patch.cures
-            ],
-            "uncured": [
-                {"file": fault.file, "line": fault.line, "op": fault.op, "reason": reason}
-                for fault, reason in self._repairs.uncured
-            ],
-        }
-
-    def print(self, console: Console) -> None:
-        """Show the changes with their proofs, and the remaining faults."""
-        if not self._repairs and not self._repairs.uncured:
-            console.print("nothing to repair: the check found no fault in the model's code")
-        for patch in self._repairs:
-            console.print()
-            if console.is_terminal:
-                diff = Syntax(patch.diff.rstrip("\n"), "diff", theme=_THEME, word_wrap=True)
-                console.print(diff)
-            else:
-                console.print(Text(patch.diff.rstrip("\n")), soft_wrap=True)
-            for cure in patch.cures:
-                moved = format_bytes(cure.step_bytes) if cure.step_bytes else "nothing"
-                console.print(Text(f"moves {moved} a step: {cure.source}"), soft_wrap=True)
-            verdict = ("proved", "bold green") if patch.proved else ("not proved", "bold red")
-            reason = f": {patch.reason}" if patch.reason else ""
-            if self._directory is None and not patch.proved:
-                reason += "; the file is as it was"
-            console.print(Text.assemble(verdict, reason), soft_wrap=True)
-        for fault, reason in self._repairs.uncured:
-            console.print()
-            text = f" {format_place(fault.place)}, {fault.op}: {reason}"
-            console.print(Text.assemble(("not cured:", "bold red"), text), soft_wrap=True)
 
 
 def _refuse_unwritable(directory: Path) -> None:

@@ -116,7 +116,7 @@ class TrainingOptions(OptionGroup):
 
     def read(self) -> Training | None:
         """Return the training of the options; None for answering."""
-        names = all_but(type(self), "train")
+        names = all_but(TrainingOptions, "train")
         options = self.given(*names)
         if self.train is None and options:
             raise UsageError(
