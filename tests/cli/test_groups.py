@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from duoka.cli.groups import (
     Command,
-    Only,
     OptionGroup,
     all_but,
     argument,
@@ -54,7 +53,7 @@ def test_a_group_is_filled_by_its_options() -> None:
 def test_a_command_has_the_fields_that_it_names() -> None:
     seen: list[Sizes] = []
 
-    def draw(sizes: Annotated[Sizes, Only(("width", "height"))]) -> None:
+    def draw(sizes: Annotated[Sizes, ("width", "height")]) -> None:
         seen.append(sizes)
 
     names = [*inspect.signature(with_groups(draw)).parameters]
@@ -66,7 +65,7 @@ def test_a_command_has_the_fields_that_it_names() -> None:
 
 
 def test_a_field_that_is_not_there_is_a_mistake_of_the_command() -> None:
-    def draw(sizes: Annotated[Sizes, Only(("depth",))]) -> None: ...
+    def draw(sizes: Annotated[Sizes, ("depth",)]) -> None: ...
 
     with pytest.raises(KeyError, match="depth"):
         with_groups(draw)

@@ -18,7 +18,7 @@ from duoka.planner.resolve import workload_for
 
 from . import planning
 from .deployments import bench_deployments
-from .groups import Only, OptionGroup, flag, option, with_groups
+from .groups import OptionGroup, flag, option, with_groups
 from .options import ModelOptions, PlanOptions, parse_tokens
 from .terminal import new_table, note, print_json, stdout, working
 
@@ -61,7 +61,7 @@ class BenchOptions(OptionGroup):
 @with_groups
 def bench(
     choice: BenchOptions,
-    options: Annotated[PlanOptions, Only(("gpus", "context", "new_tokens", "sequences", "dtype"))],
+    options: Annotated[PlanOptions, ("gpus", "context", "new_tokens", "sequences", "dtype")],
     model: ModelOptions,
 ) -> None:
     """Find the best way to run a model here, measure the GPUs, or what quantization costs.

@@ -73,24 +73,21 @@ def chat(
 
 
 def _talk(conversation: Conversation) -> None:
-    if sys.stdin.isatty() and sys.stdout.isatty():
+    is_person = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_person:
         with suppress(ImportError):
             import readline  # input() edits lines with it
 
             readline.parse_and_bind("set enable-bracketed-paste on")
         stderr().print("/help shows the commands, /exit leaves")
-        _talk_with_a_person(conversation)
-        return
-    while _turn(conversation, _read()):
-        pass
-
-
-def _talk_with_a_person(conversation: Conversation) -> None:
     goes_on = True
     while goes_on:
         try:
-            goes_on = _turn(conversation, _read_prompted(), is_stoppable=True)
+            line = _read_prompted() if is_person else _read()
+            goes_on = _turn(conversation, line, is_stoppable=is_person)
         except KeyboardInterrupt:
+            if not is_person:
+                raise
             stderr().print("\n/exit leaves")
             signals.forget()  # not before: an impatient second Ctrl-C would end the program
 

@@ -26,7 +26,7 @@ from duoka.report.terminal.words import format_place
 
 from . import planning
 from .errors import NOT_OK
-from .groups import Only, OptionGroup, flag, option, with_groups
+from .groups import OptionGroup, flag, option, with_groups
 from .options import IMAGE_SIZE, PLANNING, ModelOptions, NamesOption, PlanOptions, picture_size
 from .terminal import check_file, note, print_json, stdout, working, write_file
 from .training_options import TrainingOptions
@@ -39,15 +39,7 @@ _TRAINING_TOKENS = "1"  # a workload answers at least one
 _DIRECTORY = Path("duoka-fixed")
 _THEME = "ansi_dark"
 _fix = partial(flag, panel="How to repair")
-_CheckedOptions = Annotated[
-    PlanOptions,
-    Only(
-        (
-            *("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype"),
-            *("quantize", "images", "image_size"),
-        )
-    ),
-]
+_PLAN = ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
 _RUN = "train", "lora_rank", "lora_target", "gradient_checkpointing", "image"
 
 
@@ -201,8 +193,8 @@ def _repairs_to_dict(repairs: Repairs) -> dict[str, Any]:
 
 @with_groups
 def check(
-    options: _CheckedOptions,
-    run: Annotated[CheckedRun, Only(_RUN)],
+    options: Annotated[PlanOptions, (*_PLAN, "images", "image_size")],
+    run: Annotated[CheckedRun, _RUN],
     output: ReportOutput,
     fixes: FixOptions,
     model: ModelOptions,

@@ -19,7 +19,7 @@ from duoka.base.units import format_count
 
 from . import planning
 from .errors import NOT_OK, WARNED, redact
-from .groups import Only, with_groups
+from .groups import with_groups
 from .options import ModelOptions, PlanOptions
 from .terminal import check_file, print_json, stdout, working, write_file
 
@@ -38,8 +38,8 @@ _CODES = {"warning": WARNED, "error": NOT_OK}
 
 @with_groups
 def doctor(
-    model: Annotated[ModelOptions, Only(("model",))],
-    options: Annotated[PlanOptions, Only(("gpus",))],
+    model: Annotated[ModelOptions, ("model",)],
+    options: Annotated[PlanOptions, ("gpus",)],
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
     bundle: Annotated[
         Path | None,

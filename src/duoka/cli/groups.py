@@ -1,7 +1,8 @@
 """Groups of options: dataclasses whose fields are options of a command.
 
 A command takes a group as one parameter, and Typer sees each field as an option of its own. So an
-option is declared once, for all commands that have it.
+option is declared once, for all commands that have it. A tuple beside a group in `Annotated` names
+the fields that the command has, in its order.
 """
 
 from __future__ import annotations
@@ -80,15 +81,9 @@ def argument(metavar: str, text: str) -> Any:
     return field(default=None, metadata={"declare": declare})
 
 
-class Only(tuple[str, ...]):
-    """Beside a group in `Annotated`: the fields of the command, in this order."""
-
-    __slots__ = ()
-
-
-def all_but(group: Any, *names: str) -> Only:
+def all_but(group: Any, *names: str) -> tuple[str, ...]:
     """Return the fields of a group but for some."""
-    return Only(declared.name for declared in fields(group) if declared.name not in names)
+    return tuple(item.name for item in fields(group) if item.name not in names)
 
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")]
@@ -103,12 +98,12 @@ def with_groups(command: Command) -> Command:
     #     def call(*, gpus, context, …, model, revision, …, debug)        what Typer sees
     #     plan(options=PlanOptions(gpus=…, …), model=ModelOptions(…))     what is called
     hints = typing.get_type_hints(command, include_extras=True)
-    groups: dict[str, tuple[Any, Only]] = {}
+    groups: dict[str, tuple[Any, tuple[str, ...]]] = {}
     options: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         group, *rest = typing.get_args(hints[parameter.name]) or (hints[parameter.name],)
         if is_dataclass(group):
-            names = next((note for note in rest if isinstance(note, Only)), all_but(group))
+            names = next((note for note in rest if isinstance(note, tuple)), all_but(group))
             groups[parameter.name] = group, names
             options += _options(group, names)
         else:
@@ -128,7 +123,7 @@ def with_groups(command: Command) -> Command:
     return call
 
 
-def _options(group: Any, names: Only) -> Iterator[inspect.Parameter]:
+def _options(group: Any, names: tuple[str, ...]) -> Iterator[inspect.Parameter]:
     hints = typing.get_type_hints(group)
     by_name = {item.name: item for item in fields(group)}
     for name in names:
