@@ -44,7 +44,7 @@ def test_a_group_is_filled_by_its_options() -> None:
     assert run(draw) == 0
     assert seen == [Sizes(name="x", height=2, width=5, is_round=True), 1, Sizes(), 3]
     assert run(draw, "--height", "0") == 2
-    assert Sizes(width=0, is_round=True).given("height", "width", "is_round") == [
+    assert Sizes(width=0, is_round=True).given_options("height", "width", "is_round") == [
         "--width",
         "--round",
     ]

@@ -54,8 +54,8 @@ def chat(
     """
     sampling = answering.sampling()
     images = pictures.read()
-    found = planning.find_plan(model, with_images(options, images), to_run=True)
-    plan, opened, reader = planning.open_model(*found)
+    planned = planning.find_plan(model, with_images(options, images), to_run=True)
+    plan, opened, reader = planning.open_model(*planned)
     from duoka.engine import SamplingParams
     from duoka.engine.conversation import Conversation
     from duoka.engine.timing import measured

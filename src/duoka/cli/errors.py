@@ -93,8 +93,8 @@ def report(error: BaseException, *, debug: bool, arguments: Sequence[str] = ()) 
         return error.code if isinstance(error.code, int) else 1
     _add_suggestions(error, arguments)
     signum = _signal_of(error)
-    told = error if signum is not None else _expected(error)
-    code = _code(told) if signum is None else _SIGNALLED + signum
+    cause = error if signum is not None else _expected(error)
+    code = _code(cause) if signum is None else _SIGNALLED + signum
     # When the terminal has gone, nobody can be told; the exit code is still right.
     try:
         if code == DEFECT or (debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError)):
@@ -102,7 +102,7 @@ def report(error: BaseException, *, debug: bool, arguments: Sequence[str] = ()) 
         if signum is not None:
             stderr().print("stopped", highlight=False)
         else:
-            _tell(told)
+            _tell(cause)
     except (OSError, ValueError):
         if signum is None and getattr(error, "errno", None) == errno.EIO:
             return _SIGNALLED + signal.SIGHUP  # it comes with that, and may come a little later

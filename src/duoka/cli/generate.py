@@ -102,8 +102,8 @@ def generate(
         beside = "--raw, which continues a text"
         pictures.refuse("image", beside=beside, hint="leave one of them out")
     images = pictures.read()
-    found = planning.find_plan(model, with_images(options, images), to_run=True)
-    plan, opened, reader = planning.open_model(*found)
+    planned = planning.find_plan(model, with_images(options, images), to_run=True)
+    plan, opened, reader = planning.open_model(*planned)
     from duoka.engine import SamplingParams
     from duoka.engine.timing import measured
 

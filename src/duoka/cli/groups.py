@@ -25,14 +25,14 @@ Command = Callable[..., None]
 class OptionGroup:
     """Base of all groups."""
 
-    def given(self, *names: str) -> list[str]:
+    def given_options(self, *names: str) -> list[str]:
         """Return the given options among some fields, as on the command line; 0 is a value."""
         by_name = {item.name: item for item in fields(self)}
         return [_option_names(by_name[name])[0] for name in names if is_given(getattr(self, name))]
 
     def refuse(self, *names: str, beside: str, hint: str) -> None:
         """Raise UsageError if any option of some fields is given."""
-        refuse_beside(self.given(*names), beside, hint)
+        refuse_beside(self.given_options(*names), beside, hint)
 
 
 def is_given(value: object) -> bool:

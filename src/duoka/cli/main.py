@@ -129,7 +129,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             note(f"note: {text}")
         _refuse_empty(words)
         with quiet_libraries():
-            code = _invoke(words)
+            code = _invoke([*words])  # which takes words away
         # Here, and not at the interpreter's end, a full disk or a closed pipe can be told.
         sys.stdout.flush()
     except BaseException as error:

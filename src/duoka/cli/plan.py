@@ -71,8 +71,8 @@ class PlanOutput(NamesOption):
         if options.replicas is not None:
             beside = "--replicas: each is for one plan"
             hint = "keep the plans with --save FILE, and ask each of them"
-            own = self.given("save_device_map", "html", "explain", "export")
-            refuse_beside(own + planning.given_map(options), beside, hint)
+            outputs = self.given_options("save_device_map", "html", "explain", "export")
+            refuse_beside(outputs + planning.given_map(options), beside, hint)
             options.refuse("replan", "max_context", "max_batch", beside=beside, hint=hint)
 
     def write_replicas(self, copies: Replicas) -> None:

@@ -150,7 +150,7 @@ def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
 
 def _refuse_beside_plan(options: PlanOptions, training: Training | None) -> None:
     """Refuse demands beside a saved plan, with everything decided."""
-    beside = options.given(*all_but(PlanOptions, "plan_file", "replan"))
+    beside = options.given_options(*all_but(PlanOptions, "plan_file", "replan"))
     again = "--replan asks again what the plan was made for; to ask for something else, "
     hint = f"{again if options.replan else ''}leave out --plan to make a new one"
     refuse_beside(beside + ["--train"] * bool(training), "--plan: the plan has decided that", hint)
@@ -261,7 +261,7 @@ def _strategy(options: PlanOptions) -> Strategy:
 
 def given_map(options: PlanOptions) -> list[str]:
     """Return the option of a device map, unless its value is a strategy."""
-    return [] if strategy_of(options.device_map) else options.given("device_map")
+    return [] if strategy_of(options.device_map) else options.given_options("device_map")
 
 
 def read_device_map(options: PlanOptions) -> DeviceMap | None:
@@ -286,8 +286,8 @@ def read_workload(
     """Read the workload; a context that isn't given is the default, at most the model's limit."""
     if options.serve:
         hint = "--sequences N says how many requests are answered at once"
-        given = options.given("batch", "images", "offload")
-        refuse_beside(given + ["--train"] * bool(training), "--serve", hint)
+        demands = options.given_options("batch", "images", "offload")
+        refuse_beside(demands + ["--train"] * bool(training), "--serve", hint)
     else:
         options.refuse("sequences", beside="a plan for one batch", hint="say --serve as well")
     if not options.images:

@@ -129,8 +129,8 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     if choose("engine", server.engine or "duoka", _ENGINES) == "vllm":
         _serve_with_vllm(server, options, model)
         return
-    own = "engine_python", "engine_arg", "nodes"
-    server.refuse(*own, beside="duoka's own engine", hint="say --engine vllm as well")
+    vllm_options = "engine_python", "engine_arg", "nodes"
+    server.refuse(*vllm_options, beside="duoka's own engine", hint="say --engine vllm as well")
     _refuse_missing("serve", "fastapi", "uvicorn", "prometheus_client")
     address = server.address()
     if server.cluster is not None:

@@ -117,7 +117,7 @@ class TrainingOptions(OptionGroup):
     def read(self) -> Training | None:
         """Return the training of the options; None for answering."""
         names = all_but(TrainingOptions, "train")
-        options = self.given(*names)
+        options = self.given_options(*names)
         if self.train is None and options:
             raise UsageError(
                 f"{', '.join(options)} {'are' if len(options) > 1 else 'is'} for training, and the "

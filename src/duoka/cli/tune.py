@@ -241,11 +241,11 @@ def _settings(options: TuneOptions) -> TuneSettings:
         "lora_target": tuple,
     }
     names = {item.name for item in fields(TuneSettings)} & {*all_but(TuneOptions)}
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    values = {name: value for name in names if (value := getattr(options, name)) is not None}
     return TuneSettings(
         **{
             name: readers[name](value) if name in readers else value
-            for name, value in given.items()
+            for name, value in values.items()
         }
     )
 
@@ -264,8 +264,8 @@ def _show(run: TuneRun, *, goes_on: bool) -> bool:
 
 def _resume(options: TuneOptions) -> TuneResult:
     """Go on with a run, where it was or on other GPUs."""
-    kept = all_but(TuneOptions, "save", "resume", "gpus", "replicas", "data")
-    changes = options.given(*kept)
+    fixed_names = all_but(TuneOptions, "save", "resume", "gpus", "replicas", "data")
+    changes = options.given_options(*fixed_names)
     if changes:
         raise UsageError(
             f"{', '.join(changes)} can't change while a run goes on",

@@ -79,13 +79,11 @@ def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
             raise export_error(tool, "its modules are in no numbered list of layers", _OTHER)
         stages = _stages(plan, tool, plan.devices)
         return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
-    # Entries are in execution order: modules before the layers, the layers with what runs between
-    # them, modules after. A tool that takes layer counts computes the first ones on its first rank
-    # and the last ones on its last, so that each part must be where its neighboring layer is:
+    # Entries are in execution order: modules before the layers, the layers, modules after. A tool
+    # that takes layer counts computes the first part on its first rank and the last on its last:
     #
     #     embed 0 | layers.0 0, layers.1 0, layers.2 1, layers.3 1 | norm 1, lm_head 1 → counts 2, 2
-    #     embed 0 | layers.0 0, layers.1 0, layers.2 1, layers.3 1 | norm 1, lm_head 0 → lm_head is
-    #                                                      tied to the embedding: it is `returning`
+    #     the same, but lm_head 0: tied to the embedding, it is `returning`
     at = _devices_of_layers(plan, tool, main)
     is_layer = [(layer_of(name) or ("",))[0] == main for name, _ in entries]
     start, stop = is_layer.index(True), len(is_layer) - is_layer[::-1].index(True)

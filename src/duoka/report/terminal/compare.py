@@ -33,7 +33,7 @@ def render_comparison(comparison: Comparison, names: tuple[str, str]) -> Rendera
 
 def _parts(comparison: Comparison, names: tuple[str, str]) -> Iterator[RenderableType]:
     if comparison.differences:
-        rows = ((each.what, each.first, each.second) for each in comparison.differences)
+        rows = ((pair.what, pair.first, pair.second) for pair in comparison.differences)
         yield _table("differs", names, rows)
     for device in comparison.devices:
         yield ""
