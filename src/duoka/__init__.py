@@ -63,36 +63,28 @@ __all__ = [
     "tune",
 ]
 
-# Where each public name is defined.
-_MODULES = {
-    "Checkpoint": "checkpoint.checkpoint",
-    "Constraints": "planner.constraints",
-    "Device": "hardware.device",
-    "Engine": "engine",
-    "Fleet": "hardware.fleet",
-    "Forecast": "forecast.forecast",
-    "Grammar": "engine",
-    "Link": "hardware.device",
-    "Placement": "planner.placement",
-    "Plan": "api.plan",
-    "SamplingParams": "engine",
-    "Training": "forecast.workload",
-    "TuneSettings": "tuner.settings",
-    "Workload": "forecast.workload",
-    "check": "api.check",
-    "compare": "planner.compare",
-    "dispatch": "api.load",
-    "explain": "planner.explain",
-    "export": "report.export",
-    "load": "api.load",
-    "lora_targets": "api.load",
-    "plan": "api.plan",
-    "plan_replicas": "api.plan",
-    "repair": "checker.fix.fix",
-    "testing": "testing",
-    "tokenizer": "api.load",
-    "tune": "tuner.tune",
+# Where the public names are defined.
+_NAMES = {
+    "api.check": ("check",),
+    "api.load": ("dispatch", "load", "lora_targets", "tokenizer"),
+    "api.plan": ("Plan", "plan", "plan_replicas"),
+    "checker.fix.fix": ("repair",),
+    "checkpoint.checkpoint": ("Checkpoint",),
+    "engine": ("Engine", "Grammar", "SamplingParams"),
+    "forecast.forecast": ("Forecast",),
+    "forecast.workload": ("Training", "Workload"),
+    "hardware.device": ("Device", "Link"),
+    "hardware.fleet": ("Fleet",),
+    "planner.compare": ("compare",),
+    "planner.constraints": ("Constraints",),
+    "planner.explain": ("explain",),
+    "planner.placement": ("Placement",),
+    "report.export": ("export",),
+    "testing": ("testing",),
+    "tuner.settings": ("TuneSettings",),
+    "tuner.tune": ("tune",),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -27,8 +27,7 @@ def test_names_that_contain_a_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "entry"),
-    [("a.b.c", "a.b"), ("a.b", "a.b"), ("a.bc", "a"), ("ab", None), ("", None)],
+    ("name", "entry"), [("a.b.c", "a.b"), ("a.b", "a.b"), ("a.bc", "a"), ("ab", None), ("", None)]
 )
 def test_the_longest_prefix_ends_at_a_dot(name: str, entry: str | None) -> None:
     assert longest_prefix(name, {"a", "a.b", "b"}) == entry

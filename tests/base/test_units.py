@@ -39,19 +39,8 @@ def test_memory_is_told_as_its_makers_tell_it(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "GiB",
-        "24",
-        "24G",
-        "24GiBs",
-        "-1GiB",
-        "1e3MiB",
-        "0GiB",
-        "0.1B",
-        "1,5GiB",
-        "٣GiB",
-        "nan",
-        "9" * 400 + "B",
+        *("", "GiB", "24", "24G", "24GiBs", "-1GiB", "1e3MiB", "0GiB", "0.1B", "1,5GiB", "٣GiB"),
+        *("nan", "9" * 400 + "B"),
     ],
 )
 def test_parse_refuses(text: str) -> None:

@@ -44,12 +44,6 @@ def test_pasted_lines_are_one_question(terminal: Terminal) -> None:
         terminal.wait_for(r"stopped\s[^>]*> ")
 
 
-def test_the_end_of_the_input_ends_it(tiny: Path, program: Program) -> None:
-    done = program("chat", tiny, *GPUS, *SIZES, stdin="What is NVLink?")
-    assert done.returncode == 0
-    assert done.stdout.endswith("\n")
-
-
 def test_a_question_that_is_too_long_does_not_end_it(tiny: Path, program: Program) -> None:
     done = program("chat", tiny, *GPUS, *SIZES, stdin=f"{'What? ' * 200}\nhello\n")
     assert done.returncode == 0

@@ -13,10 +13,8 @@ import jsonschema
 import pytest
 import schemas
 import yaml
-from PIL import Image
 from progress import without_progress
 
-import duoka
 from duoka.errors import MachineError
 
 from .conftest import GPUS, SIZES, Program
@@ -155,12 +153,6 @@ def test_an_incomplete_map_is_completed(tiny: Path, program: Program, tmp_path: 
     assert again.returncode == 0, again.stdout + again.stderr
 
 
-def test_the_map_of_a_plan_is_saved(tiny: Path, program: Program, tmp_path: Path) -> None:
-    saved = tmp_path / "map.json"
-    program("check", tiny, *GPUS, *SIZES, "--save-device-map", saved)
-    assert set(json.loads(saved.read_text()).values()) == {"vgpu:0", "vgpu:1"}
-
-
 def test_a_map_beyond_the_memory(tiny: Path, program: Program, tmp_path: Path) -> None:
     given = tmp_path / "map.json"
     given.write_text('{"": 0}')
@@ -231,20 +223,6 @@ def test_nothing_to_fix(tiny: Path, program: Program, tmp_path: Path) -> None:
     assert "repairing" not in done.stderr
 
 
-def test_pictures(tiny: Path, program: Program, tmp_path: Path) -> None:
-    file = tmp_path / "picture.png"
-    Image.new("RGB", (30, 20)).save(file)
-    for given in (file, "30x20"):
-        done = program("check", tiny, *GPUS, *SIZES, "--image", given)
-        assert done.returncode == 5
-        assert "takes no images" in done.stderr
-
-
-def test_the_api_is_what_the_command_calls(tiny: Path) -> None:
-    report = duoka.check(tiny, fleet="virtual:64MiB", workload=duoka.Workload(prompt_tokens=64))
-    assert report.ok
-
-
 def test_code_that_cannot_be_planned_is_checked_all_the_same(
     faulty: Path, program: Program
 ) -> None:
@@ -297,10 +275,7 @@ def test_the_action_of_the_documentation(faulty: Path, program: Program) -> None
 
 @pytest.mark.parametrize("json_option", [(), ("--json",)])
 def test_what_was_found_is_told_also_where_nothing_can_be_written(
-    json_option: tuple[str, ...],
-    faulty: Path,
-    program: Program,
-    monkeypatch: pytest.MonkeyPatch,
+    json_option: tuple[str, ...], faulty: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(patches: Any) -> None:
         raise MachineError("the disk is full")
@@ -318,6 +293,3 @@ def test_the_map_in_the_checkpoints_names(tiny: Path, program: Program, tmp_path
     asked = ("check", tiny, *GPUS, *SIZES, "--names", "checkpoint")
     assert program(*asked, "--save-device-map", file).returncode == 0
     assert "transformer.embedding.word_embeddings" in json.loads(file.read_text())
-    refused = program(*asked)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "--names is for --save-device-map" in refused.stderr

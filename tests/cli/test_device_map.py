@@ -72,20 +72,6 @@ def test_a_map_is_planned(tiny: Path, program: Program, write: Write, tmp_path: 
     assert again.stdout == done.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "check"])
-def test_buffers_of_a_map_follow_their_block(
-    command: str, tiny: Path, program: Program, write: Write, tmp_path: Path
-) -> None:
-    """As transformers' own map of a model has its rotary frequencies: last of all."""
-    saved = tmp_path / "as-planned.json"
-    given = write({**COMPLETE, ROTARY: 2})
-    done = program(command, tiny, *FLEET, *SIZES, "--device-map", given, "--save-device-map", saved)
-    assert done.returncode == 0, done.stderr
-    note = "model.rotary_emb goes to vgpu:0 with model.embed_tokens, and not to vgpu:2"
-    assert note in " ".join(done.stdout.split())
-    assert json.loads(saved.read_text()) == NATIVE
-
-
 def test_what_is_wrong_is_told_and_the_completed_map_saved(
     tiny: Path, program: Program, write: Write, tmp_path: Path
 ) -> None:
@@ -116,30 +102,6 @@ def test_json_tells_every_name(tiny: Path, program: Program, write: Write) -> No
     assert told["completed"] == COMPLETE
 
 
-@pytest.mark.parametrize(
-    ("content", "code", "told"),
-    [
-        ('{"a": 0', 10, "is not valid JSON"),
-        ('"auto"', 2, "is no device map"),
-        ("[0, 1]", 2, "a device map is a mapping"),
-        ('{"": 0, "": 1}', 6, "gives two devices to"),
-        ({"": 9}, 6, "the devices are vgpu:0, vgpu:1, vgpu:2"),
-        ({"": "disk"}, 6, "doesn't offload"),
-        ({"": 0, f"{LAYERS}.1.mlp": 1}, 6, "cuts what must stay whole"),
-        ({"\x1b[31m": 0}, 6, "names what isn't there"),
-        ('{"": 0, "\\ud800": 1}', 6, "names what isn't there"),
-    ],
-)
-def test_wrong_maps(
-    tiny: Path, program: Program, write: Write, content: Any, code: int, told: str
-) -> None:
-    done = program("plan", tiny, *FLEET, *SIZES, "--device-map", write(content), "--json")
-    assert done.returncode == code
-    assert told in done.stderr
-    assert "\x1b[31m" not in done.stderr.replace("\x1b[31merror", "")
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.slow
 def test_what_does_not_fit(tiny: Path, program: Program, write: Write) -> None:
     small = ("--gpus", "virtual:64MiB,1MiB")
@@ -150,20 +112,12 @@ def test_what_does_not_fit(tiny: Path, program: Program, write: Write) -> None:
     assert "duoka's own plan instead of the map" in done.stderr
 
 
-def test_options_that_contradict_a_map(
-    tiny: Path, program: Program, write: Write, tmp_path: Path
-) -> None:
+def test_options_that_contradict_a_map(tiny: Path, program: Program, write: Write) -> None:
     path = write(COMPLETE)
     for extra in (("--use-all",), ("--objective", "headroom")):
         done = program("plan", tiny, *FLEET, *SIZES, "--device-map", path, *extra)
         assert done.returncode == 2
         assert "nothing is left to optimise" in done.stderr
-    plan = tmp_path / "kept.plan"
-    done = program("plan", tiny, *FLEET, *SIZES, "--device-map", path, "--save", plan)
-    assert done.returncode == 0
-    done = program("plan", "--plan", plan, "--device-map", path)
-    assert done.returncode == 2
-    assert "--device-map can't be given with --plan" in done.stderr
 
 
 def test_a_saved_plan_of_a_map_is_made_again(

@@ -95,13 +95,6 @@ def test_a_model_on_gpus(tiny: Path, program: Program, monkeypatch: pytest.Monke
     assert f"duoka plan {tiny} --gpus virtual:2MiB" in " ".join(done.stdout.split())
 
 
-def test_what_is_wrong_to_ask(program: Program, tmp_path: Path) -> None:
-    done = program("doctor", "--gpus", "2xRTX4095")
-    assert (done.returncode, done.stdout) == (2, "")
-    done = program("doctor", "--bundle", tmp_path / "nowhere" / "report.json")
-    assert (done.returncode, done.stdout) == (2, "")
-
-
 def test_a_report_without_identities(
     program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -45,9 +45,7 @@ def test_debug_shows_the_traceback_too(capsys: pytest.CaptureFixture[str]) -> No
     assert err.endswith("error: no such GPU\n")
 
 
-def test_a_defect_has_a_traceback_and_asks_for_a_report(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_defect_has_a_traceback_and_asks_for_a_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(raised(ZeroDivisionError("oops")), debug=False) == DEFECT
     err = capsys.readouterr().err
     assert "Traceback" in err

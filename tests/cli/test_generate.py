@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from progress import without_progress
 import duoka
 from duoka.models import from_checkpoint
 
-from .conftest import GPUS, MAIN, SIZES, Program
+from .conftest import GPUS, SIZES, Program
 
 
 def test_only_the_answer_goes_to_the_standard_output(
@@ -65,19 +62,6 @@ def test_a_command_opens_each_part_of_a_model_once(
         monkeypatch.setattr(owner, name, count)
     assert program(*command, tiny, *GPUS, *SIZES, stdin=stdin).returncode == 0
     assert counts == {"_of": 1, "build": 1, "load_tokenizer": 1}
-
-
-@pytest.mark.slow
-def test_a_batch_answers_each_prompt_as_alone(tiny: Path, program: Program) -> None:
-    questions = ["What is NVLink?", "显存不足怎么办？"]
-    given = [part for question in questions for part in ("-p", question)]
-    together = program("generate", tiny, *GPUS, *SIZES, *given, "--json")
-    texts = [answer["text"] for answer in json.loads(together.stdout)["answers"]]
-    alone = [
-        program("generate", tiny, *GPUS, *SIZES, "-p", question).stdout.strip()
-        for question in questions
-    ]
-    assert texts == alone
 
 
 @pytest.mark.slow
@@ -137,13 +121,6 @@ def test_raw_continues_the_text(tiny: Path, program: Program) -> None:
     assert json.loads(chat.stdout)["answers"][0]["prompt_tokens"] > ids.shape[1]
 
 
-def test_a_prompt_past_the_plan_is_refused(tiny: Path, program: Program) -> None:
-    done = program("generate", tiny, *GPUS, *SIZES, "-p", "What? " * 200)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert "; there is memory for 64" in done.stderr
-
-
 @pytest.mark.parametrize("given", [("-p", "a\udcff"), ("--prompt-file", "damaged.txt")])
 def test_what_is_no_text_is_refused(
     given: tuple[str, str], program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,28 +140,3 @@ def test_sampling_options(tiny: Path, program: Program) -> None:
     )
     assert first.returncode == 0
     assert first.stdout == second.stdout
-
-
-def test_a_config_alone_cannot_answer(tiny: Path, program: Program, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
-    done = program("generate", tmp_path, *GPUS, *SIZES, "-p", "hello")
-    assert done.returncode == 4
-    assert "no weights" in done.stderr
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_program_in_order(
-    tiny: Path, environment: dict[str, str], forking_python: Path
-) -> None:
-    command = [str(forking_python), "-c", MAIN, "generate", str(tiny), *GPUS]
-    command += ["--new-tokens", "900", "-p", "hello"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
-    )
-    assert process.stderr is not None
-    while not process.stderr.readline().startswith(b"ChatGLM"):
-        assert process.poll() is None
-    os.kill(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=240)
-    assert process.returncode == 130
-    assert without_progress(told.decode()) == "stopped\n"

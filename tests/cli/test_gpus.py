@@ -48,18 +48,8 @@ def test_two_of_eight(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPa
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_all_by_default(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay(monkeypatch, "eight-3090")
-    fleets = [planned(program, tiny, *chosen).fleet for chosen in ([], ["--gpus", "all"])]
-    assert len(fleets[0].devices) == 8
-    assert fleets[0] == fleets[1]
-
-
 def test_other_visible_devices(
-    tiny: Path,
-    program: Program,
-    environment: dict[str, str],
-    monkeypatch: pytest.MonkeyPatch,
+    tiny: Path, program: Program, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay(monkeypatch, "eight-3090", visible=[6, 3, 2])
     monkeypatch.setitem(environment, "CUDA_VISIBLE_DEVICES", "6,3,2")
@@ -83,30 +73,6 @@ def test_no_driver(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch
         told = refused(program, tiny, *arguments)
         assert "libnvidia-ml.so.1) is not here" in told
         assert "virtual:2x24GiB" in told
-
-
-def test_what_there_is_not(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    replay(monkeypatch, "eight-3090")
-    assert "there is no GPU 24" in refused(program, tiny, "--gpus", "24")
-    assert "named twice" in refused(program, tiny, "--gpus", "1,1")
-    assert "--gpus is empty" in refused(program, tiny, "--gpus", "", code=2)
-
-
-def test_cards(tiny: Path, program: Program) -> None:
-    plan = planned(program, tiny, "--gpus", "2xRTX4090+1xRTX3090")
-    assert [device.product for device in plan.fleet.devices] == ["RTX 4090", "RTX 4090", "RTX 3090"]
-    shown = program("plan", tiny, *SIZES, "--gpus", "RTX4090").stdout
-    assert "RTX 4090, 23.61 GiB when empty, less 768.00 MiB kept for CUDA" in (
-        " ".join(shown.split())
-    )
-
-
-def test_an_unknown_card(tiny: Path, program: Program) -> None:
-    told = refused(program, tiny, "--gpus", "2xRTX4095", code=2)
-    assert "the nearest are RTX 4090" in told
-    assert '--gpus "MyCard:24GiB,936GB/s,71TFLOPs"' in told
-    own = planned(program, tiny, "--gpus", "2x RTX 4095:24GiB,936GB/s,71TFLOPs")
-    assert json.loads(own.to_json())["fleet"]["devices"][1]["flops_per_second"] == 71e12
 
 
 def test_what_is_there(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,23 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from duoka.cli.groups import Command, Only, all_but, argument, flag, option, with_groups
+from duoka.cli.groups import (
+    Command,
+    OptionGroup,
+    all_but,
+    argument,
+    flag,
+    option,
+    with_groups,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class Sizes(OptionGroup):
     name: str | None = argument("NAME", "Whose.")
     height: int | None = option("N", "How high.", min=1)
     width: int | None = option("N", "How wide.", names=("--width", "-w"))
-    is_round: bool = flag("--round", "Without corners.")
+    is_round: bool = flag("Without corners.", names=("--round",))
 
 
 def run(command: Command, *words: str) -> int:
@@ -36,12 +44,16 @@ def test_a_group_is_filled_by_its_options() -> None:
     assert run(draw) == 0
     assert seen == [Sizes(name="x", height=2, width=5, is_round=True), 1, Sizes(), 3]
     assert run(draw, "--height", "0") == 2
+    assert Sizes(width=0, is_round=True).given_options("height", "width", "is_round") == [
+        "--width",
+        "--round",
+    ]
 
 
 def test_a_command_has_the_fields_that_it_names() -> None:
     seen: list[Sizes] = []
 
-    def draw(sizes: Annotated[Sizes, Only(("width", "height"))]) -> None:
+    def draw(sizes: Annotated[Sizes, ("width", "height")]) -> None:
         seen.append(sizes)
 
     names = [*inspect.signature(with_groups(draw)).parameters]
@@ -53,7 +65,7 @@ def test_a_command_has_the_fields_that_it_names() -> None:
 
 
 def test_a_field_that_is_not_there_is_a_mistake_of_the_command() -> None:
-    def draw(sizes: Annotated[Sizes, Only(("depth",))]) -> None: ...
+    def draw(sizes: Annotated[Sizes, ("depth",)]) -> None: ...
 
     with pytest.raises(KeyError, match="depth"):
         with_groups(draw)

@@ -37,18 +37,6 @@ def test_a_saved_plan_is_shown_again(tiny: Path, program: Program, tmp_path: Pat
     assert program("plan", tiny, "--plan", saved).stdout == first.stdout
 
 
-def test_a_plan_for_another_model_is_refused(tiny: Path, program: Program, tmp_path: Path) -> None:
-    saved = tmp_path / "plan.json"
-    program("plan", tiny, *GPUS, *SIZES, "--save", saved)
-    other = tmp_path / "other"
-    other.mkdir()
-    config = json.loads((tiny / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "num_layers": 2}))
-    done = program("plan", other, "--plan", saved)
-    assert done.returncode == 10
-    assert "another checkpoint" in done.stderr
-
-
 def test_defaults_keep_to_the_models_limit(tiny: Path, program: Program) -> None:
     done = program("plan", tiny, *GPUS, "--json")
     workload = json.loads(done.stdout)["workload"]
@@ -93,19 +81,3 @@ def test_a_plan_for_requests_counts_pages(tiny: Path, program: Program, tmp_path
     assert workload.cache == "paged-int8"
     assert workload.pages is not None
     assert workload.pages > 1.5 * plan.workload.pages
-
-
-def test_what_does_not_go_with_requests_is_refused(tiny: Path, program: Program) -> None:
-    for options, said in (
-        (("--serve", "--batch", "2"), "--batch can't be given with --serve"),
-        (("--serve", "--offload"), "--offload can't be given with --serve"),
-        (("--serve", "--cache", "dynamic"), "--cache dynamic can't be given with --serve"),
-        (("--serve", "--max-batch", "--sequences", "2"), "--sequences says how large it is"),
-        (("--sequences", "2"), "--sequences can't be given with a plan for one batch"),
-        (("--objective", "pages"), "the objective pages is for a paged cache"),
-    ):
-        done = program("plan", tiny, *GPUS, *options)
-        assert done.returncode == 2
-        assert said in done.stderr
-    done = program("plan", tiny, *GPUS, "--serve", "--explain")
-    assert "doesn't explain such a plan" in done.stderr

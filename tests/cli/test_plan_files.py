@@ -99,12 +99,6 @@ def test_replan_and_run(saved: Path, tiny: Path, program: Program) -> None:
     assert Plan.load(saved).value > 0
 
 
-def test_replan_needs_a_plan(tiny: Path, program: Program) -> None:
-    done = program("plan", tiny, *GPUS, "--replan")
-    assert done.returncode == 2
-    assert "--plan FILE" in done.stderr
-
-
 @pytest.mark.slow  # what would fit instead is traced, too
 def test_a_plan_that_fits_no_more_stays_as_it_was(
     saved: Path, program: Program, tmp_path: Path

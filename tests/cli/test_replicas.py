@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import duoka
-from duoka.cli.replicas import files, read_number
+from duoka.cli.replicas import read_number
 from duoka.errors import UsageError
 
 from .conftest import SIZES, Program
@@ -48,29 +48,8 @@ def test_the_largest_context_is_planned(tiny: Path, program: Program) -> None:
     assert (plan.request.largest, plan.workload.context_tokens) == ("context", 1024)
 
 
-def test_numbered_names() -> None:
-    assert [file.name for file in files(Path("a/chat.plan"), 2)] == ["chat-1.plan", "chat-2.plan"]
-    assert files(Path("plan"), 10)[0].name == "plan-01"
-
-
 @pytest.mark.parametrize("text", ["", "0", "two", "-1", "1.5", "99999", "٣"])
 def test_numbers_of_copies(text: str) -> None:
     assert read_number("3") == 3
     with pytest.raises(UsageError, match="no number of copies"):
         read_number(text)
-
-
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (("plan", "--replicas", "2", "--replan"), "--replan can't be given with --replicas"),
-        (("plan", "--export", "vllm", "--json"), "--json can't be given with --export"),
-        (("plan", "--export", "vllm", "--explain"), "--explain can't be given with --export"),
-        (("bench", "--calibrate", "--context", "5"), "--context can't be given with --calibrate"),
-    ],
-)
-def test_no_option_is_ignored(program: Program, options: tuple[str, ...], told: str) -> None:
-    done = program(*options)
-    assert done.returncode == UsageError.exit_code
-    assert told in " ".join(done.stderr.split())
-    assert not done.stdout

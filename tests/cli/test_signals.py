@@ -91,23 +91,10 @@ def test_torch_is_imported_to_its_end_first(tmp_path: Path) -> None:
 # Each lets `press` run where Python, torch or asyncio drop an exception, and says what was done.
 DROPPED = {
     "destructor": "class A:\n    def __del__(self): press(); time.sleep(0.2); say('done')\nA()\n",
-    "called by a destructor": (
-        "def release(): press(); time.sleep(0.2); say('done')\n"
-        "class A:\n    def __del__(self): release()\nA()\n"
-    ),
-    "weak reference": (
-        "import weakref\nclass A: pass\na = A()\n"
-        "def told(_): say('done'); press(); time.sleep(5)\n"
-        "r = weakref.ref(a, told); del a\n"
-    ),
     "finalizer": (
         "import weakref\nclass A: pass\na = A()\n"
         "def told(): say('done'); press(); time.sleep(5)\n"
         "weakref.finalize(a, told); del a\n"
-    ),
-    "generator": (
-        "def g():\n    try: yield\n    finally: say('done'); press(); time.sleep(5)\n"
-        "a = g(); next(a); del a\n"
     ),
     "C": (
         "import ctypes\n"
@@ -199,8 +186,7 @@ def stopped(
 
 
 COMMANDS = ("plan", "check", "generate", "demo")
-MOMENTS = [("plan", 0.4), ("plan", 2.4), ("check", 1.3), ("check", 4.0)]
-MOMENTS += [("generate", 2.4), ("generate", 4.0), ("demo", 0.4), ("demo", 1.3)]
+MOMENTS = [("plan", 0.4), ("plan", 2.4), ("check", 4.0), ("generate", 2.4), ("demo", 1.3)]
 if "DUOKA_FUZZ_EXAMPLES" in os.environ:
     MOMENTS = [(command, number / 5) for command in COMMANDS for number in range(2, 50)]
 

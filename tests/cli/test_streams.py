@@ -126,7 +126,7 @@ COLOURS = [
 def test_colours_in_a_pipe(
     changed: dict[str, str], coloured: bool, tiny: Path, environment: dict[str, str]
 ) -> None:
-    done = start(tiny, environment, PLAN, **changed)
+    done = look(tiny, environment, PLAN, **changed)
     assert done.returncode == 0
     colours = [part for part in done.stdout.split(b"\x1b[")[1:] if part[:1] in b"3489"]
     assert bool(colours) == coloured
@@ -135,19 +135,10 @@ def test_colours_in_a_pipe(
 FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 
 
-@pytest.mark.slow
 @FULL
-@pytest.mark.parametrize("command", [PLAN, (*PLAN, "--json"), CHECK], ids=str)
-def test_a_full_disk(command: tuple[str, ...], tiny: Path, environment: dict[str, str]) -> None:
-    done = start(tiny, environment, command, shell=">/dev/full")
-    assert done.returncode == 12, done.stderr
-    assert b"No space left on device" in done.stderr
-    assert b"Traceback" not in done.stderr
-    assert b"Exception ignored" not in done.stderr
-
-
-@FULL
-@pytest.mark.parametrize("command", [(*CHECK, "--json"), GENERATE], ids=str)
+@pytest.mark.parametrize(
+    "command", [PLAN, (*PLAN, "--json"), (*CHECK, "--json"), GENERATE], ids=str
+)
 def test_an_answer_on_a_full_disk(
     command: tuple[str, ...], tiny: Path, environment: dict[str, str]
 ) -> None:
@@ -191,13 +182,7 @@ NOWHERE: dict[str, str | None] = {"DUOKA_CACHE": None, "XDG_CACHE_HOME": None}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"DUOKA_CACHE": "/dev/null/x"},
-        pytest.param({"DUOKA_CACHE": "/proc/1/no"}, marks=pytest.mark.slow),
-        pytest.param(NOWHERE | {"HOME": "/no/such/home"}, marks=pytest.mark.slow),
-        pytest.param(NOWHERE | {"HOME": ""}, marks=pytest.mark.slow),
-        NOWHERE | {"HOME": None},
-    ],
+    [{"DUOKA_CACHE": "/dev/null/x"}, NOWHERE | {"HOME": "/no/such/home"}, NOWHERE | {"HOME": None}],
     ids=str,
 )
 def test_a_cache_that_cannot_be_written_costs_time_alone(
@@ -219,51 +204,3 @@ def test_warnings_of_libraries_do_not_come_between(tiny: Path, environment: dict
     said = without_progress(quiet.stderr.decode())
     assert said.startswith("ChatGLMForCausalLM on vgpu:0\n")
     assert "Warning" not in said
-
-
-def test_a_library_that_is_missing(tiny: Path, environment: dict[str, str]) -> None:
-    code = f"import sys; sys.modules['torch'] = None; {MAIN}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "generate", str(tiny), *GPUS, "-p", "hi"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 12, done.stderr
-    assert without_progress(done.stderr).startswith("error: a library can't be imported: ")
-    assert "torch" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_directory_that_is_gone(tiny: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    place = tmp_path / "gone"
-    place.mkdir()
-    done = subprocess.run(
-        ["sh", "-c", 'cd "$0" && rmdir "$0" && exec "$@"', str(place), *PROGRAM, "plan", "x"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode in (4, 12), done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_debug_stands_before_or_after_the_command(tiny: Path, environment: dict[str, str]) -> None:
-    for given in (["--debug", "plan", "/no/such"], ["plan", "--debug", "/no/such"]):
-        done = subprocess.run(
-            [*PROGRAM, *given], capture_output=True, text=True, env=environment, check=False
-        )
-        assert done.returncode == 4
-        assert "Traceback" in done.stderr
-        assert "error: " in done.stderr
-    done = subprocess.run(
-        [*PROGRAM, "generate", "/no/such", "-p", "--debug", "--gpus", "1GiB"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 4
-    assert "Traceback" not in done.stderr

@@ -47,23 +47,6 @@ def test_rows(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert len(path.read_text().splitlines()) == 7
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--json"], "--json shows one moment"),
-        (["--interval", "0"], "--interval 0 can't be"),
-        (["--interval", "nan"], "--interval nan can't be"),
-        (["--interval", "inf"], "--interval inf can't be"),
-        (["--csv", "absent/run.csv"], "the recording can't be written"),
-    ],
-)
-def test_wrong_arguments(program: Program, arguments: list[str], message: str) -> None:
-    done = program("top", *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-    assert "hint:" in done.stderr
-
-
 @pytest.mark.process
 def test_at_a_terminal_ctrl_c_leaves(environment: dict[str, str]) -> None:
     started = Terminal(["top", "--interval", "0.1"], environment)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import duoka
+from duoka.cli.main import app
 from duoka.cli.training_options import complete_arguments
 
 from .conftest import GPUS, Program
@@ -53,23 +56,6 @@ def test_adapters(tiny: Path, program: Program) -> None:
     assert (told["lora_rank"], told["lora_targets"], told["optimizer"]) == (4, ["q_proj"], "sgd")
 
 
-def test_what_makes_no_sense_is_refused(tiny: Path, program: Program) -> None:
-    for said, message in (
-        (("--checkpointing", "--micro-batches", "2"), "are for training"),
-        (("--train", "full", "--lora-rank", "4"), "which has no adapters"),
-        (("--train", "some"), "is unknown"),
-        (("--train", "full", "--new-tokens", "4"), "training has none"),
-        (("--train", "full", "--cache", "int8"), "doesn't forecast training with it"),
-        (
-            ("--train", "lora", "--lora-target", "nothing"),
-            "no module that can have adapters is",
-        ),
-    ):
-        done = program("plan", tiny, *GPUS, *SEQUENCE, *said)
-        assert done.returncode == 2, done.stderr
-        assert message in done.stderr
-
-
 def test_earlier_names_of_options_are_taken_and_told() -> None:
     for given, expected, told in (
         ("plan m --gradient-checkpointing", "plan m --checkpointing", 1),
@@ -87,3 +73,24 @@ def test_earlier_names_of_options_are_taken_and_told() -> None:
     assert complete_arguments(["tune", "--method", "lora"])[1] == [
         "--method is --train now, and goes with the next release"
     ]
+
+
+def test_a_toml_file_has_the_options_that_are_not_given(tmp_path: Path) -> None:
+    lines = ('train = "qlora"', 'context = "4K"', "batch = 16", "lr = 2e-4", 'eval = "other.jsonl"')
+    file = tmp_path / "tune.toml"
+    file.write_text("\n".join([*lines, "packing = true", 'lora-target = ["q_proj", "v_proj"]']))
+    program: Any = get_command(app)
+    with program.commands["tune"].make_context(
+        "tune", ["--config", str(file), "--batch", "4"]
+    ) as at:
+        read = {name: value for name, value in at.params.items() if value}
+    assert read == {
+        "config": file,
+        "method": "qlora",
+        "seq_length": "4K",
+        "batch": 4,
+        "lr": 2e-4,
+        "eval_data": ["other.jsonl"],
+        "packing": True,
+        "lora_target": ["q_proj", "v_proj"],
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-import duoka
 from duoka.base.progress import heard_by, say_import
 from duoka.base.units import format_count, format_seconds
 from duoka.errors import DuokaError
 
 from . import planning
 from .options import AnswerOptions, ModelOptions, PlanOptions
-from .terminal import stderr
+from .terminal import note, stderr
 
 if TYPE_CHECKING:
     from duoka.engine import Engine
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 # are as many as fit, and as a batch, for which memory is kept whole.
 _MOST_REQUESTS = 64
 _MOST_AT_ONCE = 16
-_FAILED = 1
 
 
 def answer_file(
@@ -41,7 +39,13 @@ def answer_file(
     from duoka.engine.batch import AnswerFile, read_prompts, unanswered
 
     prompts = read_prompts(path, answering.system)
-    plan, opened, reader = planning.open_model(*_plan(model, options, len(prompts)))
+    requests, batch = (min(most, len(prompts)) for most in (_MOST_REQUESTS, _MOST_AT_ONCE))
+    plan, checkpoint, why_not = planning.find_plan_for_requests(
+        model, options, requests=requests, batch=batch
+    )
+    if why_not:
+        note(f"{why_not}: {format_count(plan.workload.batch, 'prompt')} at a time")
+    plan, opened, reader = planning.open_model(plan, checkpoint)
     for prompt in prompts:  # before anything is loaded; a token has a byte at least
         text = prompt.messages[-1].content
         if len(text.encode()) > plan.workload.prompt_tokens:
@@ -49,11 +53,11 @@ def answer_file(
     params = SamplingParams.recommended(opened.checkpoint.generation_config, **sampling)
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
-        _say(
+        note(
             f"{format_count(len(prompts) - len(left), 'prompt')} of {len(prompts)} answered before"
         )
         if left:
-            with heard_by(_say):
+            with heard_by(note):
                 engine = Engine(
                     plan,
                     max_new_tokens=options.most_new_tokens,
@@ -64,30 +68,24 @@ def answer_file(
             with engine:
                 failed = _answer(engine, left, answers, params)
             if failed:
-                _say(f"{failed} of {format_count(len(left), 'prompt')} have no answer")
-                raise typer.Exit(_FAILED)
-
-
-def _plan(
-    model: ModelOptions, options: PlanOptions, number: int
-) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
-    """Take or make a plan with pages; for a batch where the model or an option wants that."""
-    plan, checkpoint, why_not = planning.make_plan_for_requests(
-        model,
-        options,
-        requests=min(_MOST_REQUESTS, number),
-        batch=min(_MOST_AT_ONCE, number),
-    )
-    if why_not:
-        _say(f"{why_not}: {format_count(plan.workload.batch, 'prompt')} at a time")
-    return plan, checkpoint
+                note(f"{failed} of {format_count(len(left), 'prompt')} have no answer")
+                raise typer.Exit(1)
 
 
 def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, params: Any) -> int:
     """Answer prompts, and write each answer at its end; return the number of failures."""
     begin, tokens, failed = time.monotonic(), 0, 0
-    busy = engine.busy_seconds()
+    busy_before = engine.busy_seconds()
     requests = ((prompt, prompt.messages) for prompt in prompts)
+
+    def format_speed(seconds: float) -> str:
+        """Format the tokens per second, and the share of the time in which each GPU computed."""
+        shares = ", ".join(
+            f"{device} {(total - busy_before[device]) / seconds:.0%}"
+            for device, total in engine.busy_seconds().items()
+        )
+        return f"{tokens / seconds:,.0f} tokens/s{f'; busy: {shares}' if shares else ''}"
+
     with _bar(len(prompts)) as advance:
         for prompt, outcome in engine.as_completed(requests, lambda key: key.sampling(params)):
             if isinstance(outcome, Exception):
@@ -95,41 +93,24 @@ def _answer(engine: Engine, prompts: list[BatchPrompt], answers: AnswerFile, par
                     raise outcome
                 failed += 1
                 name = prompt.number if prompt.name is None else prompt.name
-                _say(f"prompt {name} has no answer: {outcome}")
+                note(f"prompt {name} has no answer: {outcome}")
             else:
                 answers.add(prompt, outcome)
                 tokens += len(outcome.tokens)
-            seconds = time.monotonic() - begin
-            advance(f"{tokens / seconds:,.0f} tokens/s{_busy(engine, busy, seconds)}")
+            advance(format_speed(time.monotonic() - begin))
     seconds = time.monotonic() - begin
-    _say(
+    note(
         f"{format_count(len(prompts) - failed, 'answer')} with {tokens:,} tokens in "
-        f"{format_seconds(seconds)}: {tokens / seconds:,.0f} tokens/s{_busy(engine, busy, seconds)}"
+        f"{format_seconds(seconds)}: {format_speed(seconds)}"
     )
     return failed
-
-
-def _busy(engine: Engine, before: Mapping[str, float], seconds: float) -> str:
-    """Describe the share of the time in which each GPU has computed."""
-    shares = (
-        f"{device} {(total - before[device]) / seconds:.0%}"
-        for device, total in engine.busy_seconds().items()
-    )
-    text = ", ".join(shares)
-    return f"; busy: {text}" if text else ""
 
 
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[str], None]]:
     """A progress bar on a terminal; elsewhere nothing."""
-    columns = (
-        *(TextColumn("answering"), BarColumn(), MofNCompleteColumn()),
-        *(TextColumn("{task.description}"), TimeRemainingColumn()),
-    )
-    with Progress(*columns, console=stderr(), disable=not stderr().is_terminal) as bar:
+    counts = TextColumn("answering"), BarColumn(), MofNCompleteColumn()
+    speeds = TextColumn("{task.description}"), TimeRemainingColumn()
+    with Progress(*counts, *speeds, console=stderr(), disable=not stderr().is_terminal) as bar:
         task = bar.add_task("", total=total)
         yield lambda text: bar.update(task, advance=1, description=text)
-
-
-def _say(text: str) -> None:
-    stderr().print(text, markup=False, soft_wrap=True)

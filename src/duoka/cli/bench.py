@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-
-import typer
 
 import duoka
 from duoka.base.files import why
@@ -17,20 +13,14 @@ from duoka.base.serialization import to_dict
 from duoka.base.text import choose
 from duoka.base.units import format_bytes
 from duoka.errors import UsageError
-from duoka.forecast.workload import (
-    QUANTIZED,
-    Cache,
-    Quantization,
-    read_dtype,
-    read_quantization,
-)
+from duoka.forecast.workload import QUANTIZED, Cache, read_dtype, read_quantization
 from duoka.planner.resolve import workload_for
 
 from . import planning
 from .deployments import bench_deployments
-from .groups import Only, flag, option, with_groups
-from .options import ModelOptions, PlanOptions, given_options, parse_tokens, refuse_beside
-from .terminal import new_table, stderr, stdout, working
+from .groups import OptionGroup, flag, option, with_groups
+from .options import ModelOptions, PlanOptions, parse_tokens
+from .terminal import new_table, note, print_json, stdout, working
 
 if TYPE_CHECKING:
     from duoka.hardware.calibration import Calibration
@@ -40,15 +30,14 @@ _MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions:
+class BenchOptions(OptionGroup):
     """Options of measurement."""
 
-    forecast: bool = flag("--forecast", "Run nothing: tell of each deployment what is forecast.")
-    cpu: bool = flag("--cpu", "Run the model on the processor alone, too.")
+    forecast: bool = flag("Run nothing: tell of each deployment what is forecast.")
+    cpu: bool = flag("Run the model on the processor alone, too.")
     calibrate: bool = flag(
-        "--calibrate",
         "Measure the GPUs' overhead, memory, matrix rates, launches and links, and keep it for the "
-        "plans to come. It takes less than a minute.",
+        "plans to come. It takes less than a minute."
     )
     quality: Path | None = option(
         "FILE",
@@ -66,17 +55,13 @@ class BenchOptions:
         "With --quality: int8 measures a KV cache in 8 bit, and with --quantize both together.",
         values=_MEASURED,
     )
-    json: bool = flag("--json", "Print what was measured as JSON.")
-
-    def forms(self, usual: Sequence[str]) -> list[Quantization]:
-        """Return the forms of quantized weights."""
-        return [read_quantization(name, QUANTIZED) for name in self.quantize or usual]
+    json: bool = flag("Print what was measured as JSON.")
 
 
 @with_groups
 def bench(
     choice: BenchOptions,
-    options: Annotated[PlanOptions, Only(("gpus", "context", "new_tokens", "sequences", "dtype"))],
+    options: Annotated[PlanOptions, ("gpus", "context", "new_tokens", "sequences", "dtype")],
     model: ModelOptions,
 ) -> None:
     """Find the best way to run a model here, measure the GPUs, or what quantization costs.
@@ -91,26 +76,17 @@ def bench(
 
     [bold]duoka bench[/] --quality book.txt ./glm-4-9b-chat --quantize int8 --quantize int4
     """
-    if choice.calibrate and choice.quality is not None:
-        raise UsageError("one thing at a time", hint="say --calibrate, or --quality FILE MODEL")
     if choice.quality is not None:
-        _bench_quality(choice, options, model)
+        _bench_quality(choice.quality, choice, options, model)
     elif model.model is not None:
-        refuse_beside(
-            given_options(choice, "cache"), "deployments", "it is for --quality FILE MODEL"
-        )
+        choice.refuse("cache", beside="deployments", hint="it is for --quality FILE MODEL")
         bench_deployments(choice, options, model)
     elif choice.calibrate:
-        refuse_beside(
-            [
-                *given_options(choice, "quantize", "cache", "forecast", "cpu"),
-                *given_options(options, "context", "new_tokens", "sequences", "dtype"),
-                *given_options(model, "revision"),
-            ],
-            "--calibrate alone, which measures GPUs",
-            "name a MODEL, too",
-        )
-        _calibrate(planning.ALL_GPUS if options.gpus is None else options.gpus, choice.json)
+        beside, hint = "--calibrate alone, which measures GPUs", "name a MODEL, too"
+        choice.refuse("quantize", "cache", "forecast", "cpu", beside=beside, hint=hint)
+        options.refuse("context", "new_tokens", "sequences", "dtype", beside=beside, hint=hint)
+        model.refuse("revision", beside=beside, hint=hint)
+        _calibrate(options.gpus or planning.ALL_GPUS, choice.json)
     else:
         raise UsageError(
             "nothing was said to be measured",
@@ -118,22 +94,18 @@ def bench(
         )
 
 
-def _bench_quality(choice: BenchOptions, options: PlanOptions, model: ModelOptions) -> None:
+def _bench_quality(
+    file: Path, choice: BenchOptions, options: PlanOptions, model: ModelOptions
+) -> None:
     """Measure the cost of quantization, and print it."""
-    refuse_beside(
-        [
-            *given_options(choice, "forecast", "cpu"),
-            *given_options(options, "new_tokens", "sequences"),
-        ],
-        "--quality",
-        "duoka bench MODEL without it tells deployments",
-    )
+    hint = "duoka bench MODEL without it tells deployments"
+    choice.refuse("forecast", "cpu", "calibrate", beside="--quality", hint=hint)
+    options.refuse("new_tokens", "sequences", beside="--quality", hint=hint)
     if model.model is None:
         raise UsageError("no model was given", hint="name it: --quality FILE MODEL")
-    assert choice.quality is not None, "the caller has checked it"
-    quality = _measure_quality(choice.quality, choice, options, model)
+    quality = _measure_quality(file, choice, options, model)
     if choice.json:
-        typer.echo(json.dumps(to_dict(quality), indent=1, ensure_ascii=False))
+        print_json(to_dict(quality))
     else:
         _print_quality(quality)
 
@@ -141,7 +113,8 @@ def _bench_quality(choice: BenchOptions, options: PlanOptions, model: ModelOptio
 def _measure_quality(
     file: Path, choice: BenchOptions, options: PlanOptions, model: ModelOptions
 ) -> Quality:
-    forms = choice.forms(["int8", "int4"] if choice.cache is None else [])
+    usual = ["int8", "int4"] if choice.cache is None else []
+    forms = [read_quantization(name, QUANTIZED) for name in choice.quantize or usual]
     cache = choose("cache", choice.cache or "dynamic", _MEASURED)
     context = None if options.context is None else parse_tokens(options.context)
     dtype = read_dtype(options.dtype or "auto")
@@ -151,7 +124,7 @@ def _measure_quality(
         raise UsageError(
             f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
         ) from error
-    gpus = planning.ALL_GPUS if options.gpus is None else options.gpus
+    gpus = options.gpus or planning.ALL_GPUS
     planning.read_fleet(gpus)
     checkpoint, fleet = planning.open_checkpoint(model, to_run=True), duoka.Fleet.parse(gpus)
     tokens = max(context or 0, 2)
@@ -170,7 +143,7 @@ def _measure_quality(
 def _print_quality(quality: Quality) -> None:
     unquantized, windows = quality.scores[0], quality.windows
     has_caches = any(score.cache != unquantized.cache for score in quality.scores)
-    text_columns = ["weights", "cache"] if has_caches else ["weights"]
+    text_columns = ["weights"] + ["cache"] * has_caches
     table = new_table(
         *text_columns,
         *("bytes", "of it", "perplexity", "more", "in percent"),
@@ -181,8 +154,7 @@ def _print_quality(quality: Quality) -> None:
     for score in quality.scores:
         increase = score.perplexity - unquantized.perplexity
         table.add_row(
-            score.weights,
-            *([score.cache] if has_caches else []),
+            *[score.weights, score.cache][: len(text_columns)],
             format_bytes(score.weight_bytes),
             f"{score.weight_bytes / unquantized.weight_bytes:.0%}",
             f"{score.perplexity:.4f}",
@@ -201,13 +173,13 @@ def _calibrate(gpus: str, as_json: bool) -> None:
         say("measuring")
         calibrated = calibrate(fleet)
     if as_json:
-        typer.echo(json.dumps(to_dict(calibrated.calibration), indent=1))
+        print_json(to_dict(calibrated.calibration))
     else:
         _print_calibration(calibrated.calibration)
-    end = "virtual GPUs: a rehearsal, of which nothing is kept"
-    if calibrated.path is not None:
-        end = f"kept in {calibrated.path}; remove it to forget"
-    stderr().print(end, markup=False, soft_wrap=True)
+    if calibrated.path is None:
+        note("virtual GPUs: a rehearsal, of which nothing is kept")
+    else:
+        note(f"kept in {calibrated.path}; remove it to forget")
 
 
 def _print_calibration(calibration: Calibration) -> None:
@@ -229,12 +201,9 @@ def _print_calibration(calibration: Calibration) -> None:
         )
     stdout().print(table)
     for link in calibration.links:
-        stdout().print(
-            f"{link.source} → {link.target}  {_number(link.bytes_per_second, 1e9)} GB/s, "
-            f"{_number(link.latency_seconds, 1e-6)} µs",
-            markup=False,
-            soft_wrap=True,
-        )
+        speed, latency = _number(link.bytes_per_second, 1e9), _number(link.latency_seconds, 1e-6)
+        text = f"{link.source} → {link.target}  {speed} GB/s, {latency} µs"
+        stdout().print(text, markup=False, soft_wrap=True)
 
 
 def _number(value: float, unit: float) -> str:

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from duoka.errors import UsageError
 from duoka.planner.out_of_memory import OutOfMemory
 
@@ -19,7 +17,6 @@ from . import errors, planning, signals
 from .groups import all_but, with_groups
 from .images import ImageOptions, is_address, with_images
 from .options import AnswerOptions, ModelOptions, PlanOptions, read_stdin, refuse_damaged
-from .suggestions import options_of
 from .terminal import answer_stream, stderr
 
 if TYPE_CHECKING:
@@ -43,10 +40,7 @@ _PlanWithImages = Annotated[
 
 @with_groups
 def chat(
-    pictures: ImageOptions,
-    options: _PlanWithImages,
-    answering: AnswerOptions,
-    model: ModelOptions,
+    pictures: ImageOptions, options: _PlanWithImages, answering: AnswerOptions, model: ModelOptions
 ) -> None:
     """Talk with a model. Ctrl-C stops an answer; /help shows the commands.
 
@@ -60,7 +54,8 @@ def chat(
     """
     sampling = answering.sampling()
     images = pictures.read()
-    plan, opened, reader = planning.plan_to_run(model, with_images(options, images))
+    planned = planning.find_plan(model, with_images(options, images), to_run=True)
+    plan, opened, reader = planning.open_model(*planned)
     from duoka.engine import SamplingParams
     from duoka.engine.conversation import Conversation
     from duoka.engine.timing import measured
@@ -78,24 +73,21 @@ def chat(
 
 
 def _talk(conversation: Conversation) -> None:
-    if sys.stdin.isatty() and sys.stdout.isatty():
+    is_person = sys.stdin.isatty() and sys.stdout.isatty()
+    if is_person:
         with suppress(ImportError):
             import readline  # input() edits lines with it
 
             readline.parse_and_bind("set enable-bracketed-paste on")
         stderr().print("/help shows the commands, /exit leaves")
-        _talk_with_a_person(conversation)
-        return
-    while _turn(conversation, _read()):
-        pass
-
-
-def _talk_with_a_person(conversation: Conversation) -> None:
     goes_on = True
     while goes_on:
         try:
-            goes_on = _turn(conversation, _read_prompted(), is_stoppable=True)
+            line = _read_prompted() if is_person else _read()
+            goes_on = _turn(conversation, line, is_stoppable=is_person)
         except KeyboardInterrupt:
+            if not is_person:
+                raise
             stderr().print("\n/exit leaves")
             signals.forget()  # not before: an impatient second Ctrl-C would end the program
 
@@ -193,10 +185,7 @@ def _answer(conversation: Conversation, question: str) -> None:
         errors.print_error(error)
         return
     except OutOfMemory as error:  # nor is this: the next question may be a shorter one
-        from .main import app  # which imports this module
-
-        known = options_of(typer.main.get_command(app), sys.argv[1:])
-        errors.report(error, debug=False, arguments=sys.argv[1:], known=known)
+        errors.report(error, debug=False, arguments=sys.argv[1:])
         return
     if conversation.num_forgotten > forgotten:
         rounds = conversation.num_forgotten - forgotten

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,35 +26,26 @@ from duoka.report.terminal.words import format_place
 
 from . import planning
 from .errors import NOT_OK
-from .groups import Only, flag, option, with_groups
-from .options import PLANNING, ModelOptions, NamesOption, PlanOptions, picture_size
-from .terminal import check_file, stderr, stdout, working, write_file
+from .groups import OptionGroup, flag, option, with_groups
+from .options import IMAGE_SIZE, PLANNING, ModelOptions, NamesOption, PlanOptions, picture_size
+from .terminal import check_file, note, print_json, stdout, working, write_file
 from .training_options import TrainingOptions
 
 if TYPE_CHECKING:
     from duoka.checker.fix import Repairs
     from duoka.report.check_report import CheckReport
 
-_IMAGE_SIZE = "1024x1024"
 _TRAINING_TOKENS = "1"  # a workload answers at least one
 _DIRECTORY = Path("duoka-fixed")
 _THEME = "ansi_dark"
 _fix = partial(flag, panel="How to repair")
-_CheckedOptions = Annotated[
-    PlanOptions,
-    Only(
-        (
-            *("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype"),
-            *("quantize", "images", "image_size"),
-        )
-    ),
-]
-_TRAINING = ("train", "lora_rank", "lora_target", "gradient_checkpointing")
+_PLAN = ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
+_RUN = "train", "lora_rank", "lora_target", "gradient_checkpointing", "image"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedTraining(TrainingOptions):
-    """The training to check."""
+class CheckedRun(TrainingOptions):
+    """The training and the pictures to check."""
 
     train: str | None = option(
         "METHOD",
@@ -64,12 +53,6 @@ class CheckedTraining(TrainingOptions):
         "(full, or nothing more than --train) or of adapters (lora).",
         panel=PLANNING,
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """The parts of the model's code to run."""
-
     image: list[str] | None = option(
         "WxH|FILE",
         "A picture in the prompt, by its size (1120x1120) or as a file; repeatable.",
@@ -81,7 +64,7 @@ class RunOptions:
 class ReportOutput(NamesOption):
     """The outputs besides the printed report."""
 
-    json: bool = flag("--json", "Print the report as JSON.")
+    json: bool = flag("Print the report as JSON.")
     sarif: Path | None = option(
         "FILE", "Write the report as SARIF 2.1.0, which code hosts show in pull requests."
     )
@@ -101,7 +84,8 @@ class ReportOutput(NamesOption):
     ) -> None:
         """Write the files."""
         if self.save_device_map is not None:
-            device_map = _map_of(report)
+            entries = () if report.subject is None else report.subject.entries
+            device_map = report.completeness.completed or dict(entries)
             # Its own code has its own names already.
             if self.convention == "checkpoint" and not checkpoint.builds_own_model:
                 names = published_names(find_or_trace(checkpoint, work).outline)
@@ -109,7 +93,7 @@ class ReportOutput(NamesOption):
             if device_map:
                 planning.save_device_map(device_map, self.save_device_map)
             else:
-                stderr().print("no device map was saved: the model's code stopped before")
+                note("no device map was saved: the model's code stopped before")
         if self.sarif is not None:
             from duoka.report.sarif import dumps
 
@@ -117,15 +101,11 @@ class ReportOutput(NamesOption):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FixOptions:
+class FixOptions(OptionGroup):
     """The options of repairs."""
 
-    fix: bool = _fix(
-        "--fix", "Write the smallest changes that cure the faults, prove them, and show them."
-    )
-    in_place: bool = _fix(
-        "--in-place", "With --fix: change the files themselves, where the change is proved."
-    )
+    fix: bool = _fix("Write the smallest changes that cure the faults, prove them, and show them.")
+    in_place: bool = _fix("With --fix: change the files themselves, where the change is proved.")
     output: Path | None = option(
         "DIR",
         "With --fix: where the changed copies go. By default duoka-fixed.",
@@ -134,40 +114,87 @@ class FixOptions:
 
     def check(self) -> None:
         """Refuse contradicting options and an unwritable directory."""
-        options = [("--in-place", self.in_place), ("--output", self.output is not None)]
-        said = [name for name, is_said in options if is_said]
-        if said and not self.fix:
-            raise UsageError(
-                f"{', '.join(said)} is for --fix", hint="give --fix as well, or leave it out"
-            )
-        if len(said) > 1:
-            raise UsageError(
-                "--in-place and --output say two places for the changes",
-                hint="--output alone leaves the files as they are",
-            )
-        if self.fix and not self.in_place:
+        if not self.fix:
+            hint = "give --fix as well, or leave it out"
+            self.refuse("in_place", "output", beside="a check alone", hint=hint)
+        elif self._directory is None:
+            hint = "--output alone leaves the files as they are"
+            self.refuse("output", beside="--in-place", hint=hint)
+        else:
             _refuse_unwritable(self._directory)
 
     @property
-    def _directory(self) -> Path:
-        return self.output or _DIRECTORY
+    def _directory(self) -> Path | None:
+        """The place of changed copies; None where the files themselves change."""
+        return None if self.in_place else self.output or _DIRECTORY
 
-    def repair(self, report: CheckReport) -> Repaired:
-        """Find changes and prove them; nothing is written yet."""
-        from duoka.checker.fix import repair
+    def write(self, repairs: Repairs) -> None:
+        """Write the changes, and say where."""
+        from duoka.checker.fix import apply, apply_in_place
 
-        with working("repairing, and proving it" if report.faults else ""):
-            return Repaired(repair(report), None if self.in_place else self._directory)
+        if self._directory is None:
+            files = apply_in_place([patch for patch in repairs if patch.proved])
+        else:
+            files = apply(repairs, self._directory)
+        for file in files:
+            note(f"saved to {file}")
+
+    def cures(self, report: CheckReport, repairs: Repairs) -> bool:
+        """Return True if the checked files changed and are without faults."""
+        faults = report.completeness
+        # What had to stay whole had to because of the faults.
+        is_named = not (faults.missing or faults.unknown or faults.doubled or faults.misplaced)
+        is_well = is_named and report.fits and report.stop is None
+        return self.in_place and is_well and repairs.proved
+
+    def print(self, repairs: Repairs, console: Console) -> None:
+        """Show the changes with their proofs, and the remaining faults."""
+        if not repairs and not repairs.uncured:
+            console.print("nothing to repair: the check found no fault in the model's code")
+        for patch in repairs:
+            console.print()
+            if console.is_terminal:
+                diff = Syntax(patch.diff.rstrip("\n"), "diff", theme=_THEME, word_wrap=True)
+                console.print(diff)
+            else:
+                console.print(Text(patch.diff.rstrip("\n")), soft_wrap=True)
+            for cure in patch.cures:
+                moved = format_bytes(cure.step_bytes) if cure.step_bytes else "nothing"
+                console.print(Text(f"moves {moved} a step: {cure.source}"), soft_wrap=True)
+            verdict = ("proved", "bold green") if patch.proved else ("not proved", "bold red")
+            reason = f": {patch.reason}" if patch.reason else ""
+            if self.in_place and not patch.proved:
+                reason += "; the file is as it was"
+            console.print(Text.assemble(verdict, reason), soft_wrap=True)
+        for fault, reason in repairs.uncured:
+            console.print()
+            text = f" {format_place(fault.place)}, {fault.op}: {reason}"
+            console.print(Text.assemble(("not cured:", "bold red"), text), soft_wrap=True)
 
 
-_CheckedTraining = Annotated[CheckedTraining, Only(_TRAINING)]
+def _repairs_to_dict(repairs: Repairs) -> dict[str, Any]:
+    """Return the additions to a report's JSON form."""
+    return {
+        "patches": [
+            {"file": it.file, "diff": it.diff, "proved": it.proved, "reason": it.reason}
+            for it in repairs
+        ],
+        "cures": [
+            {"file": patch.file, "source": cure.source, "step_bytes": cure.step_bytes}
+            for patch in repairs
+            for cure in patch.cures
+        ],
+        "uncured": [
+            {"file": fault.file, "line": fault.line, "op": fault.op, "reason": reason}
+            for fault, reason in repairs.uncured
+        ],
+    }
 
 
 @with_groups
 def check(
-    options: _CheckedOptions,
-    training: _CheckedTraining,
-    run: RunOptions,
+    options: Annotated[PlanOptions, (*_PLAN, "images", "image_size")],
+    run: Annotated[CheckedRun, _RUN],
     output: ReportOutput,
     fixes: FixOptions,
     model: ModelOptions,
@@ -184,8 +211,8 @@ def check(
     """
     fixes.check()
     output.check()
-    how_to_train = training.read()
-    sizes = [options.image_size or _IMAGE_SIZE] * (options.images or 0)
+    how_to_train = run.read()
+    sizes = [options.image_size or IMAGE_SIZE] * (options.images or 0)
     images = [picture_size(text) for text in (*(run.image or ()), *sizes)]
     if options.images:  # its placement is that of a prompt with pictures: see `duoka.check`
         options = replace(options, images=None, image_size=None)
@@ -199,16 +226,23 @@ def check(
         from duoka.report.terminal import render_report
 
         stdout().print(render_report(report, advice=not fixes.fix))
-    repaired = fixes.repair(report) if fixes.fix else None
+    repairs = _repair(report) if fixes.fix else None
     if output.json:
-        content = report.to_dict() | ({} if repaired is None else repaired.to_dict())
-        typer.echo(json.dumps(content, indent=1, ensure_ascii=False))
-    if repaired is not None:
+        print_json(report.to_dict() | ({} if repairs is None else _repairs_to_dict(repairs)))
+    if repairs is not None:
         if not output.json:
-            repaired.print(stdout())
-        repaired.write()
-    if not report.ok and not (repaired is not None and repaired.cures(report)):
+            fixes.print(repairs, stdout())
+        fixes.write(repairs)
+    if not report.ok and not (repairs is not None and fixes.cures(report, repairs)):
         raise typer.Exit(NOT_OK)
+
+
+def _repair(report: CheckReport) -> Repairs:
+    """Find changes and prove them; nothing is written yet."""
+    from duoka.checker.fix import repair
+
+    with working("repairing, and proving it" if report.faults else ""):
+        return repair(report)
 
 
 def _arguments(
@@ -216,25 +250,20 @@ def _arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `duoka.check`; cheap refusals precede the import of torch."""
     if options.plan_file is not None:
-        plan = planning.make_plan(model, options)
+        plan, _ = planning.find_plan(model, options)
         checkpoint = planning.open_checkpoint(replace(model, model=model.model or plan.source))
         return {"model": checkpoint, "placement": plan, "workload": plan.workload}
     if training is not None:
         planning.read_workload(options, training)  # refuses what a plan refuses
     device_map, gpus = planning.read_device_map(options), options.gpus or planning.ALL_GPUS
-    text_or_fleet = planning.read_fleet(gpus)
+    planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model)
     fleet = None
     if options.gpus is not None or device_map is None:
-        detected = (
-            duoka.Fleet.parse(text_or_fleet) if isinstance(text_or_fleet, str) else text_or_fleet
-        )
-        fleet = fleet_for(detected, device_map)
+        fleet = fleet_for(duoka.Fleet.parse(gpus), device_map)
     if training is not None:  # all tokens of the context are the prompt's, but for one
         options = replace(options, new_tokens=_TRAINING_TOKENS)
-    workload = planning.shorten_default(
-        planning.read_workload(options), checkpoint.max_context_tokens, options
-    )
+    workload = planning.read_workload(options, limit=checkpoint.max_context_tokens)
     workload_for(checkpoint, workload)  # what it refuses is refused before torch is imported
     native_training(checkpoint, training)
     planning.say_quantization(options.quantize, workload)
@@ -246,86 +275,9 @@ def _arguments(
     }
 
 
-def _map_of(report: CheckReport) -> Mapping[str, int | str]:
-    """Return the checked map, completed; empty without a model."""
-    entries = () if report.subject is None else report.subject.entries
-    return report.completeness.completed or dict(entries)
-
-
-class Repaired:
-    """The outcome of a repair; without a directory for copies the files themselves change."""
-
-    def __init__(self, repairs: Repairs, directory: Path | None) -> None:
-        self._repairs = repairs
-        self._directory = directory
-
-    def write(self) -> None:
-        """Write the changes, and say where."""
-        from duoka.checker.fix import apply, apply_in_place
-
-        if self._directory is None:
-            files = apply_in_place([patch for patch in self._repairs if patch.proved])
-        else:
-            files = apply(self._repairs, self._directory)
-        for file in files:
-            stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
-
-    def cures(self, report: CheckReport) -> bool:
-        """Return True if the checked files changed and are without faults."""
-        faults = report.completeness
-        # What had to stay whole had to because of the faults.
-        is_named = not (faults.missing or faults.unknown or faults.doubled or faults.misplaced)
-        is_well = is_named and report.fits and report.stop is None
-        return self._directory is None and is_well and self._repairs.proved
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the additions to a report's JSON form."""
-        return {
-            "patches": [
-                {"file": it.file, "diff": it.diff, "proved": it.proved, "reason": it.reason}
-                for it in self._repairs
-            ],
-            "cures": [
-                {"file": patch.file, "source": cure.source, "step_bytes": cure.step_bytes}
-                for patch in self._repairs
-                for cure in patch.cures
-            ],
-            "uncured": [
-                {"file": fault.file, "line": fault.line, "op": fault.op, "reason": reason}
-                for fault, reason in self._repairs.uncured
-            ],
-        }
-
-    def print(self, console: Console) -> None:
-        """Show the changes with their proofs, and the remaining faults."""
-        if not self._repairs and not self._repairs.uncured:
-            console.print("nothing to repair: the check found no fault in the model's code")
-        for patch in self._repairs:
-            console.print()
-            if console.is_terminal:
-                diff = Syntax(patch.diff.rstrip("\n"), "diff", theme=_THEME, word_wrap=True)
-                console.print(diff)
-            else:
-                console.print(Text(patch.diff.rstrip("\n")), soft_wrap=True)
-            for cure in patch.cures:
-                moved = format_bytes(cure.step_bytes) if cure.step_bytes else "nothing"
-                console.print(Text(f"moves {moved} a step: {cure.source}"), soft_wrap=True)
-            verdict = ("proved", "bold green") if patch.proved else ("not proved", "bold red")
-            reason = f": {patch.reason}" if patch.reason else ""
-            if self._directory is None and not patch.proved:
-                reason += "; the file is as it was"
-            console.print(Text.assemble(verdict, reason), soft_wrap=True)
-        for fault, reason in self._repairs.uncured:
-            console.print()
-            text = f" {format_place(fault.place)}, {fault.op}: {reason}"
-            console.print(Text.assemble(("not cured:", "bold red"), text), soft_wrap=True)
-
-
 def _refuse_unwritable(directory: Path) -> None:
     """Refuse an unwritable directory, before the check."""
-    existing = directory
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(
             f"the changed files can't be written to {str(directory)!r}",

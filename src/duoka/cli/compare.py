@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 import duoka
 
 from .groups import with_groups
-from .terminal import stdout
+from .terminal import print_json, stdout
 
 
 @with_groups
@@ -26,7 +25,7 @@ def compare(
     """
     comparison = duoka.compare(duoka.Plan.load(first), duoka.Plan.load(second))
     if json:
-        typer.echo(json_format.dumps(comparison.to_dict(), indent=1))
+        print_json(comparison.to_dict())
         return
     from duoka.report.terminal import render_comparison
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -15,12 +13,13 @@ import duoka
 from duoka.base.progress import say, say_import
 from duoka.base.units import format_seconds, unit_for
 from duoka.errors import InfeasibleError
+from duoka.forecast.workload import QUANTIZED, read_quantization
 from duoka.hardware.calibration import with_figures, with_links
 from duoka.hardware.fleet import Fleet
 
 from . import planning
 from .options import ModelOptions, PlanOptions
-from .terminal import new_table, stderr, stdout, working
+from .terminal import new_table, note, print_json, stdout, working
 
 if TYPE_CHECKING:
     from duoka.tools.bench.deployments import Bench, Deployment, Rates
@@ -35,15 +34,14 @@ def bench_deployments(choice: BenchOptions, options: PlanOptions, model: ModelOp
     checkpoint, request, fleet = planning.read_request(model, served, to_run=runs)
     fleet = duoka.Fleet.parse(fleet) if isinstance(fleet, str) else fleet
     if runs and any(gpu.name.startswith("cuda") and not gpu.uuid for gpu in fleet.devices):
-        text = f"{request.gpus}: declared, and not here; nothing is run, all is forecast"
-        stderr().print(text, markup=False, soft_wrap=True)
+        note(f"{request.gpus}: declared, and not here; nothing is run, all is forecast")
         runs = False
     with working():
         if choice.calibrate:
             fleet = _calibrated(fleet, request.gpus)
         from duoka.tools.bench.deployments import plan_deployments
 
-        forms = ["none", *choice.forms(usual=[])]
+        forms = ["none", *(read_quantization(name, QUANTIZED) for name in choice.quantize or ())]
         bench = plan_deployments(checkpoint, request, fleet, forms, with_cpu=choice.cpu)
     if not runs:
         _report(bench, as_json=choice.json)
@@ -91,15 +89,14 @@ def _report(bench: Bench, *, as_json: bool) -> None:
     from duoka.tools.bench.deployments import command, recommend, title
 
     best, reasons = recommend(bench)
-    words = "" if best is None else ": ".join(filter(None, (title(best), command(best))))
-
     if as_json:
-        typer.echo(json.dumps(bench.to_dict(), indent=1, ensure_ascii=False))
+        print_json(bench.to_dict())
     else:
         console = stdout()
         console.print(_table(bench))
         console.print(*map(Text, reasons), sep="\n", soft_wrap=True)
-        if words:
+        if best is not None:
+            words = ": ".join(filter(None, (title(best), command(best))))
             console.print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
     if best is None:
         hint = "what stands beside each says why"

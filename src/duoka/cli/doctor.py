@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections import Counter
 from functools import partial
 from itertools import groupby
@@ -20,9 +19,9 @@ from duoka.base.units import format_count
 
 from . import planning
 from .errors import NOT_OK, WARNED, redact
-from .groups import Only, with_groups
+from .groups import with_groups
 from .options import ModelOptions, PlanOptions
-from .terminal import check_file, stdout, working, write_file
+from .terminal import check_file, print_json, stdout, working, write_file
 
 if TYPE_CHECKING:
     from duoka.tools.doctor import Diagnosis, Finding
@@ -39,8 +38,8 @@ _CODES = {"warning": WARNED, "error": NOT_OK}
 
 @with_groups
 def doctor(
-    model: Annotated[ModelOptions, Only(("model",))],
-    options: Annotated[PlanOptions, Only(("gpus",))],
+    model: Annotated[ModelOptions, ("model",)],
+    options: Annotated[PlanOptions, ("gpus",)],
     json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
     bundle: Annotated[
         Path | None,
@@ -71,8 +70,7 @@ def doctor(
     if bundle is not None:
         write_file(bundle, tool.bundle(diagnosis, redact))
     if json:
-        content = {"severity": diagnosis.severity, **to_dict(diagnosis)}
-        typer.echo(json_format.dumps(content, indent=1, ensure_ascii=False))
+        print_json({"severity": diagnosis.severity, **to_dict(diagnosis)})
     else:
         _print(diagnosis)
     if diagnosis.severity in _CODES:
@@ -82,9 +80,7 @@ def doctor(
 def _plan(model: str, options: PlanOptions) -> duoka.Plan:
     """Plan a model as `duoka plan` does, without a progress display of its own."""
     checkpoint = duoka.Checkpoint.open(model)
-    workload = planning.shorten_default(
-        planning.read_workload(options), checkpoint.max_context_tokens, options
-    )
+    workload = planning.read_workload(options, limit=checkpoint.max_context_tokens)
     return duoka.plan(checkpoint, options.gpus or planning.ALL_GPUS, workload)
 
 
@@ -106,12 +102,9 @@ def _print(diagnosis: Diagnosis) -> None:
 
 def _text(name: str, finding: Finding) -> Text:
     """Render a finding: a line, and its meaning and advice if any."""
-    text = Text.assemble((f"{name}: ", "dim"), finding.text)
-    if finding.meaning:
-        text.append(f"\n{finding.meaning}", "dim")
-    if finding.advice:
-        text.append(f"\n→ {finding.advice}")
-    return text
+    meaning = f"\n{finding.meaning}" if finding.meaning else ""
+    advice = f"\n→ {finding.advice}" if finding.advice else ""
+    return Text.assemble((f"{name}: ", "dim"), finding.text, (meaning, "dim"), advice)
 
 
 def _summary(diagnosis: Diagnosis) -> str:

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +16,7 @@ import typer
 
 from duoka.api.plan import plan_request
 from duoka.base.text import printable
-from duoka.errors import DuokaError, InfeasibleError, MachineError
+from duoka.errors import DuokaError, InfeasibleError, MachineError, UsageError
 from duoka.planner.out_of_memory import OutOfMemory, look_for_ways
 
 from . import machine, signals, suggestions
@@ -56,72 +56,73 @@ _SHOWN = "***"
 _ENVIRONMENT = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SHORTEST = 8  # a shorter value, such as "0", would be found everywhere
 
-_PATTERNS = (
-    # Tokens of the Hub, and of the services that commonly lie in the same environment.
-    re.compile(r"\b(hf_|api_org_|ghp_)[A-Za-z0-9]{12,}"),
-    re.compile(r"\b(github_pat_|glpat-|sk-)[A-Za-z0-9_-]{16,}"),
-    # Headers, as they are written into logs and as Python prints them: 'Authorization': 'Bearer x'
-    re.compile(
+# Each keeps its first group, and replaces what follows.
+_PATTERNS = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        # Tokens of the Hub, and of the services that commonly lie in the same environment.
+        r"\b((?-i:hf_|api_org_|ghp_))[A-Za-z0-9]{12,}",
+        r"\b((?-i:github_pat_|glpat-|sk-))[A-Za-z0-9_-]{16,}",
+        # Headers, as they are written into logs and as Python prints them: 'Authorization': 'Bea…'
         r"((?:proxy-)?authorization['\"]?\s*[:=]\s*b?['\"]?(?:(?:bearer|basic|token)\s+)?)"
         r"[^\s'\",}]+",
-        re.IGNORECASE,
-    ),
-    re.compile(r"(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}", re.IGNORECASE),
-    re.compile(r"((?:set-)?cookie['\"]?\s*[:=]\s*b?['\"]?)[^\r\n'\"]+", re.IGNORECASE),
-    # Addresses: https://user:password@host, and signed ones.
-    re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@", re.IGNORECASE),
-    re.compile(
+        r"(\bbearer\s+)[A-Za-z0-9._~+/=-]{8,}",
+        r"((?:set-)?cookie['\"]?\s*[:=]\s*b?['\"]?)[^\r\n'\"]+",
+        # Addresses: https://user:password@host, and signed ones.
+        r"(\b[a-z][a-z0-9+.-]*://)[^\s/@'\"]+@",
         r"([?&;](?:[\w.-]*(?:token|signature|credential|secret|password|api_?key)|policy|sig|key)=)"
         r"[^\s&;'\"<>]+",
-        re.IGNORECASE,
-    ),
-    # What a person or a library writes: token=…, "password": "…"
-    re.compile(
+        # What a person or a library writes: token=…, "password": "…"
         r"(\b(?:\w*_)?(?:token|secret|password|api_?key)['\"]?\s*[:=]\s*b?['\"])[^'\"\s]+",
-        re.IGNORECASE,
-    ),
-)
+    )
+]
 
 
-def report(
-    error: BaseException,
-    *,
-    debug: bool,
-    arguments: Sequence[str] = (),
-    known: Collection[str] = (),
-) -> int:
+def report(error: BaseException, *, debug: bool, arguments: Sequence[str] = ()) -> int:
     """Report an error on the standard error; return the exit code.
 
     A user's mistake is told in one message, and so is what the machine refuses. Anything
     unexpected is a defect, told with its traceback; `debug` shows the traceback of every error.
     Tokens and passwords are left out of all of it. `arguments` are what the program was called
-    with, and `known` the options of its command: what would fit instead is told by them.
+    with: what would fit instead is told by them.
     """
-    # Suggestions of a memory shortage are searched only here: the engine that ran out of memory has
-    # ended by now, and a library that catches the error shouldn't pay for a search.
+    # What ended the program, in this order: its own exit, a signal (whatever error a library made
+    # of it), a wrong option, a mistake or a limit that duoka names, what is known of the machine
+    # and its GPUs, and all else: a defect.
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    _add_suggestions(error, arguments)
+    signum = _signal_of(error)
+    cause = error if signum is not None else _expected(error)
+    code = _code(cause) if signum is None else _SIGNALLED + signum
+    # When the terminal has gone, nobody can be told; the exit code is still right.
+    try:
+        if code == DEFECT or (debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError)):
+            _show_traceback(error)
+        if signum is not None:
+            stderr().print("stopped", highlight=False)
+        else:
+            _tell(cause)
+    except (OSError, ValueError):
+        if signum is None and getattr(error, "errno", None) == errno.EIO:
+            return _SIGNALLED + signal.SIGHUP  # it comes with that, and may come a little later
+    return code
+
+
+def _add_suggestions(error: BaseException, arguments: Sequence[str]) -> None:
+    """Write what would fit instead as commands into the hint of a memory shortage."""
+    # Searched only here: the engine that ran out of memory has ended by now, and a library that
+    # catches the error shouldn't pay for a search.
     if isinstance(error, OutOfMemory):
         with suppress(Exception):  # whatever a search among wreckage meets, the error is told
             look_for_ways(error, plan_request)
     if isinstance(error, InfeasibleError | OutOfMemory) and error.ways_out:
+        from .main import app  # which imports this module
+
+        known = suggestions.options_of(typer.main.get_command(app), arguments)
         columns = stderr().width
-        error.hint = (
-            suggestions.format_suggestions(error.ways_out, arguments, known, columns) or error.hint
-        )
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1
-    signum = _signal_of(error)
-    # When the terminal has gone, nobody can be told; the exit code is still right.
-    try:
-        if debug and not isinstance(error, _WRONG_OPTIONS | BrokenPipeError):
-            _show_traceback(error)
-        if signum is not None:
-            stderr().print("stopped", highlight=False)
-            return _SIGNALLED + signum
-        return _report(error, debug=debug)
-    except (OSError, ValueError):
-        if signum is None and getattr(error, "errno", None) == errno.EIO:
-            signum = signal.SIGHUP  # it comes with that, and may come a little later
-    return _SIGNALLED + signum if signum is not None else _code(_expected(error) or error)
+        hint = suggestions.format_suggestions(error.ways_out, arguments, known, columns)
+        error.hint = hint or error.hint
 
 
 def print_error(error: DuokaError) -> None:
@@ -129,25 +130,19 @@ def print_error(error: DuokaError) -> None:
     _print_message(f"{error}", error.hint)
 
 
-def _report(error: BaseException, *, debug: bool) -> int:
+def _tell(error: BaseException) -> None:
     if isinstance(error, BrokenPipeError):
         # The interpreter's own flush at exit then goes nowhere, instead of failing once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    if isinstance(error, _WRONG_OPTIONS):
-        return _print_usage(error)
-    if not isinstance(error, DuokaError):
-        error = _expected(error) or error
-    if isinstance(error, DuokaError):
+    elif isinstance(error, _WRONG_OPTIONS):
+        _print_usage(error)
+    elif isinstance(error, DuokaError):
         print_error(error)
-        return error.exit_code
-    if not debug:
-        _show_traceback(error)
-    _print_message(
-        "this is a defect of duoka, not a mistake of yours",
-        "please report the text above, with the command and with this:\n" + machine.versions(),
-    )
-    return DEFECT
+    else:
+        _print_message(
+            "this is a defect of duoka, not a mistake of yours",
+            "please report the text above, with the command and with this:\n" + machine.versions(),
+        )
 
 
 def _signal_of(error: BaseException) -> int | None:
@@ -159,22 +154,26 @@ def _signal_of(error: BaseException) -> int | None:
     return signals.stopped_by()
 
 
-def _expected(error: BaseException) -> DuokaError | None:
-    """Return the error for refusals of the machine and for the memory of its GPUs."""
-    if _is_out_of_memory(error):
-        hint = "does another program use this GPU? Plan with a smaller budget (--gpus)"
-        return MachineError(str(error), hint=hint)
-    if sys.modules.get("torch"):  # if it isn't loaded, it can't have raised what is looked for
+def _expected(error: BaseException) -> BaseException:
+    """Return the error for refusals of the machine and its GPUs; others as they are."""
+    if isinstance(error, DuokaError | BrokenPipeError | _WRONG_OPTIONS):
+        return error
+    if torch := sys.modules.get("torch"):  # what isn't loaded can't have raised what is looked for
         from duoka.runtime.lost_gpu import find_lost_gpu
 
+        if isinstance(error, getattr(torch, "OutOfMemoryError", ())):
+            hint = "does another program use this GPU? Plan with a smaller budget (--gpus)"
+            return MachineError(str(error), hint=hint)
         if lost := find_lost_gpu(error):
             return lost
-    return machine.explain(error)
+    return machine.explain(error) or error
 
 
 def _code(error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         return BROKEN_PIPE
+    if isinstance(error, _WRONG_OPTIONS):
+        return UsageError.exit_code
     return error.exit_code if isinstance(error, DuokaError) else DEFECT
 
 
@@ -186,7 +185,7 @@ def _print_message(message: str, hint: str | None) -> None:
             console.print(printable(redact(text)), markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_usage(error: Any) -> int:
+def _print_usage(error: Any) -> None:
     command = "duoka" if error.ctx is None else error.ctx.command_path
     hint = f"`{command} --help` shows what it takes"
     option_name = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
@@ -196,7 +195,6 @@ def _print_usage(error: Any) -> int:
             hint = f"here that is {option}; {hint}"
             break
     _print_message(error.format_message(), hint)
-    return int(error.exit_code)
 
 
 def _show_traceback(error: BaseException) -> None:
@@ -205,12 +203,6 @@ def _show_traceback(error: BaseException) -> None:
     except (RecursionError, MemoryError):  # a chain of causes that is too long to be told
         text = "".join(traceback.format_exception_only(error))
     sys.stderr.write(printable(redact(text)))
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # Without importing torch for it: if torch isn't loaded, it can't have raised this.
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(error, getattr(torch, "OutOfMemoryError", ()))
 
 
 def redact(text: str) -> str:

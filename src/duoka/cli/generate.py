@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import typer
 
 import duoka
 from duoka.base.files import why
@@ -17,29 +14,18 @@ from duoka.errors import UsageError
 
 from . import planning
 from .batch_file import answer_file
-from .groups import flag, option, with_groups
+from .groups import OptionGroup, flag, option, with_groups
 from .images import ImageOptions, with_images
-from .options import (
-    AnswerOptions,
-    ModelOptions,
-    RunnablePlan,
-    given_options,
-    read_stdin,
-    refuse_beside,
-    refuse_damaged,
-)
-from .terminal import answer, answer_stream, working
+from .options import AnswerOptions, ModelOptions, RunnablePlan, read_stdin, refuse_damaged
+from .terminal import answer, answer_stream, print_json, working
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from duoka.engine import Completion, Engine, SamplingParams
     from duoka.report.measured import Measured
-    from duoka.runtime.prompt_reader import PromptReader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptOptions:
+class PromptOptions(OptionGroup):
     """The prompts, and the form of the output."""
 
     prompt: list[str] | None = option(
@@ -54,8 +40,8 @@ class PromptOptions:
     out: Path | None = option(
         "FILE", "Where the answers to --file go; a run goes on after those that are there."
     )
-    raw: bool = flag("--raw", "Continue the text, instead of answering a question.")
-    json: bool = flag("--json", "Print the answers as JSON.")
+    raw: bool = flag("Continue the text, instead of answering a question.")
+    json: bool = flag("Print the answers as JSON.")
 
     def questions(self) -> list[str]:
         """Read all texts, in the order of their kinds; the standard input without any other."""
@@ -112,47 +98,32 @@ def generate(
     questions = prompts.questions()
     if options.batch is None and options.plan_file is None:
         options = replace(options, batch=len(questions))
+    if prompts.raw:
+        beside = "--raw, which continues a text"
+        pictures.refuse("image", beside=beside, hint="leave one of them out")
     images = pictures.read()
-    if images and prompts.raw:
-        raise UsageError(
-            "--raw continues a text, in which --image has no place", hint="leave one of them out"
-        )
-    plan, opened, reader = planning.plan_to_run(model, with_images(options, images))
+    planned = planning.find_plan(model, with_images(options, images), to_run=True)
+    plan, opened, reader = planning.open_model(*planned)
     from duoka.engine import SamplingParams
     from duoka.engine.timing import measured
 
     params = SamplingParams.recommended(opened.checkpoint.generation_config, **sampling)
     reader.check_images(images)
-    tokens = _tokens(reader, questions, None if prompts.raw else answering, images)
+    if prompts.raw:
+        tokens = [reader.plain(text) for text in questions]
+    else:
+        system = planning.usable_system(reader, answering.system)
+        tokens = [reader.prompt(text.strip(), system=system, images=images) for text in questions]
     for ids in tokens:
         reader.check([ids])
     with planning.load_engine(plan, opened, options, answering.adapter) as engine:
-        if len(tokens) == 1 and not prompts.json:
-            answers = [_stream(engine, tokens[0], params, is_raw=prompts.raw)]
-        else:
-            with working("answering"):
-                answers = engine.generate(tokens, params)
-    if not prompts.raw:
-        answers = [replace(reply, text=reply.text.strip()) for reply in answers]
+        answers = _answer(engine, tokens, params, prompts)
     if prompts.json:
-        typer.echo(_json(plan, questions, answers, measured(answers, engine.peaks())))
+        _print_answers(plan, questions, answers, measured(answers, engine.peaks()))
         return
     if len(answers) > 1:
         answer("\n\n".join(reply.text for reply in answers) + "\n")
     planning.tell_measured(plan, measured(answers, engine.peaks()))
-
-
-def _tokens(
-    reader: PromptReader,
-    questions: Sequence[str],
-    answering: AnswerOptions | None,
-    images: Sequence[Image],
-) -> list[list[int]]:
-    """Make the prompt of each question; without `answering` continue each text."""
-    if answering is None:
-        return [reader.plain(text) for text in questions]
-    usable = planning.usable_system(reader, answering.system)
-    return [reader.prompt(text.strip(), system=usable, images=images) for text in questions]
 
 
 def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
@@ -162,25 +133,36 @@ def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
             "--file and --out belong together: the prompts, and where their answers go",
             hint="--file prompts.jsonl --out answers.jsonl",
         )
-    beside = given_options(prompts, "prompt", "prompt_file", "raw", "json")
-    refuse_beside([*beside, *given_options(pictures, "image")], "--file", "leave either out")
+    names = "prompt", "prompt_file", "raw", "json"
+    prompts.refuse(*names, beside="--file", hint="leave either out")
+    pictures.refuse("image", beside="--file", hint="leave either out")
     return prompts.file, prompts.out
 
 
-def _stream(
-    engine: Engine, prompt: Sequence[int], params: SamplingParams, *, is_raw: bool
-) -> Completion:
-    """Show an answer during generation; a continued text keeps its leading white space."""
+def _answer(
+    engine: Engine, tokens: list[list[int]], params: SamplingParams, prompts: PromptOptions
+) -> list[Completion]:
+    """Answer all prompts; show a single answer during generation.
+
+    A continued text keeps its leading white space.
+    """
     from duoka.engine.conversation import strip_start
 
-    stream = engine.submit(prompt, params)
-    answer_stream(iter(stream) if is_raw else strip_start(stream), "reading the prompt")
-    return stream.result()
+    if len(tokens) == 1 and not prompts.json:
+        stream = engine.submit(tokens[0], params)
+        answer_stream(iter(stream) if prompts.raw else strip_start(stream), "reading the prompt")
+        answers = [stream.result()]
+    else:
+        with working("answering"):
+            answers = engine.generate(tokens, params)
+    if prompts.raw:
+        return answers
+    return [replace(reply, text=reply.text.strip()) for reply in answers]
 
 
-def _json(
+def _print_answers(
     plan: duoka.Plan, questions: Sequence[str], answers: Sequence[Completion], took: Measured
-) -> str:
+) -> None:
     answered = [
         {
             "prompt": question,
@@ -191,10 +173,11 @@ def _json(
         }
         for question, answer in zip(questions, answers, strict=True)
     ]
-    content = {
-        "model": plan.model,
-        "devices": plan.devices,
-        "answers": answered,
-        "measured": took.to_dict(plan.forecast),
-    }
-    return json.dumps(content, ensure_ascii=False, indent=1)
+    print_json(
+        {
+            "model": plan.model,
+            "devices": plan.devices,
+            "answers": answered,
+            "measured": took.to_dict(plan.forecast),
+        }
+    )

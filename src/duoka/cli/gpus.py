@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Annotated
@@ -15,7 +14,7 @@ from duoka.hardware.detect import PresentGpu, survey
 from duoka.hardware.links import Way
 
 from .groups import with_groups
-from .terminal import new_table, stdout
+from .terminal import new_table, print_json, stdout
 
 _MOST_PAIRS = 6
 
@@ -31,8 +30,7 @@ def gpus(
     present, ways = survey()
     if json:
         links = [{"first": source, "second": target, **asdict(way)} for source, target, way in ways]
-        data = {"gpus": [gpu.to_dict() for gpu in present], "links": links}
-        typer.echo(json_format.dumps(data, indent=1))
+        print_json({"gpus": [gpu.to_dict() for gpu in present], "links": links})
         return
     console = stdout()
     console.print(_table(present))

@@ -1,7 +1,8 @@
 """Groups of options: dataclasses whose fields are options of a command.
 
 A command takes a group as one parameter, and Typer sees each field as an option of its own. So an
-option is declared once, for all commands that have it.
+option is declared once, for all commands that have it. A tuple beside a group in `Annotated` names
+the fields that the command has, in its order.
 """
 
 from __future__ import annotations
@@ -9,16 +10,44 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
+from duoka.errors import UsageError
+
 Command = Callable[..., None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptionGroup:
+    """Base of all groups."""
+
+    def given_options(self, *names: str) -> list[str]:
+        """Return the given options among some fields, as on the command line; 0 is a value."""
+        by_name = {item.name: item for item in fields(self)}
+        return [_option_names(by_name[name])[0] for name in names if is_given(getattr(self, name))]
+
+    def refuse(self, *names: str, beside: str, hint: str) -> None:
+        """Raise UsageError if any option of some fields is given."""
+        refuse_beside(self.given_options(*names), beside, hint)
+
+
+def is_given(value: object) -> bool:
+    """Return True if an option was given, by its value; 0 is a value."""
+    return value is not None and value is not False and value != []
+
+
+def refuse_beside(options: Sequence[str], what: str, hint: str) -> None:
+    """Raise UsageError if there are any options."""
+    if options:
+        raise UsageError(f"{', '.join(options)} can't be given with {what}", hint=hint)
+
+
 def option(
-    metavar: str | None,
+    metavar: str,
     text: str,
     *,
     panel: str | None = None,
@@ -28,92 +57,58 @@ def option(
 ) -> Any:
     """Declare a field of a group: an option with a value, by default None.
 
-    Shells complete it with `values`, and where there are none with files.
+    It has the field's name, unless it has `names`. Shells complete it with `values`, and where
+    there are none with files.
     """
-    declared = typer.Option(
-        *names,
-        metavar=metavar,
-        help=text,
-        rich_help_panel=panel,
-        show_default=False,
-        autocompletion=_completing(values),
-        **settings,
-    )
-    return field(default=None, metadata={"option": declared})
 
-
-def _completing(values: Sequence[str]) -> Callable[[str], list[str]]:
     def complete(incomplete: str) -> list[str]:
         return [value for value in values if value.startswith(incomplete)]
 
-    return complete
+    settings |= {"metavar": metavar, "show_default": False, "autocompletion": complete}
+    declare = partial(typer.Option, help=text, rich_help_panel=panel, **settings)
+    return field(default=None, metadata={"declare": declare, "names": names})
 
 
-def flag(name: str, text: str, *, panel: str | None = None) -> Any:
+def flag(text: str, *, panel: str | None = None, names: tuple[str, ...] = ()) -> Any:
     """Declare a field of a group: a flag."""
-    declared = typer.Option(name, help=text, rich_help_panel=panel)
-    return field(default=False, metadata={"option": declared})
+    declare = partial(typer.Option, help=text, rich_help_panel=panel)
+    return field(default=False, metadata={"declare": declare, "names": names})
 
 
 def argument(metavar: str, text: str) -> Any:
     """Declare a field of a group: an optional argument."""
-    declared = typer.Argument(metavar=metavar, help=text, show_default=False)
-    return field(default=None, metadata={"option": declared})
+    declare = partial(typer.Argument, metavar=metavar, help=text, show_default=False)
+    return field(default=None, metadata={"declare": declare})
 
 
-class Only(tuple[str, ...]):
-    """Beside a group in `Annotated`: the fields of the command, in this order."""
-
-    __slots__ = ()
-
-
-def all_but(group: Any, *names: str) -> Only:
+def all_but(group: Any, *names: str) -> tuple[str, ...]:
     """Return the fields of a group but for some."""
-    return Only(declared.name for declared in fields(group) if declared.name not in names)
+    return tuple(item.name for item in fields(group) if item.name not in names)
 
 
-@dataclass(slots=True)
-class State:
-    """The state of a run of the program."""
-
-    debug: bool = False
-
-
-def _set_debug(context: typer.Context, wanted: bool) -> bool:
-    if isinstance(context.obj, State):
-        context.obj.debug |= wanted
-    return wanted
-
-
-Debug = Annotated[
-    bool,
-    typer.Option(
-        "--debug",
-        help="Show the traceback of every error.",
-        callback=_set_debug,
-        is_eager=True,  # so that it also holds for options that can't be read
-    ),
-]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")]
 
 
 def with_groups(command: Command) -> Command:
     """Flatten the groups of a command for Typer, and add ``--debug``."""
     # Typer reads a command's signature. So the wrapper gets one of its own, in which each group is
-    # replaced by its fields; when it is called, the values go back into their groups.
+    # replaced by its fields; when it is called, the values go back into their groups:
+    #
+    #     def plan(options: PlanOptions, model: ModelOptions)             what is written
+    #     def call(*, gpus, context, …, model, revision, …, debug)        what Typer sees
+    #     plan(options=PlanOptions(gpus=…, …), model=ModelOptions(…))     what is called
     hints = typing.get_type_hints(command, include_extras=True)
-    groups: dict[str, tuple[Any, Only]] = {}
-    options: dict[str, inspect.Parameter] = {}
+    groups: dict[str, tuple[Any, tuple[str, ...]]] = {}
+    options: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         group, *rest = typing.get_args(hints[parameter.name]) or (hints[parameter.name],)
         if is_dataclass(group):
-            names = next((note for note in rest if isinstance(note, Only)), all_but(group))
+            names = next((note for note in rest if isinstance(note, tuple)), all_but(group))
             groups[parameter.name] = group, names
-            options |= {item.name: item for item in _options(group, names)}
+            options += _options(group, names)
         else:
-            options[parameter.name] = _keyword(
-                parameter.name, parameter.default, hints[parameter.name]
-            )
-    options["debug"] = _keyword("debug", False, Debug)
+            options.append(_keyword(parameter.name, parameter.default, hints[parameter.name]))
+    options.append(_keyword("debug", False, Debug))
 
     def call(debug: bool, **values: Any) -> None:
         filled = {
@@ -123,17 +118,23 @@ def with_groups(command: Command) -> Command:
         command(**filled, **values)
 
     call.__name__, call.__doc__ = command.__name__, command.__doc__
-    call.__annotations__ = {name: item.annotation for name, item in options.items()}
-    call.__dict__["__signature__"] = inspect.Signature(list(options.values()))
+    call.__annotations__ = {item.name: item.annotation for item in options}
+    call.__dict__["__signature__"] = inspect.Signature(options)
     return call
 
 
-def _options(group: Any, names: Only) -> Iterator[inspect.Parameter]:
+def _options(group: Any, names: tuple[str, ...]) -> Iterator[inspect.Parameter]:
     hints = typing.get_type_hints(group)
     by_name = {item.name: item for item in fields(group)}
     for name in names:
-        declaration = by_name[name].metadata["option"]
-        yield _keyword(name, by_name[name].default, Annotated[hints[name], declaration])
+        item = by_name[name]
+        is_argument = "names" not in item.metadata
+        declared = item.metadata["declare"](*(() if is_argument else _option_names(item)))
+        yield _keyword(name, item.default, Annotated[hints[name], declared])
+
+
+def _option_names(item: Field[Any]) -> tuple[str, ...]:
+    return item.metadata.get("names") or (f"--{item.name.replace('_', '-')}",)
 
 
 def _keyword(name: str, default: object, annotation: object) -> inspect.Parameter:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .groups import option
+from .groups import OptionGroup, option
 from .options import PlanOptions
 from .terminal import working
 
@@ -22,7 +22,7 @@ _WEB = ("http://", "https://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageOptions:
+class ImageOptions(OptionGroup):
     """The pictures of a question."""
 
     image: list[str] | None = option(

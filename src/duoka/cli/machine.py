@@ -13,32 +13,31 @@ from duoka.forecast.device_memory import CompiledMemory
 
 _PACKAGES = ("duoka", "torch", "transformers")
 
-# An OSError with one of these says something of the machine; others are a defect of ours.
-_REFUSALS = {
+# What helps against an OSError that says something of the machine; others are a defect of ours,
+# unless they name a file.
+_HINTS = {
     errno.ENOSPC: "free some space, or name another place",
     errno.EDQUOT: "free some of your quota, or name another place",
     errno.EACCES: "you need the permission, or another place",
     errno.EPERM: "you need the permission, or another place",
     errno.EROFS: "name a place that can be written",
     errno.EIO: "the disk or the terminal does not answer",
-    errno.ESTALE: "is the network's file system there?",
     errno.EMFILE: "allow more open files: ulimit -n 4096",
     errno.ENFILE: "end other programs that hold files open",
     errno.ENOMEM: "end other programs, or use a machine with more memory",
     errno.EAGAIN: "end other programs: the limit of processes or threads is reached",
-    errno.ELOOP: "remove the link that leads to itself",
-    errno.ENAMETOOLONG: "name a shorter path",
-    errno.EISDIR: "name a file",
-    errno.ENOTDIR: "name a directory",
-    errno.EBUSY: "something else uses it",
-    errno.ETXTBSY: "something else uses it",
     errno.EFBIG: "allow larger files: ulimit -f unlimited",
 }
 
 
 def versions() -> str:
     """Return the versions of duoka and its libraries, for reports of defects."""
-    parts = [f"{name} {_build(name) or 'not installed'}" for name in _PACKAGES]
+    # A package that is loaded names its build too: torch's has CUDA's version.
+    builds = {name: getattr(sys.modules.get(name), "__version__", None) for name in _PACKAGES}
+    parts = [
+        f"{name} {build or installed_version(name) or 'not installed'}"
+        for name, build in builds.items()
+    ]
     parts += ["memory in Python" if CompiledMemory is None else "memory compiled"]
     parts += [f"Python {platform.python_version()}", platform.platform()]
     return ", ".join(parts)
@@ -79,17 +78,17 @@ def _missing_library(error: ImportError) -> MachineError | None:
 def _refusal(error: OSError) -> MachineError | None:
     if error.errno == errno.ENOENT and error.filename is None:
         return MachineError("a directory is gone", hint="is it the working one? cd to another")
-    hint = _REFUSALS.get(error.errno or 0)
-    if hint is None:
+    if error.errno is None and ".so" in str(error):
         # The loader of shared libraries says what it misses with neither number nor file.
-        if error.errno is None and ".so" in str(error):
-            return MachineError(
-                f"a library can't be loaded: {_one_line(error)}",
-                hint="install torch again, in a build for this machine",
-            )
+        return MachineError(
+            f"a library can't be loaded: {_one_line(error)}",
+            hint="install torch again, in a build for this machine",
+        )
+    has_place = error.filename is not None and error.errno != errno.ENOENT
+    if error.errno not in _HINTS and not has_place:
         return None
     where = f"{error.filename}: " if error.filename is not None else ""
-    return MachineError(f"{where}{error.strerror}", hint=hint)
+    return MachineError(f"{where}{error.strerror}", hint=_HINTS.get(error.errno or 0))
 
 
 def _is_host_memory(error: BaseException) -> bool:
@@ -99,17 +98,3 @@ def _is_host_memory(error: BaseException) -> bool:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-
-
-def _build(name: str) -> str | None:
-    """Return the version of a package, if loaded its own: torch's names CUDA too."""
-    loaded = getattr(sys.modules.get(name), "__version__", None)
-    return str(loaded) if loaded else _version(name)
-
-
-def _version(name: str) -> str | None:
-    if name == "duoka":
-        from duoka import __version__
-
-        return __version__
-    return installed_version(name)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
@@ -27,12 +27,11 @@ from .demo import demo
 from .doctor import doctor
 from .generate import generate
 from .gpus import gpus
-from .groups import Debug, State
+from .groups import Debug
 from .plan import plan
 from .plot import plot
 from .serve import serve
-from .suggestions import options_of
-from .terminal import stderr
+from .terminal import note
 from .top import top
 from .training_options import complete_arguments
 from .tune import tune
@@ -64,22 +63,9 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (
-    plan,
-    compare,
-    check,
-    generate,
-    chat,
-    serve,
-    tune,
-    plot,
-    gpus,
-    doctor,
-    top,
-    bench,
-    demo,
-    completion,
-):
+_OF_A_MODEL = plan, compare, check, generate, chat, serve, tune, plot
+_OF_A_MACHINE = gpus, doctor, top, bench, demo, completion
+for command in _OF_A_MODEL + _OF_A_MACHINE:
     app.command()(command)
 
 
@@ -138,22 +124,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     words, notes = complete_arguments(sys.argv[1:] if arguments is None else arguments)
-    state = State()
     try:
-        for note in notes:
-            stderr().print(f"note: {note}", markup=False)
+        for text in notes:
+            note(f"note: {text}")
         _refuse_empty(words)
-        # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
         with quiet_libraries():
-            program = typer.main.get_command(app)
-            code = completed(program)
-            if code is None:
-                code = _invoke(program, words, state)
+            code = _invoke([*words])  # which takes words away
         # Here, and not at the interpreter's end, a full disk or a closed pipe can be told.
         sys.stdout.flush()
     except BaseException as error:
-        known = options_of(typer.main.get_command(app), words)
-        return errors.report(error, debug=state.debug, arguments=words, known=known)
+        return errors.report(error, debug="--debug" in words, arguments=words)
     return code
 
 
@@ -165,9 +145,14 @@ def _refuse_empty(words: Sequence[str]) -> None:
             raise UsageError(f"{name} is empty", hint="give it a value, or leave it out")
 
 
-def _invoke(program: Any, arguments: list[str], state: State) -> int:
+def _invoke(arguments: list[str]) -> int:
+    program = typer.main.get_command(app)
+    code = completed(program)
+    if code is not None:
+        return code
+    # Not Typer's own call: its way to run turns Ctrl-C and a closed pipe into exit code 1.
     try:
-        with program.make_context("duoka", arguments, obj=state) as context:
+        with program.make_context("duoka", arguments) as context:
             program.invoke(context)
     except typer.Exit as ending:
         return ending.exit_code

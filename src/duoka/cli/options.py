@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,30 +18,21 @@ from duoka.planner.constraints import STRATEGIES
 from duoka.planner.plan_profile import CONVENTIONS, Convention
 from duoka.planner.search import OBJECTIVES
 
-from .groups import all_but, argument, flag, option
+from .groups import OptionGroup, all_but, argument, flag, option
 
 _TOKENS = re.compile(r"([1-9][0-9]{0,9})([kKmM]?)", re.ASCII)
 _PIXELS = re.compile(r"([1-9][0-9]{0,5})[xX×]([1-9][0-9]{0,5})", re.ASCII)
 _FACTORS = {"": 1, "K": 1024, "M": 1024 * 1024}
-# Options that can't be called as their fields are.
-_NAMES = {
-    "plan_file": "--plan",
-    "cluster": "--on",
-    "gradient_checkpointing": "--checkpointing",
-    "seq_length": "--context",
-    "method": "--train",
-}
 
-
+IMAGE_SIZE = "1024x1024"
 PLANNING = "What to plan for"
-_ANSWERING = "How to answer"
 _plan = partial(option, panel=PLANNING)
 _plan_flag = partial(flag, panel=PLANNING)
-_answer = partial(option, panel=_ANSWERING)
+_answer = partial(option, panel="How to answer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(OptionGroup):
     """The model, and its permissions."""
 
     model: str | None = argument(
@@ -54,13 +44,12 @@ class ModelOptions:
         "NAME", 'Branch, tag or commit of a model on the Hub. By default "main".'
     )
     trust_remote_code: bool = flag(
-        "--trust-remote-code",
-        "Run the model's and tokenizer's code from the checkpoint. It can do whatever you can.",
+        "Run the model's and tokenizer's code from the checkpoint. It can do whatever you can."
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(OptionGroup):
     """The demands on a plan, as written; None if not given."""
 
     gpus: str | None = _plan(
@@ -83,9 +72,8 @@ class PlanOptions:
         "N", "Prompts that run together. By default 1, or as many as are given."
     )
     serve: bool = _plan_flag(
-        "--serve",
         "Plan for requests that come and go, over a cache in pages that fills what is free: so "
-        "duoka.Engine answers them.",
+        "duoka.Engine answers them."
     )
     sequences: int | None = _plan(
         "N",
@@ -133,9 +121,7 @@ class PlanOptions:
         "headroom, latency, throughput, pages (of --serve) or auto (the default).",
         values=OBJECTIVES,
     )
-    use_all: bool = _plan_flag(
-        "--use-all", "Use every GPU, instead of as few as hold the workload."
-    )
+    use_all: bool = _plan_flag("Use every GPU, instead of as few as hold the workload.")
     strategy: str | None = _plan(
         "NAME",
         "auto (the default: as few GPUs as needed, by the objective), balanced (every GPU, "
@@ -149,17 +135,13 @@ class PlanOptions:
         "GPU=SIZE", 'Leave so much of a GPU free: "cuda:0=2GiB". Repeatable.'
     )
     offload: bool = _plan_flag(
-        "--offload",
         "Where nothing else fits, keep weights in the CPU's memory, as few as can be; they are "
-        "copied to a GPU for each token, which is slow.",
+        "copied to a GPU for each token, which is slow."
     )
-    max_context: bool = _plan_flag(
-        "--max-context", "Plan for the longest context that fits, instead of --context."
-    )
+    max_context: bool = _plan_flag("Plan for the longest context that fits, instead of --context.")
     max_batch: bool = _plan_flag(
-        "--max-batch",
         "Plan for the largest batch that fits, instead of --batch; with --serve for as many "
-        "requests of --context tokens.",
+        "requests of --context tokens."
     )
     replicas: str | None = _plan(
         "N", 'Plan so many copies of the model, each on GPUs of its own; "auto" for as many as fit.'
@@ -173,9 +155,8 @@ class PlanOptions:
         "FILE", "Take a plan that was saved, instead of making one.", names=("--plan",)
     )
     replan: bool = _plan_flag(
-        "--replan",
         "Make the plan of --plan again, for the checkpoint and the GPUs as they are now, and save "
-        "it there.",
+        "it there."
     )
 
     @property
@@ -195,7 +176,7 @@ RunnablePlan = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
+class AnswerOptions(OptionGroup):
     """The parameters of answers."""
 
     temperature: float | None = _answer(
@@ -215,21 +196,17 @@ class AnswerOptions:
     def sampling(self) -> dict[str, Any]:
         """Return the given sampling parameters; refuse senseless values."""
         refuse_damaged(self.system or "")
-        numbers = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "seed": self.seed,
-        }
         values: dict[str, Any] = {
-            name: number for name, number in numbers.items() if number is not None
+            name: number
+            for name in ("temperature", "top_p", "top_k", "seed")
+            if (number := getattr(self, name)) is not None
         }
         Sampling(**values)
         return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamesOption:
+class NamesOption(OptionGroup):
     """The convention of names in device maps."""
 
     names: str | None = option(
@@ -244,27 +221,6 @@ class NamesOption:
     def convention(self) -> Convention:
         """The convention; refused if unknown."""
         return choose("names", self.names or "model", CONVENTIONS)
-
-
-def option_name(name: str) -> str:
-    """Return the option of a field."""
-    return _NAMES.get(name, f"--{name.replace('_', '-')}")
-
-
-def given_options(group: Any, *names: str) -> list[str]:
-    """Return the given options of a group, as on the command line."""
-    return [option_name(name) for name in names if is_given(getattr(group, name))]
-
-
-def is_given(value: object) -> bool:
-    """Return True if an option was given, by its value; 0 is a value."""
-    return value is not None and value is not False and value != []
-
-
-def refuse_beside(options: Sequence[str], what: str, hint: str) -> None:
-    """Raise UsageError if there are any options."""
-    if options:
-        raise UsageError(f"{', '.join(options)} can't be given with {what}", hint=hint)
 
 
 def parse_tokens(text: str) -> int:
@@ -284,18 +240,23 @@ def parse_chunk(text: str) -> int | Literal["auto"] | None:
     return None if text == "none" else parse_tokens(text)
 
 
-def parse_pixels(text: str) -> tuple[int, int] | None:
-    """Read width and height, as "1120x560"; None for other texts."""
+def parse_pixels(text: str) -> tuple[int, int]:
+    """Read width and height, as "1120x560"."""
     match = _PIXELS.fullmatch(text.strip())
-    return None if match is None else (int(match[1]), int(match[2]))
+    if match is None:
+        raise UsageError(
+            f"{text!r} is not the size of an image",
+            hint="write width and height in pixels, as 1120x1120",
+        )
+    return int(match[1]), int(match[2])
 
 
 def picture_size(text: str) -> tuple[int, int]:
     """Return width and height in pixels of a picture, by its size or file."""
     from duoka.base.images import read_image, refuse_size
 
-    size = parse_pixels(text)
-    if size is not None:
+    if _PIXELS.fullmatch(text.strip()):
+        size = parse_pixels(text)
         refuse_size(*size)
         return size
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,13 +17,13 @@ from duoka.forecast.workload import Training
 from duoka.hardware.detect import describe_numbers
 from duoka.planner.plan_profile import map_of
 from duoka.planner.replicas import Replicas
-from duoka.report.export import TOOLS, Pins, plan_for_tool, refuse_names, refuse_unknown
+from duoka.report.export import TOOLS, Pins, plan_for_tool, refuse_tool
 
 from . import planning, replicas
-from .groups import flag, option, with_groups
-from .options import ModelOptions, NamesOption, PlanOptions, given_options, refuse_beside
+from .groups import flag, option, refuse_beside, with_groups
+from .options import ModelOptions, NamesOption, PlanOptions
 from .suggestions import as_json
-from .terminal import check_file, stderr, stdout, write_file
+from .terminal import check_file, note, print_json, stdout, write_file
 from .training_options import TrainingOptions
 
 
@@ -39,9 +38,8 @@ class PlanOutput(NamesOption):
         "is refused, the completed one.",
     )
     explain: bool = flag(
-        "--explain",
         "Say why: what binds, why each GPU has no less and no more, what else was weighed. With "
-        "--json that alone is printed.",
+        "--json that alone is printed."
     )
     html: Path | None = option(
         "FILE", "Write the plan as a page for a browser: one file, no network."
@@ -52,7 +50,7 @@ class PlanOutput(NamesOption):
         "torch-pipelining, torchtitan or deepspeed.",
         values=TOOLS,
     )
-    json: bool = flag("--json", "Print the plan as JSON.")
+    json: bool = flag("Print the plan as JSON.")
 
     def check(self, options: PlanOptions) -> None:
         """Refuse unwritable files and contradicting options, before the work."""
@@ -62,28 +60,20 @@ class PlanOutput(NamesOption):
                 hint="say which file or tool the names are for",
             )
         if self.export is not None:
-            refuse_unknown(self.export)
-            refuse_names(self.export, self.convention)
+            refuse_tool(self.export, self.convention)
         check_file(self.save, "the plan")
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")
-        files = ("save_device_map", "html", "explain", "export")
         if self.export is not None:
-            refuse_beside(
-                given_options(self, "json", "explain"),
-                "--export, which prints another form",
-                "keep the plan with --save FILE, and ask it for each",
-            )
+            hint = "keep the plan with --save FILE, and ask it for each"
+            beside = "--export, which prints another form"
+            self.refuse("json", "explain", beside=beside, hint=hint)
         if options.replicas is not None:
-            refuse_beside(
-                [
-                    *given_options(self, *files),
-                    *given_options(options, "replan", "max_context", "max_batch"),
-                    *planning.given_map(options),
-                ],
-                "--replicas: each is for one plan",
-                "keep the plans with --save FILE, and ask each of them",
-            )
+            beside = "--replicas: each is for one plan"
+            hint = "keep the plans with --save FILE, and ask each of them"
+            outputs = self.given_options("save_device_map", "html", "explain", "export")
+            refuse_beside(outputs + planning.given_map(options), beside, hint)
+            options.refuse("replan", "max_context", "max_batch", beside=beside, hint=hint)
 
     def write_replicas(self, copies: Replicas) -> None:
         """Write and show the plans of several copies."""
@@ -92,14 +82,14 @@ class PlanOutput(NamesOption):
             for plan, file in zip(copies.plans, files, strict=True):
                 planning.save_plan(plan, file)
         if self.json:
-            typer.echo(_json(to_dict(copies)))
+            print_json(to_dict(copies))
         else:
             replicas.show_copies(copies)
 
-    def refuse(self, error: PlacementError) -> None:
+    def report_faults(self, error: PlacementError) -> None:
         """Report the faults of a device map, and keep the completed map."""
         if self.json:
-            typer.echo(_json(asdict(error.faults)))
+            print_json(asdict(error.faults))
         if self.save_device_map is not None and error.completed is not None:
             planning.save_device_map(error.completed, self.save_device_map)
             error.hint = f"look it over, then: --device-map {self.save_device_map}"
@@ -107,8 +97,7 @@ class PlanOutput(NamesOption):
     def write(self, plan: duoka.Plan) -> None:
         """Write and show a plan."""
         if self.save_device_map is not None:
-            device_map = map_of(plan, self.convention)
-            planning.save_device_map(device_map, self.save_device_map)
+            planning.save_device_map(map_of(plan, self.convention), self.save_device_map)
         if self.save is not None:
             planning.save_plan(plan, self.save)
         if self.html is not None:
@@ -117,8 +106,11 @@ class PlanOutput(NamesOption):
             typer.echo(str(duoka.export(plan, self.export, names=self.convention)))
             return
         explanation = duoka.explain(plan) if self.explain else None
+        if self.json and explanation is not None:
+            print_json(explanation.to_dict())
+            return
         if self.json:
-            typer.echo(plan.to_json() if explanation is None else _json(explanation.to_dict()))
+            typer.echo(plan.to_json())
             return
         from duoka.report.terminal import render_explanation, render_plan
 
@@ -148,16 +140,16 @@ def plan(
     output.check(options)
     try:
         if options.replicas is None:
-            new_plan = planning.make_plan(model, options, how_to_train)
+            new_plan = planning.find_plan(model, options, how_to_train)[0]
             if output.export and options.plan_file is None and not planning.given_map(options):
                 again = partial(_plan_again, model, options, how_to_train)
                 new_plan = plan_for_tool(new_plan, output.export, again)
             output.write(new_plan)
         else:
             number = replicas.read_number(options.replicas)
-            output.write_replicas(planning.make_replicas(model, options, how_to_train, number))
+            output.write_replicas(planning.find_replicas(model, options, how_to_train, number))
     except PlacementError as error:
-        output.refuse(error)
+        output.report_faults(error)
         raise
     except InfeasibleError as error:
         if output.json:
@@ -171,7 +163,7 @@ def _plan_again(
     """Plan with more pins, silently."""
     all_pins = [*(options.pin or ()), *(f"{name}={at}" for name, at in pins)]
     with redirect_stderr(StringIO()):
-        return planning.make_plan(model, replace(options, pin=all_pins), training)
+        return planning.find_plan(model, replace(options, pin=all_pins), training)[0]
 
 
 def _save_page(plan: duoka.Plan, file: Path) -> None:
@@ -182,9 +174,5 @@ def _save_page(plan: duoka.Plan, file: Path) -> None:
     try:
         explanation = duoka.explain(plan)
     except UsageError as error:
-        stderr().print(f"the page says no reasons: {error}", markup=False, soft_wrap=True)
+        note(f"the page says no reasons: {error}")
     write_file(file, render_page(plan, explanation))
-
-
-def _json(data: object) -> str:
-    return json.dumps(data, indent=1)

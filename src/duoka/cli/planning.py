@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,13 +18,7 @@ from duoka.checkpoint.architecture import refuse_unbuildable
 from duoka.checkpoint.config import is_for_transformers4
 from duoka.checkpoint.tokenizer_files import refuse_unreadable
 from duoka.errors import CheckpointError, ModelError, UsageError
-from duoka.forecast.workload import (
-    BATCH_CACHES,
-    Cache,
-    Training,
-    read_dtype,
-    read_quantization,
-)
+from duoka.forecast.workload import BATCH_CACHES, Cache, Training, read_dtype, read_quantization
 from duoka.hardware.parse import devices_in
 from duoka.planner.constraints import STRATEGIES, Constraints, Strategy, strategy_of
 from duoka.planner.device_map import DeviceMap
@@ -35,16 +28,9 @@ from duoka.planner.replicas import Replicas
 from duoka.planner.request import Largest, PlanRequest
 from duoka.planner.search import OBJECTIVES
 
-from .options import (
-    ModelOptions,
-    PlanOptions,
-    given_options,
-    parse_chunk,
-    parse_pixels,
-    parse_tokens,
-    refuse_beside,
-)
-from .terminal import progress_bars, stderr, working, write_file
+from .groups import all_but, refuse_beside
+from .options import IMAGE_SIZE, ModelOptions, PlanOptions, parse_chunk, parse_pixels, parse_tokens
+from .terminal import note, progress_bars, stderr, working, write_file
 
 if TYPE_CHECKING:
     from duoka.api.load import OpenedModel
@@ -58,24 +44,6 @@ _NEW_TOKENS = 512
 _NEW_SHARE = 4
 _SEQUENCES = 16
 _SHOWN = 60
-
-
-def make_plan(
-    model: ModelOptions,
-    options: PlanOptions,
-    training: Training | None = None,
-    *,
-    to_run: bool = False,
-) -> duoka.Plan:
-    """Take the saved plan, or make a new plan; with `to_run` for a model to run."""
-    return _find_plan(model, options, training, to_run=to_run)[0]
-
-
-def plan_to_run(
-    model: ModelOptions, options: PlanOptions
-) -> tuple[duoka.Plan, OpenedModel, PromptReader]:
-    """Take or make a plan for the present GPUs, and open its model."""
-    return open_model(*_find_plan(model, options, to_run=True))
 
 
 def open_model(
@@ -92,19 +60,17 @@ def open_model(
         return plan, opened, opened.reader
 
 
-def _find_plan(
+def find_plan(
     model: ModelOptions,
     options: PlanOptions,
     training: Training | None = None,
     *,
     to_run: bool = False,
 ) -> tuple[duoka.Plan, duoka.Checkpoint | None]:
-    """Take or make a plan; return its checkpoint too, if opened."""
-    if model.model is None and model.revision is not None:
-        raise UsageError(
-            "--revision is for a model on the Hub, and no model was given",
-            hint="name the model; a plan keeps its own revision",
-        )
+    """Take the saved plan, or make a new one, with `to_run` for a model to run.
+
+    Returns the plan's checkpoint too, if it was opened.
+    """
     if options.plan_file is None:
         if options.replan:
             raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
@@ -112,7 +78,10 @@ def _find_plan(
         checkpoint, request, fleet = read_request(model, options, training, to_run=to_run)
         with working():
             return plan_request(checkpoint, request, fleet, device_map), checkpoint
-    refuse_beside_plan(options, training)
+    _refuse_beside_plan(options, training)
+    if model.model is None:
+        hint = "name the model; a plan keeps its own revision"
+        model.refuse("revision", beside="--plan alone", hint=hint)
     plan = duoka.Plan.load(options.plan_file)
     if model.model is None and not options.replan and not model.trust_remote_code:
         if not to_run:
@@ -129,17 +98,15 @@ def _find_plan(
     return replace(plan, source=checkpoint.source), checkpoint
 
 
-def make_plan_for_requests(
-    model: ModelOptions,
-    options: PlanOptions,
-    *,
-    requests: int,
-    batch: int,
+def find_plan_for_requests(
+    model: ModelOptions, options: PlanOptions, *, requests: int, batch: int
 ) -> tuple[duoka.Plan, duoka.Checkpoint | None, str]:
     """Take or make a plan with pages for so many requests, or give the reason for a batch."""
-    if options.plan_file is not None:
-        return *_find_plan(model, options, to_run=True), ""
+    # Pages first: the cache then takes all that is free. Models whose state isn't a cache of keys
+    # and values raise ModelError when they are traced for it, and get a batch, as do the rest.
     why_not = ""
+    if options.plan_file is not None:
+        return *find_plan(model, options, to_run=True), ""
     if options.offload:
         why_not = "weights are offloaded for a batch"
     elif options.images:
@@ -148,15 +115,15 @@ def make_plan_for_requests(
         number = options.sequences or options.batch or requests
         served = replace(options, serve=True, sequences=number, batch=None)
         try:
-            return *_find_plan(model, served, to_run=True), ""
+            return *find_plan(model, served, to_run=True), ""
         except ModelError as error:
             why_not = str(error)
     number = options.sequences or options.batch or batch
     options = replace(options, serve=False, sequences=None, batch=number)
-    return *_find_plan(model, options, to_run=True), why_not
+    return *find_plan(model, options, to_run=True), why_not
 
 
-def make_replicas(
+def find_replicas(
     model: ModelOptions,
     options: PlanOptions,
     training: Training | None,
@@ -164,7 +131,7 @@ def make_replicas(
 ) -> Replicas:
     """Make the plans of several copies of a model."""
     if options.plan_file is not None:
-        refuse_beside_plan(options, training)
+        _refuse_beside_plan(options, training)
     checkpoint, request, fleet = read_request(model, options, training)
     with working():
         return plan_copies(checkpoint, request, fleet, number)
@@ -181,13 +148,12 @@ def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
         return plan_request(checkpoint, plan.request, fleet, device_map)
 
 
-def refuse_beside_plan(options: PlanOptions, training: Training | None = None) -> None:
+def _refuse_beside_plan(options: PlanOptions, training: Training | None) -> None:
     """Refuse demands beside a saved plan, with everything decided."""
-    names = [item.name for item in fields(options) if item.name not in ("plan_file", "replan")]
-    beside = given_options(options, *names) + (["--train"] if training is not None else [])
+    beside = options.given_options(*all_but(PlanOptions, "plan_file", "replan"))
     again = "--replan asks again what the plan was made for; to ask for something else, "
     hint = f"{again if options.replan else ''}leave out --plan to make a new one"
-    refuse_beside(beside, "--plan: the plan has decided that", hint)
+    refuse_beside(beside + ["--train"] * bool(training), "--plan: the plan has decided that", hint)
 
 
 def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkpoint:
@@ -198,9 +164,7 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
         )
     with working("reading the checkpoint"):
         checkpoint = duoka.Checkpoint.open(
-            options.model,
-            revision=options.revision,
-            trust_remote_code=options.trust_remote_code,
+            options.model, revision=options.revision, trust_remote_code=options.trust_remote_code
         )
     if not checkpoint.builds_own_model:
         refuse_unbuildable(checkpoint.config)
@@ -210,15 +174,13 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
             hint="plan for a directory that holds the weight files",
         )
     if checkpoint.remote_code:
-        console = stderr()
         adapted = ""
         if is_for_transformers4(checkpoint.config):
             stated = checkpoint.config.get("transformers_version", "4")
             adapted = f", adapted from transformers {stated!s:.20} to {version('transformers')}"
-        heading = f"code that comes with {checkpoint.source} may run{adapted}:"
-        console.print(heading, markup=False, soft_wrap=True)
+        note(f"code that comes with {checkpoint.source} may run{adapted}:")
         for name, sha256 in checkpoint.remote_code:
-            console.print(f"  {name}  sha256 {sha256}", markup=False, soft_wrap=True)
+            note(f"  {name}  sha256 {sha256}")
     if to_run:
         refuse_unreadable(checkpoint)
     return checkpoint
@@ -250,7 +212,7 @@ def read_request(
     fleet = read_fleet(request.gpus)
     say_quantization(options.quantize, request.workload)
     checkpoint = open_checkpoint(model, to_run)
-    workload = shorten_default(request.workload, checkpoint.max_context_tokens, options, training)
+    workload = read_workload(options, training, checkpoint.max_context_tokens)
     return checkpoint, replace(request, workload=workload), fleet
 
 
@@ -262,26 +224,18 @@ def read_fleet(gpus: str) -> duoka.Fleet | str:
 def say_quantization(word: str | None, workload: duoka.Workload) -> None:
     """Report duoka's scheme for a word of bitsandbytes."""
     if word is not None and word != workload.quantize:
-        stderr().print(f"--quantize {word}: weights in {workload.quantize}", markup=False)
+        note(f"--quantize {word}: weights in {workload.quantize}")
 
 
 def _largest(options: PlanOptions) -> Largest | None:
-    for is_wanted, size, name, kind in (
-        (options.max_context, options.context, "context", "context"),
-        (options.max_batch, options.batch, "batch", "batch"),
-        (options.max_batch, options.sequences, "sequences", "batch"),
-    ):
-        if is_wanted and size is not None:
-            raise UsageError(
-                f"--{name} says how large it is, and --max-{kind} asks for that",
-                hint="give one of the two",
-            )
-    if options.max_context and options.max_batch:
-        raise UsageError(
-            "--max-context and --max-batch: the more of one, the less of the other",
-            hint="give one of them, and a number for the other",
-        )
-    return "context" if options.max_context else "batch" if options.max_batch else None
+    hint = "give one of the two"
+    if options.max_context:
+        options.refuse("context", "max_batch", beside="--max-context", hint=hint)
+        return "context"
+    if options.max_batch:
+        options.refuse("batch", "sequences", beside="--max-batch", hint=hint)
+        return "batch"
+    return None
 
 
 def read_constraints(options: PlanOptions) -> Constraints:
@@ -299,18 +253,15 @@ def read_constraints(options: PlanOptions) -> Constraints:
 
 def _strategy(options: PlanOptions) -> Strategy:
     word = strategy_of(options.device_map)
-    strategy = choose("the strategy", options.strategy or word or "auto", STRATEGIES)
-    if word not in (None, strategy):
-        raise UsageError(
-            f"--strategy {strategy} and --device-map {word} say two things of one",
-            hint="give one of the two",
-        )
-    return strategy
+    if word is not None:
+        beside = f"--device-map {word}"
+        options.refuse("strategy", beside=beside, hint="give one of the two")
+    return choose("the strategy", options.strategy or word or "auto", STRATEGIES)
 
 
 def given_map(options: PlanOptions) -> list[str]:
     """Return the option of a device map, unless its value is a strategy."""
-    return given_options(options, "device_map") if strategy_of(options.device_map) is None else []
+    return [] if strategy_of(options.device_map) else options.given_options("device_map")
 
 
 def read_device_map(options: PlanOptions) -> DeviceMap | None:
@@ -329,24 +280,22 @@ def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[st
         yield name.strip(), value.strip()
 
 
-def shorten_default(
-    workload: duoka.Workload,
-    limit: int | None,
-    options: PlanOptions,
-    training: Training | None = None,
+def read_workload(
+    options: PlanOptions, training: Training | None = None, limit: int | None = None
 ) -> duoka.Workload:
-    """Shorten a default context to the model's limit."""
-    if limit is None or options.context is not None:
-        return workload
+    """Read the workload; a context that isn't given is the default, at most the model's limit."""
+    if options.serve:
+        hint = "--sequences N says how many requests are answered at once"
+        demands = options.given_options("batch", "images", "offload")
+        refuse_beside(demands + ["--train"] * bool(training), "--serve", hint)
+    else:
+        options.refuse("sequences", beside="a plan for one batch", hint="say --serve as well")
+    if not options.images:
+        beside = "a prompt without images"
+        options.refuse("image_size", "vision_batch", beside=beside, hint="say --images N")
     context, new = _tokens(options, training, limit)
-    return replace(workload, prompt_tokens=context - new, new_tokens=new)
-
-
-def read_workload(options: PlanOptions, training: Training | None = None) -> duoka.Workload:
-    """Read the workload of the options."""
-    context, new = _tokens(options, training)
-    refuse_unserved(options, training)
-    workload = duoka.Workload(
+    width, height = parse_pixels(options.image_size or IMAGE_SIZE)
+    return duoka.Workload(
         batch=_batch(options),
         prompt_tokens=context - new,
         new_tokens=new,
@@ -356,23 +305,9 @@ def read_workload(options: PlanOptions, training: Training | None = None) -> duo
         quantize=read_quantization(options.quantize or "none"),
         images=options.images or 0,
         vision_batch=parse_chunk(options.vision_batch or "auto"),
+        image_size=(height, width),
         training=training,
     )
-    for option, value in (
-        ("--image-size", options.image_size),
-        ("--vision-batch", options.vision_batch),
-    ):
-        if value is not None and not options.images:
-            raise UsageError(f"{option} is for images, and there are none", hint="say --images N")
-    if options.image_size is None:
-        return workload
-    pixels = parse_pixels(options.image_size)
-    if pixels is None:
-        raise UsageError(
-            f"{options.image_size!r} is not the size of an image",
-            hint="write width and height in pixels, as 1120x1120",
-        )
-    return replace(workload, image_size=(pixels[1], pixels[0]))
 
 
 def _cache(options: PlanOptions) -> Cache:
@@ -388,43 +323,22 @@ def _cache(options: PlanOptions) -> Cache:
 
 def _batch(options: PlanOptions) -> int:
     """Return the sequences of a batch, or the requests running at once."""
-    if options.serve:
-        return _SEQUENCES if options.sequences is None else options.sequences
-    return 1 if options.batch is None else options.batch
+    number, default = (options.sequences, _SEQUENCES) if options.serve else (options.batch, 1)
+    return default if number is None else number
 
 
-def refuse_unserved(options: PlanOptions, training: Training | None) -> None:
-    """Refuse options against --serve, and options for --serve alone."""
-    if not options.serve:
-        refuse_beside(
-            given_options(options, "sequences"), "a plan for one batch", "say --serve as well"
-        )
-        return
-    names = "batch", "images", "offload"
-    refuse_beside(
-        [*given_options(options, *names), *(["--train"] if training else [])],
-        "--serve",
-        "--sequences N says how many requests are answered at once",
-    )
-
-
-def _tokens(
-    options: PlanOptions, training: Training | None, limit: int = _CONTEXT_TOKENS
-) -> tuple[int, int]:
+def _tokens(options: PlanOptions, training: Training | None, limit: int | None) -> tuple[int, int]:
     """Return the tokens of a sequence in all, and the new tokens."""
-    context = min(_CONTEXT_TOKENS, limit)
+    context = min(_CONTEXT_TOKENS, limit or _CONTEXT_TOKENS)
     if options.context is not None:
         context = parse_tokens(options.context)
-    new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
+    new = options.most_new_tokens
     if training is not None:
-        if options.new_tokens is not None:
-            raise UsageError(
-                "--new-tokens is for answers, and training has none",
-                hint="--context is the length of a sequence",
-            )
+        hint = "--context is the length of a sequence"
+        options.refuse("new_tokens", beside="training, which has no answers", hint=hint)
         new = 0
-    if options.most_new_tokens is not None:
-        new = options.most_new_tokens
+    elif new is None:
+        new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
     if options.max_context:
         context = max(context, new + 1)  # which is looked for
     if new >= context:
@@ -453,14 +367,11 @@ def usable_system(reader: PromptReader, system: str | None) -> str | None:
     """Return the system's message if the model supports any; report if not."""
     from duoka.models.text.prompts import has_template, why_untold
 
-    console = stderr()
     if not has_template(reader.chat):
-        text = "the model comes with no chat template: it continues the text that you write"
-        console.print(f"note: {text}", soft_wrap=True)
+        note("note: the model comes with no chat template: it continues the text that you write")
     reason = why_untold(reader.chat, system) if system else ""
     if reason:
-        text = f"note: the model can't be told --system: {reason}"
-        console.print(text, markup=False, soft_wrap=True)
+        note(f"note: the model can't be told --system: {reason}")
     return None if reason else system
 
 
@@ -468,8 +379,7 @@ def load_engine(
     plan: duoka.Plan, opened: OpenedModel, options: PlanOptions, adapter: str | None = None
 ) -> Engine:
     """Prove and load a plan in this process, with progress bars."""
-    report = partial(stderr().print, markup=False, soft_wrap=True)
-    with heard_by(report), progress_bars() as bar:
+    with heard_by(note), progress_bars() as bar:
         say(f"{plan.model} on {', '.join(plan.devices)}")
         return duoka.Engine(
             plan,

@@ -17,8 +17,7 @@ from .terminal import stdout
 def plot(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.")],
     output: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Where to draw it; by default in RUN."),
+        Path | None, typer.Option(metavar="FILE", help="Where to draw it; by default in RUN.")
     ] = None,
 ) -> None:
     """Draw a run of `duoka tune`: loss, speed, each GPU's memory beside its forecast.

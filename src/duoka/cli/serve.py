@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,14 +20,13 @@ from duoka.base.units import format_count
 from duoka.errors import UsageError
 
 from . import planning, replicas
-from .groups import all_but, flag, option, with_groups
-from .options import ModelOptions, PlanOptions, given_options, refuse_beside
-from .terminal import stderr, stdout, working
+from .groups import OptionGroup, all_but, flag, option, with_groups
+from .options import ModelOptions, PlanOptions
+from .terminal import note, stdout, working
 
 if TYPE_CHECKING:
     from duoka.serve.address import Address
     from duoka.serve.messages import EngineSettings
-    from duoka.serve.pool import EnginePool
     from duoka.serve.service import Service
 
 _KEY_VARIABLE = "DUOKA_API_KEY"
@@ -42,7 +41,7 @@ _PlanToServe = Annotated[PlanOptions, all_but(PlanOptions, "max_context", "max_b
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(OptionGroup):
     """Where the server listens, and whom it answers."""
 
     host: str | None = option(
@@ -57,12 +56,12 @@ class ServeOptions:
     api_key_file: Path | None = option(
         "FILE", f"A file with the key that clients have to know; or set {_KEY_VARIABLE}."
     )
-    insecure: bool = flag("--insecure", "Let everybody who reaches the address ask, without a key.")
+    insecure: bool = flag("Let everybody who reaches the address ask, without a key.")
     max_queue: int | None = option(
         "N", "Requests that may wait; more are refused with 429. By default 256.", min=0
     )
     allow_image_urls: bool = flag(
-        "--allow-image-urls", "Fetch images that requests name by their address on the internet."
+        "Fetch images that requests name by their address on the internet."
     )
     adapter: Path | None = option("DIR", "A LoRA adapter, which is added to the weights.")
     cluster: str | None = option(
@@ -84,7 +83,20 @@ class ServeOptions:
         "ADDRESS=GPUS,…", "The machines that share the plan, this one first.", panel=_VLLM
     )
 
-    def key(self) -> str | None:
+    def address(self) -> Address:
+        """Return where to listen; refuse to be asked by other machines without a key."""
+        from duoka.serve.address import Address
+
+        port = _PORT if self.port is None else self.port
+        address = Address(host=self.host or "127.0.0.1", port=port, key=self._key())
+        if not address.is_local and address.key is None and not self.insecure:
+            raise UsageError(
+                f"{address.host} is reached by other machines, and no key is given",
+                hint="--api-key-file FILE; or --insecure, if everybody there may ask",
+            )
+        return address
+
+    def _key(self) -> str | None:
         """Return the key of clients, if any."""
         key = os.environ.get(_KEY_VARIABLE)
         if self.api_key_file is not None:
@@ -117,43 +129,30 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
     if choose("engine", server.engine or "duoka", _ENGINES) == "vllm":
         _serve_with_vllm(server, options, model)
         return
-    refuse_beside(
-        given_options(server, "engine_python", "engine_arg", "nodes"),
-        "duoka's own engine",
-        "say --engine vllm as well",
-    )
+    vllm_options = "engine_python", "engine_arg", "nodes"
+    server.refuse(*vllm_options, beside="duoka's own engine", hint="say --engine vllm as well")
     _refuse_missing("serve", "fastapi", "uvicorn", "prometheus_client")
-    from duoka.serve.address import Address
-    from duoka.serve.server import serve as run
-    from duoka.serve.service import Service
-
-    port = _PORT if server.port is None else server.port
-    address = Address(host=server.host or "127.0.0.1", port=port, key=server.key())
-    _refuse_open(address, server)
+    address = server.address()
     if server.cluster is not None:
         choose("cluster", server.cluster, _CLUSTERS)
         _refuse_missing("ray", "ray")
         _serve_on_ray(server, options, model, address)
         return
-    pool, name = _on_this_machine(server, options, model)
-    service = Service(
-        pool, name, has_key=address.key is not None, fetches_images=server.allow_image_urls
-    )
-    run(service, address, on_ready=_print_summary)
-
-
-def _on_this_machine(
-    server: ServeOptions, options: PlanOptions, model: ModelOptions
-) -> tuple[EnginePool, str]:
-    """Open engines on this machine; return them with the model's name."""
     from duoka.serve.pool import EnginePool
+    from duoka.serve.server import serve as run
+    from duoka.serve.service import Service
 
     plans = _plans(options, model)
     for plan in plans:
-        stderr().print(f"loading {plan.model} on {', '.join(plan.devices)}", markup=False)
+        note(f"loading {plan.model} on {', '.join(plan.devices)}")
     settings = [_engine_settings(plan, server, options, model) for plan in plans]
-    pool = EnginePool(settings, _max_queue(server))
-    return pool, server.name or Path(plans[0].source).name
+    service = Service(
+        EnginePool(settings, _max_queue(server)),
+        server.name or Path(plans[0].source).name,
+        has_key=address.key is not None,
+        fetches_images=server.allow_image_urls,
+    )
+    run(service, address, on_ready=_print_summary)
 
 
 def _engine_settings(
@@ -182,7 +181,7 @@ def _serve_on_ray(
     from duoka.serve.on_ray.replica import ReplicaSettings
     from duoka.serve.on_ray.server import serve_on_ray
 
-    refuse_beside(given_options(options, "plan_file"), "--on ray", "each kind of nodes has a plan")
+    options.refuse("plan_file", beside="--on ray", hint="each kind of nodes has a plan")
     bounds = read_bounds(options.replicas)
     if model.model is not None and Path(model.model).is_dir():  # the nodes work elsewhere
         model = replace(model, model=str(Path(model.model).absolute()))
@@ -208,11 +207,11 @@ def _serve_on_ray(
         is_local=address.is_local and address.key is None,
         fetches_images=server.allow_image_urls,
     )
-    lines = [f"left out: {text}" for text in left_out]
+    for text in left_out:
+        note(f"left out: {text}")
     number = str(low) if low == high else f"{low} to {high}"
     gpus = format_count(cluster.gpus_per_replica, "GPU")
-    lines.append(f"replicas: {number}, each on {gpus} of {', '.join(cluster.names)}")
-    stderr().print("\n".join(lines), markup=False, soft_wrap=True)
+    note(f"replicas: {number}, each on {gpus} of {', '.join(cluster.names)}")
     show = partial(_show_address, model=settings.model, has_key=address.key is not None)
     serve_on_ray(cluster, (low, high), settings, address, on_ready=show)
 
@@ -227,31 +226,20 @@ def _refuse_missing(extra: str, *modules: str) -> None:
             )
 
 
-def _refuse_open(address: Address, server: ServeOptions) -> None:
-    """Refuse to be asked by other machines without a key."""
-    if not address.is_local and address.key is None and not server.insecure:
-        raise UsageError(
-            f"{address.host} is reached by other machines, and no key is given",
-            hint="--api-key-file FILE; or --insecure, if everybody there may ask",
-        )
-
-
 def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOptions) -> None:
     """Start vLLM by the plan, and check its memory."""
-    from duoka.serve.address import Address
     from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
 
-    beside = given_options(server, "adapter", "max_queue", "allow_image_urls", "cluster")
-    beside += given_options(options, "replicas")
-    refuse_beside(beside, "--engine vllm", "leave either out")
+    beside, hint = "--engine vllm", "leave either out"
+    names = "adapter", "max_queue", "allow_image_urls", "cluster"
+    server.refuse(*names, beside=beside, hint=hint)
+    options.refuse("replicas", beside=beside, hint=hint)
     if server.engine_python is None:
         raise UsageError(
             "--engine vllm needs --engine-python: vLLM is installed apart from duoka",
             hint="--engine-python /opt/vllm/bin/python",
         )
-    port = _PORT if server.port is None else server.port
-    address = Address(host=server.host or "127.0.0.1", port=port, key=server.key())
-    _refuse_open(address, server)
+    address = server.address()
     chosen = VllmOptions(
         python=server.engine_python,
         host=address.host,
@@ -262,14 +250,11 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
         nodes=parse_nodes(server.nodes) if server.nodes else (),
         arguments=tuple(server.engine_arg or ()),
     )
-    plan = planning.make_plan(model, _for_requests(options), to_run=True)
+    plan = planning.find_plan(model, _for_requests(options), to_run=True)[0]
     if not chosen.nodes:
         plan = plan.on_this_machine()
 
-    def say(text: str) -> None:
-        stderr().print(text, markup=False, soft_wrap=True)
-
-    code = serve_with_vllm(plan, chosen, say)
+    code = serve_with_vllm(plan, chosen, note)
     if code:
         raise typer.Exit(code)
 
@@ -283,15 +268,14 @@ def _plans(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
     """The plan of each engine."""
     if options.replicas is not None:
         number = replicas.read_number(options.replicas)
-        copies = planning.make_replicas(model, _for_requests(options), None, number)
+        copies = planning.find_replicas(model, _for_requests(options), None, number)
         return [plan.on_this_machine() for plan in copies.plans]
-    plan, _, why_not = planning.make_plan_for_requests(
+    plan, _, why_not = planning.find_plan_for_requests(
         model, options, requests=_SEQUENCES, batch=_BATCH
     )
     if why_not:
         number = plan.workload.batch
-        text = f"{why_not}: {format_count(number, 'request')} at once, each with a cache of its own"
-        stderr().print(text, markup=False, soft_wrap=True)
+        note(f"{why_not}: {format_count(number, 'request')} at once, each with a cache of its own")
     return [plan.on_this_machine()]
 
 
@@ -302,19 +286,15 @@ def _print_summary(service: Service, url: str) -> None:
         ready, plan = engine.capacity, engine.settings.plan
         assert ready is not None, "it is ready"
         num_whole = min(ready.sequences, ready.pages * ready.page_tokens // ready.context_tokens)
-        stderr().print(
+        note(
             f"{service.model} on {', '.join(plan.devices)}: {ready.sequences} requests at once, "
-            f"{num_whole} of them where each has all of its {ready.context_tokens:,} tokens",
-            markup=False,
+            f"{num_whole} of them where each has all of its {ready.context_tokens:,} tokens"
         )
     _show_address(url, service.model, has_key=service.has_key)
 
 
 def _show_address(url: str, model: str, *, has_key: bool) -> None:
-    request: dict[str, Any] = {
-        "model": model,
-        "messages": [{"role": "user", "content": "你好"}],
-    }
+    request = {"model": model, "messages": [{"role": "user", "content": "你好"}]}
     key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
     data = json.dumps(request, ensure_ascii=False)
     stdout().print(f"{url}  (a page to chat with; /v1 for OpenAI's clients)", markup=False)

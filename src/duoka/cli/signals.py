@@ -27,6 +27,11 @@ class Terminated(BaseException):
 class _Handler:
     """Python's handler for a signal."""
 
+    # The first signal raises, and the exception unwinds the program. Until `_PATIENCE_SECONDS`
+    # later further ones are ignored, so that an impatient second Ctrl-C doesn't interrupt the
+    # clean-up; a later one raises again. `stopped_by` holds the signal until `forget`, and gives
+    # the exit code also where a library has turned the exception into another one.
+
     def __init__(self) -> None:
         self.stopped_by: int | None = None
         self._raised_at = 0.0

@@ -7,6 +7,7 @@ or a checkpoint says never reaches a terminal as a command to it.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
+import typer
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
@@ -72,6 +74,16 @@ def stdout() -> Console:
 def stderr() -> Console:
     """Return the console for everything else."""
     return _Console(stderr=True, highlight=False)
+
+
+def note(text: str) -> None:
+    """Print a line on the standard error, unwrapped."""
+    stderr().print(text, markup=False, soft_wrap=True)
+
+
+def print_json(data: object) -> None:
+    """Print data as JSON on the standard output."""
+    typer.echo(json.dumps(data, indent=1, ensure_ascii=False))
 
 
 def new_table(*columns: str, num_text_columns: int = 1, caption: str = "") -> Table:
@@ -161,7 +173,7 @@ def write_file(file: Path, text: str) -> None:
             ) from error
         error.filename = error.filename or str(file)  # writing knows of no name
         raise
-    stderr().print(f"saved to {file}", markup=False, soft_wrap=True)
+    note(f"saved to {file}")
 
 
 def _obstacle(file: Path) -> str:

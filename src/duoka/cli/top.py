@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_format
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -17,7 +16,7 @@ from duoka.errors import UsageError
 
 from . import signals
 from .groups import with_groups
-from .terminal import check_file, stdout
+from .terminal import check_file, print_json, stdout
 
 if TYPE_CHECKING:
     from duoka.tools.top.snapshot import GpuSnapshot, Monitor
@@ -28,8 +27,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show one moment, and end.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --once, as JSON.")] = False,
     csv: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Append a row for each GPU."),
+        Path | None, typer.Option(metavar="FILE", help="Append a row for each GPU.")
     ] = None,
     interval: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long from one look to the next.")
@@ -64,7 +62,7 @@ def top(
             takers.append(lambda now: screen.update(View(now, " · Ctrl-C ends"), refresh=True))
         snapshot = _watch(monitor, takers, None if ends else interval)
     if json:
-        typer.echo(json_format.dumps(to_dict(snapshot), indent=1))
+        print_json(to_dict(snapshot))
     elif ends:
         console.print(View(snapshot))
 

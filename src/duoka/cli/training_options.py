@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,8 +11,7 @@ from duoka.base.text import choose
 from duoka.errors import UsageError
 from duoka.forecast.workload import METHODS, OPTIMIZERS, ROWS, SCHEDULES, Training
 
-from .groups import flag, option
-from .options import given_options, option_name, refuse_beside
+from .groups import OptionGroup, all_but, flag, is_given, option
 
 _PANEL = "Training instead of answering"
 _train = partial(option, panel=_PANEL)
@@ -62,7 +61,7 @@ def _split_qlora(words: list[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingOptions:
+class TrainingOptions(OptionGroup):
     """The training, as written; None if not given."""
 
     train: str | None = _train(
@@ -91,13 +90,12 @@ class TrainingOptions:
         "every linear layer but the head.",
     )
     gradient_checkpointing: bool = _train_flag(
-        "--checkpointing",
         "Compute activations again in the backward pass instead of keeping them.",
+        names=("--checkpointing",),
     )
     master_weights: bool = _train_flag(
-        "--master-weights",
         "Keep what is trained, gradients and optimizer states in float32, and compute under "
-        "autocast in the plan's type.",
+        "autocast in the plan's type."
     )
     micro_batches: int | None = _train(
         "N", "Micro-batches whose gradients are added up for a step. By default 1.", min=1
@@ -118,8 +116,8 @@ class TrainingOptions:
 
     def read(self) -> Training | None:
         """Return the training of the options; None for answering."""
-        names = [item.name for item in fields(self) if item.name != "train"]
-        options = given_options(self, *names)
+        names = all_but(TrainingOptions, "train")
+        options = self.given_options(*names)
         if self.train is None and options:
             raise UsageError(
                 f"{', '.join(options)} {'are' if len(options) > 1 else 'is'} for training, and the "
@@ -129,10 +127,10 @@ class TrainingOptions:
         if self.train is None:
             return None
         if self.train == "full":
+            adapters = "lora_rank", "lora_alpha", "lora_dropout", "lora_target"
             hint = "leave it out, or say --train lora"
-            adapters = given_options(self, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")
-            refuse_beside(adapters, "--train full, which has no adapters", hint)
-        values = {name: getattr(self, name) for name in names if option_name(name) in options}
+            self.refuse(*adapters, beside="--train full, which has no adapters", hint=hint)
+        values = {name: value for name in names if is_given(value := getattr(self, name))}
         targets = tuple(values.pop("lora_target", ()))
         return Training(
             method=choose("method", self.train, METHODS), lora_targets=targets, **values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,12 +26,13 @@ from duoka.forecast.workload import (
 from duoka.planner.plan import Plan
 
 from . import planning, replicas
-from .groups import argument, flag, option, with_groups
-from .options import ModelOptions, given_options, is_given, parse_tokens, refuse_beside
-from .terminal import stderr, stdout
+from .groups import OptionGroup, all_but, argument, flag, option, with_groups
+from .options import ModelOptions, parse_tokens
+from .terminal import note, stdout
 
 if TYPE_CHECKING:
     from duoka.tuner.prepare import TuneRun
+    from duoka.tuner.settings import TuneSettings
     from duoka.tuner.tune import TuneResult
 
 _data = partial(option, panel="What is learnt")
@@ -42,17 +43,33 @@ _where = partial(option, panel="Where")
 _run = partial(option, panel="The run")
 _run_flag = partial(flag, panel="The run")
 _NOWHERE = Path("not-saved")  # where nothing is run
-# Options of a file that are called otherwise as fields.
-_FIELDS = {"eval": "eval_data", "context": "seq_length", "train": "method"}
 _PREVIEW = 3
-# What is said of a run and isn't one of its settings.
-_BESIDE = frozenset(
-    ("data", "adapter", "gpus", "replicas", "plan", "save", "resume", "config", "dry_run")
-)
+
+
+def _read_config(context: typer.Context, file: Path | None) -> Path | None:
+    """Make the options of a TOML file the defaults of options that are not given."""
+    if file is None:
+        return None
+    try:
+        content = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"{file} can't be read: {why(error)}", hint="it is TOML, in UTF-8"
+        ) from error
+    known = {name.removeprefix("--"): it for it in context.command.params for name in it.opts}
+    context.default_map = {}
+    for name, value in content.items():
+        declared = known[choose(f"{file}: the option", name.replace("_", "-"), sorted(known))]
+        if isinstance(value, list):
+            value = [*map(str, value)]
+        elif not isinstance(value, bool):  # as it would be written on the command line
+            value = [str(value)] if declared.multiple or declared.nargs != 1 else str(value)
+        context.default_map[declared.name] = value
+    return file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneOptions:
+class TuneOptions(OptionGroup):
     """Options of a run, as written; None if not given."""
 
     data: list[str] | None = argument(
@@ -70,12 +87,8 @@ class TuneOptions:
         "The most tokens of a sequence. By default the longest sample's, at most 2K.",
         names=("--context",),
     )
-    packing: bool = _data_flag(
-        "--packing", "Put several samples into a sequence; none attends to another."
-    )
-    skip_bad: bool = _data_flag(
-        "--skip-bad", "Leave rows out that can't be used, instead of stopping."
-    )
+    packing: bool = _data_flag("Put several samples into a sequence; none attends to another.")
+    skip_bad: bool = _data_flag("Leave rows out that can't be used, instead of stopping.")
     eval_data: list[str] | None = _data(
         "DATA", "What the loss is measured on. Repeatable.", names=("--eval",)
     )
@@ -118,7 +131,7 @@ class TuneOptions:
         "KIND", "What frozen weights become: int8, int4 or nf4.", values=QUANTIZED
     )
     checkpointing: bool = _how_flag(
-        "--checkpointing", "Compute activations again in the backward pass: less memory, slower."
+        "Compute activations again in the backward pass: less memory, slower."
     )
     seed: int | None = _how(
         "N", "Of the samples' order, adapters and dropout. By default 0.", min=0
@@ -128,25 +141,28 @@ class TuneOptions:
         "N", 'Copies of the model that share each step. By default "auto": as many as fit.'
     )
     schedule: str | None = _where(
-        "NAME",
-        "How stages take turns: 1f1b (the default), gpipe, or sequential.",
-        values=SCHEDULES,
+        "NAME", "How stages take turns: 1f1b (the default), gpipe, or sequential.", values=SCHEDULES
     )
     plan: Path | None = _where("FILE", "Take a saved plan for training, instead of making one.")
     save: Path | None = _run("DIR", "Where the run is kept: checkpoints, metrics and result.")
     resume: bool = _run_flag(
-        "--resume", "Go on with the run in --save; on other GPUs, if --gpus or --replicas say so."
+        "Go on with the run in --save; on other GPUs, if --gpus or --replicas say so."
     )
     save_every: int | None = _run("STEPS", "Save now and then; always at the end.", min=1)
     eval_every: int | None = _run("STEPS", "Measure --eval now and then; always at the end.", min=1)
-    merge: bool = _run_flag("--merge", "Write a whole checkpoint, instead of an adapter.")
+    merge: bool = _run_flag("Write a whole checkpoint, instead of an adapter.")
     names: str | None = _run(
         "WHOSE",
         "Names in the result: original (the default: the checkpoint's) or native.",
         values=("original", "native"),
     )
-    config: Path | None = _run("FILE", "A TOML file with any of these options: batch = 16.")
-    dry_run: bool = _run_flag("--dry-run", "Plan, check the data, show both, and stop.")
+    config: Path | None = _run(
+        "FILE",
+        "A TOML file with any of these options: batch = 16.",
+        callback=_read_config,
+        is_eager=True,
+    )
+    dry_run: bool = _run_flag("Plan, check the data, show both, and stop.")
 
 
 @with_groups
@@ -159,7 +175,6 @@ def tune(model: ModelOptions, options: TuneOptions) -> None:
 
     [bold]duoka tune[/] --save run --resume
     """
-    options = _with_config(options)
     if options.save is None and not options.dry_run:
         raise UsageError("nothing says where to keep the run", hint="--save DIR")
     say_import("torch")
@@ -182,8 +197,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
     gpus = options.gpus or planning.ALL_GPUS
     planning.read_fleet(gpus)
     checkpoint = planning.open_checkpoint(model, to_run=True)
-    with heard_by(_say):
-        from duoka.tuner.settings import TuneSettings
+    with heard_by(note):
         from duoka.tuner.tune import tune
 
         return tune(
@@ -191,7 +205,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
             options.data,
             gpus,
             save=options.save or _NOWHERE,
-            settings=TuneSettings(**_values(options)),
+            settings=_settings(options),
             replicas=replicas.read_number(options.replicas or "auto"),
             plan=None if options.plan is None else Plan.load(options.plan),
             adapter=options.adapter,
@@ -201,26 +215,24 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
 
 def _refuse_together(options: TuneOptions) -> None:
     """Refuse options of which one would be ignored."""
+    either = "leave either out"
     if options.plan is not None:
-        placed = given_options(options, "gpus", "replicas")
-        refuse_beside(placed, "--plan, which has its GPUs", "leave either out")
+        options.refuse("gpus", "replicas", beside="--plan, which has its GPUs", hint=either)
     if options.method == "full":
-        adapters = given_options(options, "lora_rank", "lora_alpha", "lora_dropout", "lora_target")
-        adapters += given_options(options, "adapter")
-        refuse_beside(adapters, "--train full, which has no adapters", "leave either out")
+        adapters = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "adapter"
+        options.refuse(*adapters, beside="--train full, which has no adapters", hint=either)
     if options.adapter is not None:
-        shape = given_options(options, "lora_rank", "lora_alpha", "lora_target")
-        refuse_beside(shape, "--adapter, which has its own", "leave either out")
+        shape = "lora_rank", "lora_alpha", "lora_target"
+        options.refuse(*shape, beside="--adapter, which has its own", hint=either)
     if options.steps is not None:
-        refuse_beside(given_options(options, "epochs"), "--steps", "either says how long")
+        options.refuse("epochs", beside="--steps", hint="either says how long")
     if options.eval_every is not None and not options.eval_data:
         raise UsageError("--eval-every has nothing to measure", hint="--eval DATA")
 
 
-def _values(options: TuneOptions) -> dict[str, Any]:
-    """Return the settings among the options."""
-    names = [item.name for item in fields(options) if item.name not in _BESIDE]
-    said = {name: value for name in names if (value := getattr(options, name)) is not None}
+def _settings(options: TuneOptions) -> TuneSettings:
+    from duoka.tuner.settings import TuneSettings
+
     readers: dict[str, Callable[[Any], Any]] = {
         "seq_length": parse_tokens,
         "dtype": read_dtype,
@@ -228,11 +240,14 @@ def _values(options: TuneOptions) -> dict[str, Any]:
         "eval_data": tuple,
         "lora_target": tuple,
     }
-    return {name: readers.get(name, _same)(value) for name, value in said.items()}
-
-
-def _same(value: Any) -> Any:
-    return value
+    names = {item.name for item in fields(TuneSettings)} & {*all_but(TuneOptions)}
+    values = {name: value for name in names if (value := getattr(options, name)) is not None}
+    return TuneSettings(
+        **{
+            name: readers[name](value) if name in readers else value
+            for name, value in values.items()
+        }
+    )
 
 
 def _show(run: TuneRun, *, goes_on: bool) -> bool:
@@ -249,16 +264,14 @@ def _show(run: TuneRun, *, goes_on: bool) -> bool:
 
 def _resume(options: TuneOptions) -> TuneResult:
     """Go on with a run, where it was or on other GPUs."""
-    names = [item.name for item in fields(options)]
-    changes = given_options(
-        options, *(n for n in names if n not in ("save", "resume", "gpus", "replicas", "data"))
-    )
+    fixed_names = all_but(TuneOptions, "save", "resume", "gpus", "replicas", "data")
+    changes = options.given_options(*fixed_names)
     if changes:
         raise UsageError(
             f"{', '.join(changes)} can't change while a run goes on",
             hint="leave it out, or start a new run in another directory",
         )
-    with heard_by(_say):
+    with heard_by(note):
         from duoka.tuner.run import RunDirectory
         from duoka.tuner.tune import move, resume
 
@@ -270,48 +283,6 @@ def _resume(options: TuneOptions) -> TuneResult:
         return resume(directory)
 
 
-def _with_config(options: TuneOptions) -> TuneOptions:
-    """Return the options, completed by those of the configuration file."""
-    if options.config is None:
-        return options
-    try:
-        content = tomllib.loads(options.config.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"{options.config} can't be read: {why(error)}", hint="it is TOML, in UTF-8"
-        ) from error
-    known = {item.name: item for item in fields(options) if item.name != "config"}
-    values = {name.replace("-", "_"): value for name, value in content.items()}
-    for name in values.keys() & _FIELDS.keys():
-        values[_FIELDS[name]] = values.pop(name)
-    for name, value in values.items():
-        choose(f"{options.config}: the option", name, sorted(known))
-        values[name] = _typed(name, value, str(known[name].type), options.config)
-    unsaid = {name: v for name, v in values.items() if not is_given(getattr(options, name))}
-    return replace(options, **unsaid)
-
-
-def _typed(name: str, value: Any, kind: str, file: Path) -> Any:
-    """A value of a file as the option's own type."""
-    wanted = next(t for t in ("list", "bool", "float", "int", "Path", "str") if t in kind)
-    if wanted == "list" and isinstance(value, str):
-        value = [value]
-    types: dict[str, tuple[type, ...]] = {
-        "list": (list,),
-        "bool": (bool,),
-        "float": (float, int),
-        "int": (int,),
-        "Path": (str,),
-        "str": (str, int),
-    }
-    if not isinstance(value, types[wanted]) or isinstance(value, bool) != (wanted == "bool"):
-        raise UsageError(
-            f"{name} in {file} is {value!r}", hint="`duoka tune --help` says what it may be"
-        )
-    convert: dict[str, Any] = {"float": float, "Path": Path, "str": str}
-    return convert[wanted](value) if wanted in convert else value
-
-
 def _tell(result: TuneResult) -> None:
     from duoka.tuner.report import render_report
 
@@ -321,9 +292,5 @@ def _tell(result: TuneResult) -> None:
         stdout().print(f"the result is in {result.result}", markup=False, soft_wrap=True)
     if result.stopped_by is not None:
         command = f"duoka tune --save {result.directory} --resume"
-        _say(f"stopped after step {result.steps}; to go on: {command}")
+        note(f"stopped after step {result.steps}; to go on: {command}")
         raise typer.Exit(128 + result.stopped_by)
-
-
-def _say(text: str) -> None:
-    stderr().print(text, markup=False, soft_wrap=True)

@@ -83,10 +83,6 @@ class StagedExecutor:
         self.capacity = replace(capacity, whole_prompts=False)
         self.num_steps = len(plan.devices)
         self._plan = plan
-        self._routes = routes
-        self._warm_up_steps: WarmUp = warm_up
-        self._trust_remote_code = trust_remote_code
-        self._adapter = adapter
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         self._step_limit = _step_limit_seconds(plan)
@@ -99,8 +95,20 @@ class StagedExecutor:
         self._silence, self._next_look = SilenceCounter(), 0.0
         self._resources = ExitStack()
         try:
-            self._load(self._start_workers(len(plan.devices)))
-            self._warm_up()
+            self._memory = self._shared_memory(routes)
+            self._resources.callback(self._memory.close)
+            settings = WorkerSettings(
+                plan=plan,
+                trust_remote_code=trust_remote_code,
+                adapter=adapter,
+                capacity=self.capacity,
+                routes=routes,
+                memory=self._memory,
+            )
+            self._load(settings, self._start_workers(len(plan.devices)))
+            self._try_out(FIRST)
+            for size in self.capacity.warm_up_steps(warm_up, self._reserved_bytes):
+                self._try_out(size)
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError):
@@ -113,14 +121,16 @@ class StagedExecutor:
     def start(self) -> None:
         """See `Executor`: the processes have warmed up."""
 
-    def _start_workers(self, number: int) -> list[list[int]]:
-        """Start the workers with their shared memory; return the sockets between them, by rank."""
-        capacity, resources = self.capacity, self._resources
+    def _shared_memory(self, routes: Routes) -> SharedMemory:
+        """Allocate the shared memory for the largest step."""
+        capacity = self.capacity
         most_tokens = capacity.tokens(max(capacity.step_tokens, capacity.sequences))
-        largest = self._routes.at(most_tokens, capacity.logits(capacity.sequences))
+        largest = routes.at(most_tokens, capacity.logits(capacity.sequences))
+        return SharedMemory(largest, self.num_steps, len(self._plan.devices))
+
+    def _start_workers(self, number: int) -> list[list[int]]:
+        """Start the workers; return the sockets between them, by rank."""
         with ExitStack() as for_workers:
-            self._memory = SharedMemory(largest, self.num_steps, number)
-            resources.callback(self._memory.close)
             sockets = connect(number)
             descriptors = [[end for end in ends if end >= 0] for ends in sockets]
             for end in chain(*descriptors):
@@ -129,7 +139,7 @@ class StagedExecutor:
                 ends.append(self._memory.descriptor)
             self._workers = WorkerGroup(_MODULE, number, descriptors=descriptors, has_channels=True)
             self._drivers = self._workers.channels
-            resources.callback(self._end_workers)
+            self._resources.callback(self._end_workers)
         return sockets
 
     def submit(self, step: EngineStep) -> None:
@@ -234,33 +244,16 @@ class StagedExecutor:
         os.close(self._waker)
         os.close(self._woken)
 
-    def _load(self, sockets: Sequence[Sequence[int]]) -> None:
-        for rank, (driver, name) in enumerate(zip(self._drivers, self._plan.devices, strict=True)):
-            settings = WorkerSettings(
-                plan=self._plan,
-                device=name,
-                trust_remote_code=self._trust_remote_code,
-                adapter=self._adapter,
-                capacity=self.capacity,
-                routes=self._routes,
-                memory=self._memory,
-                rank=rank,
-                sockets=tuple(sockets[rank]),
-            )
+    def _load(self, settings: WorkerSettings, sockets: Sequence[Sequence[int]]) -> None:
+        for rank, driver in enumerate(self._drivers):
             with self._watched(rank):
-                driver.send_bytes(pickle.dumps(settings))
+                driver.send_bytes(pickle.dumps((settings, rank, sockets[rank])))
         for rank, driver in enumerate(self._drivers):
             with self._watched(rank):
                 while not driver.poll(LOOK_SECONDS):
                     self._look()
                 message = driver.recv()
             open_result(message)
-
-    def _warm_up(self) -> None:
-        """Make the pages, and make sure of the memory for other sizes of a step."""
-        self._try_out(FIRST)
-        for size in self.capacity.warm_up_steps(self._warm_up_steps, self._reserved_bytes):
-            self._try_out(size)
 
     def _try_out(self, size: StepSize) -> None:
         self.submit(EngineStep(0, [], size))

@@ -59,10 +59,7 @@ def test_what_is_no_pipeline_is_refused(tool: str) -> None:
         (placed(plan, model__layers__1="cuda:1"), r"cuda:\d has layers in several places"),
         (placed(plan, model__embed_tokens="cuda:1"), "model.embed_tokens, which runs before"),
         (placed(plan, model__norm="cuda:0"), "model.norm, which runs after them, is on cuda:0"),
-        (
-            rearranged(plan, attention),
-            r"model.layers.2 is cut between cuda:0 and cuda:1",
-        ),
+        (rearranged(plan, attention), r"model.layers.2 is cut between cuda:0 and cuda:1"),
         (
             placed(staged([3, 2, 1]), model__layers__5="cuda:1", model__norm="cuda:1"),
             "lm_head, which runs after them, is on cuda:2",
@@ -88,11 +85,6 @@ def test_a_model_without_layers_goes_on_one_device() -> None:
     assert "--split-mode none" in export(whole, "llama.cpp").text
     with pytest.raises(UsageError, match="names no layers"):
         export(whole, "torchtitan")
-
-
-def test_an_unknown_tool_is_refused() -> None:
-    with pytest.raises(UsageError, match="no export for 'tensorrt'"):
-        export(staged([2]), "tensorrt")
 
 
 def test_nothing_in_a_plan_gets_out_of_its_quotes() -> None:

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from duoka.planner.explain import Alternative, BoundaryMove, Crossing, Explanation, Fewer, Share
 from duoka.report.terminal import render_explanation
-from duoka.report.terminal.explain import format_duration
 
 GIB = 2**30
 LAYERS = tuple(f"model.layers.{number}" for number in range(24, 40))
@@ -128,10 +127,3 @@ def test_a_bound_of_next_to_nothing_is_no_number() -> None:
     little = replace(EXPLANATION, fewer=Fewer(devices=("cuda:0",), missing_bytes=1))
     words = " ".join(printed(little).split())
     assert "it doesn't fit by a little, whatever the cut" in words
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(2.5, "2.50 s"), (0.03346, "33.5 ms"), (1.5e-5, "15.0 µs")]
-)
-def test_times_are_short(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text

@@ -9,7 +9,7 @@ of them.
 - `accelerate`, `vllm`, `sglang`, `llamacpp`, `torch_pipelining`, `deepspeed`: the tools
 """
 
-from .export import TOOLS, export, plan_for_tool, refuse_names, refuse_unknown
+from .export import TOOLS, export, plan_for_tool, refuse_tool
 from .stages import Pins
 
-__all__ = ["TOOLS", "Pins", "export", "plan_for_tool", "refuse_names", "refuse_unknown"]
+__all__ = ["TOOLS", "Pins", "export", "plan_for_tool", "refuse_tool"]

@@ -33,7 +33,8 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
         raise export_error(NAME, why, "leave --names out")
     # Code for transformers 4 knows the older name alone, which transformers 5 takes as well.
     dtype = "torch_dtype" if is_code else "dtype"
-    arguments = [f"{dtype}=torch.{plan.workload.dtype}", "device_map=device_map"]
+    arguments = [repr(common.model_name(plan)), f"{dtype}=torch.{plan.workload.dtype}"]
+    arguments.append("device_map=device_map")
     revision = common.model_revision(plan)
     if revision is not None:
         arguments.append(f"revision={revision!r}")
@@ -42,21 +43,18 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
     imports, quantizing = _quantizing(plan)
     if quantizing:
         arguments.append(f"quantization_config={quantizing}")
-    text = "\n".join(
-        [
-            f"device_map = {_literal(device_map)}",
-            f"max_memory = {_literal(max_memory)}",
-            "",
-            "import torch",
-            *imports,
-            "from transformers import AutoModelForCausalLM",
-            "",
-            "model = AutoModelForCausalLM.from_pretrained(",
-            f"    {common.model_name(plan)!r},",
-            *(f"    {argument}," for argument in arguments),
-            ")",
-        ]
-    )
+    import_lines = "\n".join(["import torch", *imports])
+    argument_lines = "\n".join(f"    {argument}," for argument in arguments)
+    text = f"""\
+device_map = {_literal(device_map)}
+max_memory = {_literal(max_memory)}
+
+{import_lines}
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(
+{argument_lines}
+)"""
     return Export(tool=NAME, text=text, notes=tuple(_notes(plan, names)))
 
 

@@ -21,32 +21,25 @@ from .text import Export, format_environment
 NAME = "DeepSpeed"
 
 
-def export(plan: Plan, profile: Profile | None) -> Export:
+def export(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a Python program."""
-    del profile  # numbers of layers say it all
     pipeline = read_pipeline(plan, NAME)
-    bounds = boundaries(pipeline)
-    environment = format_environment(
-        common.visible_environment(NAME, [stage.device for stage in pipeline.stages])
-    )
-    text = "\n".join(
-        [
-            f"# {environment} torchrun --nproc-per-node {len(pipeline.stages)} THIS_FILE",
-            "from itertools import pairwise",
-            "",
-            "from deepspeed.pipe import PipelineModule",
-            "from torch import nn",
-            "",
-            "# `layers` is the model as a list: its embedding, its layers, its norm and head, each",
-            "# taking what the one before returns.",
-            f"boundaries = {bounds!r}",
-            "stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(boundaries)]",
-            "model = PipelineModule(",
-            f'    layers=stages, num_stages={len(pipeline.stages)}, partition_method="uniform",',
-            "    loss_fn=loss_fn,",
-            ")",
-        ]
-    )
+    environment = format_environment(common.visible_environment(NAME, pipeline.devices))
+    text = f"""\
+# {environment} torchrun --nproc-per-node {len(pipeline.stages)} THIS_FILE
+from itertools import pairwise
+
+from deepspeed.pipe import PipelineModule
+from torch import nn
+
+# `layers` is the model as a list: its embedding, its layers, its norm and head, each
+# taking what the one before returns.
+boundaries = {boundaries(pipeline)!r}
+stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(boundaries)]
+model = PipelineModule(
+    layers=stages, num_stages={len(pipeline.stages)}, partition_method="uniform",
+    loss_fn=loss_fn,
+)"""
     return Export(tool=NAME, text=text, notes=tuple(_notes(plan, pipeline)))
 
 

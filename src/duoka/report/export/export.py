@@ -55,13 +55,12 @@ def export(
     --------
     >>> print(export(plan, "vllm"))  # doctest: +SKIP
     """
-    refuse_unknown(tool)
+    refuse_tool(tool, names)
     if tool in _SERVERS and plan.workload.training is not None:
         raise UsageError(
             f"{tool} serves models, and the plan is for training one",
             hint="plan without training, or export to torch-pipelining, torchtitan or deepspeed",
         )
-    refuse_names(tool, names)
     if tool == accelerate.NAME:
         return accelerate.export(plan, profile, names)
     return _EXPORTERS[tool](plan, profile or cached_profile(plan))
@@ -85,18 +84,11 @@ def plan_for_tool(plan: Plan, tool: str, plan_again: Callable[[Pins], Plan]) -> 
     return plan
 
 
-def refuse_names(tool: str, names: Convention) -> None:
-    """Refuse checkpoint names for a tool other than accelerate."""
+def refuse_tool(tool: str, names: Convention) -> None:
+    """Refuse an unknown tool, and checkpoint names for a tool other than accelerate."""
+    choose("the tool", tool, TOOLS)
     if choose("names", names, CONVENTIONS) != "model" and tool != accelerate.NAME:
         raise UsageError(
             f"{tool} is told no names of modules that a checkpoint could have",
             hint=f"leave them out, or export to {accelerate.NAME}",
-        )
-
-
-def refuse_unknown(tool: str) -> None:
-    """Refuse an unknown tool."""
-    if tool not in TOOLS:
-        raise UsageError(
-            f"there is no export for {tool[:40]!r}", hint=f"known are {', '.join(TOOLS)}"
         )

@@ -31,12 +31,11 @@ _FILE = "MODEL.gguf"
 _TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
-def export(plan: Plan, profile: Profile | None) -> Export:
+def export(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a shell command."""
-    del profile  # numbers of layers say it all
     pipeline = read_pipeline(plan, NAME)
     workload, stages = plan.workload, pipeline.stages
-    environment = common.visible_environment(NAME, [stage.device for stage in stages])
+    environment = common.visible_environment(NAME, pipeline.devices)
     names = ",".join(f"CUDA{number}" for number in range(len(stages)))
     options = [("--model", _FILE), ("--device", names)]
     if len(stages) > 1:

@@ -30,7 +30,7 @@ def export(plan: Plan, profile: Profile | None) -> Export:
         raise export_error(NAME, "it has no class for GLM-4V", "export to vllm, or use duoka serve")
     foreign = common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
-    environment = common.visible_environment(NAME, [stage.device for stage in pipeline.stages])
+    environment = common.visible_environment(NAME, pipeline.devices)
     options = [("--dtype", workload.dtype), ("--context-length", str(workload.context_tokens))]
     if num > 1:
         counts = ",".join(map(str, pipeline.counts))

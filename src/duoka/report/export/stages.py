@@ -14,6 +14,7 @@ from duoka.planner.plan import Plan
 from .text import export_error
 
 Pins = tuple[tuple[str, str], ...]
+_AFTER = "after them"
 _OTHER = "plan with another objective or other GPUs, or load the plan with duoka"
 
 
@@ -49,6 +50,11 @@ class LayerPipeline:
     returning: tuple[str, ...]
 
     @property
+    def devices(self) -> list[Device]:
+        """Device of each stage."""
+        return [stage.device for stage in self.stages]
+
+    @property
     def num_layers(self) -> int:
         """Number of layers of the model."""
         return self.stages[-1].stop
@@ -61,30 +67,44 @@ class LayerPipeline:
 
 def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
     """Convert a plan to stages of whole layers; UsageError if it has no such form."""
-    _refuse_offload(plan, tool)
+    if plan.offloaded:
+        why = "modules lie in the processor's memory and are copied to a GPU for each call"
+        raise export_error(tool, f"{len(plan.offloaded)} {why}", "plan without offload")
+    if "cpu" in plan.devices:
+        raise export_error(tool, "modules compute on the processor", "plan for GPUs alone")
     entries = plan.placement.entries
     main = main_list([name for name, _ in entries])
     if main is None:
-        return _single_stage(plan, tool)
+        if len(plan.devices) > 1:
+            raise export_error(tool, "its modules are in no numbered list of layers", _OTHER)
+        stages = _stages(plan, tool, plan.devices)
+        return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
+    # Entries are in execution order: modules before the layers, the layers, modules after. A tool
+    # that takes layer counts computes the first part on its first rank and the last on its last:
+    #
+    #     embed 0 | layers.0 0, layers.1 0, layers.2 1, layers.3 1 | norm 1, lm_head 1 → counts 2, 2
+    #     the same, but lm_head 0: tied to the embedding, it is `returning`
     at = _devices_of_layers(plan, tool, main)
-    is_layer = [(number := layer_of(name)) is not None and number[0] == main for name, _ in entries]
+    is_layer = [(layer_of(name) or ("",))[0] == main for name, _ in entries]
     start, stop = is_layer.index(True), len(is_layer) - is_layer[::-1].index(True)
     before, after = entries[:start], entries[stop:]
-    inner_entries = zip(entries[start:stop], is_layer[start:stop], strict=True)
-    strangers = [name for (name, _), layer in inner_entries if not layer]
-    if strangers and len(set(at)) > 1:
-        raise export_error(tool, f"{strangers[0]} runs between the layers of {main}", _OTHER)
-    _refuse_elsewhere(tool, before, at[0], "before its layers", main)
-    returning = _returning(after, at[0], at[-1])
-    _refuse_elsewhere(
-        tool, [entry for entry in after if entry[0] not in returning], at[-1], "after them", main
-    )
+    strangers = [name for (name, _), layer in zip(entries, is_layer, strict=True) if not layer]
+    between = strangers[len(before) : len(strangers) - len(after)]
+    if between and len(set(at)) > 1:
+        raise export_error(tool, f"{between[0]} runs between the layers of {main}", _OTHER)
+    returning = [*takewhile(lambda entry: entry[1] == at[0] != at[-1], reversed(after))][::-1]
+    staying = after[: len(after) - len(returning)]
+    for modules, device, place in ((before, at[0], "before its layers"), (staying, at[-1], _AFTER)):
+        for name, where in modules:
+            if where != device:
+                why = f"{name}, which runs {place}, is on {where}, and the layers of {main} next to"
+                raise export_error(tool, f"{why} it are on {device}", _OTHER)
     return LayerPipeline(
         layers=main,
         stages=_stages(plan, tool, at),
         before=tuple(name for name, _ in before),
         after=tuple(name for name, _ in after),
-        returning=tuple(returning),
+        returning=tuple(name for name, _ in returning),
     )
 
 
@@ -94,6 +114,8 @@ def pipeline_pins(plan: Plan) -> list[Pins]:
     One set of pins per pair of GPUs for the first and last layer, without pairs of equal GPUs. A
     tied head stays with the embedding.
     """
+    # Pinning the embedding and everything up to the first layer to one GPU, and everything from the
+    # last layer on to another, leaves the planner the cuts between whole layers and nothing else.
     names = [name for name, _ in plan.placement.entries]
     main = main_list(names)
     at = [place for place, name in enumerate(names) if (layer_of(name) or ("",))[0] == main]
@@ -115,32 +137,6 @@ def pipeline_pins(plan: Plan) -> list[Pins]:
     ]
 
 
-def _returning(after: Sequence[tuple[str, str]], first: str, last: str) -> list[str]:
-    """Return the trailing modules that are on the first stage's device."""
-    back = takewhile(lambda entry: entry[1] == first != last, reversed(after))
-    return [name for name, _ in back][::-1]
-
-
-def _refuse_offload(plan: Plan, tool: str) -> None:
-    if plan.offloaded:
-        raise export_error(
-            tool,
-            f"{len(plan.offloaded)} modules lie in the processor's memory and are copied to a GPU "
-            "for each call",
-            "plan without offload",
-        )
-    if "cpu" in plan.devices:
-        raise export_error(tool, "modules compute on the processor", "plan for GPUs alone")
-
-
-def _single_stage(plan: Plan, tool: str) -> LayerPipeline:
-    """Convert a plan without numbered layers, which must be on one device."""
-    if len(plan.devices) > 1:
-        raise export_error(tool, "its modules are in no numbered list of layers", _OTHER)
-    stages = _stages(plan, tool, [plan.devices[0]])
-    return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
-
-
 def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
     """Return the device of each layer, by number."""
     devices: dict[int, set[str]] = {}
@@ -158,20 +154,6 @@ def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
     return [next(iter(devices[number])) for number in range(len(devices))]
 
 
-def _refuse_elsewhere(
-    tool: str, modules: Sequence[tuple[str, str]], device: str, place: str, main: str
-) -> None:
-    elsewhere = [(name, at) for name, at in modules if at != device]
-    if elsewhere:
-        name, at = elsewhere[0]
-        raise export_error(
-            tool,
-            f"{name}, which runs {place}, is on {at}, and the layers of {main} next to it are on "
-            f"{device}",
-            _OTHER,
-        )
-
-
 def _stages(plan: Plan, tool: str, at: Sequence[str]) -> tuple[LayerStage, ...]:
     forecasts = {forecast.device: forecast for forecast in plan.forecast.devices}
     stages: list[LayerStage] = []
@@ -182,9 +164,9 @@ def _stages(plan: Plan, tool: str, at: Sequence[str]) -> tuple[LayerStage, ...]:
         stages.append(LayerStage(device=device, forecast=forecasts[name], start=start, stop=stop))
         start = stop
     used = [stage.device.name for stage in stages]
-    if len(set(used)) < len(used):
-        again = next(name for name in used if used.count(name) > 1)
-        raise export_error(tool, f"{again} has layers in several places", _OTHER)
+    again = [name for name in used if used.count(name) > 1]
+    if again:
+        raise export_error(tool, f"{again[0]} has layers in several places", _OTHER)
     empty = set(plan.devices) - set(used)
     if empty:
         raise export_error(tool, f"{min(empty)} has no layer", "leave that GPU out of --gpus")

@@ -23,27 +23,23 @@ TITAN = "torchtitan"
 _SCHEDULES = {"sequential": "1F1B", "gpipe": "GPipe", "1f1b": "1F1B"}
 
 
-def export_torch(plan: Plan, profile: Profile | None) -> Export:
+def export_torch(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a Python program; any module can begin a stage."""
-    del profile  # names say it all
     runs = _runs(plan)
     splits = ", ".join(f"{names[0]!r}: SplitPoint.BEGINNING" for names in runs[1:])
     devices = [plan.fleet.device(plan.placement.device_of(names[0]) or "") for names in runs]
     environment = format_environment(common.visible_environment(TORCH, devices))
-    text = "\n".join(
-        [
-            f"# {environment} torchrun --nproc-per-node {len(runs)} THIS_FILE",
-            "from torch.distributed.pipelining import SplitPoint, pipeline",
-            "",
-            f"split_spec = {{{splits}}}",
-            f"num_stages = {len(runs)}",
-            "",
-            "# `example` is one micro-batch, as the model's keyword arguments.",
-            "pipe = pipeline(model, mb_args=(), mb_kwargs=example, split_spec=split_spec)",
-            "assert pipe.num_stages == num_stages",
-            'stage = pipe.build_stage(rank, torch.device("cuda", rank))',
-        ]
-    )
+    text = f"""\
+# {environment} torchrun --nproc-per-node {len(runs)} THIS_FILE
+from torch.distributed.pipelining import SplitPoint, pipeline
+
+split_spec = {{{splits}}}
+num_stages = {len(runs)}
+
+# `example` is one micro-batch, as the model's keyword arguments.
+pipe = pipeline(model, mb_args=(), mb_kwargs=example, split_spec=split_spec)
+assert pipe.num_stages == num_stages
+stage = pipe.build_stage(rank, torch.device("cuda", rank))"""
     return Export(tool=TORCH, text=text, notes=tuple(_torch_notes(plan)))
 
 
@@ -87,28 +83,22 @@ def _torch_notes(plan: Plan) -> Iterator[str]:
         yield "NOTE: the plan is for generating; without a cache and with a loss, memory differs."
 
 
-def export_titan(plan: Plan, profile: Profile | None) -> Export:
+def export_titan(plan: Plan, _profile: Profile | None) -> Export:
     """Write the plan as a torchtitan configuration."""
-    del profile  # names say it all
     pipeline = read_pipeline(plan, TITAN)
     parts = titan_names(pipeline)
     training = plan.workload.training
     schedule = _SCHEDULES[training.schedule] if training is not None else "1F1B"
-    environment = format_environment(
-        common.visible_environment(TITAN, [stage.device for stage in pipeline.stages])
-    )
+    environment = format_environment(common.visible_environment(TITAN, pipeline.devices))
     lines = ",\n".join(f"    {json.dumps(part)}" for part in parts)
-    text = "\n".join(
-        [
-            f"# {environment} torchrun --nproc-per-node {len(parts)} …",
-            "[parallelism]",
-            f"pipeline_parallel_degree = {len(parts)}",
-            f'pipeline_parallel_schedule = "{schedule}"',
-            "module_fqns_per_model_part = [",
-            lines,
-            "]",
-        ]
-    )
+    text = f"""\
+# {environment} torchrun --nproc-per-node {len(parts)} …
+[parallelism]
+pipeline_parallel_degree = {len(parts)}
+pipeline_parallel_schedule = "{schedule}"
+module_fqns_per_model_part = [
+{lines}
+]"""
     return Export(tool=TITAN, text=text, notes=tuple(_titan_notes(plan, pipeline)))
 
 

@@ -66,7 +66,7 @@ def read_command(plan: Plan, profile: Profile | None) -> VllmCommand:
     pipeline = read_pipeline(plan, NAME)
     common.class_notes(plan, pipeline, NAME)
     workload, num = plan.workload, len(pipeline.stages)
-    environment = common.visible_environment(NAME, [stage.device for stage in pipeline.stages])
+    environment = common.visible_environment(NAME, pipeline.devices)
     options = [("--dtype", workload.dtype), ("--max-model-len", str(workload.context_tokens))]
     options.append(("--max-num-seqs", str(workload.batch)))
     if common.is_glm4v(plan):
@@ -115,6 +115,9 @@ def _rank_bytes(
     plan: Plan, profile: Profile | None, pipeline: LayerPipeline
 ) -> tuple[int, ...] | None:
     """Return the KV cache size of each rank; None if unknown or zero."""
+    # vLLM gives every rank as many blocks as the poorest one has. A block of 16 tokens takes
+    # 16 x 4096 B x layers: with 25 and 15 layers the planned 513 blocks are 801 and 481 MiB. Told
+    # the larger number of bytes, rank 0 has 513 blocks; rank 1 could have 854, and takes 513.
     if plan.workload.cache == "paged":
         # Pages are there all the time, and duoka keeps one that it never gives out as well.
         sizes = [stage.forecast.kv_cache_bytes for stage in pipeline.stages]

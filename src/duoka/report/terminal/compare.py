@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -33,48 +33,45 @@ def render_comparison(comparison: Comparison, names: tuple[str, str]) -> Rendera
 
 def _parts(comparison: Comparison, names: tuple[str, str]) -> Iterator[RenderableType]:
     if comparison.differences:
-        table = _table("differs", names)
-        for difference in comparison.differences:
-            table.add_row(difference.what, difference.first, difference.second)
-        yield table
+        rows = ((pair.what, pair.first, pair.second) for pair in comparison.differences)
+        yield _table("differs", names, rows)
     for device in comparison.devices:
         yield ""
-        if device.first == device.second:
-            assert device.first is not None, "one of the plans uses it"
-            yield Text(f"{device.device}: the same, {_full(device.first)}")
+        if device.first and device.first == device.second:
+            reserved, budget = device.first.reserved_bytes, device.first.budget_bytes
+            full = f"{format_bytes(reserved)} of {format_bytes(budget)}"
+            yield Text(f"{device.device}: the same, {full}")
         else:
-            yield _bytes(device, names)
+            yield _table(device.device, names, _bytes(device))
     if comparison.seconds:
         yield ""
-        yield _pace(comparison, names)
+        yield _table("time", names, _pace(comparison))
     yield from _moves(comparison)
 
 
-def _table(head: str, names: tuple[str, str]) -> Table:
+def _table(head: str, names: tuple[str, str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(head, no_wrap=True)
     for name in names:
         table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _bytes(device: DevicePair, names: tuple[str, str]) -> Table:
-    table = _table(device.device, names)
+def _bytes(device: DevicePair) -> Iterator[Sequence[str]]:
     sides = [_sizes(side) for side in (device.first, device.second)]
     for kind in dict.fromkeys(kind for side in sides for kind in side):
         first, second = (side.get(kind) for side in sides)
         if first or second:
-            table.add_row(kind, _size(first), _size(second, first))
-    return table
+            yield kind, _size(first), _size(second, first)
 
 
-def _pace(comparison: Comparison, names: tuple[str, str]) -> Table:
-    table = _table("time", names)
+def _pace(comparison: Comparison) -> Iterator[Sequence[str]]:
     for name, *values in comparison.seconds:
         say = format_duration if name in _SECONDS else "{:,.1f}".format
         texts = ["unknown" if value is None else say(value) for value in values]
-        table.add_row(_SECONDS.get(name, name.replace("_", " ")), *texts)
-    return table
+        yield _SECONDS.get(name, name.replace("_", " ")), *texts
 
 
 def _sizes(forecast: StageBytes | None) -> dict[str, int]:
@@ -95,10 +92,6 @@ def _size(size: int | None, reference: int | None = None) -> str:
         return format_bytes(size)
     sign = "+" if size > reference else "-"
     return f"{format_bytes(size)} ({sign}{format_bytes(abs(size - reference))})"
-
-
-def _full(forecast: StageBytes) -> str:
-    return f"{format_bytes(forecast.reserved_bytes)} of {format_bytes(forecast.budget_bytes)}"
 
 
 def _moves(comparison: Comparison) -> Iterator[RenderableType]:

@@ -45,10 +45,8 @@ class Rival:
 def describe_objective(explanation: Explanation) -> Iterator[str]:
     """Describe the objective, its value, and the bound that proves the optimum."""
     objective = explanation.objective
-    reached, bound = (
-        format_value(explanation, explanation.value),
-        format_value(explanation, explanation.bound),
-    )
+    values = explanation.value, explanation.bound
+    reached, bound = (format_value(explanation, value) for value in values)
     binding = explanation.binding_device
     if objective not in _AIMS:
         yield f"Nothing was optimised, the map was given; {binding} is tightest: {reached} free."
@@ -106,10 +104,8 @@ def explain_neighbors(explanation: Explanation, device: str) -> Iterator[str]:
 
 def _describe_loss(change: BoundaryMove, now: dict[str, Share]) -> str:
     what, taker = name_modules(change.modules), change.taker
-    if taker.is_fragmented:
-        return f"with {what} the memory of {taker.device} would be too fragmented"
-    if taker.is_tight:
-        return f"with {what} {taker.device} would have too little room left"
+    if trouble := _trouble(taker, f"the memory of {taker.device}", taker.device):
+        return f"with {what} {trouble}"
     added_bytes = taker.requested_bytes - now[taker.device].requested_bytes
     headroom = now[taker.device].headroom_bytes
     return (
@@ -119,15 +115,18 @@ def _describe_loss(change: BoundaryMove, now: dict[str, Share]) -> str:
 
 
 def _describe_gain(change: BoundaryMove) -> str:
-    what, taker = name_modules(change.modules), change.taker
-    if taker.is_fragmented:
-        return f"with {what} of {change.giver.device} its memory would be too fragmented"
-    if taker.is_tight:
-        return f"with {what} of {change.giver.device} it would have too little room left"
-    return (
-        f"with {what} of {change.giver.device} it would need {format_bytes(taker.requested_bytes)} "
-        f"of {format_bytes(taker.budget_bytes)}"
+    taker = change.taker
+    needs = (
+        f"it would need {format_bytes(taker.requested_bytes)} of {format_bytes(taker.budget_bytes)}"
     )
+    added = f"{name_modules(change.modules)} of {change.giver.device}"
+    return f"with {added} {_trouble(taker, 'its memory', 'it') or needs}"
+
+
+def _trouble(share: Share, memory: str, device: str) -> str:
+    if share.is_fragmented:
+        return f"{memory} would be too fragmented"
+    return f"{device} would have too little room left" if share.is_tight else ""
 
 
 def _judgement(change: BoundaryMove, explanation: Explanation) -> str:
@@ -158,13 +157,12 @@ def explain_gpu_count(explanation: Explanation) -> str:
     fewer_devices = explanation.fewer
     if fewer_devices is None:
         return ""
-    names = join_words(fewer_devices.devices)
-    which = f"on the largest one, {names}," if len(fewer_devices.devices) == 1 else f"on {names},"
-    largest = "" if len(fewer_devices.devices) == 1 else " the largest,"
+    names, is_one = join_words(fewer_devices.devices), len(fewer_devices.devices) == 1
+    which = f"on the largest one, {names}," if is_one else f"on {names}, the largest,"
     missing = _missing(fewer_devices.missing_bytes, "at least ")
     number = f"{len(explanation.shares)} GPUs and not {len(fewer_devices.devices)}"
     room = ", for what is needed and the room beside it" if explanation.leaves_room else ""
-    return f"{number}: {which}{largest} {missing}{room}."
+    return f"{number}: {which} {missing}{room}."
 
 
 def _missing(num_bytes: int, bound_prefix: str = "") -> str:
@@ -210,14 +208,11 @@ def _verdict(alternative: Alternative, explanation: Explanation) -> str:
         return "that is this plan"
     if alternative.value is None:
         over = [share for share in alternative.shares if not share.holds]
-        verdict = (
-            "leaves too little room" if alternative.least_headroom_bytes >= 0 else "does not fit"
-        )
-        return f"{verdict}: {_shortages(over)}"
-    verdict = format_value(explanation, alternative.value)
+        fits = alternative.least_headroom_bytes >= 0
+        return f"{'leaves too little room' if fits else 'does not fit'}: {_shortages(over)}"
     headroom = f"{format_bytes(alternative.least_headroom_bytes)} of headroom on the tightest GPU"
     if explanation.objective in ("latency", "throughput"):
-        verdict += f", {headroom}"
+        verdict = f"{format_value(explanation, alternative.value)}, {headroom}"
     elif alternative.request_seconds is not None:
         verdict = (
             f"{headroom}, {format_duration(alternative.request_seconds)} for a {explanation.work}"
@@ -225,11 +220,8 @@ def _verdict(alternative: Alternative, explanation: Explanation) -> str:
     else:
         verdict = headroom
     used, planned = len(alternative.shares), len(explanation.shares)
-    return (
-        verdict
-        if used == planned
-        else f"{verdict}; {format_count(used, 'GPU')} instead of {planned}"
-    )
+    number = "" if used == planned else f"; {format_count(used, 'GPU')} instead of {planned}"
+    return verdict + number
 
 
 def _shortages(over: Sequence[Share]) -> str:
@@ -240,10 +232,9 @@ def _shortages(over: Sequence[Share]) -> str:
         f"{format_bytes(share.budget_bytes)}"
         for share in over[:_MOST_NAMED]
     ]
-    num_hidden = len(over) - _MOST_NAMED
-    return join_words(
-        [*shortages, f"{num_hidden} more lack memory"] if num_hidden > 0 else shortages
-    )
+    if len(over) > _MOST_NAMED:
+        shortages.append(f"{len(over) - _MOST_NAMED} more lack memory")
+    return join_words(shortages)
 
 
 def render_explanation(explanation: Explanation) -> RenderableType:

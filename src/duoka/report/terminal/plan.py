@@ -255,7 +255,9 @@ def unplanned_bytes(plan: Plan, stage: StageBytes) -> dict[str, int]:
 
 def _share(parts: Sequence[int], width: int) -> list[int]:
     """Distribute `width` cells over the parts, each within one cell of its exact share."""
-    # A plan's file can say anything: with a negative part another one would be longer than the bar.
+    # Rounds the running sums, not the parts: the cells then add up to the width. Parts 1, 1, 1 in
+    # 10 cells end at 3.33, 6.67 and 10, rounded 3, 7 and 10: 3, 4 and 3 cells. A plan's file can
+    # say anything: with a negative part another one would be longer than the bar.
     parts = [max(part, 0) for part in parts]
     total = sum(parts) or 1
     ends = [0]
