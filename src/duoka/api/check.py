@@ -147,7 +147,10 @@ def check(
         return subject
     subject = _with_images(_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
-    report = replace(check_subject(subject), workload=_workload_run(subject, request))
+    report = check_subject(subject)
+    if subject.inputs is None:
+        work, training = subject.workload, request.training
+        report = replace(report, workload=work if training is None else learning(work, training))
     if subject.if_too_large and not report.fits:
         report = replace(report, notes=(*report.notes, subject.if_too_large))
     if report.ok and request.refusals:
@@ -157,13 +160,6 @@ def check(
         return report
     hint = stop_hint(report.stop.message, subject.hint)
     return replace(report, stop=replace(report.stop, hint=hint))
-
-
-def _workload_run(subject: Subject, request: _CheckRequest) -> Workload | None:
-    """Return the workload that ran, unless example inputs were given."""
-    work, training = subject.workload, request.training
-    work_done = work if training is None else learning(work, training)
-    return work_done if subject.inputs is None else None
 
 
 def _unplanned(error: DuokaError) -> Stop:
@@ -296,7 +292,10 @@ def _place_subject(
         completeness=faults,
         budgets={device.name: device.budget_bytes for device in fleet.devices} if fleet else {},
         generation=None if fleet is None else fleet.gpu_generation,
-        workload=_single_chunk(workload),
+        # A single prefill step, unless the plan or the user set a chunk.
+        workload=workload
+        if workload.prefill_chunk_tokens != "auto"
+        else replace(workload, prefill_chunk_tokens=None),
         notes=tuple(request.notes),
         train=request.training is not None,
     )
@@ -436,12 +435,6 @@ def _distribute(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
         for split in iter_splits(model, num_stages):
             return tuple((module, names[stage]) for module, stage in split.items())
     return (("", names[0]),)
-
-
-def _single_chunk(workload: Workload) -> Workload:
-    """Return the workload with a single prefill step, unless the plan or the user set a chunk."""
-    is_open = workload.prefill_chunk_tokens == "auto"
-    return replace(workload, prefill_chunk_tokens=None) if is_open else workload
 
 
 def _validate_map(

@@ -54,15 +54,15 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
             assert isinstance(plan, Plan), "it fits"
             reason = _reason(profile, problem, plan, is_last=index == len(sizes) - 1)
             return replace(plan, why=(reason, *plan.why))
-    return NoPlan(lambda: _describe_smallest(profile, problem))
 
+    def describe() -> InfeasibleError:
+        smallest = smallest_problem(profile, problem)
+        refuse_unplannable(profile, smallest)
+        plan = place_best(profile, smallest)
+        assert isinstance(plan, NoPlan), "the smallest size was tried"
+        return plan.describe()
 
-def _describe_smallest(profile: Profile, problem: PlanProblem) -> InfeasibleError:
-    smallest = smallest_problem(profile, problem)
-    refuse_unplannable(profile, smallest)
-    plan = place_best(profile, smallest)
-    assert isinstance(plan, NoPlan), "the smallest size was tried"
-    return plan.describe()
+    return NoPlan(describe)
 
 
 def smallest_problem(profile: Profile, problem: PlanProblem) -> PlanProblem:

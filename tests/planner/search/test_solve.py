@@ -53,9 +53,9 @@ def check(case: Case, objective: Objective) -> Solution | None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_random_cases_equal_brute_force(objective: Objective) -> None:
     rng = random.Random(20240607)
-    found = [check(make_case(rng), objective) for _ in range(700)]
-    assert 100 < sum(each is None for each in found) < 600
-    assert sum(each is not None and len(each.stages) > 1 for each in found) > 100
+    found = [check(make_case(rng), objective) for _ in range(250)]
+    assert 35 < sum(each is None for each in found) < 215
+    assert sum(each is not None and len(each.stages) > 1 for each in found) > 35
 
 
 @pytest.mark.fuzz

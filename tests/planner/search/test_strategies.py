@@ -88,14 +88,14 @@ def check_sequential(case: Case) -> bool:
 
 def test_balanced_equals_brute_force() -> None:
     rng = random.Random(11)
-    seen = [check_balanced(any_case(rng)) for _ in range(400)]
-    assert 100 < sum(seen) < 350
+    seen = [check_balanced(any_case(rng)) for _ in range(200)]
+    assert 50 < sum(seen) < 175
 
 
 def test_sequential_equals_brute_force() -> None:
     rng = random.Random(12)
-    seen = [check_sequential(any_case(rng)) for _ in range(400)]
-    assert 100 < sum(seen) < 350
+    seen = [check_sequential(any_case(rng)) for _ in range(200)]
+    assert 50 < sum(seen) < 175
 
 
 @pytest.mark.fuzz
@@ -110,11 +110,6 @@ def test_balanced_uses_every_device_by_its_share() -> None:
     found = search(plain_costs(*[1] * 12), fleet_of(8, 16), strategy="balanced")
     assert sorted(stop - start for start, stop, _ in shape_of(found)) == [4, 8]
     assert (found.value, found.bound) == (0.5, 0.5)
-
-
-def test_headroom_leaves_bytes_where_balanced_leaves_shares() -> None:
-    found = search(plain_costs(*[1] * 12), fleet_of(8, 16), use_all=True)
-    assert sorted(stop - start for start, stop, _ in shape_of(found)) == [2, 10]
 
 
 def test_sequential_fills_each_device_before_the_next() -> None:
