@@ -20,7 +20,7 @@ from duoka.forecast.serving import least_pages
 from duoka.forecast.workload import MOST_BATCH, MOST_BATCH_TOKENS, MOST_TOKENS, Workload
 
 from .plan import Plan
-from .planner import NoPlan, is_conceivable, place_best, refuse_unplannable
+from .planner import NoPlan, is_conceivable, place_best
 from .reasons import Reason
 from .request import PlanProblem
 
@@ -56,9 +56,7 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
             return replace(plan, why=(reason, *plan.why))
 
     def describe() -> InfeasibleError:
-        smallest = smallest_problem(profile, problem)
-        refuse_unplannable(profile, smallest)
-        plan = place_best(profile, smallest)
+        plan = place_best(profile, smallest_problem(profile, problem))
         assert isinstance(plan, NoPlan), "the smallest size was tried"
         return plan.describe()
 

@@ -68,13 +68,14 @@ def place_best(profile: Profile, problem: PlanProblem, *, leave_room: bool = Tru
     hold the workload are used. The CPU is used only where there is nothing else.
     """
     assert problem.device_map is None, "from_device_map follows maps"
+    _refuse_unplannable(profile, problem)
     gpu_problem = _on_gpus(profile, problem)
     plan = _place_in_order(profile, gpu_problem, leave_room=leave_room)
     if isinstance(plan, NoPlacement):
         shortage = plan
         gpus = gpu_problem.fleet.devices
         hosts = [device for device in problem.fleet.devices if device not in gpus]
-        may_offload = problem.constraints.offload and problem.workload.training is None
+        may_offload = problem.constraints.offload
         offloaded = _place_offloaded(profile, gpu_problem, hosts) if may_offload else None
         if offloaded is None:
             return NoPlan(lambda: _describe_shortage(profile, gpu_problem, shortage))
@@ -89,7 +90,7 @@ def is_conceivable(profile: Profile, problem: PlanProblem) -> bool:
     gpu_problem = _on_gpus(profile, problem)
     if _fits_bounds(profile, gpu_problem):
         return True
-    if not problem.constraints.offload or problem.workload.training is not None:
+    if not problem.constraints.offload:
         return False
     if not _fits_bounds(lightest(profile), gpu_problem):
         return False
@@ -98,7 +99,7 @@ def is_conceivable(profile: Profile, problem: PlanProblem) -> bool:
     return any(_fits_bounds(profile.offloading(blocks), gpu_problem) for blocks in runs)
 
 
-def refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
+def _refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
     """Refuse a context beyond the model's, and offloading beside training or quantization."""
     check_context(problem.workload, profile.max_context_tokens, profile.model)
     if not problem.constraints.offload:

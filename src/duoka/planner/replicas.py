@@ -221,6 +221,9 @@ class _Dealer:
         """Return the best deals of a state: its first device stays idle, or is in a group."""
         if not any(state):
             return {0: _Deal(0, self._join(()), ())}
+        # Some device is the first of those left. It stays idle, or one of the groups holds it; so
+        # every deal is reached once, and all sub-states come earlier in the order of `product`.
+        # Groups are joined by a minimum or a sum, so the best deal of the rest is part of the best.
         kind = next(kind for kind, count in enumerate(state) if count)
         best: dict[int, _Deal] = {}
         if not self._problem.use_all:

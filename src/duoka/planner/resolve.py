@@ -162,7 +162,8 @@ def _with_schemes(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[Plan
     if not smaller:
         yield unquantized
         return
-    # Weights are quantized or offloaded; to read them over PCIe for each token costs more.
+    # For "auto": unquantized, int8, int4 (nf4 in training), all on the GPUs; at last unquantized
+    # with weights on the host. To read them over PCIe for each token costs more than a few bits.
     on_gpus = replace(problem, constraints=replace(problem.constraints, offload=False))
     for quantized in (workload, *smaller):
         yield replace(on_gpus, workload=quantized)

@@ -98,6 +98,9 @@ class SuggestionSearch:
 
     def _generate_otherwise(self) -> Iterator[WayOut]:
         """Take fewer tokens, smaller chunks, fewer bits, or the memory of the host."""
+        # Each `_try` takes the first of its problems that has a plan: the change alone, then with
+        # another chunk, then with a smaller cache. Fewer bits are combined with a shorter context
+        # only where that alone doesn't fit.
         shorter = list(self._shorten())
         yield from shorter
         if self._workload.prefill_chunk_tokens != "auto":

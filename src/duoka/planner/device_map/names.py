@@ -82,6 +82,10 @@ class Spelling:
         tensors_inside = {tensor.name: tensor for tensor in tensors if is_within(tensor.name, name)}
         if not published or not all(tensor.published for tensor in tensors_inside.values()):
             return name
+        # Example: m.layers.0 holds q and k, both from p.enc.0.qkv, and a norm from p.enc.0.n. The
+        # longest common prefix p.enc.0 is its published name, provided that no tensor of another
+        # module lies below it. Of a single tensor the prefix is the tensor's own name, so that its
+        # parent is taken for a module.
         sources = [source for tensor in tensors_inside.values() for source in tensor.published]
         levels = zip(*(source.split(".") for source in sources), strict=False)
         shared = takewhile(lambda level: len(set(level)) == 1, levels)

@@ -36,6 +36,9 @@ class Finder:
     """A search for the real names of modules and tensors most similar to a text."""
 
     def __init__(self, names: Iterable[str]) -> None:
+        # "layers.3.mlp" is the pattern "layers.*.mlp" with the numbers (3,). A model of a hundred
+        # layers has a few dozen patterns, so an unknown name is compared with these alone, and then
+        # takes the real name with its own numbers, or the next one: layers.99 → layers.27.
         numbered: dict[str, dict[Numbers, str]] = {}
         for name in names:
             pattern, numbers = _pattern(name)

@@ -111,6 +111,8 @@ class _Judge:
 
     def _match_parts(self, entries: Mapping[str, str | None]) -> list[_Part]:
         """Match entries with all blocks; tied blocks together."""
+        # Tied blocks share weights, so they form one part, found by following `tied_to` to the
+        # root: embedding 0, layers 1 and 2, head 3 tied to 0 give the parts {0, 3}, {1}, {2}.
         matcher = EntryMatcher(self.spelling, entries)
         tied: dict[int, list[OutlineBlock]] = {}
         blocks = self.outline.blocks

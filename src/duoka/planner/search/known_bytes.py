@@ -43,6 +43,8 @@ class KnownBytes:
 
         Stop at the first stage beyond its budget. Return True if every bound was exact already.
         """
+        # Stages of the same class (`stage_classes`) need the same bytes: layers 3 to 9 as much as
+        # layers 13 to 19. One replay settles them all, at the budgets and places it was made for.
         # All stages of an optimum in one batch, instead of a search after each: mostly all of them
         # are needed. But the tightest stage is likeliest to be refused, and then the next optimum
         # has other stages: the rest isn't worth its replays.
