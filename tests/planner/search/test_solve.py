@@ -65,17 +65,6 @@ def test_any_case_equals_brute_force(seed: int, objective: Objective) -> None:
     check(make_case(random.Random(seed)), objective)
 
 
-def test_one_device_when_one_suffices() -> None:
-    assert shape_of(search(plain_costs(1, 1, 1), fleet_of(4, 4))) == [(0, 3, 0)]
-    assert shape_of(search(plain_costs(1, 1, 1), fleet_of(4, 5))) == [(0, 3, 1)]
-
-
-def test_use_all_uses_all() -> None:
-    found = search(plain_costs(1, 1, 1, 1), fleet_of(9, 9), use_all=True)
-    assert shape_of(found) == [(0, 2, 0), (2, 4, 1)]
-    assert (found.value, found.bound, found.binding_device) == (7, 7, 0)
-
-
 def test_more_devices_to_use_than_blocks() -> None:
     with pytest.raises(UsageError, match=r"3 devices .* 2 blocks"):
         search(plain_costs(1, 1), fleet_of(9, 9, 9), use_all=True)

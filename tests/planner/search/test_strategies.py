@@ -118,20 +118,6 @@ def test_sequential_fills_each_device_before_the_next() -> None:
     assert found.binding_device == 0
 
 
-def test_sequential_does_not_run_into_a_dead_end() -> None:
-    """The last block fits the last device alone with its neighbour: the first must hold back."""
-    found = search(plain_costs(1, 1, 1, 3), fleet_of(3, 4), strategy="sequential")
-    assert shape_of(found) == [(0, 3, 0), (3, 4, 1)]
-    found = search(plain_costs(3, 1, 3, 1), fleet_of(4, 2, 4), strategy="sequential")
-    assert shape_of(found) == [(0, 2, 0), (2, 4, 2)]
-
-
-def test_sequential_leaves_out_a_device_that_nothing_fits() -> None:
-    found = search(plain_costs(3, 3), fleet_of(1, 3, 3), strategy="sequential")
-    assert shape_of(found) == [(0, 1, 1), (1, 2, 2)]
-    assert (found.value, found.binding_device) == (0, 1)
-
-
 @pytest.mark.parametrize(
     ("strategy", "values", "message"),
     [
