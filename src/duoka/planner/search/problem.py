@@ -13,7 +13,7 @@ and stops: the first one is known to be worse, and every other bound was above 1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import numpy as np
@@ -61,7 +61,7 @@ class NoPlacement(Exception):
 class Problem:
     """A search: its groups of devices, its objective, and the bytes of stages so far.
 
-    With `alternatives` bounds are the least of all these costs': what none of them can go below.
+    `memory` is what is known of the bytes of stages; bounds by default.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class Problem:
         *,
         use_all: bool = False,
         limits: PlacementLimits = NO_LIMITS,
-        alternatives: Sequence[Costs] = (),
         memory: KnownBytes | None = None,
     ) -> None:
         num_devices = len(fleet.devices)
@@ -101,7 +100,7 @@ class Problem:
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
         self._page_bytes = costs.page_bytes
-        self.memory = memory or KnownBytes(costs, fleet, alternatives)
+        self.memory = memory or KnownBytes(costs, fleet)
         self.places = range(1, self.memory.num_places + 1)
         self._is_limited = bool(limits) and limits.num_devices is None
 

@@ -140,7 +140,7 @@ def is_conceivable(
         "headroom",
         use_all=use_all or strategy == "balanced",
         limits=limits,
-        alternatives=costs[1:],
+        memory=KnownBytes(costs[0], fleet, costs[1:]),
     )
     if strategy == "sequential":
         return _furthest(problem, costs[0].num_blocks, len(fleet.devices)) is not None
@@ -151,7 +151,8 @@ def min_devices(
     costs: Sequence[Costs], fleet: Fleet, *, limits: PlacementLimits = NO_LIMITS
 ) -> int:
     """Return the fewest devices by lower bounds, for the best of these costs."""
-    problem = Problem(costs[0], fleet, "headroom", limits=limits, alternatives=costs[1:])
+    memory = KnownBytes(costs[0], fleet, costs[1:])
+    problem = Problem(costs[0], fleet, "headroom", limits=limits, memory=memory)
     number = problem.min_devices()
     if number is None:
         raise problem.none()
