@@ -192,11 +192,10 @@ def test_scattered_blocks_are_forecast_exactly(name: str, load: Workload) -> Non
     if name == "pair" and load is CHUNKED:
         pytest.skip("an encoder can't read its prompt in chunks")
     profile = tiny.profile_for(name, load)
-    for seed in range(2):
-        device_map = scattered(profile, 3, seed)
-        plan = find_plan(profile, ask(device_map, 512, 512, 512, load=load))
-        forecast = [(d.allocated_bytes, d.reserved_bytes) for d in plan.forecast.devices]
-        assert forecast == tiny.measure(plan, tiny.CONFIGS[name]), (name, seed)
+    device_map = scattered(profile, 3, seed=0)
+    plan = find_plan(profile, ask(device_map, 512, 512, 512, load=load))
+    forecast = [(d.allocated_bytes, d.reserved_bytes) for d in plan.forecast.devices]
+    assert forecast == tiny.measure(plan, tiny.CONFIGS[name])
 
 
 # The CPU.

@@ -64,7 +64,7 @@ def pages_of(costs: Costs, stages: list[tuple[int, int, int]]) -> int:
     return workload.pages
 
 
-@pytest.mark.parametrize("sizes", [(48, 64), (80, 33), (40, 40)])
+@pytest.mark.parametrize("sizes", [(80, 33), (40, 40)])
 def test_no_cut_has_room_for_more_pages(
     model: Path, profile: Profile, sizes: tuple[int, int]
 ) -> None:
