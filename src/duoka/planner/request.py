@@ -62,10 +62,10 @@ class PlanProblem(PlanRequest):
         cls, request: PlanRequest, fleet: Fleet, device_map: DeviceMap | None = None
     ) -> PlanProblem:
         """Put a request on a fleet."""
-        values = {field.name: getattr(request, field.name) for field in fields(PlanRequest)}
+        values = {part.name: getattr(request, part.name) for part in fields(PlanRequest)}
         return cls(fleet=fleet, device_map=device_map, **values)
 
     @property
     def request(self) -> PlanRequest:
         """The request, without the fleet."""
-        return PlanRequest(**{name.name: getattr(self, name.name) for name in fields(PlanRequest)})
+        return PlanRequest(**{part.name: getattr(self, part.name) for part in fields(PlanRequest)})
