@@ -36,7 +36,7 @@ class Upgrade:
 
 
 Candidate = tuple[str, str, int]
-"""The words of an upgrade, its fleet, and the bytes of its new cards."""
+"""The words of an upgrade ("" where another says the same), its fleet, and its new bytes."""
 
 
 def upgrades(problem: PlanProblem, plan_for: PlanFor) -> list[Upgrade]:
@@ -52,10 +52,9 @@ def upgrades(problem: PlanProblem, plan_for: PlanFor) -> list[Upgrade]:
     for candidates in (_one_more, _replaced, _more_alike):
         for text, gpus, new_bytes in candidates(problem.gpus, devices):
             if plan := _plan_on(gpus, problem, plan_for):
-                fitting.append(Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=new_bytes))
+                if text:
+                    fitting.append(Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=new_bytes))
                 break
-    # One GPU like the largest is suggested as a card of this size already, or a smaller one.
-    fitting = [upgrade for upgrade in fitting if not upgrade.text.startswith("1 more")]
     return sorted(fitting, key=lambda upgrade: upgrade.new_bytes)
 
 
@@ -89,7 +88,8 @@ def _more_alike(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
     """Yield ascending numbers of further GPUs like the largest."""
     largest = max(devices, key=lambda device: device.budget_bytes)
     for count in range(1, _max_new(devices) + 1):
-        text = f"{count} more GPUs like {largest.name} ({_size_of(largest)})"
+        # A single one is a card of this size, or a smaller one, by `_one_more`.
+        text = f"{count} more GPUs like {largest.name} ({_size_of(largest)})" if count > 1 else ""
         more = with_more(gpus, devices, _entry(largest), count)
         yield text, more, count * largest.budget_bytes
 

@@ -75,12 +75,11 @@ class Placement:
         """
         devices: list[str] = []
         for block in profile.blocks:
+            device = None
             if block.modules:
                 device = self.device_of(block.modules[0])
-            else:
-                device = (
-                    devices[-1 if block.tied_to is None else block.tied_to] if devices else None
-                )
+            elif devices:
+                device = devices[-1 if block.tied_to is None else block.tied_to]
             if device is None:
                 name = block.modules[0] if block.modules else "the model"
                 raise FormatError(f"the plan says nothing of {name}")
