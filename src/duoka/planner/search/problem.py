@@ -287,7 +287,7 @@ class Problem:
 
     def _tie_tables(self, bound: float) -> Floats:
         pressure = [[self._pressure(g, place) for g in self._groups] for place in self.places]
-        return self._tie_costs(self._tables(), bound) + np.array(pressure)
+        return np.asarray(self._tie_costs(self._tables(), bound) + np.array(pressure))
 
     def _tie_costs(self, costs: Floats, bound: float) -> Floats:
         """Convert costs of parts to costs among placements at the bound."""
