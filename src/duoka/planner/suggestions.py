@@ -51,7 +51,7 @@ _KNOBS = {
     ),
     "adamw8bit": ("AdamW with states in 8 bit", "a little of what AdamW remembers"),
     "adafactor": ("Adafactor instead of AdamW", "some of what AdamW learns"),
-    "rank": ("adapters of rank {rank} instead of {asked_rank}", "what larger ones learn"),
+    "rank": ("adapters of rank {rank} instead of {requested_rank}", "what larger ones learn"),
     "lora": ("low-rank adapters (LoRA) instead of all weights", "what adapters can't learn"),
 }
 # Knobs that have another name as the kind of a suggestion.
@@ -134,8 +134,8 @@ class SuggestionSearch:
     def _smaller_schemes(self) -> list[str]:
         """Return the schemes with fewer bits than the weights have, the most bits first."""
         schemes = ["none", "int8", "int4" if self._workload.training is None else "nf4"]
-        asked = self._workload.quantize
-        return schemes[schemes.index(asked) + 1 :] if asked in schemes else []
+        requested = self._workload.quantize
+        return schemes[schemes.index(requested) + 1 :] if requested in schemes else []
 
     def _rechunked(self, **changes: Any) -> list[PlanProblem]:
         """Change the workload; then also take any prefill chunk, if a certain one was asked for."""
@@ -179,28 +179,30 @@ class SuggestionSearch:
         if not ways and recomputing != training:
             ways += self._shrink_batch("checkpointed-batch", self._change(training=recomputing))
         yield from ways
-        alone = bool(ways)
+        single_change = bool(ways)
         if training.optimizer == "adamw":
-            smaller = self._learn("adamw8bit", replace(training, optimizer="adamw8bit"), alone)
+            smaller = self._learn(
+                "adamw8bit", replace(training, optimizer="adamw8bit"), single_change
+            )
             yield from list(smaller) or self._learn(
-                "adafactor", replace(training, optimizer="adafactor"), alone
+                "adafactor", replace(training, optimizer="adafactor"), single_change
             )
         if training.method == "lora" and training.lora_rank > _USUAL_RANK:
-            yield from self._learn("rank", replace(training, lora_rank=_USUAL_RANK), alone)
+            yield from self._learn("rank", replace(training, lora_rank=_USUAL_RANK), single_change)
         adapted: list[WayOut] = []
         if training.method != "lora":
-            training, alone = replace(training, method="lora", master_weights=False), False
-            adapted = list(self._learn("lora", training, alone))
+            training, single_change = replace(training, method="lora", master_weights=False), False
+            adapted = list(self._learn("lora", training, single_change))
             yield from adapted
         for scheme in () if adapted else self._smaller_schemes():
-            yield from self._learn(scheme, training, alone, quantize=scheme)
+            yield from self._learn(scheme, training, single_change, quantize=scheme)
 
     def _learn(
-        self, knob: str, training: Training, alone: bool, **changes: Any
+        self, knob: str, training: Training, single_change: bool, **changes: Any
     ) -> Iterator[WayOut]:
-        """Train in another way; unless `alone`, recompute activations too if needed."""
+        """Train in another way; unless `single_change`, recompute activations too if needed."""
         problems = [self._change(training=training, **changes)]
-        if not alone and not training.gradient_checkpointing:
+        if not single_change and not training.gradient_checkpointing:
             recomputing = replace(training, gradient_checkpointing=True)
             problems.append(self._change(training=recomputing, **changes))
         yield from self._try(knob, *problems)
@@ -277,22 +279,22 @@ class SuggestionSearch:
         )
 
     def _describe_rest(self, knob: str, plan: Plan) -> str:
-        """Describe what had to change beside a knob, and the largest size if that was asked for."""
-        workload, asked = plan.workload, self._workload
+        """Describe what had to change beside a knob, and the largest size if it was asked for."""
+        workload, requested = plan.workload, self._workload
         text = ""
-        if workload.training is not None and asked.training is not None:
-            if knob != "lora" and workload.training.method != asked.training.method:
+        if workload.training is not None and requested.training is not None:
+            if knob != "lora" and workload.training.method != requested.training.method:
                 text += ", with low-rank adapters (LoRA) to train"
             if not knob.startswith("checkpoint") and (
-                workload.training.gradient_checkpointing > asked.training.gradient_checkpointing
+                workload.training.gradient_checkpointing > requested.training.gradient_checkpointing
             ):
                 text += ", and activations that are computed again"
         largest = self._problem.largest
         if knob in _BITS and plan.request.largest != largest:
             text += f", and {_describe_context(workload)}"
-        if knob != "cache" and workload.cache != asked.cache:
+        if knob != "cache" and workload.cache != requested.cache:
             text += ", and the KV cache in 8 bit"
-        if knob != "chunk" and asked.prefill_chunk_tokens not in (
+        if knob != "chunk" and requested.prefill_chunk_tokens not in (
             "auto",
             workload.prefill_chunk_tokens,
         ):
@@ -305,7 +307,7 @@ class SuggestionSearch:
 
     def _values(self, plan: Plan) -> dict[str, object]:
         """Return the numbers for the words of a knob."""
-        workload, asked = plan.workload, self._workload.training or Training()
+        workload, requested = plan.workload, self._workload.training or Training()
         stages, seconds = plan.forecast.devices, plan.forecast.copy_seconds
         return {
             "context": _describe_context(workload),
@@ -325,7 +327,7 @@ class SuggestionSearch:
                 for stage in stages
             ),
             "rank": _USUAL_RANK,
-            "asked_rank": asked.lora_rank,
+            "requested_rank": requested.lora_rank,
         }
 
     def _requested(self, plan: Plan) -> PlanRequest:

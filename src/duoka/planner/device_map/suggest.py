@@ -44,7 +44,7 @@ class Finder:
             pattern, numbers = _pattern(name)
             numbered.setdefault(pattern, {}).setdefault(numbers, name)
         self._numbered = {
-            pattern: dict(sorted(found.items())) for pattern, found in numbered.items()
+            pattern: dict(sorted(by_numbers.items())) for pattern, by_numbers in numbered.items()
         }
         self._similar: dict[str, list[tuple[float, str]]] = {}
 

@@ -55,12 +55,12 @@ class _Part:
 
         Those of parameters if there are any: buffers follow them.
         """
-        found: dict[bool, dict[str, None]] = {False: {}, True: {}}
+        devices: dict[bool, dict[str, None]] = {False: {}, True: {}}
         for tensor in self.tensors:
             match = self.matches[tensor.name]
             if not match.clash:
-                found[tensor.is_buffer] |= dict.fromkeys(match.devices)
-        return [*(found[False] or found[True])]
+                devices[tensor.is_buffer] |= dict.fromkeys(match.devices)
+        return [*(devices[False] or devices[True])]
 
     def notes(self) -> Iterator[str]:
         """Yield a sentence for each device whose buffers follow the parameters of the block."""
