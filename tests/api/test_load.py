@@ -96,11 +96,6 @@ def test_missing_weights_are_refused(plan: duoka.Plan, tmp_path: Path, reads: li
     assert reads == []
 
 
-def test_a_checkpoint_that_is_gone_is_refused(plan: duoka.Plan, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such directory"):
-        duoka.load(replace(plan, source=str(tmp_path / "gone")))
-
-
 @pytest.mark.slow
 def test_a_plan_for_an_object_cannot_be_loaded(model: PreTrainedModel) -> None:
     plan = duoka.plan(model, TWO, LOAD)

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import io
-import json
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from staged import GIB, WORKLOAD, placed, staged
+from staged import WORKLOAD, placed, staged
 
 from duoka import compare
 from duoka.errors import UsageError
@@ -102,10 +101,3 @@ def test_training_and_generating_are_no_pair() -> None:
     with pytest.raises(UsageError, match="first plan is for training and the second one for gen"):
         compare(train, staged([3]))
     assert compare(train, train).same
-
-
-def test_it_has_a_json_form() -> None:
-    first, second = staged([3, 2]), staged([4, 1])
-    data = json.loads(json.dumps(compare(first, second).to_dict()))
-    assert data["devices"][0]["first"]["weight_bytes"] == 3 * GIB // 4
-    assert data["moves"][0]["modules"] == ["model.layers.3"]

@@ -35,11 +35,8 @@ def test_constraints_survive_their_json_form() -> None:
     [
         ({"strategy": "even"}, "strategy 'even' is unknown"),
         ({"pins": (("lm_head", "cuda:0"), ("lm_head", "cuda:1"))}, "lm_head is said twice"),
-        ({"pins": (("", "cuda:0"),)}, "a pin has an empty name"),
-        ({"pins": (("lm_head", " "),)}, "a pin has an empty name"),
         ({"reserve": (("cuda:0", 0),)}, "the reserve of cuda:0 is 0 bytes"),
         ({"reserve": (("cuda:0", -5),)}, "the reserve of cuda:0 is -5 bytes"),
-        ({"reserve": (("cuda:0", 1), ("cuda:0", 1))}, "cuda:0 is said twice"),
     ],
 )
 def test_what_contradicts_itself_is_refused(values: dict[str, Any], message: str) -> None:

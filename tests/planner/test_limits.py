@@ -42,8 +42,7 @@ TIED = named("embed", "layers.0", "layers.1", "norm", "head", tied={4: 0})
 
 
 def limits(profile: Profile = MODEL, **values: object) -> PlacementLimits:
-    chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
-    return limits_for(Constraints(**values), profile, chain, FLEET)  # type: ignore[arg-type]
+    return limits_for(Constraints(**values), profile, FLEET)  # type: ignore[arg-type]
 
 
 def test_nothing_is_demanded_by_default() -> None:
@@ -76,6 +75,8 @@ def test_a_pin_of_a_tied_block_is_one_of_its_partner() -> None:
 @pytest.mark.parametrize(
     ("values", "message", "hint"),
     [
+        ({"pins": (("", "0"),)}, "no module or tensor ''", "shows its modules"),
+        ({"pins": (("head", ""),)}, "'' is no device", "vgpu:0, vgpu:1, vgpu:2"),
         ({"pins": (("haed", "0"),)}, "no module or tensor 'haed'", "the nearest: head"),
         ({"pins": (("head", "vgpu:7"),)}, "'vgpu:7' is no device", "vgpu:0, vgpu:1, vgpu:2"),
         ({"pins": (("haed", "7"),)}, "the pin haed=7: '7' is no device", "the devices are"),

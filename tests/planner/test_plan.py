@@ -15,7 +15,6 @@ from tiny import MIB
 
 import duoka.planner.plan
 from duoka import Device, Fleet, Link, Plan, Workload
-from duoka.base.serialization import to_dict
 from duoka.errors import FleetError, FormatError
 from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.planner.request import PlanProblem
@@ -33,6 +32,9 @@ def plan() -> Plan:
 def test_a_plan_survives_its_json_form(plan: Plan) -> None:
     assert len(plan.devices) == 2
     assert Plan.from_json(plan.to_json()) == plan
+    data = json.loads(plan.to_json())
+    assert (data["format"], data["version"], data["source"]) == ("duoka.plan", 7, "模型/glm")
+    assert "模型" in plan.to_json()
 
 
 def test_a_plan_is_printed_as_its_table(plan: Plan) -> None:
@@ -43,40 +45,12 @@ def test_a_plan_is_printed_as_its_table(plan: Plan) -> None:
     assert "\n" not in repr(plan)
 
 
-def test_the_json_form_has_a_format_and_a_version(plan: Plan) -> None:
-    data = json.loads(plan.to_json())
-    assert (data["format"], data["version"]) == ("duoka.plan", 7)
-    assert data["source"] == "模型/glm"
-    assert "模型" in plan.to_json()
-
-
 def test_a_plan_survives_a_file(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
     assert Plan.load(path) == plan
     assert Plan.load(str(path)) == plan
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
-
-
-def test_a_device_map_for_transformers(plan: Plan) -> None:
-    assert plan.device_map == dict(plan.placement.entries)
-    assert tuple(dict.fromkeys(plan.device_map.values())) == plan.devices
-
-
-def test_bytes_that_no_plan_has_are_refused(plan: Plan) -> None:
-    stage = to_dict(plan.forecast.devices[0])
-    for name, number, told in (
-        ("weight_bytes", -1, "below 0"),
-        ("kv_cache_bytes", stage["kv_cache_bytes"] + 512, "parts that"),
-        ("allocated_bytes", 1, "parts that"),
-        ("reserved_bytes", 2**40, "beyond its budget"),
-        ("budget_bytes", 2**40, "beyond its budget"),
-    ):
-        data = json.loads(plan.to_json())
-        data["forecast"]["devices"][0][name] = number
-        with pytest.raises(FormatError, match=told) as caught:
-            Plan.from_json(json.dumps(data))
-        assert caught.value.hint
 
 
 def changed(plan: Plan, **values: Any) -> str:
@@ -94,11 +68,12 @@ def changed(plan: Plan, **values: Any) -> str:
     return json.dumps(data)
 
 
-@pytest.mark.parametrize("version", [0, 1, 5, None, "6", True])
+@pytest.mark.parametrize("version", [1, 5, None, "6", True, 8])
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
     with pytest.raises(FormatError, match="reads version 7") as caught:
         Plan.from_json(changed(plan, version=version))
-    assert caught.value.hint == "make the plan again"
+    newer = "a newer duoka made it: update this one, or " if version == 8 else ""
+    assert caught.value.hint == f"{newer}make the plan again"
 
 
 def test_a_file_from_before_answers_had_a_limit_is_read(plan: Plan) -> None:
@@ -108,12 +83,6 @@ def test_a_file_from_before_answers_had_a_limit_is_read(plan: Plan) -> None:
     limited = replace(plan, request=replace(plan.request, most_new_tokens=7))
     assert Plan.from_json(limited.to_json()).request.most_new_tokens == 7
     assert limited == plan  # what is planned is the same
-
-
-@pytest.mark.parametrize("text", ["{}", '{"format": "duoka.profile", "version": 1}'])
-def test_what_is_no_plan_is_refused(text: str) -> None:
-    with pytest.raises(FormatError, match="no plan"):
-        Plan.from_json(text)
 
 
 @pytest.mark.parametrize(
@@ -126,11 +95,12 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         ({"workload__dtype": "int3"}, ".workload.dtype"),
         ({"value": None}, ".value"),
         ({"placement__entries": []}, ".placement"),
-        ({"fleet__devices__0__name": "vgpu:9"}, ": the fleet has no device vgpu:0"),
-        ({"forecast__devices": []}, ": the forecast is for other devices"),
-        ({"workload__prefill_chunk_tokens": "auto"}, ": the workload or the placement"),
-        ({"fingerprint": "another"}, ": the workload or the placement"),
-        ({"binding_device": "cuda:7"}, ": the binding device 'cuda:7' is not used"),
+        ({"fleet__devices__0__name": "vgpu:9"}, ": its devices"),
+        ({"forecast__devices": []}, ": its devices"),
+        ({"workload__prefill_chunk_tokens": "auto"}, ": its devices"),
+        ({"fingerprint": "another"}, ": its devices"),
+        ({"binding_device": "cuda:7"}, ": its devices"),
+        ({"offloaded": ["block.99"]}, ": its devices"),
         ({"fleet__devices__0__budget_bytes": 2**63}, ".fleet.devices[0].budget_bytes: expected an"),
         ({"forecast__devices__0__weight_bytes": 10**400}, ".forecast.devices[0].weight_bytes: exp"),
     ],
@@ -144,21 +114,24 @@ def test_a_damaged_plan_is_refused_with_the_place(
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "{", '{"format": "duoka.plan", ', "\x00\x01", "[" * 100_000, "[]", "3", "NaN"],
-    ids=["empty", "open", "cut", "binary", "deep", "list", "number", "nan"],
+    ("text", "message"),
+    [
+        *((text, "JSON") for text in ("", "{", "\x00\x01", "[" * 100_000, "[]", "3", "NaN")),
+        ('{"format": "duoka.plan", ', "JSON"),
+        ("{}", "no plan"),
+        ('{"format": "duoka.profile", "version": 1}', "no plan"),
+    ],
 )
-def test_a_cut_file_is_refused(text: str) -> None:
-    with pytest.raises(FormatError, match="JSON"):
+def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
+    with pytest.raises(FormatError, match=message):
         Plan.from_json(text)
 
 
 def test_hostile_json_is_refused(plan: Plan) -> None:
-    text = plan.to_json()
-    with pytest.raises(FormatError):
-        Plan.from_json(text.replace('"version": 7', '"version": 7, "version": 7'))
-    with pytest.raises(FormatError):
-        Plan.from_json(changed(plan, value=float("nan")))
+    twice = plan.to_json().replace('"version": 7', '"version": 7, "version": 7')
+    for text in (twice, changed(plan, value=float("nan"))):
+        with pytest.raises(FormatError):
+            Plan.from_json(text)
 
 
 def test_a_directory_whose_name_is_no_text(plan: Plan, tmp_path: Path) -> None:
@@ -167,13 +140,20 @@ def test_a_directory_whose_name_is_no_text(plan: Plan, tmp_path: Path) -> None:
     assert os.fsencode(Plan.load(tmp_path / "plan").source) == b"/data/gl\xfc"
 
 
-def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="can't be read"):
-        Plan.load(tmp_path / "nothing.json")
-    binary = tmp_path / "binary.json"
-    binary.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(FormatError, match="can't be read"):
-        Plan.load(binary)
+def test_a_file_that_cannot_be_a_plan_is_refused(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(duoka.planner.plan, "_MAX_BYTES", 100)
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    plan.save(tmp_path / "long")
+    for path, message in (
+        (tmp_path / "nothing", "can't be read"),
+        (tmp_path / "binary", "can't be read"),
+        (tmp_path / "long", "more than 100 bytes"),
+        ("/dev/zero", "not a regular file"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            Plan.load(path)
 
 
 def test_a_plan_is_written_whole_or_not_at_all(
@@ -192,11 +172,6 @@ def test_a_plan_is_written_whole_or_not_at_all(
             replace(plan, source="another").save(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
-
-
-def test_a_folder_that_is_not_there_is_a_users_mistake(plan: Plan, tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="nowhere"):
-        plan.save(tmp_path / "nowhere" / "plan.json")
 
 
 # ── the schema ──
@@ -345,20 +320,3 @@ def test_another_checkpoint_is_refused(plan: Plan) -> None:
     with pytest.raises(FormatError, match="another checkpoint than glm is now") as caught:
         plan.refuse_other("another", "glm")
     assert "--replan" in str(caught.value.hint)
-
-
-def test_a_newer_version_is_refused_clearly(plan: Plan) -> None:
-    with pytest.raises(FormatError, match="has version 8; this duoka reads version 7") as caught:
-        Plan.from_json(changed(plan, version=8))
-    assert "update this one" in str(caught.value.hint)
-
-
-def test_a_file_of_any_length_or_kind_costs_nothing(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(duoka.planner.plan, "_MAX_BYTES", 100)
-    plan.save(tmp_path / "plan.json")
-    with pytest.raises(FormatError, match="more than 100 bytes"):
-        Plan.load(tmp_path / "plan.json")
-    with pytest.raises(FormatError, match="not a regular file"):
-        Plan.load("/dev/zero")

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from duoka.base.serialization import from_dict, to_dict
 from duoka.errors import FormatError
-from duoka.forecast.workload import Workload
 from duoka.planner import reasons
-from duoka.planner.reasons import Reason, gpus_reason, quantization_reason
+from duoka.planner.reasons import Reason, gpus_reason
 
 
 @pytest.mark.parametrize("kind", reasons._SENTENCES)
@@ -27,13 +26,6 @@ def test_the_sentence_has_the_numbers() -> None:
     (reason,) = gpus_reason(2, 3, "cuda:0", is_limited=False, lack_room=False)
     assert reason.text == "2 of 3 GPUs are needed; no single one holds the workload."
     assert (reason.values["used"], reason.values["gpus"]) == (2, 3)
-
-
-def test_what_was_tried_is_told() -> None:
-    chosen = Workload(quantize="int4")
-    (reason,) = quantization_reason(chosen, ["none", "int8"], is_offloaded=False)
-    assert reason.text == "The weights become int4: unquantized or in int8 they don't fit."
-    assert not [*quantization_reason(chosen, [], is_offloaded=True)]
 
 
 @pytest.mark.parametrize(

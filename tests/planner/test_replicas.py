@@ -105,7 +105,7 @@ def machine(budgets: Sequence[int], speeds: Sequence[float], *, linked: bool) ->
 
 
 @pytest.mark.fuzz
-@settings(max_examples=examples(8), deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(
     budgets=st.lists(st.sampled_from([70, 110, 130, 230]), min_size=1, max_size=5),
     speeds=st.lists(st.sampled_from([1.0, 1.0, 2.0]), min_size=5, max_size=5),

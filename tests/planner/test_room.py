@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations
 
 import pytest
 import tiny
-from fuzzing import examples
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny import MIB
 
 from duoka.forecast.costs import Costs
-from duoka.forecast.replay_training import replay_of
 from duoka.forecast.workload import Workload
-from duoka.hardware.fleet import Fleet
 from duoka.planner.device_map import DeviceMap
 from duoka.planner.plan import Plan
 from duoka.planner.request import PlanProblem
 from duoka.planner.room import cache_tokens, is_tight, preferences, room_bytes
-from duoka.planner.search import NoPlacement, search
 from duoka.planner.solve import find_plan
 
 LOAD = Workload(prompt_tokens=6000, new_tokens=40, dtype="bfloat16")
@@ -124,51 +116,3 @@ def test_the_cache_grows_into_what_is_free_beside_the_room() -> None:
     assert cache_tokens(tight, plan.workload) == WHOLE.context_tokens
     without = replace(plan.forecast, devices=(replace(stage, kv_cache_bytes=0),))
     assert cache_tokens(without, plan.workload) == 0
-
-
-@settings(max_examples=examples(30), deadline=None)
-@given(
-    weights=st.lists(st.sampled_from([10 * MIB, 40 * MIB]), min_size=3, max_size=5),
-    cache=st.sampled_from([512, 30_000, 120_000]),
-    chunk=st.sampled_from([None, 64, 300]),
-    parts=st.lists(st.integers(20, 160), min_size=1, max_size=3),
-    has_room=st.booleans(),
-)
-def test_the_placement_is_the_best_of_all_with_and_without_room(
-    weights: list[int], cache: int, chunk: int | None, parts: list[int], has_room: bool
-) -> None:
-    profile = tiny.made_up(weights, tiny.Costs(cache=cache, work=16384))
-    load = replace(WHOLE, prompt_tokens=1200, new_tokens=4, prefill_chunk_tokens=chunk)
-    costs = Costs(profile, load)
-    most = int(costs.lower_bound_bytes[0, -1]) / MIB
-    fleet = tiny.fleet(*(most * part / 100 for part in parts))
-    by_hand = best_by_hand(Costs(profile, load), fleet, room_bytes if has_room else lambda _: 0)
-    try:
-        solution = search(costs.leaving(room_bytes) if has_room else costs, fleet)
-    except NoPlacement:
-        assert by_hand is None
-        return
-    assert (len(solution.stages), solution.value) == by_hand
-
-
-def best_by_hand(
-    costs: Costs, fleet: Fleet, room: Callable[[int], int]
-) -> tuple[int, float] | None:
-    """The fewest stages that leave room, and the largest least headroom of all such placements."""
-    budgets = [device.budget_bytes for device in fleet.devices]
-    replay = replay_of(costs.profile, costs.workload)
-    for number in range(1, min(len(budgets), costs.num_blocks) + 1):
-        values = []
-        for inner in combinations(range(1, costs.num_blocks), number - 1):
-            runs = [range(*run) for run in pairwise((0, *inner, costs.num_blocks))]
-            for order in permutations(budgets, number):
-                peaks = [replay.run(run, size) for run, size in zip(runs, order, strict=True)]
-                free = [
-                    size - peak.requested_bytes
-                    for peak, size in zip(peaks, order, strict=True)
-                    if peak is not None and peak.reserved_bytes <= size - room(size)
-                ]
-                values += [min(free)] if len(free) == number else []
-        if values:
-            return number, max(values)
-    return None

@@ -25,43 +25,18 @@ GLM_4_9B = {
     "post_layer_norm": True, "rmsnorm": True, "layernorm_epsilon": 1.5625e-07,
     "torch_dtype": "bfloat16", "tie_word_embeddings": False,
 }  # fmt: skip
-# Layers, GPUs, context, room: replays, steps of them, and layers of states of the programme, at
-# most. Cells that aren't here take none.
+# GPUs, context, room: replays, steps of them, and layers of states of the programme, at
+# most.
 MOST = {
-    (40, 2, 8192, "roomy"): (2, 10, 0),
-    (40, 2, 8192, "tight"): (8, 28, 12),
-    (40, 2, 131072, "roomy"): (27, 495, 27),
-    (40, 2, 131072, "tight"): (9, 742, 27),
-    (40, 4, 8192, "roomy"): (9, 45, 18),
-    (40, 4, 8192, "tight"): (20, 96, 96),
-    (40, 4, 8192, "short"): (0, 0, 3),
-    (40, 4, 131072, "roomy"): (11, 534, 62),
-    (40, 8, 8192, "roomy"): (31, 171, 150),
-    (40, 8, 8192, "tight"): (27, 468, 178),
-    (40, 8, 131072, "roomy"): (0, 0, 25),
-    (80, 2, 8192, "roomy"): (2, 7, 0),
-    (80, 2, 8192, "tight"): (4, 20, 6),
-    (80, 2, 131072, "roomy"): (11, 187, 11),
-    (80, 2, 131072, "tight"): (7, 150, 27),
-    (80, 4, 8192, "roomy"): (9, 45, 18),
-    (80, 4, 8192, "tight"): (13, 63, 46),
-    (80, 4, 131072, "roomy"): (48, 674, 186),
-    (80, 4, 131072, "tight"): (19, 3301, 81),
-    (80, 8, 8192, "roomy"): (19, 84, 78),
-    (80, 8, 8192, "tight"): (19, 131, 186),
-    (80, 8, 131072, "roomy"): (39, 4731, 276),
-    (160, 2, 8192, "roomy"): (1, 5, 0),
-    (160, 2, 8192, "tight"): (4, 20, 6),
-    (160, 2, 131072, "roomy"): (24, 64, 19),
-    (160, 2, 131072, "tight"): (40, 653, 84),
-    (160, 4, 8192, "roomy"): (12, 52, 24),
-    (160, 4, 8192, "tight"): (11, 55, 31),
-    (160, 4, 131072, "roomy"): (111, 1504, 245),
-    (160, 4, 131072, "tight"): (37, 1478, 155),
-    (160, 8, 8192, "roomy"): (12, 60, 46),
-    (160, 8, 8192, "tight"): (23, 143, 130),
-    (160, 8, 131072, "roomy"): (68, 952, 513),
-    (160, 8, 131072, "tight"): (1, 194, 55),
+    (2, 8192, "roomy"): (2, 10, 0),
+    (2, 8192, "tight"): (8, 28, 12),
+    (4, 8192, "roomy"): (9, 45, 18),
+    (4, 8192, "tight"): (20, 96, 96),
+    (4, 8192, "short"): (0, 0, 3),
+    (4, 131072, "roomy"): (11, 534, 62),
+    (8, 8192, "roomy"): (31, 171, 150),
+    (8, 8192, "tight"): (27, 468, 178),
+    (8, 131072, "roomy"): (0, 0, 25),
 }
 MARGIN = 1.1  # traces of other versions of PyTorch differ by a tensor here and there
 
@@ -83,30 +58,24 @@ def plan_time(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("plan_time")
 
 
-@pytest.mark.parametrize(
-    "layers", [40, *(pytest.param(number, marks=pytest.mark.slow) for number in (80, 160))]
-)
 def test_plans_take_no_more_replays_steps_and_states(
-    plan_time: ModuleType, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan_time: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "config.json"
     config.write_text(plan_time.json.dumps(GLM_4_9B), encoding="utf-8")
-    profile, _ = plan_time.profile_of(config, layers, tmp_path)
+    profile, _ = plan_time.profile_of(config, 40, tmp_path)
     counts: Counter[str] = Counter()
     # One that goes on after a pause is the same.
     counted(monkeypatch, replay.StageRun, "__init__", counts)
     counted(monkeypatch, replay.StageRun, "run_pass", counts)
     counted(monkeypatch, Programme, "_extend", counts)
     excess = {}
-    for gpus in plan_time.SHARES:
-        for context in plan_time.CONTEXTS:
-            workload = Workload(prompt_tokens=context - 256, dtype="bfloat16")
-            for room, factor in plan_time.ROOM.items():
-                counts.clear()
-                fleet = plan_time.fleet_of(profile, workload, gpus, factor)
-                solve(profile, PlanProblem(fleet=fleet, workload=workload))
-                now = tuple(counts[name] for name in ("__init__", "run_pass", "_extend"))
-                most = MOST.get((layers, gpus, context, room), (0, 0, 0))
-                if any(count > MARGIN * limit for count, limit in zip(now, most, strict=True)):
-                    excess[layers, gpus, context, room] = now, most
+    for (gpus, context, room), most in MOST.items():
+        counts.clear()
+        workload = Workload(prompt_tokens=context - 256, dtype="bfloat16")
+        fleet = plan_time.fleet_of(profile, workload, gpus, plan_time.ROOM[room])
+        solve(profile, PlanProblem(fleet=fleet, workload=workload))
+        now = tuple(counts[name] for name in ("__init__", "run_pass", "_extend"))
+        if any(count > MARGIN * limit for count, limit in zip(now, most, strict=True)):
+            excess[gpus, context, room] = now, most
     assert not excess

@@ -147,7 +147,10 @@ def check(
         return subject
     subject = _with_images(_offloaded(subject, placement), images)
     say("running the model on virtual GPUs")
-    report = replace(check_subject(subject), workload=_workload_run(subject, request))
+    report = check_subject(subject)
+    if subject.inputs is None:
+        work, training = subject.workload, request.training
+        report = replace(report, workload=work if training is None else learning(work, training))
     if subject.if_too_large and not report.fits:
         report = replace(report, notes=(*report.notes, subject.if_too_large))
     if report.ok and request.refusals:
@@ -157,13 +160,6 @@ def check(
         return report
     hint = stop_hint(report.stop.message, subject.hint)
     return replace(report, stop=replace(report.stop, hint=hint))
-
-
-def _workload_run(subject: Subject, request: _CheckRequest) -> Workload | None:
-    """Return the workload that ran, unless example inputs were given."""
-    work, training = subject.workload, request.training
-    work_done = work if training is None else learning(work, training)
-    return work_done if subject.inputs is None else None
 
 
 def _unplanned(error: DuokaError) -> Stop:
@@ -259,14 +255,12 @@ def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
 
 
 def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
-    placement, workload, fleet = request.placement, request.workload, request.fleet
+    placement = request.placement
     if placement is None:
         call = _call_of(request.inputs)
-        load = workload if call is None else None
+        load = request.workload if call is None else None
         placement = _plan_all(partial(plan, model, workload=load, inputs=call), request)
-    if isinstance(placement, Plan):
-        workload, fleet = placement.workload, placement.fleet
-        placement = placement.placement
+    request, placement = _as_planned(request, placement)
     if placement is None:
         entries = _distribute(model, request.to_plan)
     elif isinstance(placement, Placement):
@@ -275,20 +269,27 @@ def _of_module(model: nn.Module, request: _CheckRequest) -> Subject:
         entries = read_entries(dict(DeviceMap.of(placement).entries))
     entries, faults = complete_map(model, entries)
     is_whole = isinstance(placement, Placement) and not faults
-    subject = _place_subject(model, entries, faults, request, workload=workload, fleet=fleet)
+    subject = _place_subject(model, entries, faults, request)
     return replace(subject, is_dispatched=is_whole, inputs=request.inputs)
 
 
+def _as_planned(
+    request: _CheckRequest, placement: Where | None
+) -> tuple[_CheckRequest, Placement | DeviceMap | Mapping[str, Any] | str | None]:
+    """Return a request with the workload and the fleet of a plan, and the plan's placement."""
+    if not isinstance(placement, Plan):
+        return request, placement
+    of_plan = replace(request, workload=placement.workload, fleet=placement.fleet)
+    return of_plan, placement.placement
+
+
 def _place_subject(
-    model: nn.Module,
-    entries: tuple[tuple[str, str], ...],
-    faults: Faults,
-    request: _CheckRequest,
-    *,
-    workload: Workload,
-    fleet: Fleet | None,
+    model: nn.Module, entries: tuple[tuple[str, str], ...], faults: Faults, request: _CheckRequest
 ) -> Subject:
     """Return the subject of a check: a model on its devices."""
+    workload, fleet = request.workload, request.fleet
+    if workload.prefill_chunk_tokens == "auto":  # a single step, unless a plan or the user set it
+        workload = replace(workload, prefill_chunk_tokens=None)
     return Subject(
         model=model,
         name=type(model).__name__,
@@ -296,7 +297,7 @@ def _place_subject(
         completeness=faults,
         budgets={device.name: device.budget_bytes for device in fleet.devices} if fleet else {},
         generation=None if fleet is None else fleet.gpu_generation,
-        workload=_single_chunk(workload),
+        workload=workload,
         notes=tuple(request.notes),
         train=request.training is not None,
     )
@@ -312,49 +313,45 @@ def _call_of(inputs: Any) -> Mapping[str, Any] | tuple[Any, ...] | None:
 
 
 def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
-    placement, workload, fleet = request.placement, request.workload, request.fleet
-    if not isinstance(placement, Plan):
-        workload = workload_for(checkpoint, workload)
-    if workload.quantize == "auto" and placement is not None:
-        raise UsageError(
-            'quantize="auto" is for plans: what fits is not known of a map',
-            hint="say none, int8, int4 or nf4",
-        )
+    planned = request.placement
+    if not isinstance(planned, Plan):
+        request = replace(request, workload=workload_for(checkpoint, request.workload))
+        if request.workload.quantize == "auto" and planned is not None:
+            raise UsageError(
+                'quantize="auto" is for plans: what fits is not known of a map',
+                hint="say none, int8, int4 or nf4",
+            )
     # Without a placement a plan decides. Where its code keeps all layers on one device, the layers
     # are dealt by bytes instead, so that the check sees boundaries; the plan is made all the same,
     # to report a refusal. A map by hand is judged against the traced blocks.
     faults, is_whole = Faults(), True
-    if placement is None:
-        request = replace(request, workload=workload)
+    if planned is None:
         if not _are_dealt(checkpoint, request):
-            placement = _plan_of(checkpoint, request)
+            planned = _plan_of(checkpoint, request)
         elif request.training is None:
             try:
-                plan(checkpoint, request.to_plan, workload, suggest=False)
+                plan(checkpoint, request.to_plan, request.workload, suggest=False)
             except DuokaError as error:
                 request.refusals.append(error)
-    if isinstance(placement, Plan):
-        placement.refuse_other(checkpoint.fingerprint, checkpoint.source)
-        workload, fleet = placement.workload, placement.fleet
-        placement = placement.placement
-    model = build_model(checkpoint, workload)
+    if isinstance(planned, Plan):
+        planned.refuse_other(checkpoint.fingerprint, checkpoint.source)
+    request, placement = _as_planned(request, planned)
+    model = build_model(checkpoint, request.workload)
     if placement is None:
         entries = _distribute(model, request.to_plan)
     elif isinstance(placement, Placement):
         entries = placement.entries
     else:
-        outline = _outline(checkpoint, workload, model, request)
+        outline = _outline(checkpoint, model, request)
         entries, faults, is_whole = _validate_map(outline, model, DeviceMap.of(placement), request)
-    subject = _place_subject(model, entries, faults, request, workload=workload, fleet=fleet)
+    subject = _place_subject(model, entries, faults, request)
     return replace(subject, is_dispatched=is_whole, name=checkpoint.source)
 
 
-def _outline(
-    checkpoint: Checkpoint, workload: Workload, model: nn.Module, request: _CheckRequest
-) -> Outline:
+def _outline(checkpoint: Checkpoint, model: nn.Module, request: _CheckRequest) -> Outline:
     """Return the blocks of a model, or its tensor names where its code can't be traced."""
     try:
-        return find_or_trace(checkpoint, workload).outline
+        return find_or_trace(checkpoint, request.workload).outline
     except (ModelError, UnknownValueError) as error:
         request.notes.append(f"{_UNTRACED}: {error}")
         request.refusals.append(error)
@@ -436,12 +433,6 @@ def _distribute(model: nn.Module, fleet: Fleet) -> tuple[tuple[str, str], ...]:
         for split in iter_splits(model, num_stages):
             return tuple((module, names[stage]) for module, stage in split.items())
     return (("", names[0]),)
-
-
-def _single_chunk(workload: Workload) -> Workload:
-    """Return the workload with a single prefill step, unless the plan or the user set a chunk."""
-    is_open = workload.prefill_chunk_tokens == "auto"
-    return replace(workload, prefill_chunk_tokens=None) if is_open else workload
 
 
 def _validate_map(

@@ -93,7 +93,7 @@ def load(
     LoadError
         If what is in the files isn't what the model expects; nothing stays loaded then.
     """
-    outputs_stay = _stay(outputs)
+    outputs_stay = choose("outputs", outputs, _OUTPUTS) == "stay"
     lora = None if adapter is None else read_adapter_for(plan, adapter)
     opened = OpenedModel.open(plan, trust_remote_code=trust_remote_code)
     plan = prove_here(plan, opened, download_progress)
@@ -195,13 +195,8 @@ def _load_weights(plan: Plan, opened: OpenedModel, progress: Progress | None) ->
         return loader.load_published(
             checkpoint, model, plan.placement, dtype=dtype, progress=progress
         )
-    loader.load_weights(
-        model,
-        checkpoint,
-        plan.placement,
-        progress=progress,
-        offloaded=plan.offloaded,
-    )
+    offloaded = plan.offloaded
+    loader.load_weights(model, checkpoint, plan.placement, progress=progress, offloaded=offloaded)
     return model
 
 
@@ -216,11 +211,9 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
 
 
 def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
-    """Raise if the only difference from the plan is trust in the checkpoint's code."""
-    if plan.fingerprint == checkpoint.fingerprint or checkpoint.trust_remote_code:
-        return
-    trusted = Checkpoint.open(plan.source, trust_remote_code=True)
-    if plan.fingerprint == trusted.fingerprint:
+    """Raise for a plan that was made with code of the checkpoint that may not run."""
+    is_other = plan.fingerprint != checkpoint.fingerprint
+    if is_other and plan.request.trust_remote_code and not checkpoint.trust_remote_code:
         raise ModelError(
             f"the plan was made with the model code that comes with {plan.source}, "
             "and that code may not run",
@@ -278,7 +271,7 @@ def dispatch(
     PlacementError
         If a parameter or buffer has no device, or a name is unknown; nothing has been moved then.
     """
-    outputs_stay = _stay(outputs)
+    outputs_stay = choose("outputs", outputs, _OUTPUTS) == "stay"
     if isinstance(placement, Plan):
         if placement.workload.training is not None:
             chunk_loss(model)
@@ -314,10 +307,6 @@ def lora_targets(model: nn.Module, names: Sequence[str]) -> list[str]:
         has_tower = bool(getattr(model.config, "vision_config", None))
         names = chatglm_targets(names, has_tower=has_tower)
     return known_targets(model, names)
-
-
-def _stay(outputs: str) -> bool:
-    return choose("outputs", outputs, _OUTPUTS) == "stay"
 
 
 def _spread(model: Model, plan: Plan, outputs_stay: bool) -> Model:

@@ -173,9 +173,8 @@ def plan_request(
     """Plan a checkpoint for a request: the front door of Python and of the command line."""
     problem = on_fleet(request, fleet, device_map)
     checkpoint = _open(model, request)
-    return answer_checkpoint(
-        checkpoint, problem, partial(find_or_trace, checkpoint), suggest=suggest
-    )
+    find = partial(find_or_trace, checkpoint)
+    return answer_checkpoint(checkpoint, problem, find, suggest=suggest)
 
 
 def plan_copies(
@@ -189,9 +188,8 @@ def plan_copies(
     """Plan several copies of a checkpoint, each on devices of its own."""
     problem = on_fleet(request, fleet)
     checkpoint = _open(model, request)
-    return replicas_for(
-        checkpoint, problem, number, partial(find_or_trace, checkpoint), suggest=suggest
-    )
+    find = partial(find_or_trace, checkpoint)
+    return replicas_for(checkpoint, problem, number, find, suggest=suggest)
 
 
 def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:

@@ -55,6 +55,8 @@ def change(
     request: PlanRequest, changed_request: PlanRequest
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the words to add to the command of a request, and the options to leave out."""
+    # Example: from {--context: 8K, --batch: 4} to {--context: 8K, --quantize: int8} the words
+    # --quantize int8 are added, and --batch is left out, as 1 is the usual batch.
     old, new = options(request), options(changed_request)
     added_words = tuple(
         word for name, words in new.items() if old.get(name) != words for word in words

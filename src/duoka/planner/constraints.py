@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from duoka.base.text import choose
-from duoka.base.units import format_bytes
 from duoka.errors import UsageError
 
 Strategy = Literal["auto", "balanced", "sequential"]
@@ -41,7 +40,7 @@ class Constraints:
     Raises
     ------
     UsageError
-        If a name is empty or stands twice, a number isn't positive, or the strategy is unknown.
+        If a pin stands twice, a number isn't positive, or the strategy is unknown.
 
     Examples
     --------
@@ -56,19 +55,14 @@ class Constraints:
 
     def __post_init__(self) -> None:
         choose("the strategy", self.strategy, STRATEGIES)
-        sizes = tuple((device, format_bytes(size)) for device, size in self.reserve)
-        for kind, pairs in (("pin", self.pins), ("reserve", sizes)):
-            values: dict[str, str] = {}
-            for name, value in pairs:
-                if not name.strip() or not value.strip():
-                    raise UsageError(f"a {kind} has an empty name", hint="write the name out")
-                if name in values and (kind == "reserve" or values[name] != value):
-                    raise UsageError(
-                        f"the {kind} of {name[:_SHOWN]} is said twice: {values[name][:_SHOWN]} and "
-                        f"{value[:_SHOWN]}",
-                        hint="say it once",
-                    )
-                values[name] = value
+        devices: dict[str, str] = {}
+        for name, device in self.pins:
+            if devices.setdefault(name, device) != device:
+                raise UsageError(
+                    f"the pin of {name[:_SHOWN]} is said twice: {devices[name][:_SHOWN]} and "
+                    f"{device[:_SHOWN]}",
+                    hint="say it once",
+                )
         for device, size in self.reserve:
             if size <= 0:
                 raise UsageError(

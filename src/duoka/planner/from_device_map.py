@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from duoka.base.units import format_bytes
 from duoka.errors import InfeasibleError, UsageError
@@ -17,7 +17,7 @@ from duoka.forecast.workload import Workload
 
 from .device_map import judge
 from .page_count import fill
-from .placement import Placement
+from .placement import Placement, runs_of
 from .plan import Plan
 from .planner import NoPlan, check_context, place_best, with_chunks
 from .reasons import Reason, chunk_reason, crossing_values, room_reasons
@@ -38,7 +38,7 @@ def follow_map(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
     judgement = judge(problem.device_map, profile.outline, problem.fleet)
     check_context(problem.workload, profile.max_context_tokens, profile.model)
     placement = Placement(entries=judgement.placed, fingerprint=profile.fingerprint)
-    mapped = _MappedModel(profile, problem, placement, _devices(profile, placement))
+    mapped = _MappedModel(profile, problem, placement, placement.devices_of(profile))
     fitting: list[tuple[Workload, list[StageBytes]]] = []
     for workload in with_chunks(problem.workload):
         stages = mapped.forecast(workload)
@@ -55,22 +55,25 @@ def follow_map(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
 
 def _refuse_decided(problem: PlanProblem) -> None:
     """Refuse demands beside a device map, which decides them already."""
-    if problem.use_all or problem.objective != "auto":
-        raise UsageError(
-            "a device map says which GPUs are used, and how: nothing is left to optimise",
-            hint="leave out the map, or the objective and `use_all`",
-        )
-    if problem.constraints.demands:
-        raise UsageError(
-            "a device map says where every module goes, and so would a strategy or pins",
-            hint="leave out the map, or change it",
-        )
-    if problem.constraints.offload:
-        raise UsageError(
-            "a device map says where every module computes, and what is offloaded is duoka's to "
-            "decide",
-            hint="leave out the map, or the offload",
-        )
+    for is_given, decided, hint in (
+        (
+            problem.use_all or problem.objective != "auto",
+            "which GPUs are used, and how: nothing is left to optimise",
+            "leave out the map, or the objective and `use_all`",
+        ),
+        (
+            problem.constraints.demands,
+            "where every module goes, and so would a strategy or pins",
+            "leave out the map, or change it",
+        ),
+        (
+            problem.constraints.offload,
+            "where every module computes, and what is offloaded is duoka's to decide",
+            "leave out the map, or the offload",
+        ),
+    ):
+        if is_given:
+            raise UsageError(f"a device map says {decided}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ class _MappedModel:
     def plan(self, workload: Workload, stages: Sequence[StageBytes], notes: Sequence[str]) -> Plan:
         """Make the plan; its value is the least free memory of a device."""
         problem, profile, costs = self.problem, self.profile, Costs(self.profile, workload)
-        runs = self._runs(costs)
+        runs = runs_of(self.device_of, costs.chain)
         plan = Plan(
             source="",
             model=profile.model,
@@ -142,17 +145,11 @@ class _MappedModel:
         except UnsearchableError:  # too many GPUs for a search
             automatic = None
         if automatic and automatic.device_map != self.placement.device_map:
-            crossings = _crossings(_devices(self.profile, automatic.placement))
+            crossings = _crossings(automatic.placement.devices_of(self.profile))
             least_free = min(device.free_bytes for device in automatic.forecast.devices)
             values = crossing_values(crossings, least_free)
             yield Reason("own-plan", {"devices": ", ".join(automatic.devices), **values})
         yield from chunk_reason(self.problem.workload, workload)
-
-    def _runs(self, costs: Costs) -> list[tuple[str, int, int]]:
-        """Return the runs of blocks on a device, each a stage: device, start, stop."""
-        places = groupby(enumerate(costs.chain), key=lambda pair: self.device_of[pair[1]])
-        runs = [(name, [place for place, _ in group]) for name, group in places]
-        return [(name, run[0], run[-1] + 1) for name, run in runs]
 
 
 def _describe_shortage(
@@ -168,19 +165,6 @@ def _describe_shortage(
         hint="spread the model over more GPUs",
         shortfall_bytes=sum(missing),
     )
-
-
-def _devices(profile: Profile, placement: Placement) -> list[str]:
-    """Return the device of every block."""
-    devices: list[str] = []
-    for block in profile.blocks:
-        # A block of the caller's own work has no module; it is where the block is that it's tied
-        # to.
-        root = None if block.tied_to is None else devices[block.tied_to]
-        device = placement.device_of(block.modules[0]) if block.modules else root
-        assert device is not None, "a judged placement is complete"
-        devices.append(device)
-    return devices
 
 
 def _crossings(device_of: Sequence[str]) -> int:

@@ -35,6 +35,10 @@ class Upgrade:
     new_bytes: int
 
 
+Candidate = tuple[str, str, int]
+"""The words of an upgrade ("" where another says the same), its fleet, and its new bytes."""
+
+
 def upgrades(problem: PlanProblem, plan_for: PlanFor) -> list[Upgrade]:
     """Find the smallest sufficient card beside the others, or in the place of the smallest.
 
@@ -44,10 +48,13 @@ def upgrades(problem: PlanProblem, plan_for: PlanFor) -> list[Upgrade]:
     devices = [device for device in problem.fleet.devices if device.name != "cpu"]
     if not devices:
         return []  # cards that fit such a machine are unknown
-    candidates = (
-        search(problem, devices, plan_for) for search in (_one_more, _replaced, _more_alike)
-    )
-    fitting = [upgrade for upgrade in candidates if upgrade is not None]
+    fitting = []
+    for candidates in (_one_more, _replaced, _more_alike):
+        for text, gpus, new_bytes in candidates(problem.gpus, devices):
+            if plan := _plan_on(gpus, problem, plan_for):
+                if text:
+                    fitting.append(Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=new_bytes))
+                break
     return sorted(fitting, key=lambda upgrade: upgrade.new_bytes)
 
 
@@ -55,54 +62,36 @@ def _max_new(devices: Sequence[Device]) -> int:
     return min(_MOST_GPUS, MAX_DEVICES) - len(devices)
 
 
-def _one_more(problem: PlanProblem, devices: Sequence[Device], plan_for: PlanFor) -> Upgrade | None:
-    """Find the smallest card beside the others."""
-    if _max_new(devices) < 1:
-        return None
-    for card in _cards():
-        gpus = with_more(problem.gpus, devices, card.name)
-        if plan := _plan_on(gpus, problem, plan_for):
-            return _upgrade(f"one more card with {_describe(card)}", gpus, plan, card)
-    return None
+def _one_more(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
+    """Yield each card beside the others, the smallest first."""
+    for card in _cards() if _max_new(devices) > 0 else ():
+        size = round(card.memory_gib) * GIB
+        yield f"one more card with {_describe(card)}", with_more(gpus, devices, card.name), size
 
 
-def _replaced(problem: PlanProblem, devices: Sequence[Device], plan_for: PlanFor) -> Upgrade | None:
-    """Find the smallest card in the place of the smallest device.
+def _replaced(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
+    """Yield each larger card in the place of the smallest device, the smallest first.
 
     No other exchange succeeds with a smaller card: of two fleets that differ by one device, the one
     with the larger device holds whatever the other holds.
     """
     index = min(range(len(devices)), key=lambda number: devices[number].budget_bytes)
     smallest = devices[index]
+    place = f"in the place of {smallest.name} ({_size_of(smallest)})"
     for card in _cards():
-        (device,) = Fleet.parse(card.name).devices
-        if device.budget_bytes <= smallest.budget_bytes:
-            continue
-        gpus = with_replaced(problem.gpus, devices, index, card.name)
-        if plan := _plan_on(gpus, problem, plan_for):
-            place = f"in the place of {smallest.name} ({_size_of(smallest)})"
-            return _upgrade(f"a card with {_describe(card)}, {place}", gpus, plan, card)
-    return None
+        if Fleet.parse(card.name).budget_bytes > smallest.budget_bytes:
+            changed = with_replaced(gpus, devices, index, card.name)
+            yield f"a card with {_describe(card)}, {place}", changed, round(card.memory_gib) * GIB
 
 
-def _more_alike(
-    problem: PlanProblem, devices: Sequence[Device], plan_for: PlanFor
-) -> Upgrade | None:
-    """Find the number of further GPUs like the largest, two at least."""
+def _more_alike(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
+    """Yield ascending numbers of further GPUs like the largest."""
     largest = max(devices, key=lambda device: device.budget_bytes)
     for count in range(1, _max_new(devices) + 1):
-        gpus = with_more(problem.gpus, devices, _entry(largest), count)
-        if plan := _plan_on(gpus, problem, plan_for):
-            if count == 1:
-                return None  # `_one_more` suggests a card of this size, or a smaller one
-            text = f"{count} more GPUs like {largest.name} ({_size_of(largest)})"
-            new_bytes = count * largest.budget_bytes
-            return Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=new_bytes)
-    return None
-
-
-def _upgrade(text: str, gpus: str, plan: Plan, card: catalogue.Card) -> Upgrade:
-    return Upgrade(text=text, gpus=gpus, plan=plan, new_bytes=round(card.memory_gib) * GIB)
+        # A single one is a card of this size, or a smaller one, by `_one_more`.
+        text = f"{count} more GPUs like {largest.name} ({_size_of(largest)})" if count > 1 else ""
+        more = with_more(gpus, devices, _entry(largest), count)
+        yield text, more, count * largest.budget_bytes
 
 
 def _describe(card: catalogue.Card) -> str:
@@ -116,7 +105,7 @@ def _plan_on(gpus: str, problem: PlanProblem, plan_for: PlanFor) -> Plan | None:
     except DuokaError:
         return None
     workload = replace(problem.workload, gpu_generation=fleet.gpu_generation)
-    return plan_for(replace(problem, fleet=fleet, gpus=gpus, limits=None, workload=workload))
+    return plan_for(replace(problem, fleet=fleet, gpus=gpus, workload=workload))
 
 
 def _cards() -> Iterator[catalogue.Card]:

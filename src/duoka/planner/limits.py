@@ -6,7 +6,7 @@ whether a placement that obeys the constraints fits is for the search to find.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -81,43 +81,35 @@ def _naming_pin(name: str, target: str) -> Iterator[None]:
         raise UsageError(f"the pin {name}={target}: {error}", hint=error.hint) from None
 
 
-def limits_for(
-    constraints: Constraints, profile: Profile, chain: Sequence[int], fleet: Fleet
-) -> PlacementLimits:
+def limits_for(constraints: Constraints, profile: Profile, fleet: Fleet) -> PlacementLimits:
     """Translate pins to the device of each pinned block, by its place in the chain."""
     if not constraints.pins:
         return PlacementLimits()
-    spelling, place_of = Spelling(profile.outline), {block: at for at, block in enumerate(chain)}
-    devices: dict[int, int] = {}
-    pinned_names: dict[int, str] = {}
+    spelling = Spelling(profile.outline)
+    chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
+    pinned: dict[int, tuple[int, str]] = {}
     for name, target in constraints.pins:
         with _naming_pin(name, target):
             device = fleet.names.index(find_device(target, fleet))
-            blocks = _blocks_of(name, spelling, profile)
+            blocks = spelling.blocks_of(name)
+            if not blocks:
+                nearest = ", ".join(spelling.finder.search(name).names)
+                raise UsageError(
+                    f"{profile.model} has no module or tensor {name[:120]!r}",
+                    hint=f"the nearest: {nearest}" if nearest else "`duoka plan` shows its modules",
+                )
         for block in blocks:
-            place = place_of[profile.root_of(block)]
-            if devices.setdefault(place, device) != device:
+            place = chain.index(profile.root_of(block))
+            other_device, other_name = pinned.setdefault(place, (device, name))
+            if other_device != device:
                 is_tied = profile.blocks[block].tied_to is not None
                 raise UsageError(
-                    f"{name} is to be on {fleet.names[device]}, and {pinned_names[place]}, which "
+                    f"{name} is to be on {fleet.names[device]}, and {other_name}, which "
                     f"is {'tied to it' if is_tied else 'of the same block'}, on "
-                    f"{fleet.names[devices[place]]}",
+                    f"{fleet.names[other_device]}",
                     hint="pin one of the two",
                 )
-            pinned_names.setdefault(place, name)
-    return PlacementLimits(pins=tuple(devices.items()))
-
-
-def _blocks_of(name: str, spelling: Spelling, profile: Profile) -> list[int]:
-    """Return the blocks with a module or tensor, or a part of either."""
-    blocks = spelling.blocks_of(name)
-    if not blocks:
-        nearest = ", ".join(spelling.finder.search(name).names)
-        raise UsageError(
-            f"{profile.model} has no module or tensor {name[:120]!r}",
-            hint=f"the nearest: {nearest}" if nearest else "`duoka plan` shows its modules",
-        )
-    return blocks
+    return PlacementLimits(pins=tuple((place, device) for place, (device, _) in pinned.items()))
 
 
 def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:

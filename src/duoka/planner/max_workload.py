@@ -20,7 +20,7 @@ from duoka.forecast.serving import least_pages
 from duoka.forecast.workload import MOST_BATCH, MOST_BATCH_TOKENS, MOST_TOKENS, Workload
 
 from .plan import Plan
-from .planner import NoPlan, is_conceivable, place_best, refuse_unplannable
+from .planner import NoPlan, is_conceivable, place_best
 from .reasons import Reason
 from .request import PlanProblem
 
@@ -54,15 +54,13 @@ def find_largest(profile: Profile, problem: PlanProblem) -> Plan | NoPlan:
             assert isinstance(plan, Plan), "it fits"
             reason = _reason(profile, problem, plan, is_last=index == len(sizes) - 1)
             return replace(plan, why=(reason, *plan.why))
-    return NoPlan(lambda: _describe_smallest(profile, problem))
 
+    def describe() -> InfeasibleError:
+        plan = place_best(profile, smallest_problem(profile, problem))
+        assert isinstance(plan, NoPlan), "the smallest size was tried"
+        return plan.describe()
 
-def _describe_smallest(profile: Profile, problem: PlanProblem) -> InfeasibleError:
-    smallest = smallest_problem(profile, problem)
-    refuse_unplannable(profile, smallest)
-    plan = place_best(profile, smallest)
-    assert isinstance(plan, NoPlan), "the smallest size was tried"
-    return plan.describe()
+    return NoPlan(describe)
 
 
 def smallest_problem(profile: Profile, problem: PlanProblem) -> PlanProblem:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from duoka.base.text import is_within, longest_prefix
-from duoka.errors import Faults, PlacementError
+from duoka.errors import Faults, FormatError, PlacementError
+from duoka.forecast.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,25 @@ class Placement:
         entry = longest_prefix(name, device_map)
         return None if entry is None else device_map[entry]
 
+    def devices_of(self, profile: Profile) -> list[str]:
+        """Return the device of every block.
+
+        A block without a module is the caller's own work: it is where the block is that it is tied
+        to, or with the block before it.
+        """
+        devices: list[str] = []
+        for block in profile.blocks:
+            device = None
+            if block.modules:
+                device = self.device_of(block.modules[0])
+            elif devices:
+                device = devices[-1 if block.tied_to is None else block.tied_to]
+            if device is None:
+                name = block.modules[0] if block.modules else "the model"
+                raise FormatError(f"the plan says nothing of {name}")
+            devices.append(device)
+        return devices
+
     def check(self, names: Iterable[str]) -> None:
         """Refuse names without a device and entries of nothing, all at once."""
         names = tuple(names)
@@ -87,3 +108,12 @@ class Placement:
                 hint="let `duoka plan` make the placement",
                 faults=Faults(missing=tuple(missing), unknown=tuple(unknown)),
             )
+
+
+def runs_of(device_of: Sequence[str], chain: Sequence[int]) -> list[tuple[str, int, int]]:
+    """Return the runs of a chain of blocks on a device: device, start, stop in the chain."""
+    runs: list[tuple[str, int, int]] = []
+    for device, blocks in groupby(device_of[block] for block in chain):
+        start = runs[-1][2] if runs else 0
+        runs.append((device, start, start + len([*blocks])))
+    return runs

@@ -17,6 +17,7 @@ from duoka.forecast.forecast import Forecast
 from duoka.forecast.profile import Profile
 from duoka.forecast.stage_bytes import StageBytes
 from duoka.forecast.workload import Workload
+from duoka.hardware.device import Device
 from duoka.hardware.fleet import Fleet
 
 from . import search
@@ -35,10 +36,9 @@ from .reasons import (
 )
 from .request import PlanProblem
 from .room import preferences
-from .search import NO_LIMITS, KnownBytes, NoPlacement, PlacementLimits, Solution
+from .search import KnownBytes, NoPlacement, PlacementLimits, Solution
 
-_SMALLEST_CHUNK_TOKENS = 512
-_LARGEST_CHUNK_TOKENS = 8192
+_CHUNK_TOKENS = (8192, 4096, 2048, 1024, 512)
 _LEAST_REPORTED_BYTES = 4096
 _STEP_TOKENS = (2048, 1024, 512)  # of all running requests together, over a paged cache
 
@@ -68,14 +68,18 @@ def place_best(profile: Profile, problem: PlanProblem, *, leave_room: bool = Tru
     hold the workload are used. The CPU is used only where there is nothing else.
     """
     assert problem.device_map is None, "from_device_map follows maps"
-    gpu_problem = _with_limits(profile, problem)
+    _refuse_unplannable(profile, problem)
+    gpu_problem = _on_gpus(profile, problem)
     plan = _place_in_order(profile, gpu_problem, leave_room=leave_room)
-    may_offload = problem.constraints.offload and problem.workload.training is None
-    if may_offload and isinstance(plan, NoPlacement):
-        plan = _place_offloaded(profile, replace(problem, limits=gpu_problem.limits)) or plan
     if isinstance(plan, NoPlacement):
         shortage = plan
-        return NoPlan(lambda: _describe_shortage(profile, gpu_problem, shortage))
+        gpus = gpu_problem.fleet.devices
+        hosts = [device for device in problem.fleet.devices if device not in gpus]
+        may_offload = problem.constraints.offload
+        offloaded = _place_offloaded(profile, gpu_problem, hosts) if may_offload else None
+        if offloaded is None:
+            return NoPlan(lambda: _describe_shortage(profile, gpu_problem, shortage))
+        plan = offloaded
     if gpu_problem.fleet == problem.fleet:
         return plan
     return replace(plan, why=(*plan.why, Reason("cpu-unused")))
@@ -83,10 +87,10 @@ def place_best(profile: Profile, problem: PlanProblem, *, leave_room: bool = Tru
 
 def is_conceivable(profile: Profile, problem: PlanProblem) -> bool:
     """Return False if lower bounds rule out every placement; nothing is replayed."""
-    gpu_problem = _with_limits(profile, problem)
+    gpu_problem = _on_gpus(profile, problem)
     if _fits_bounds(profile, gpu_problem):
         return True
-    if not problem.constraints.offload or problem.workload.training is not None:
+    if not problem.constraints.offload:
         return False
     if not _fits_bounds(lightest(profile), gpu_problem):
         return False
@@ -95,7 +99,7 @@ def is_conceivable(profile: Profile, problem: PlanProblem) -> bool:
     return any(_fits_bounds(profile.offloading(blocks), gpu_problem) for blocks in runs)
 
 
-def refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
+def _refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
     """Refuse a context beyond the model's, and offloading beside training or quantization."""
     check_context(problem.workload, profile.max_context_tokens, profile.model)
     if not problem.constraints.offload:
@@ -118,7 +122,7 @@ def _fits_bounds(profile: Profile, problem: PlanProblem) -> bool:
         problem.fleet,
         use_all=problem.use_all,
         strategy=problem.constraints.strategy,
-        limits=_limits(problem),
+        limits=problem.limits,
     )
 
 
@@ -129,25 +133,17 @@ def _chunked_costs(profile: Profile, problem: PlanProblem) -> list[Costs]:
     ]
 
 
-def _with_limits(profile: Profile, problem: PlanProblem) -> PlanProblem:
+def _on_gpus(profile: Profile, problem: PlanProblem) -> PlanProblem:
     """Restrict the problem to GPUs, and translate its constraints for the profile."""
-    fleet, limits = without_cpu(problem.fleet), problem.limits
-    if limits is None:
-        chain = [index for index, block in enumerate(profile.blocks) if block.tied_to is None]
-        limits = limits_for(problem.constraints, profile, chain, fleet)
+    fleet = without_cpu(problem.fleet)
+    limits = limits_for(problem.constraints, profile, fleet)
     return replace(problem, fleet=fleet, limits=limits)
 
 
-def _limits(problem: PlanProblem) -> PlacementLimits:
-    return NO_LIMITS if problem.limits is None else problem.limits
-
-
-def _place_offloaded(profile: Profile, problem: PlanProblem) -> Plan | None:
+def _place_offloaded(
+    profile: Profile, problem: PlanProblem, hosts: Sequence[Device]
+) -> Plan | None:
     """Return the plan with the fewest bytes of weights in the host's memory, if any."""
-    gpus = without_cpu(problem.fleet)
-    host_budgets = [
-        device.budget_bytes for device in problem.fleet.devices if device not in gpus.devices
-    ]
     # Candidates come with ascending bytes, so the first one with a plan keeps the fewest bytes on
     # the host. Most are skipped by two bounds: too few bytes for the GPUs' shortfall (all stages
     # together hold at least the bytes of one stage of everything, whatever the cuts), and lower
@@ -155,18 +151,17 @@ def _place_offloaded(profile: Profile, problem: PlanProblem) -> Plan | None:
     least_bytes = min(
         int(costs.lower_bound_bytes[0, -1]) for costs in _chunked_costs(profile, problem)
     )
-    missing_bytes = least_bytes - gpus.budget_bytes
-    problem = replace(problem, fleet=gpus)
+    missing_bytes = least_bytes - problem.fleet.budget_bytes
     if not _fits_bounds(lightest(profile), problem):
         return None
     for num_bytes, blocks in candidates(profile):
-        if num_bytes < missing_bytes or any(num_bytes > budget for budget in host_budgets):
+        if num_bytes < missing_bytes or any(num_bytes > host.budget_bytes for host in hosts):
             continue
         streaming = profile.offloading(blocks)
         if _fits_bounds(streaming, problem):
             plan = _place_in_order(streaming, problem)
             if isinstance(plan, Plan):
-                notes = () if host_budgets else (Reason("host-unknown"),)
+                notes = () if hosts else (Reason("host-unknown"),)
                 return replace(plan, why=(*plan.why, *notes))
     return None
 
@@ -213,15 +208,15 @@ def _place_on_fewest(chunked: Sequence[Costs], problem: PlanProblem) -> Plan | N
 
 def _limits_to_try(chunked: Sequence[Costs], problem: PlanProblem) -> Iterator[PlacementLimits]:
     """Yield ascending numbers of devices, where fewer are better than larger chunks."""
-    limits = _limits(problem)
     wants_pages = chunked[0].page_bytes is not None and problem.objective in ("auto", "pages")
     is_free = not (problem.use_all or wants_pages) and problem.constraints.strategy == "auto"
     if not is_free or len(chunked) == 1:  # of pages no number of devices has enough
-        yield limits
+        yield problem.limits
         return
     max_devices = min(len(problem.fleet.devices), chunked[0].num_blocks)
-    for number in range(search.min_devices(chunked, problem.fleet, limits=limits), max_devices + 1):
-        yield replace(limits, num_devices=number)
+    min_devices = search.min_devices(chunked, problem.fleet, limits=problem.limits)
+    for number in range(min_devices, max_devices + 1):
+        yield replace(problem.limits, num_devices=number)
 
 
 def _search_plan(
@@ -261,23 +256,16 @@ def with_chunks(workload: Workload) -> Iterator[Workload]:
     """Yield the workload with its prefill chunk resolved: the whole prompt, then smaller chunks."""
     if workload.images and workload.vision_batch == "auto":
         workload = replace(workload, vision_batch=None)
+    sizes: list[int | None] = [None]
     if workload.prefill_chunk_tokens != "auto":
-        yield workload
-        return
-    if workload.is_paged:
-        sizes = (min(tokens, workload.context_tokens) for tokens in _STEP_TOKENS)
-        yield from (
-            replace(workload, prefill_chunk_tokens=tokens) for tokens in dict.fromkeys(sizes)
-        )
-        return
-    yield replace(workload, prefill_chunk_tokens=None)
-    if workload.training is not None or workload.images:
-        return  # training takes whole sequences; with images each chunk has a profile of its own
-    chunk = _LARGEST_CHUNK_TOKENS
-    while chunk >= _SMALLEST_CHUNK_TOKENS:
-        if chunk < workload.prompt_tokens:
-            yield replace(workload, prefill_chunk_tokens=chunk)
-        chunk //= 2
+        sizes = [workload.prefill_chunk_tokens]
+    elif workload.is_paged:
+        sizes = [min(tokens, workload.context_tokens) for tokens in _STEP_TOKENS]
+    elif workload.training is None and not workload.images:
+        # Training takes whole sequences; with images each chunk has a profile of its own.
+        sizes += [tokens for tokens in _CHUNK_TOKENS if tokens < workload.prompt_tokens]
+    for tokens in dict.fromkeys(sizes):
+        yield replace(workload, prefill_chunk_tokens=tokens)
 
 
 def check_context(workload: Workload, limit: int | None, model: str) -> None:
@@ -345,32 +333,28 @@ def _make_plan(
 
 def _copy_seconds(costs: Costs, solution: Solution, fleet: Fleet) -> float | None:
     """Return the seconds of each step's copies from the host, None if a link's speed is unknown."""
-    total = 0.0
-    for stage in solution.stages:
-        size = costs.streamed_bytes(stage.start, stage.stop)
-        rate = fleet.devices[stage.device].host_bytes_per_second
-        if size and rate is None:
-            return None
-        total += size / rate if rate else 0.0
-    return total or None
+    copies = [
+        (costs.streamed_bytes(stage.start, stage.stop), fleet.devices[stage.device])
+        for stage in solution.stages
+    ]
+    rates = [(size, device.host_bytes_per_second) for size, device in copies if size]
+    if not all(rate for _, rate in rates):
+        return None
+    return sum(size / rate for size, rate in rates if rate) or None
 
 
 def _reasons(
     costs: Costs, solution: Solution, problem: PlanProblem, copy_seconds: float | None
 ) -> Iterator[Reason]:
-    num_used, num_devices = len(solution.stages), len(problem.fleet.devices)
+    used = [problem.fleet.names[stage.device] for stage in solution.stages]
+    num_used, num_devices = len(used), len(problem.fleet.devices)
     wants_few = problem.constraints.strategy == "auto" and not problem.use_all
-    names = problem.fleet.names
-    used = [names[stage.device] for stage in solution.stages]
     if wants_few and solution.objective != "pages":
         is_tight = num_used > 1 and costs.room is not None
         is_tight = is_tight and _may_fit_fewer(problem, costs, num_used)
+        is_limited = bool(problem.limits)
         yield from gpus_reason(
-            num_used,
-            num_devices,
-            used[0],
-            is_limited=bool(problem.limits),
-            lack_room=is_tight,
+            num_used, num_devices, used[0], is_limited=is_limited, lack_room=is_tight
         )
     reserved = reserves(problem.constraints, problem.fleet)
     yield from demand_reasons(problem.constraints, problem.fleet, reserved, used)
@@ -388,14 +372,13 @@ def _may_fit_fewer(problem: PlanProblem, costs: Costs, num_used: int) -> bool:
     return search.is_conceivable(
         _chunked_costs(costs.profile, problem),
         problem.fleet,
-        limits=replace(_limits(problem), num_devices=num_used - 1),
+        limits=replace(problem.limits, num_devices=num_used - 1),
     )
 
 
 def _describe_shortage(
     profile: Profile, problem: PlanProblem, shortage: NoPlacement
 ) -> InfeasibleError:
-    budget = sum(device.budget_bytes for device in problem.fleet.devices)
     workload, missing_bytes = problem.workload, shortage.shortfall_bytes()
     # A lower bound: it may be next to nothing where the cut doesn't work out.
     is_told = missing_bytes >= _LEAST_REPORTED_BYTES
@@ -404,22 +387,7 @@ def _describe_shortage(
         f"{profile.model} does not fit: {format_bytes(profile.weight_bytes)} of weights, "
         f"{workload.context_tokens} tokens, batch {workload.batch}; "
         f"{format_count(len(problem.fleet.devices), 'device')} with a budget of "
-        f"{format_bytes(budget)} in all{shortfall}{_blame_constraints(profile, problem)}",
+        f"{format_bytes(problem.fleet.budget_bytes)} in all{shortfall}",
         hint="use more or larger GPUs, or a smaller model",
         shortfall_bytes=missing_bytes,
     )
-
-
-def _blame_constraints(profile: Profile, problem: PlanProblem) -> str:
-    """Blame the strategy or the pins, if nothing else is in the way."""
-    constraints = problem.constraints
-    if not constraints.demands:
-        return ""
-    unconstrained = replace(
-        problem, constraints=replace(constraints, strategy="auto", pins=()), limits=NO_LIMITS
-    )
-    if not place_best(profile, unconstrained):
-        return ""
-    demands = [f"the strategy {constraints.strategy}"] if constraints.strategy != "auto" else []
-    demands += ["the pins"] if constraints.pins else []
-    return f"; without {' and '.join(demands)} it fits"

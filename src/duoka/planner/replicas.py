@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from duoka.base.progress import say
 from duoka.checkpoint.checkpoint import Checkpoint
@@ -59,8 +59,7 @@ class Replicas:
     value: float
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Deal:
+class _Deal(NamedTuple):
     """A way to deal some devices; the larger the better."""
 
     devices: int  # negative, so that fewer are better
@@ -155,8 +154,8 @@ class _Dealer:
         self._problem = problem
         self._objective = self._objective_on(problem.fleet)
         self._kinds = exchangeable(problem.fleet)
-        self._plans: dict[Counts, Plan | None] = {}
         self._all = tuple(len(kind) for kind in self._kinds)
+        self._plans: dict[Counts, Plan] = {}
         if math.prod((count + 1) * (count + 2) // 2 for count in self._all) > _MOST_DEALS:
             raise UsageError(
                 f"{len(problem.fleet.devices)} devices of {len(self._kinds)} kinds can be dealt "
@@ -173,26 +172,27 @@ class _Dealer:
         """Return the best way to deal all devices, by the number of groups."""
         # Only groups that hold a copy are dealt, and of these, unless every device must be used,
         # only minimal ones: a group that contains a smaller one that holds a copy wastes a device.
-        groups = [counts for counts in self._by_size() if self._plan(counts) is not None]
+        states = [*itertools.product(*(range(count + 1) for count in self._all))]
+        for counts in sorted(filter(any, states), key=sum):
+            wastes = any(all(map(int.__le__, part, counts)) for part in self._plans)
+            if self._problem.use_all or not wastes:
+                plan = self._plan_on(self._take([*map(list, self._kinds)], counts))
+                if plan is not None:
+                    self._plans[counts] = plan
         deals: dict[Counts, dict[int, _Deal]] = {}
-        for state in itertools.product(*(range(count + 1) for count in self._all)):
-            deals[state] = self._deal_state(state, groups, deals)
+        for state in states:
+            deals[state] = self._deal_state(state, deals)
         return {number: deal for number, deal in deals[self._all].items() if number}
 
     def plans_of(self, deal: _Deal) -> Replicas:
         """Return the plans of a deal, on the user's first devices."""
-        free = [list(kind) for kind in self._kinds]
-        groups: list[tuple[int, ...]] = []
-        for counts in deal.groups:
-            devices = [
-                kind.pop(0) for kind, count in zip(free, counts, strict=True) for _ in range(count)
-            ]
-            groups.append(tuple(sorted(devices)))
-        plans = [self._plan_on(devices) for devices in sorted(groups)]
-        assert None not in plans, "the same kind of group has a plan"
+        free = [*map(list, self._kinds)]
+        groups = sorted(self._take(free, counts) for counts in deal.groups)
+        plans = [plan for plan in map(self._plan_on, groups) if plan is not None]
+        assert len(plans) == len(groups), "the same kind of group has a plan"
         names = self._problem.fleet.names
         return Replicas(
-            plans=tuple(plan for plan in plans if plan is not None),
+            plans=tuple(plans),
             idle=tuple(names[index] for index in sorted(itertools.chain(*free))),
             objective=self._objective,
             value=abs(deal.value),
@@ -212,52 +212,32 @@ class _Dealer:
         )
         return replace(plan, request=again)
 
-    def _deal_state(
-        self, state: Counts, groups: Sequence[Counts], deals: dict[Counts, dict[int, _Deal]]
-    ) -> dict[int, _Deal]:
+    def _take(self, free: Sequence[list[int]], counts: Counts) -> tuple[int, ...]:
+        """Take so many devices of each kind, the user's first ones."""
+        devices = [kind.pop(0) for kind, num in zip(free, counts, strict=True) for _ in range(num)]
+        return tuple(sorted(devices))
+
+    def _deal_state(self, state: Counts, deals: dict[Counts, dict[int, _Deal]]) -> dict[int, _Deal]:
         """Return the best deals of a state: its first device stays idle, or is in a group."""
         if not any(state):
             return {0: _Deal(0, self._join(()), ())}
-        first_kind = next(kind for kind, count in enumerate(state) if count)
+        # Some device is the first of those left. It stays idle, or one of the groups holds it; so
+        # every deal is reached once, and all sub-states come earlier in the order of `product`.
+        # Groups are joined by a minimum or a sum, so the best deal of the rest is part of the best.
+        kind = next(kind for kind, count in enumerate(state) if count)
         best: dict[int, _Deal] = {}
         if not self._problem.use_all:
-            best = dict(deals[*state[:first_kind], state[first_kind] - 1, *state[first_kind + 1 :]])
-        for counts in groups:
+            best |= deals[*state[:kind], state[kind] - 1, *state[kind + 1 :]]
+        for counts, plan in self._plans.items():
             rest = tuple(have - take for have, take in zip(state, counts, strict=True))
-            if not counts[first_kind] or min(rest) < 0:
+            if not counts[kind] or min(rest) < 0:
                 continue
-            plan = self._plan(counts)
-            assert plan is not None, "only groups that hold a copy are dealt"
             for number, deal in deals[rest].items():
-                longer = _Deal(
-                    deal.devices - sum(counts),
-                    self._join((deal.value, self._worth(plan))),
-                    (counts, *deal.groups),
-                )
-                if number + 1 not in best or _is_better(longer, best[number + 1]):
+                value = self._join((deal.value, self._worth(plan)))
+                longer = _Deal(deal.devices - sum(counts), value, (counts, *deal.groups))
+                if number + 1 not in best or longer[:2] > best[number + 1][:2]:
                     best[number + 1] = longer
         return best
-
-    def _by_size(self) -> Iterator[Counts]:
-        """Yield all possible groups, the smallest first, without superfluous ones."""
-        every = itertools.product(*(range(count + 1) for count in self._all))
-        for counts in sorted(filter(any, every), key=sum):
-            if self._problem.use_all or not self._holds_part(counts):
-                yield counts
-
-    def _holds_part(self, counts: Counts) -> bool:
-        """Return True if a part of these devices holds a copy: then all are never needed."""
-        return any(
-            plan is not None and part != counts and all(map(int.__le__, part, counts))
-            for part, plan in self._plans.items()
-        )
-
-    def _plan(self, counts: Counts) -> Plan | None:
-        if counts not in self._plans:
-            kinds = zip(self._kinds, counts, strict=True)
-            devices = itertools.chain.from_iterable(kind[:count] for kind, count in kinds)
-            self._plans[counts] = self._plan_on(tuple(sorted(devices)))
-        return self._plans[counts]
 
     def _plan_on(self, devices: Sequence[int]) -> Plan | None:
         """Plan for exactly these devices, each in use."""
@@ -282,16 +262,11 @@ class _Dealer:
             return plan.value
         return -plan.value if self._objective == "latency" else 1.0 / plan.value
 
-    @property
-    def _join(self) -> Callable[[Sequence[float]], float]:
-        """The joint value of groups: the least, or the sum."""
+    def _join(self, values: Sequence[float]) -> float:
+        """Return the joint value of groups: the least, or the sum."""
         if self._objective in ("throughput", "pages"):
-            return math.fsum
-        return lambda values: min(values, default=math.inf)
-
-
-def _is_better(deal: _Deal, other_deal: _Deal) -> bool:
-    return (deal.devices, deal.value) > (other_deal.devices, other_deal.value)
+            return math.fsum(values)
+        return min(values, default=math.inf)
 
 
 def replicas_for(

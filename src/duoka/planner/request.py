@@ -7,7 +7,7 @@ resolved. Its names are translated for one model and one fleet where it is solve
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from duoka.forecast.costs import ReplayCache
 from duoka.forecast.workload import Workload
@@ -15,7 +15,7 @@ from duoka.hardware.fleet import Fleet
 
 from .constraints import Constraints
 from .device_map import DeviceMap
-from .search import Objective, PlacementLimits
+from .search import NO_LIMITS, Objective, PlacementLimits
 
 Largest = Literal["context", "batch"]
 LARGEST: tuple[Largest, ...] = get_args(Largest)
@@ -48,13 +48,13 @@ class PlanProblem(PlanRequest):
 
     What the constraints reserve is taken off the fleet's budgets already (`limits.usable`). With a
     device map a person has decided where the modules go (`from_device_map`). `limits` is what the
-    constraints mean for the profile, once that is known; what replays have found out is shared by
+    planner takes the constraints to mean for a profile; what replays have found out is shared by
     all problems that are made of one.
     """
 
     fleet: Fleet
     device_map: DeviceMap | None = None
-    limits: PlacementLimits | None = None
+    limits: PlacementLimits = NO_LIMITS
     replay_cache: ReplayCache = field(default_factory=ReplayCache, compare=False, repr=False)
 
     @classmethod
@@ -62,13 +62,10 @@ class PlanProblem(PlanRequest):
         cls, request: PlanRequest, fleet: Fleet, device_map: DeviceMap | None = None
     ) -> PlanProblem:
         """Put a request on a fleet."""
-        return cls(fleet=fleet, device_map=device_map, **_values(request))
+        values = {part.name: getattr(request, part.name) for part in fields(PlanRequest)}
+        return cls(fleet=fleet, device_map=device_map, **values)
 
     @property
     def request(self) -> PlanRequest:
         """The request, without the fleet."""
-        return PlanRequest(**_values(self))
-
-
-def _values(request: PlanRequest) -> dict[str, Any]:
-    return {field.name: getattr(request, field.name) for field in fields(PlanRequest)}
+        return PlanRequest(**{part.name: getattr(self, part.name) for part in fields(PlanRequest)})

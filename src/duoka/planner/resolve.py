@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
@@ -62,18 +63,18 @@ def _plan_in_parts(profile: Profile, problem: PlanProblem, profile_for: ProfileF
     workloads = [*_in_parts(problem.workload, profile)]
 
     @cache
-    def plan_at(index: int) -> Plan | None:
-        part_profile = profile_for(workloads[index])
+    def plan_for(workload: Workload) -> Plan | None:
+        part_profile = profile_for(workload)
         if part_profile is None:
             return None
-        return solve(part_profile, replace(problem, workload=workloads[index])) or None
+        return solve(part_profile, replace(problem, workload=workload)) or None
 
     # Each is a trace of its own; smaller parts need no more memory.
-    index = bisect_left(range(len(workloads)), True, key=lambda index: plan_at(index) is not None)
-    plan = plan_at(index) if index < len(workloads) else None
-    if plan is None:
-        return None
-    return replace(plan, why=(*chunk_reason(problem.workload, plan.workload), *plan.why))
+    index = bisect_left(workloads, True, key=lambda workload: plan_for(workload) is not None)
+    for plan in map(plan_for, workloads[index : index + 1]):
+        if plan is not None:
+            return replace(plan, why=(*chunk_reason(problem.workload, plan.workload), *plan.why))
+    return None
 
 
 def _in_parts(workload: Workload, profile: Profile) -> Iterator[Workload]:
@@ -102,16 +103,14 @@ def joined_note(layers: str) -> str:
 
 def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
     """Explain why a checkpoint's own code needs more memory than duoka's class."""
-    if not checkpoint.builds_own_model or workload.training is not None:
-        return ""
-    try:
-        refuse_unbuildable(checkpoint.config)
-    except ModelError:
-        return ""
-    return (
-        "the checkpoint's own code reads a prompt whole; duoka plan without --trust-remote-code "
-        "takes another class of this model, which reads it in chunks"
-    )
+    if checkpoint.builds_own_model and workload.training is None:
+        with suppress(ModelError):
+            refuse_unbuildable(checkpoint.config)
+            return (
+                "the checkpoint's own code reads a prompt whole; duoka plan without "
+                "--trust-remote-code takes another class of this model, which reads it in chunks"
+            )
+    return ""
 
 
 def answer_checkpoint(
@@ -163,7 +162,8 @@ def _with_schemes(checkpoint: Checkpoint, problem: PlanProblem) -> Iterator[Plan
     if not smaller:
         yield unquantized
         return
-    # Weights are quantized or offloaded; to read them over PCIe for each token costs more.
+    # For "auto": unquantized, int8, int4 (nf4 in training), all on the GPUs; at last unquantized
+    # with weights on the host. To read them over PCIe for each token costs more than a few bits.
     on_gpus = replace(problem, constraints=replace(problem.constraints, offload=False))
     for quantized in (workload, *smaller):
         yield replace(on_gpus, workload=quantized)
@@ -234,8 +234,8 @@ def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = Fa
     if not is_encoder and not is_own_code:
         return workload
     if isinstance(workload.prefill_chunk_tokens, int):
-        reader = "code that comes with a checkpoint can't be relied on to"
-        reader = "an encoder can't" if is_encoder else reader
+        own_code = "code that comes with a checkpoint can't be relied on to"
+        reader = "an encoder can't" if is_encoder else own_code
         raise UsageError(
             f"{reader} read its prompt in chunks of {workload.prefill_chunk_tokens}",
             hint="leave the chunk out",

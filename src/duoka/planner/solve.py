@@ -9,7 +9,7 @@ from . import planner
 from .from_device_map import follow_map
 from .max_workload import find_largest, smallest_problem
 from .plan import Plan
-from .planner import NoPlan, place_best, refuse_unplannable
+from .planner import NoPlan, place_best
 from .request import PlanProblem
 
 
@@ -32,8 +32,6 @@ def solve(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) ->
 
 def find_plan(profile: Profile, problem: PlanProblem) -> Plan:
     """Solve a problem; raise InfeasibleError if there is no plan."""
-    if problem.largest is None and problem.device_map is None:
-        refuse_unplannable(profile, problem)
     plan = solve(profile, problem)
     if isinstance(plan, NoPlan):
         raise plan.describe()

@@ -11,11 +11,10 @@ from duoka import Workload
 from duoka.planner.device_map import judge
 from duoka.tracing.get_profile import profile_module
 
-OLDER = ("gpt2", "gpt_neo", "gptj", "bloom", "opt", "codegen", "falcon", "mpt", "gpt_bigcode")
-NEWER = ("llama", "phi", "gemma2", "mixtral", "recurrent_gemma", "jamba", "qwen3_next", "glm4")
+FAMILIES = ("gpt2", "bloom", "mpt", "gemma2", "jamba", "glm4")
 
 
-@pytest.mark.parametrize("name", [*OLDER, *NEWER])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_map_that_accelerate_infers_is_accepted(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

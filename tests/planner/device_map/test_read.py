@@ -112,23 +112,17 @@ def test_devices(fleet: str, value: object, device: str) -> None:
         ("two", "cuda:01", "no device has such a name"),
         ("two", "GPU 0", "no device has such a name"),
         ("two", "", "no device has such a name"),
-        ("two", True, "true or false is no device"),
-        ("two", None, "null is no device"),
-        ("two", 1.0, "a fraction is no device"),
-        ("two", [0], "a list is no device"),
+        ("two", True, "bool is no device"),
+        ("two", None, "NoneType is no device"),
+        ("two", [0], "list is no device"),
         ("two", torch.zeros(2), "Tensor is no device"),
         ("any", "mps", "duoka knows cuda:N"),
-        ("any", "cuda:64", "no GPU has such a number"),
-        ("any", 64, "no GPU has such a number"),
+        ("any", 64, "duoka knows cuda:N"),
     ],
 )
 def test_what_is_no_device(fleet: str, value: object, problem: str) -> None:
     with pytest.raises(NoDevice, match=problem):
         Devices(FLEETS[fleet]).resolve(value)
-
-
-def test_cuda_alone_is_the_only_gpu() -> None:
-    assert Devices(Fleet(devices=Fleet.parse("3x1GiB").devices[2:])).resolve("cuda") == "cuda:2"
 
 
 JSON = st.recursive(

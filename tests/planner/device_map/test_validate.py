@@ -60,12 +60,6 @@ def test_forms_that_mean_the_same(device_map: object) -> None:
     assert placed(device_map) == PLACED
 
 
-def test_all_on_one() -> None:
-    names = [name for name, _ in PLACED]
-    assert placed({"": 2}) == tuple((name, "vgpu:2") for name in names)
-    assert judge("cpu", SMALL).placed == tuple((name, "cpu") for name in names)
-
-
 BUFFERED = replace(
     SMALL,
     blocks=tuple(
@@ -95,67 +89,50 @@ def test_buffers_follow_the_parameters_of_their_block() -> None:
 
 
 def test_a_buffer_without_a_device_is_missing_all_the_same() -> None:
-    without = {name: device for name, device in NATIVE.items() if name != "m.rot"}
-    assert refused(without, BUFFERED).missing == ("m.rot.freq", "m.rot.kept")
+    assert refused(without("m.rot"), BUFFERED).missing == ("m.rot.freq", "m.rot.kept")
     assert refused({**NATIVE, "m.rot": 7}, BUFFERED).misplaced
 
 
+def without(*names: str, given: dict[str, int] = NATIVE) -> dict[str, int]:
+    return {name: device for name, device in given.items() if name not in names}
+
+
 def test_a_tied_tensor_has_the_device_of_any_of_its_names() -> None:
-    without = {name: device for name, device in NATIVE.items() if name != "head"}
-    assert placed(without) == PLACED
-    moved = {**NATIVE, "head": 1}
-    del moved["m.emb"]
-    error = refused(moved)
+    assert placed(without("head")) == PLACED
+    error = refused({**without("m.emb"), "head": 1})
     assert error.missing == ()
     assert error.split == ("m.emb", "m.rot", "head")  # the rotary frequencies stay at 0
     assert error.completed == {**NATIVE, "m.emb": 0}
+    error = refused({"": 1, "m.emb": 0, "m.rot": 0})
+    assert "m.emb, m.rot, head, which share weights (on vgpu:0 and vgpu:1)" in str(error)
 
 
-def test_missing_names_are_those_of_the_author() -> None:
-    native = {
-        name: device for name, device in NATIVE.items() if name not in ("m.rot", "m.layers.0")
-    }
-    error = refused(native)
-    assert error.missing == (
-        "m.rot.freq",
-        "m.rot.kept",
-        "m.layers.0.attn.q.weight",
-        "m.layers.0.attn.k.weight",
-        "m.layers.0.norm.weight",
-        "m.layers.0.experts",
-    )
-    assert "it has no device for: m.rot, m.layers.0" in str(error)
-    assert error.completed == NATIVE
-    published = {k: v for k, v in PUBLISHED.items() if k not in ("p.r", "p.enc.0")}
-    error = refused(published)
-    assert error.missing == (
-        "p.r.freq",
-        "p.enc.0.qkv.weight",
-        "p.enc.0.n.weight",
-        "p.enc.0.x.0.weight",
-        "p.enc.0.x.1.weight",
-    )
-    assert "it has no device for: p.r, p.enc.0" in str(error)
-    assert error.completed == {**PUBLISHED, "head": 0}
+IN_A_LAYER = ("attn.q.weight", "attn.k.weight", "norm.weight", "experts")
+PUBLISHED_IN_A_LAYER = ("qkv.weight", "n.weight", "x.0.weight", "x.1.weight")
 
 
-def test_a_buffer_alone_can_be_missing() -> None:
-    error = refused({**NATIVE, "m.norm": "disk", "m.norm.weight": 1})
-    assert error.missing == ()
-    assert error.misplaced == ("m.norm",)
-    del (fewer := dict(NATIVE))["m.norm"]
-    error = refused({**fewer, "m.norm.weight": 1})
-    assert error.missing == ("m.norm.step",)
-    assert "no device for: m.norm.step" in str(error)
-
-
-def test_half_of_a_stacked_tensor_is_missing() -> None:
-    half = {**PUBLISHED, "p.enc.0.qkv": 0, "p.enc.0.n": 0, "p.enc.0.x.1": 0}
-    del half["p.enc.0"]
-    error = refused(half)
-    assert error.missing == ("p.enc.0.x.0.weight",)
-    error = refused({**PUBLISHED, "p.enc.0.x.1": 2})
-    assert (error.missing, error.split) == ((), ("p.enc.0",))
+@pytest.mark.parametrize(
+    ("given", "names", "missing"),
+    [
+        (
+            NATIVE,
+            ("m.rot", "m.layers.0"),
+            ("m.rot.freq", "m.rot.kept", *(f"m.layers.0.{name}" for name in IN_A_LAYER)),
+        ),
+        (
+            PUBLISHED,
+            ("p.r", "p.enc.0"),
+            ("p.r.freq", *(f"p.enc.0.{name}" for name in PUBLISHED_IN_A_LAYER)),
+        ),
+    ],
+)
+def test_missing_names_are_those_of_the_author(
+    given: dict[str, int], names: tuple[str, ...], missing: tuple[str, ...]
+) -> None:
+    error = refused(without(*names, given=given))
+    assert error.missing == missing
+    assert f"it has no device for: {', '.join(names)}" in str(error)
+    assert error.completed == {**given, "head": 0}
 
 
 def test_unknown_names_and_what_they_mean() -> None:
@@ -184,14 +161,6 @@ def test_unknown_names_and_what_they_mean() -> None:
     assert "' m.rot' → m.rot" in str(error)
 
 
-def test_what_stands_twice() -> None:
-    entries = (*NATIVE.items(), ("m.norm", 1))
-    error = refused(DeviceMap(entries))
-    assert error.doubled == ("m.norm",)
-    assert (error.missing, error.unknown, error.split) == ((), (), ())
-    assert error.completed == NATIVE
-
-
 def test_two_conventions_that_contradict_each_other() -> None:
     error = refused({**NATIVE, "p.enc.1": 0})
     assert error.doubled == ("m.layers.1", "p.enc.1")
@@ -216,16 +185,8 @@ def test_what_must_stay_whole() -> None:
 
 
 def test_everything_at_once() -> None:
-    entries = (
-        ("m.emb", 0),
-        ("m.layers.0", 0),
-        ("m.layers.0.norm", 1),
-        ("p.enc.1", "disk"),
-        ("m.nrom", 7),
-        ("out", 1),
-        ("out", 2),
-    )
-    error = refused(DeviceMap(entries))
+    entries = {"m.emb": 0, "m.layers.0": 0, "m.layers.0.norm": 1, "p.enc.1": "disk", "m.nrom": 7}
+    error = refused(DeviceMap((*entries.items(), ("out", 1), ("out", 2))))
     assert error.missing == ("m.rot.freq", "m.rot.kept", "m.norm.weight", "m.norm.step")
     assert error.unknown == ("m.nrom",)
     assert error.doubled == ("out",)
@@ -235,44 +196,15 @@ def test_everything_at_once() -> None:
     assert "the devices are vgpu:0, vgpu:1, vgpu:2" in str(error)
 
 
-def test_an_empty_map_is_completed_on_the_first_device() -> None:
-    error = refused({})
-    assert len(error.missing) == 14
-    assert set(error.completed.values()) == {"vgpu:0"}  # type: ignore[union-attr]
-
-
-def test_the_completed_map_is_written_as_the_map_was() -> None:
-    for device, shown in ((1, 1), ("1", 1), ("vgpu:1", "vgpu:1")):
-        error = refused({"p.e": device, "p.enc": device})
-        assert list(error.completed or ()) == [
-            "p.e",
-            "p.r",
-            "p.enc.0",
-            "p.enc.1",
-            "m.norm",
-            "out",
-            "head",
-        ]
-        assert set((error.completed or {}).values()) == {shown}
-
-
-def test_a_tied_tensor_under_a_wide_name_is_there_too() -> None:
-    error = refused({"": 1, "m.emb": 0, "m.rot": 0})
-    assert error.split == ("m.emb", "m.rot", "head")
-    assert "m.emb, m.rot, head, which share weights (on vgpu:0 and vgpu:1)" in str(error)
+@pytest.mark.parametrize(("device", "shown"), [(1, 1), ("1", 1), ("vgpu:1", "vgpu:1")])
+def test_the_completed_map_is_written_as_the_map_was(device: object, shown: object) -> None:
+    names = ("p.e", "p.r", "p.enc.0", "p.enc.1", "m.norm", "out", "head")
+    assert refused({"p.e": device, "p.enc": device}).completed == dict.fromkeys(names, shown)
 
 
 def test_neighbours_decide_about_what_is_missing() -> None:
     error = refused({"m.layers.0": 1, "m.norm": 2})
-    assert error.completed == {
-        "m.emb": 1,
-        "m.rot": 1,
-        "m.layers.0": 1,
-        "m.layers.1": 1,
-        "m.norm": 2,
-        "out": 2,
-        "head": 1,
-    }
+    assert error.completed == {**dict.fromkeys(NATIVE, 1), "m.norm": 2, "out": 2}
 
 
 def test_names_cannot_break_the_terminal() -> None:
@@ -294,12 +226,8 @@ def test_a_million_unknown_names_are_told_in_time() -> None:
 def test_names_alone_are_enough_for_completeness() -> None:
     outline = Outline.of_names(["a.w", "a.b", "b.c.w", "b.w", "top"])
     assert [block.modules for block in outline.blocks] == [("a",), ("b.c",), ("b.w",), ("top",)]
-    assert dict(judge({"a": 0, "b": 1, "b.c": 0, "top": 1}, outline).placed) == {
-        "a": "cuda:0",
-        "b.c": "cuda:0",
-        "b.w": "cuda:1",
-        "top": "cuda:1",
-    }
+    placed = dict(judge({"a": 0, "b": 1, "b.c": 0, "top": 1}, outline).placed)
+    assert placed == {"a": "cuda:0", "b.c": "cuda:0", "b.w": "cuda:1", "top": "cuda:1"}
     with pytest.raises(PlacementError) as caught:
         judge({"a": 0, "b": 1}, outline)
     assert caught.value.missing == ("top",)
@@ -333,14 +261,6 @@ def test_names_that_are_exchanged_between_the_conventions() -> None:
     assert refused({"m.emb": 0}, outline).missing == ("m.rot.freq", "m.rot.kept")
 
 
-def test_numbers_of_cuda_visible_devices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,1")
-    with pytest.raises(PlacementError) as caught:
-        judge({"m": 2, "m.layers.1": 1, "m.norm": 1, "out": 1}, SMALL, Fleet.parse("2x1GiB"))
-    assert "CUDA_VISIBLE_DEVICES=2,1: 2 is cuda:0, 1 is cuda:1" in str(caught.value)
-    assert caught.value.completed is not None
-
-
 @pytest.mark.parametrize(
     ("visible", "given", "expected"),
     [
@@ -350,33 +270,29 @@ def test_numbers_of_cuda_visible_devices_are_told(monkeypatch: pytest.MonkeyPatc
         ("2,3", ("cuda:2", "cuda:3"), ("cuda:0", "cuda:1")),
         (None, (2, 3), (0, 1)),
         (None, (0, 7), (0, 1)),
+        (None, (0, 1, 2, 3), (0, 0, 1, 1)),  # balanced over fewer
     ],
 )
 def test_devices_of_another_numbering_are_translated(
-    visible: str | None, given: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+    visible: str | None,
+    given: tuple[Any, ...],
+    expected: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    one, other = given
-    device_map = {"m.emb": one, "m.rot": one, "m.layers.0": one, "head": one}
-    device_map |= {"m.layers.1": other, "m.norm": other, "out": other}
+    one, *others, last = given
+    middle = others or [one, last]
+    device_map = {"m.emb": one, "m.rot": one, "m.layers.0": middle[0], "head": one}
+    device_map |= {"m.layers.1": middle[1], "m.norm": last, "out": last}
     fleet = Fleet(devices=tuple(Device(name=f"cuda:{n}", budget_bytes=2**30) for n in range(2)))
     with pytest.raises(PlacementError) as caught:
         judge(device_map, SMALL, fleet)
     translated = dict(zip(given, expected, strict=True))
     assert caught.value.completed == {name: translated[at] for name, at in device_map.items()}
-
-
-def test_a_map_for_more_gpus_is_balanced_over_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    device_map = {"m.emb": 0, "m.rot": 0, "m.layers.0": 1, "m.layers.1": 2, "m.norm": 3, "out": 3}
-    with pytest.raises(PlacementError) as caught:
-        judge(device_map, SMALL, Fleet.parse("2x1GiB"))
-    assert caught.value.completed == {
-        **dict.fromkeys(("m.emb", "m.rot", "m.layers.0", "head"), 0),
-        **dict.fromkeys(("m.layers.1", "m.norm", "out"), 1),
-    }
+    if visible == "3,2":
+        assert "CUDA_VISIBLE_DEVICES=3,2: 3 is cuda:0, 2 is cuda:1" in str(caught.value)
 
 
 def test_modules_without_tensors_may_be_named() -> None:

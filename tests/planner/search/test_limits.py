@@ -19,7 +19,6 @@ from searching import (
     make_limits,
     oracle,
     plain_costs,
-    shape_of,
     value_of,
 )
 
@@ -64,7 +63,7 @@ def check(case: Case, objective: Objective) -> str:
 
 def test_random_cases_equal_brute_force() -> None:
     rng = random.Random(5)
-    seen = [check(limited_case(rng), rng.choice(OBJECTIVES)) for _ in range(500)]
+    seen = [check(limited_case(rng), rng.choice(OBJECTIVES)) for _ in range(250)]
     assert {kind: seen.count(kind) > 5 for kind in set(seen)} == dict.fromkeys(
         ("found", "UsageError", "NoPlacement"), True
     )
@@ -75,20 +74,6 @@ def test_random_cases_equal_brute_force() -> None:
 @given(st.integers(0, 2**32), st.sampled_from(OBJECTIVES))
 def test_any_case_equals_brute_force(seed: int, objective: Objective) -> None:
     check(limited_case(random.Random(seed)), objective)
-
-
-def test_a_pin_decides_the_device_and_so_the_order() -> None:
-    costs, fleet = plain_costs(3, 3), fleet_of(4, 4)
-    assert shape_of(search(costs, fleet)) == [(0, 1, 0), (1, 2, 1)]
-    pinned = PlacementLimits(pins=((1, 0),))
-    assert shape_of(search(costs, fleet, limits=pinned)) == [(0, 1, 1), (1, 2, 0)]
-
-
-def test_a_pin_can_cost_a_device() -> None:
-    found = search(
-        plain_costs(1, 1, 1), fleet_of(9, 9), limits=PlacementLimits(pins=((0, 0), (2, 1)))
-    )
-    assert len(found.stages) == 2
 
 
 def test_limits_that_nothing_obeys_are_refused() -> None:

@@ -53,9 +53,9 @@ def check(case: Case, objective: Objective) -> Solution | None:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_random_cases_equal_brute_force(objective: Objective) -> None:
     rng = random.Random(20240607)
-    found = [check(make_case(rng), objective) for _ in range(700)]
-    assert 100 < sum(each is None for each in found) < 600
-    assert sum(each is not None and len(each.stages) > 1 for each in found) > 100
+    found = [check(make_case(rng), objective) for _ in range(250)]
+    assert 35 < sum(each is None for each in found) < 215
+    assert sum(each is not None and len(each.stages) > 1 for each in found) > 35
 
 
 @pytest.mark.fuzz
@@ -63,17 +63,6 @@ def test_random_cases_equal_brute_force(objective: Objective) -> None:
 @given(st.integers(0, 2**32), st.sampled_from(OBJECTIVES))
 def test_any_case_equals_brute_force(seed: int, objective: Objective) -> None:
     check(make_case(random.Random(seed)), objective)
-
-
-def test_one_device_when_one_suffices() -> None:
-    assert shape_of(search(plain_costs(1, 1, 1), fleet_of(4, 4))) == [(0, 3, 0)]
-    assert shape_of(search(plain_costs(1, 1, 1), fleet_of(4, 5))) == [(0, 3, 1)]
-
-
-def test_use_all_uses_all() -> None:
-    found = search(plain_costs(1, 1, 1, 1), fleet_of(9, 9), use_all=True)
-    assert shape_of(found) == [(0, 2, 0), (2, 4, 1)]
-    assert (found.value, found.bound, found.binding_device) == (7, 7, 0)
 
 
 def test_more_devices_to_use_than_blocks() -> None:

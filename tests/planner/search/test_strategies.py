@@ -88,14 +88,14 @@ def check_sequential(case: Case) -> bool:
 
 def test_balanced_equals_brute_force() -> None:
     rng = random.Random(11)
-    seen = [check_balanced(any_case(rng)) for _ in range(400)]
-    assert 100 < sum(seen) < 350
+    seen = [check_balanced(any_case(rng)) for _ in range(200)]
+    assert 50 < sum(seen) < 175
 
 
 def test_sequential_equals_brute_force() -> None:
     rng = random.Random(12)
-    seen = [check_sequential(any_case(rng)) for _ in range(400)]
-    assert 100 < sum(seen) < 350
+    seen = [check_sequential(any_case(rng)) for _ in range(200)]
+    assert 50 < sum(seen) < 175
 
 
 @pytest.mark.fuzz
@@ -112,29 +112,10 @@ def test_balanced_uses_every_device_by_its_share() -> None:
     assert (found.value, found.bound) == (0.5, 0.5)
 
 
-def test_headroom_leaves_bytes_where_balanced_leaves_shares() -> None:
-    found = search(plain_costs(*[1] * 12), fleet_of(8, 16), use_all=True)
-    assert sorted(stop - start for start, stop, _ in shape_of(found)) == [2, 10]
-
-
 def test_sequential_fills_each_device_before_the_next() -> None:
     found = search(plain_costs(*[1] * 12), fleet_of(5, 5, 20), strategy="sequential")
     assert shape_of(found) == [(0, 5, 0), (5, 10, 1), (10, 12, 2)]
     assert found.binding_device == 0
-
-
-def test_sequential_does_not_run_into_a_dead_end() -> None:
-    """The last block fits the last device alone with its neighbour: the first must hold back."""
-    found = search(plain_costs(1, 1, 1, 3), fleet_of(3, 4), strategy="sequential")
-    assert shape_of(found) == [(0, 3, 0), (3, 4, 1)]
-    found = search(plain_costs(3, 1, 3, 1), fleet_of(4, 2, 4), strategy="sequential")
-    assert shape_of(found) == [(0, 2, 0), (2, 4, 2)]
-
-
-def test_sequential_leaves_out_a_device_that_nothing_fits() -> None:
-    found = search(plain_costs(3, 3), fleet_of(1, 3, 3), strategy="sequential")
-    assert shape_of(found) == [(0, 1, 1), (1, 2, 2)]
-    assert (found.value, found.binding_device) == (0, 1)
 
 
 @pytest.mark.parametrize(

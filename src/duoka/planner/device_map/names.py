@@ -23,8 +23,8 @@ def find_device(text: str, fleet: Fleet) -> str:
     try:
         return devices.resolve(text)
     except NoDevice:
-        hint = devices.describe()
-        raise UsageError(f"{text[:60]!r} is no device of these GPUs", hint=hint) from None
+        problem = f"{text[:60]!r} is no device of these GPUs"
+        raise UsageError(problem, hint=devices.describe()) from None
 
 
 class Spelling:
@@ -63,16 +63,14 @@ class Spelling:
 
     def blocks_of(self, name: str) -> list[int]:
         """Return the blocks with a module or tensor, or a part of either, in execution order."""
-        if not name or not self.is_known(name):
-            return []
+        within = self.published.get(name, set())
+        if name and name in self.native:
+            within = {tensor.name for tensor in self.tensors if is_within(tensor.name, name)}
         return [
             index
             for index, block in enumerate(self.outline.blocks)
-            if any(self._is_of(tensor.name, name) for tensor in block.tensors)
+            if any(tensor.name in within for tensor in block.tensors)
         ]
-
-    def _is_of(self, tensor: str, name: str) -> bool:
-        return is_within(tensor, name) if name in self.native else tensor in self.published[name]
 
     @property
     def finder(self) -> Finder:
@@ -84,6 +82,10 @@ class Spelling:
         tensors_inside = {tensor.name: tensor for tensor in tensors if is_within(tensor.name, name)}
         if not published or not all(tensor.published for tensor in tensors_inside.values()):
             return name
+        # Example: m.layers.0 holds q and k, both from p.enc.0.qkv, and a norm from p.enc.0.n. The
+        # longest common prefix p.enc.0 is its published name, provided that no tensor of another
+        # module lies below it. Of a single tensor the prefix is the tensor's own name, so that its
+        # parent is taken for a module.
         sources = [source for tensor in tensors_inside.values() for source in tensor.published]
         levels = zip(*(source.split(".") for source in sources), strict=False)
         shared = takewhile(lambda level: len(set(level)) == 1, levels)
@@ -160,10 +162,6 @@ def _stronger(native: str | None, published: str | None) -> tuple[str, ...]:
     return (published,) if is_within(published, native) else (native, published)
 
 
-# A hostile map may hold a million unknown names.
-_MOST_SEARCHED = 5_000
-
-
 @dataclass(slots=True)
 class Entries:
     """The entries of a map, each by itself.
@@ -202,20 +200,16 @@ class Entries:
             if spelling.is_known(name):
                 entries.known[name] = device
                 continue
-            finder = finder or spelling.finder
-            entries._find_meant(name, device, finder)
+            if name not in entries.unknown:
+                finder = finder or spelling.finder
+                entries.unknown[name] = finder.search(name)
+            real_name = entries.unknown[name].meant
+            if real_name is not None and device is not None:
+                entries.meant.setdefault(real_name, device)
         entries.is_numbered = bool(numbered) and all(numbered)
         if entries.misplaced:
             entries.likely = devices.guess(dict(device_map.entries))
         return entries
-
-    def _find_meant(self, name: str, device: str | None, finder: Finder) -> None:
-        if name not in self.unknown:
-            is_searched = len(self.unknown) < _MOST_SEARCHED
-            self.unknown[name] = finder.search(name) if is_searched else Nearest()
-        real_name = self.unknown[name].meant
-        if real_name is not None and device is not None:
-            self.meant.setdefault(real_name, device)
 
     def are_published(self, spelling: Spelling) -> bool:
         """Return True if the map is written in the checkpoint's names, mostly."""

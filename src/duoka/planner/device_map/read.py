@@ -23,13 +23,6 @@ _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
 _AUTOMATIC = frozenset({"auto", "balanced", "balanced_low_0", "sequential"})
 _LEAVE_OUT = "leave the device map out: finding one is what duoka does by itself"
-_KINDS = {
-    "_Pairs": "an object",
-    "list": "a list",
-    "NoneType": "null",
-    "bool": "true or false",
-    "float": "a fraction",
-}
 _NO_OFFLOAD = "duoka doesn't offload to a disk; name a GPU, or cpu to compute there"
 
 
@@ -68,14 +61,14 @@ class DeviceMap:
     def parse(cls, text: str, source: str) -> DeviceMap:
         """Read JSON text; keep duplicate names, for `judge` to report."""
         try:
-            value = json.loads(text, object_pairs_hook=_Pairs, parse_constant=str)
+            value = json.loads(text, object_pairs_hook=_Object, parse_constant=str)
         except (ValueError, RecursionError) as error:
             problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise FormatError(
                 f"{source} is not valid JSON: {problem}",
                 hint='a device map is an object, as {"model.embed_tokens": 0, "model.layers": 1}',
             ) from None
-        return cls(tuple(value)) if isinstance(value, _Pairs) else cls.of(value)
+        return cls(tuple(value)) if isinstance(value, _Object) else cls.of(value)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> DeviceMap:
@@ -95,7 +88,7 @@ class DeviceMap:
         return any(str(value) == "cpu" for _, value in self.entries)
 
 
-class _Pairs(list[tuple[str, object]]):
+class _Object(list[tuple[str, object]]):
     """A JSON object with all its keys, duplicates included."""
 
 
@@ -127,9 +120,10 @@ class Devices:
 
     def __init__(self, fleet: Fleet | None) -> None:
         self.names = () if fleet is None else fleet.names
-        self._any = fleet is None
         kinds = dict.fromkeys(name.partition(":")[0] for name in self.names if name != "cpu")
-        self._kinds = tuple(kinds) or (("cuda",) if self._any else ())
+        self._kinds = ("cuda",) if fleet is None else tuple(kinds)
+        every = (f"{kind}:{number}" for kind in ("cuda", "vgpu") for number in range(MAX_DEVICES))
+        self._known = frozenset(self.names) if fleet is not None else frozenset(("cpu", *every))
 
     @property
     def default(self) -> str:
@@ -142,20 +136,20 @@ class Devices:
         if number is not None:
             return self._numbered(number)
         if not isinstance(value, str) and not _is_torch_device(value):
-            kind = type(value).__name__
-            raise NoDevice(f"{_KINDS.get(kind, kind)} is no device")
+            raise NoDevice(f"{type(value).__name__.strip('_')} is no device")
         text = str(value)
         if _NUMBER.fullmatch(text):
             return self._numbered(int(text))
+        if text in ("disk", "meta"):
+            raise NoDevice(_NO_OFFLOAD)
         match = _DEVICE.fullmatch(text)
         if match is None:
             raise NoDevice("no device has such a name")
-        if text in ("disk", "meta"):
-            raise NoDevice(_NO_OFFLOAD)
         kind, index = match.groups()
-        return self._refuse_absent(
-            text if kind == "cpu" or index is not None else self._unnumbered(kind)
-        )
+        if kind == "cpu" or index is not None:
+            return self._refuse_absent(text)
+        devices = [name for name in self.names if name.partition(":")[0] == kind]
+        return self._refuse_absent(devices[0] if len(devices) == 1 else f"{kind}:0")
 
     def guess(self, values: Mapping[str, object]) -> dict[str, str]:
         """Guess the devices of a map for another numbering of GPUs.
@@ -197,16 +191,8 @@ class Devices:
             raise NoDevice("no GPU has such a number")
         return self._refuse_absent(f"{self._kinds[0]}:{number}")
 
-    def _unnumbered(self, kind: str) -> str:
-        devices = [name for name in self.names if name.partition(":")[0] == kind]
-        return devices[0] if len(devices) == 1 else f"{kind}:0"
-
     def _refuse_absent(self, name: str) -> str:
-        if self._any:
-            if name.partition(":")[0] not in ("cpu", "cuda", "vgpu"):
-                raise NoDevice("duoka knows cuda:N, vgpu:N and cpu")
-            if name != "cpu" and int(name.partition(":")[2]) >= MAX_DEVICES:
-                raise NoDevice("no GPU has such a number")
-        elif name not in self.names:
-            raise NoDevice(f"{name} is not in the fleet")
+        if name not in self._known:
+            absent = f"{name} is not in the fleet"
+            raise NoDevice(absent if self.names else "duoka knows cuda:N, vgpu:N and cpu")
         return name

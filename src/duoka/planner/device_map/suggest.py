@@ -15,9 +15,7 @@ from itertools import pairwise
 from duoka.errors import Faults
 
 _LONGEST_COMPARED = 200
-# Comparing letters takes long; a hostile map must not make it last. Beyond so many comparisons
-# only names with a part more or less are found.
-_MOST_COMPARISONS = 20_000
+_MOST_PATTERNS = 300  # comparing letters takes long; a hostile map must not make it last
 _LIKE, _ALMOST = 0.6, 0.85
 _MOST_SHOWN = 3
 _LONGEST_NAME = 120
@@ -38,13 +36,17 @@ class Finder:
     """A search for the real names of modules and tensors most similar to a text."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._numbered: dict[str, dict[Numbers, str]] = {}
+        # "layers.3.mlp" is the pattern "layers.*.mlp" with the numbers (3,). A model of a hundred
+        # layers has a few dozen patterns, so an unknown name is compared with these alone, and then
+        # takes the real name with its own numbers, or the next one: layers.99 → layers.27.
+        numbered: dict[str, dict[Numbers, str]] = {}
         for name in names:
             pattern, numbers = _pattern(name)
-            self._numbered.setdefault(pattern, {}).setdefault(numbers, name)
+            numbered.setdefault(pattern, {}).setdefault(numbers, name)
+        self._numbered = {
+            pattern: dict(sorted(by_numbers.items())) for pattern, by_numbers in numbered.items()
+        }
         self._similar: dict[str, list[tuple[float, str]]] = {}
-        self._ordered: dict[str, list[Numbers]] = {}
-        self._comparisons = 0
 
     def search(self, name: str) -> Nearest:
         """Find the real names most similar to a name."""
@@ -52,18 +54,18 @@ class Finder:
             return Nearest()
         pattern, numbers = _pattern(name.strip().strip("."))
         if pattern not in self._similar:
+            if len(self._similar) >= _MOST_PATTERNS:
+                return Nearest()
             self._similar[pattern] = self._find_patterns(pattern)
-        near: dict[str, float] = {}
-        meant = None
-        for score, similar in self._similar[pattern]:
-            by_numbers = self._numbered[similar]
-            if meant is None and not near and score >= _ALMOST:
-                meant = by_numbers.get(numbers)
-            near[by_numbers.get(numbers) or self._find_closest(similar, numbers)] = score
-        return Nearest(tuple(near), meant)
+        similar = self._similar[pattern]
+        names = dict.fromkeys(self._find_closest(real, numbers) for _, real in similar)
+        is_sure = bool(similar) and similar[0][0] >= _ALMOST
+        return Nearest(
+            tuple(names), self._numbered[similar[0][1]].get(numbers) if is_sure else None
+        )
 
     def _find_patterns(self, pattern: str) -> list[tuple[float, str]]:
-        scored = ((self._score(pattern, real), real) for real in self._numbered if real)
+        scored = ((_score(pattern, real), real) for real in self._numbered if real)
         best = sorted((pair for pair in scored if pair[0] >= _LIKE), key=lambda pair: -pair[0])
         surest = best[0][0] if best else 0.0
         # Beside an equal or almost equal pattern, merely similar ones only confuse.
@@ -72,26 +74,23 @@ class Finder:
 
     def _find_closest(self, pattern: str, numbers: Numbers) -> str:
         """Return the next name of a pattern in order: the last layer for a number beyond."""
-        ordered = self._ordered.setdefault(pattern, sorted(self._numbered[pattern]))
+        ordered = [*self._numbered[pattern]]
         place = min(bisect_left(ordered, numbers), len(ordered) - 1)
         return self._numbered[pattern][ordered[place]]
 
-    def _score(self, pattern: str, real: str) -> float:
-        parts, real_parts = pattern.lower().split("."), real.lower().split(".")
-        if parts == real_parts:
-            return 1.0
-        short, long = sorted((parts, real_parts), key=len)
-        rest = iter(long)
-        if short[-1] == long[-1] and all(part in rest for part in short):
-            return _ALMOST + (1 - _ALMOST) * len(short) / len(long)
-        self._comparisons += 1
-        if self._comparisons > _MOST_COMPARISONS:
-            return 0.0
-        matcher = SequenceMatcher(None, pattern, real, autojunk=False)
-        if matcher.real_quick_ratio() < _LIKE or matcher.quick_ratio() < _LIKE:
-            return 0.0
-        # Another number of numbers is another kind of module.
-        return matcher.ratio() * (1.0 if parts.count("*") == real_parts.count("*") else 0.8)
+
+def _score(pattern: str, real: str) -> float:
+    """Return the similarity of two patterns: 1 if equal, `_ALMOST` and more beyond doubt."""
+    parts, real_parts = pattern.lower().split("."), real.lower().split(".")
+    if parts == real_parts:
+        return 1.0
+    short, long = sorted((parts, real_parts), key=len)
+    rest = iter(long)
+    if short[-1] == long[-1] and all(part in rest for part in short):
+        return _ALMOST + (1 - _ALMOST) * len(short) / len(long)
+    # Another number of numbers is another kind of module.
+    factor = 1.0 if parts.count("*") == real_parts.count("*") else 0.8
+    return SequenceMatcher(None, pattern, real, autojunk=False).ratio() * factor
 
 
 def _pattern(name: str) -> tuple[str, Numbers]:

@@ -202,6 +202,8 @@ def _best_equal(trial: Trial, devices: Sequence[int]) -> Stages:
 
 def _equal_cuts(trial: Trial, num_stages: int) -> list[int]:
     """Cut the layers evenly; other blocks go to the first and last stage."""
+    # Example: embedding, four layers, norm, head on two devices. The layers are places 1 to 4, the
+    # inner cut is 1 + ceil(4 / 2) = 3, so the stages are [0, 3) and [3, 7).
     layers = _layer_places(trial)
     start, stop = (layers[0], layers[-1] + 1) if len(layers) >= num_stages else (0, None)
     num = (trial.costs.num_blocks if stop is None else stop) - start

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from typing import Literal
 
-from duoka.errors import FormatError, UsageError
+from duoka.errors import UsageError
 from duoka.forecast.costs import Costs
 from duoka.forecast.profile import Profile
 from duoka.hardware.fleet import Fleet
 
 from ..from_device_map import OBJECTIVE as GIVEN
 from ..limits import limits_for
+from ..placement import runs_of
 from ..plan import Plan
 from ..plan_profile import needed_profile
 from ..planner import with_chunks
@@ -62,10 +63,13 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     # The trial has the planner's costs and room, so that its numbers are those of the search. A
     # placement by hand may visit a device twice; then it has no stages, and no boundary is moved.
     costs = Costs(profile, plan.workload)
-    limits = limits_for(plan.request.constraints, profile, costs.chain, plan.fleet)
+    limits = limits_for(plan.request.constraints, profile, plan.fleet)
     leaves_room = plan.objective != GIVEN and not any(map(is_tight, plan.forecast.devices))
     trial = Trial(costs, plan.fleet, plan.objective, limits, leaves_room=leaves_room)
-    runs = _runs(costs, plan)
+    runs = tuple(
+        BlockRange(start=start, stop=stop, device=plan.fleet.names.index(name))
+        for name, start, stop in runs_of(plan.placement.devices_of(profile), costs.chain)
+    )
     stages = runs if len({stage.device for stage in runs}) == len(runs) else None
     return Explanation(
         work="request" if plan.workload.training is None else "step",
@@ -80,23 +84,6 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
         fewer=_fewer(trial, plan),
         alternatives=tuple(alternatives(trial, stages)),
     )
-
-
-def _runs(costs: Costs, plan: Plan) -> Stages:
-    """Return the runs of blocks on a device; a device can have several in a map by hand."""
-    names = list(plan.fleet.names)
-    devices: list[int] = []
-    for index in costs.chain:
-        modules = costs.profile.blocks[index].modules
-        at = plan.placement.device_of(modules[0]) if modules else None
-        if at is None and (modules or not devices):
-            raise FormatError(f"the plan says nothing of {modules[0] if modules else 'the model'}")
-        devices.append(devices[-1] if at is None else names.index(at))
-    runs: list[BlockRange] = []
-    for device, places in groupby(range(len(devices)), key=devices.__getitem__):
-        start, *rest = places
-        runs.append(BlockRange(start=start, stop=start + len(rest) + 1, device=device))
-    return tuple(runs)
 
 
 def _shares(plan: Plan) -> Iterator[Share]:

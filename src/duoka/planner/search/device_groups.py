@@ -91,6 +91,9 @@ def _group(
     number: int, properties: Callable[[int], object], links: Floats | None
 ) -> list[list[int]]:
     """Group indices with equal properties whose exchange changes no link, [index, index, ...]."""
+    # Being exchangeable is an equivalence relation, so a device is compared with the first member
+    # of each group alone. Example: A and B are joined by NVLink, C stands alone with the same
+    # budget; exchanging A and B changes no link, exchanging B and C does: {A, B} and {C}.
     groups: list[list[int]] = []
     for index in range(number):
         for group in groups:

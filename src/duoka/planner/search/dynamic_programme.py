@@ -86,10 +86,10 @@ class Programme:
 
     Parameters
     ----------
-    tables : sequence of sequence of array
-        For each place from the end, and there for each group, the cost of a stage by start and
-        stop, [num_blocks + 1, num_blocks + 1]; infinite for impossible stages. The last place
-        stands for all before it.
+    tables : array
+        [places, groups, num_blocks + 1, num_blocks + 1]: the cost of a stage by its place from the
+        end, group, start and stop; infinite for impossible stages. The last place stands for all
+        before it.
     groups : sequence of tuple of int
         The devices of each group, exchangeable ones, in the user's order.
     transfers : array, optional
@@ -103,7 +103,7 @@ class Programme:
 
     def __init__(
         self,
-        tables: Sequence[Sequence[Floats]],
+        tables: npt.ArrayLike,
         groups: Sequence[tuple[int, ...]],
         *,
         transfers: Floats | None = None,
@@ -114,20 +114,15 @@ class Programme:
         self._groups = groups
         self._transfers = transfers
         self._num_stages = num_stages
-        self._num_blocks = tables[0][0].shape[0] - 1
-        # The longest possible stage of each group.
-        self._lengths = np.array([max(map(_longest, group)) for group in zip(*tables, strict=True)])
+        self.revise(tables)
+        self._num_blocks = self._tables.shape[-1] - 1
+        self._lengths = _longest(self._tables)
         self._largest = np.argsort(-self._lengths, kind="stable")
         self._num_members = np.array([len(members) for members in groups])
         # The value of a digit of the key: a further device of the group adds this much.
         radices = (len(members) + 1 for members in groups)
         *digits, num_keys = itertools.accumulate(radices, operator.mul, initial=1)
         self._digits = np.array(digits, object if num_keys >> 63 else np.int64)
-        self._revised: list[list[Floats | None]] = [[None for _ in groups] for _ in tables]
-        shape = (self._num_blocks + 1, self._num_blocks + 1)
-        self._is_stage = np.triu(np.ones(shape, np.bool_), 1)
-        # [place, group, start, stop]
-        self._tables = np.full((len(tables), len(groups), *shape), np.inf)
         self._empty_layer = _Layer(
             counts=np.zeros((1, len(groups)), np.int64),
             keys=np.zeros(1, self._digits.dtype),
@@ -136,21 +131,23 @@ class Programme:
                 (1, 1 if transfers is None else len(groups), 1), -np.inf if slowest else 0.0
             ),
         )
-        self.revise(tables)
 
-    def revise(self, tables: Sequence[Sequence[Floats]]) -> None:
+    def revise(self, tables: npt.ArrayLike) -> None:
         """Raise the costs of stages; an impossible stage stays impossible."""
-        for place, group_tables in enumerate(tables):
-            for group, table in enumerate(group_tables):
-                if table is not self._revised[place][group]:
-                    self._revised[place][group] = table
-                    np.copyto(self._tables[place, group], table, where=self._is_stage)
+        costs = np.asarray(tables, np.float64)
+        is_stage = np.triu(np.ones(costs.shape[-2:], np.bool_), 1)
+        self._tables = np.where(is_stage, costs, np.inf)
 
     def find_on_fewest(self) -> tuple[Stages, float] | None:
         """Return the best placement with the fewest possible stages, and its cost."""
         for number in self._num_stages:
-            if (optimum := self._solve(number)) is not None:
-                return optimum
+            lengths = np.sort(np.repeat(self._lengths, self._num_members))
+            if sum(lengths[-number:]) >= self._num_blocks:
+                self._layers = [self._empty_layer]
+                while len(self._layers) < number:
+                    self._extend(number)
+                if (optimum := self._read_optimum(number)) is not None:
+                    return optimum
             # Nor will there be any after a revision.
             self._num_stages = range(number + 1, self._num_stages.stop)
         return None
@@ -166,20 +163,6 @@ class Programme:
                 optima.append(optimum)
         return min(optima, key=lambda optimum: optimum[1], default=None)
 
-    def _solve(self, number: int) -> tuple[Stages, float] | None:
-        """Return the best placement of a number of stages, and its cost."""
-        lengths = np.sort(np.repeat(self._lengths, self._num_members))
-        if sum(lengths[-number:]) < self._num_blocks:
-            return None
-        self._layers = [self._empty_layer]
-        while len(self._layers) < number:
-            self._extend(number)
-        return self._read_optimum(number)
-
-    def _read_optimum(self, number: int) -> tuple[Stages, float] | None:
-        optimum = self._find_best_counts(number)
-        return None if optimum is None else (self._trace(optimum[0]), optimum[1])
-
     def _extend(self, number: int) -> None:
         """Append the layer of suffixes with a further stage, for placements of `number` stages."""
         # The frontier is every (row, group with a free device): a stage on the group before the
@@ -187,11 +170,16 @@ class Programme:
         # are scattered into its cells by minimum. Pairs are taken in batches that fit the cache,
         # each compared over all starts and stops at once.
         layer = self._layers[-1]
-        _refuse_too_many(self._groups, len(self._layers))
         rows, groups = np.nonzero(layer.counts < self._num_members)
         keys, representatives, sets = np.unique(
             layer.keys[rows] + self._digits[groups], return_index=True, return_inverse=True
         )
+        if len(keys) > MAX_SETS:
+            raise UnsearchableError(
+                f"{self._num_members.sum()} devices of {len(self._groups)} different kinds give "
+                f"{len(keys)} sets of {len(self._layers)}; at most {MAX_SETS} can be searched",
+                hint="name fewer devices, or give similar ones equal budgets",
+            )
         counts = layer.counts[rows[representatives]]
         counts[np.arange(len(keys)), groups[representatives]] += 1
         min_starts, widths = self._bound_starts(counts, number - len(self._layers))
@@ -262,8 +250,8 @@ class Programme:
         tables: Floats = self._tables[min(place, len(self._tables)) - 1]
         return tables
 
-    def _find_best_counts(self, number: int) -> tuple[list[int], float] | None:
-        """Return the counts of the best placement of a number of stages, and its cost."""
+    def _read_optimum(self, number: int) -> tuple[Stages, float] | None:
+        """Return the best placement of a number of stages, and its cost."""
         layer = self._layers[number - 1]
         if not len(layer.counts):
             return None
@@ -276,7 +264,7 @@ class Programme:
         counts = layer.counts[rows[is_best]]
         counts[np.arange(len(counts)), groups[is_best]] += 1
         # Of equally good sets of devices the first one in the user's order.
-        return min(counts.tolist(), key=self._devices_of), cost
+        return self._trace(min(counts.tolist(), key=self._devices_of)), cost
 
     def _trace(self, used: Sequence[int]) -> Stages:
         """Walk the recurrence forward: return the best placement on these devices."""
@@ -322,28 +310,8 @@ class Programme:
         )
 
 
-def _longest(table: Floats) -> int:
-    """Return the length of the longest possible stage, at least 1."""
-    possible = np.isfinite(table)
-    stops = table.shape[1] - 1 - np.argmax(possible[:, ::-1], axis=1)
-    lengths = np.where(possible.any(axis=1), stops - np.arange(len(table)), 1)
-    return max(1, int(lengths.max()))
-
-
-def _refuse_too_many(groups: Sequence[tuple[int, ...]], num_devices: int) -> None:
-    """Refuse too many sets of devices, before the work."""
-    if sum(map(len, groups)) < MAX_SETS.bit_length():
-        return  # no more than all sets together
-    num_sets = [1]
-    for members in groups:
-        terms = [0] * (len(num_sets) + len(members))
-        for size, count in enumerate(num_sets):
-            for num_members in range(len(members) + 1):
-                terms[size + num_members] += count
-        num_sets = terms
-    if num_sets[num_devices] > MAX_SETS:
-        raise UnsearchableError(
-            f"{sum(map(len, groups))} devices of {len(groups)} different kinds give "
-            f"{num_sets[num_devices]} sets of {num_devices}; at most {MAX_SETS} can be searched",
-            hint="name fewer devices, or give similar ones equal budgets",
-        )
+def _longest(tables: Floats) -> Ints:
+    """[groups]: the length of the longest possible stage, at least 1."""
+    starts, stops = np.indices(tables.shape[-2:])
+    lengths = np.where(np.isfinite(tables), stops - starts, 1)
+    return np.asarray(lengths.max(axis=(0, 2, 3)))

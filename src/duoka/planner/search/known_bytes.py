@@ -15,9 +15,9 @@ from .dynamic_programme import Floats
 class KnownBytes:
     """The requested bytes of stages: bounds, replaced by exact values step by step.
 
-    `bytes` and `fits` are by budget and place, each [num_blocks + 1, num_blocks + 1], and replaced
-    by another array when more is known: so whoever made tables of them knows by identity whether
-    these still hold. A stage that is refused is refused for all that are like it.
+    `bytes` and `fits` are by budget and place, each [num_blocks + 1, num_blocks + 1]. A stage that
+    is refused is refused for all that are like it. With `alternatives` bounds are the least of all
+    these costs': what none of them can go below.
     """
 
     def __init__(self, costs: Costs, fleet: Fleet, alternatives: Sequence[Costs] = ()) -> None:
@@ -43,6 +43,8 @@ class KnownBytes:
 
         Stop at the first stage beyond its budget. Return True if every bound was exact already.
         """
+        # Stages of the same class (`stage_classes`) need the same bytes: layers 3 to 9 as much as
+        # layers 13 to 19. One replay settles them all, at the budgets and places it was made for.
         # All stages of an optimum in one batch, instead of a search after each: mostly all of them
         # are needed. But the tightest stage is likeliest to be refused, and then the next optimum
         # has other stages: the rest isn't worth its replays.

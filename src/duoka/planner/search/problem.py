@@ -13,7 +13,7 @@ and stops: the first one is known to be worse, and every other bound was above 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import numpy as np
@@ -58,27 +58,10 @@ class NoPlacement(Exception):
         return NoPlacement(*self._problems, *failure._problems)
 
 
-class _TableCache:
-    """Tables, each computed again after a change of its sources."""
-
-    def __init__(self) -> None:
-        self._tables: dict[tuple[object, ...], tuple[tuple[object, ...], Floats]] = {}
-
-    def get(
-        self, name: tuple[object, ...], sources: tuple[object, ...], compute: Callable[[], Floats]
-    ) -> Floats:
-        """Return the table of a name; compute it unless every source is the same object."""
-        old_sources, table = self._tables.get(name, ((), None))
-        if table is None or any(a is not b for a, b in zip(old_sources, sources, strict=True)):
-            table = compute()
-            self._tables[name] = sources, table
-        return table
-
-
 class Problem:
     """A search: its groups of devices, its objective, and the bytes of stages so far.
 
-    With `alternatives` bounds are the least of all these costs': what none of them can go below.
+    `memory` is what is known of the bytes of stages; bounds by default.
     """
 
     def __init__(
@@ -89,7 +72,6 @@ class Problem:
         *,
         use_all: bool = False,
         limits: PlacementLimits = NO_LIMITS,
-        alternatives: Sequence[Costs] = (),
         memory: KnownBytes | None = None,
     ) -> None:
         num_devices = len(fleet.devices)
@@ -108,9 +90,9 @@ class Problem:
         links = link_seconds(costs, fleet) if timed and fleet.links else None
         self._groups = group_devices(costs, fleet, links=links, timed=timed, fixed=limits.devices)
         self._allowed = [limits.allow(costs.num_blocks, g.devices[0]) for g in self._groups]
+        self._devices = [group.devices for group in self._groups]
         self._group_of = {device: group for group in self._groups for device in group.devices}
         self._links: Floats | None = None
-        self._table_cache = _TableCache()
         # The last optimum that is known to be the most even one as well.
         self._even: Stages = ()
         if links is not None:
@@ -118,7 +100,7 @@ class Problem:
             receivers = [group.devices[-1] for group in self._groups]
             self._links = links[np.ix_(senders, receivers)]
         self._page_bytes = costs.page_bytes
-        self.memory = memory or KnownBytes(costs, fleet, alternatives)
+        self.memory = memory or KnownBytes(costs, fleet)
         self.places = range(1, self.memory.num_places + 1)
         self._is_limited = bool(limits) and limits.num_devices is None
 
@@ -214,7 +196,8 @@ class Problem:
         missing = [
             [self._missing_bytes(group, place) for group in self._groups] for place in self.places
         ]
-        nearest = self._run(missing, slowest=False, num_stages=self.num_stages).find_best()
+        programme = Programme(missing, self._devices, slowest=False, num_stages=self.num_stages)
+        nearest = programme.find_best()
         assert nearest is not None, "there is always a placement that doesn't fit"
         return int(nearest[1])
 
@@ -237,8 +220,9 @@ class Problem:
 
     def _refuse_impossible(self) -> None:
         """Refuse limits without any placement, whatever the memory."""
-        tables = [np.where(np.triu(allowed, 1), 0.0, np.inf) for allowed in self._allowed]
-        if self._run([tables], slowest=False, num_stages=self.num_stages).find_best() is None:
+        tables = np.where(self._allowed, 0.0, np.inf)[None]
+        programme = Programme(tables, self._devices, slowest=False, num_stages=self.num_stages)
+        if programme.find_best() is None:
             raise UsageError(
                 "what is demanded of modules contradicts itself: no cut of the model into stages, "
                 "one on each device, obeys all of it",
@@ -264,16 +248,9 @@ class Problem:
             return np.where(fits, over / np.maximum(self._page_bytes, 1), np.inf)
         return np.where(fits, needed / budget if self.aim == "balance" else needed - budget, np.inf)
 
-    def _tables(self) -> list[list[Floats]]:
-        """[place][group]: the cost of each stage."""
-        return [[self._table(group, place) for group in self._groups] for place in self.places]
-
-    def _table(self, group: DeviceGroup, place: int) -> Floats:
-        key = self._key(group, place)
-        sources = (self.memory.bytes[key], self.memory.fits[key])
-        return self._table_cache.get(
-            ("costs", group.index, place), sources, lambda: self._costs(group, place)
-        )
+    def _tables(self) -> Floats:
+        """[places, groups, num_blocks + 1, num_blocks + 1]: the cost of each stage."""
+        return np.array([[self._costs(g, place) for g in self._groups] for place in self.places])
 
     def _missing_bytes(self, group: DeviceGroup, place: int) -> Floats:
         """Return the bytes of each stage beyond the budget; 1 if refused in spite of its bound."""
@@ -290,8 +267,9 @@ class Problem:
         return np.asarray(np.rint(_PRESSURE_UNITS / (1 + headroom / unit)))
 
     def _programme(self) -> Programme:
-        return self._run(
+        return Programme(
             self._tables(),
+            self._devices,
             transfers=self._links,
             slowest=self.aim != "latency",
             num_stages=self.num_stages,
@@ -299,28 +277,17 @@ class Problem:
 
     def _tie_programme(self, bound: float, num_stages: int) -> Programme:
         """Return the programme for the least pressure at the bound."""
-        links = None if self._links is None else self._tie_costs(self._links, bound)
-        return self._run(
+        return Programme(
             self._tie_tables(bound),
-            transfers=links,
+            self._devices,
+            transfers=None if self._links is None else self._tie_costs(self._links, bound),
             slowest=False,
             num_stages=range(num_stages, num_stages + 1),
         )
 
-    def _tie_tables(self, bound: float) -> list[list[Floats]]:
-        return [
-            [self._tie_table(group, place, bound) for group in self._groups]
-            for place in self.places
-        ]
-
-    def _tie_table(self, group: DeviceGroup, place: int, bound: float) -> Floats:
-        costs = self._table(group, place)
-
-        def compute() -> Floats:
-            return self._tie_costs(costs, bound) + self._pressure(group, place)
-
-        sources = (bound, costs, self.memory.bytes[self._key(group, place)])
-        return self._table_cache.get(("ties", group.index, place), sources, compute)
+    def _tie_tables(self, bound: float) -> Floats:
+        pressure = [[self._pressure(g, place) for g in self._groups] for place in self.places]
+        return np.asarray(self._tie_costs(self._tables(), bound) + np.array(pressure))
 
     def _tie_costs(self, costs: Floats, bound: float) -> Floats:
         """Convert costs of parts to costs among placements at the bound."""
@@ -331,22 +298,6 @@ class Problem:
             # Small enough that all pressures together stay within the tolerance.
             return np.asarray(np.rint(costs * (_LATENCY_UNITS / (bound or 1.0))))
         return np.where(costs <= bound, 0.0, np.inf)
-
-    def _run(
-        self,
-        tables: Sequence[Sequence[Floats]],
-        *,
-        transfers: Floats | None = None,
-        slowest: bool,
-        num_stages: range,
-    ) -> Programme:
-        return Programme(
-            tables,
-            [group.devices for group in self._groups],
-            transfers=transfers,
-            slowest=slowest,
-            num_stages=num_stages,
-        )
 
 
 def with_places(stages: Stages) -> Iterator[tuple[int, BlockRange]]:

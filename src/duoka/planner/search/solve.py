@@ -88,16 +88,23 @@ def _value_of(aim: Aim, cost: float) -> float:
 
 
 def _sequential(costs: Costs, fleet: Fleet, limits: PlacementLimits) -> Solution:
+    """Find the placement in the order of devices with the lexicographically largest counts.
+
+    A device may be left out where nothing of what is left fits it. It takes as many blocks as
+    leave the rest a place, which may be fewer than it could hold.
+    """
     problem = Problem(costs, fleet, "headroom", limits=limits)
-    stages = _fill_in_order(problem, costs.num_blocks, len(fleet.devices))
-    num_first = float(stages[0].stop if stages[0].device == 0 else 0)
-    return Solution(
-        stages=stages,
-        objective="order",
-        value=num_first,
-        bound=num_first,
-        binding_device=stages[0].device,
-    )
+    while (stages := _furthest(problem, costs.num_blocks, len(fleet.devices))) is not None:
+        if problem.settle(stages):
+            num_first = float(stages[0].stop if stages[0].device == 0 else 0)
+            return Solution(
+                stages=stages,
+                objective="order",
+                value=num_first,
+                bound=num_first,
+                binding_device=stages[0].device,
+            )
+    raise problem.none()
 
 
 def _refuse_contradictions(
@@ -127,18 +134,16 @@ def is_conceivable(
     limits: PlacementLimits = NO_LIMITS,
 ) -> bool:
     """Return False if lower bounds rule out a placement, for each of these costs."""
-    use_all = use_all or strategy == "balanced"
-    costs_of_largest, *alternatives = costs
     problem = Problem(
-        costs_of_largest,
+        costs[0],
         fleet,
         "headroom",
-        use_all=use_all,
+        use_all=use_all or strategy == "balanced",
         limits=limits,
-        alternatives=alternatives,
+        memory=KnownBytes(costs[0], fleet, costs[1:]),
     )
     if strategy == "sequential":
-        return _furthest(problem, costs_of_largest.num_blocks, len(fleet.devices)) is not None
+        return _furthest(problem, costs[0].num_blocks, len(fleet.devices)) is not None
     return problem.min_devices() is not None
 
 
@@ -146,8 +151,8 @@ def min_devices(
     costs: Sequence[Costs], fleet: Fleet, *, limits: PlacementLimits = NO_LIMITS
 ) -> int:
     """Return the fewest devices by lower bounds, for the best of these costs."""
-    costs_of_largest, *alternatives = costs
-    problem = Problem(costs_of_largest, fleet, "headroom", limits=limits, alternatives=alternatives)
+    memory = KnownBytes(costs[0], fleet, costs[1:])
+    problem = Problem(costs[0], fleet, "headroom", limits=limits, memory=memory)
     number = problem.min_devices()
     if number is None:
         raise problem.none()
@@ -190,18 +195,6 @@ def resolve_objective(
             hint="ask for the objective headroom",
         )
     return costs.time_objective or ("latency" if objective == "auto" else objective)
-
-
-def _fill_in_order(problem: Problem, num_blocks: int, num_devices: int) -> Stages:
-    """Find the placement in the order of devices with the lexicographically largest counts.
-
-    A device may be left out where nothing of what is left fits it. It takes as many blocks as
-    leave the rest a place, which may be fewer than it could hold.
-    """
-    while (stages := _furthest(problem, num_blocks, num_devices)) is not None:
-        if problem.settle(stages):
-            return stages
-    raise problem.none()
 
 
 def _furthest(problem: Problem, num_blocks: int, num_devices: int) -> Stages | None:
