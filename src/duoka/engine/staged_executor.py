@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from multiprocessing.connection import wait
 
 from duoka.base.files import why
@@ -23,6 +23,7 @@ from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
 from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
+from duoka.runtime.call.chunk import Chunk
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import SharedMemory, connect
 from duoka.workers import supervision
@@ -31,8 +32,7 @@ from duoka.workers.group import WorkerGroup
 from duoka.workers.supervision import LOOK_SECONDS, SilenceCounter
 
 from .executor import Result
-from .stage_worker import StageReport, WorkerSettings
-from .step import EngineStep
+from .stage_worker import EngineStep, StageReport, WorkerSettings
 
 _MODULE = "duoka.engine"
 # A step that takes so many times as long as reading all prompts at once does by the forecast hangs;
@@ -83,13 +83,10 @@ class StagedExecutor:
         self.capacity = replace(capacity, whole_prompts=False)
         self.num_steps = len(plan.devices)
         self._plan = plan
-        self._routes = routes
-        self._warm_up_steps: WarmUp = warm_up
-        self._trust_remote_code = trust_remote_code
-        self._adapter = adapter
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         self._step_limit = _step_limit_seconds(plan)
+        self._numbers = count()
         self._failures: dict[int, Exception] = {}
         self._results: deque[Result] = deque()
         # Steps on their way, and when one was last heard of.
@@ -99,8 +96,20 @@ class StagedExecutor:
         self._silence, self._next_look = SilenceCounter(), 0.0
         self._resources = ExitStack()
         try:
-            self._load(self._start_workers(len(plan.devices)))
-            self._warm_up()
+            self._memory = self._shared_memory(routes)
+            self._resources.callback(self._memory.close)
+            settings = WorkerSettings(
+                plan=plan,
+                trust_remote_code=trust_remote_code,
+                adapter=adapter,
+                capacity=self.capacity,
+                routes=routes,
+                memory=self._memory,
+            )
+            self._load(settings, self._start_workers(len(plan.devices)))
+            self._try_out(FIRST)
+            for size in self.capacity.warm_up_steps(warm_up, self._reserved_bytes):
+                self._try_out(size)
         except BaseException as error:
             self.close()
             if not isinstance(error, OSError):
@@ -113,14 +122,16 @@ class StagedExecutor:
     def start(self) -> None:
         """See `Executor`: the processes have warmed up."""
 
-    def _start_workers(self, number: int) -> list[list[int]]:
-        """Start the workers with their shared memory; return the sockets between them, by rank."""
-        capacity, resources = self.capacity, self._resources
+    def _shared_memory(self, routes: Routes) -> SharedMemory:
+        """Allocate the shared memory for the largest step."""
+        capacity = self.capacity
         most_tokens = capacity.tokens(max(capacity.step_tokens, capacity.sequences))
-        largest = self._routes.at(most_tokens, capacity.logits(capacity.sequences))
+        largest = routes.at(most_tokens, capacity.logits(capacity.sequences))
+        return SharedMemory(largest, self.num_steps, len(self._plan.devices))
+
+    def _start_workers(self, number: int) -> list[list[int]]:
+        """Start the workers; return the sockets between them, by rank."""
         with ExitStack() as for_workers:
-            self._memory = SharedMemory(largest, self.num_steps, number)
-            resources.callback(self._memory.close)
             sockets = connect(number)
             descriptors = [[end for end in ends if end >= 0] for ends in sockets]
             for end in chain(*descriptors):
@@ -129,12 +140,12 @@ class StagedExecutor:
                 ends.append(self._memory.descriptor)
             self._workers = WorkerGroup(_MODULE, number, descriptors=descriptors, has_channels=True)
             self._drivers = self._workers.channels
-            resources.callback(self._end_workers)
+            self._resources.callback(self._end_workers)
         return sockets
 
-    def submit(self, step: EngineStep) -> None:
-        """See `Executor`."""
-        message = pickle.dumps(step)
+    def submit(self, chunks: Sequence[Chunk], size: StepSize | None = None) -> None:
+        """See `Executor`; with a size, compute a step of padding."""
+        message = pickle.dumps(EngineStep(next(self._numbers), chunks, size))
         self._num_open, self._heard_at = self._num_open + 1, time.monotonic()
         with suppress(OSError):  # a process is gone, which `wait` tells
             for driver in self._drivers:
@@ -234,21 +245,10 @@ class StagedExecutor:
         os.close(self._waker)
         os.close(self._woken)
 
-    def _load(self, sockets: Sequence[Sequence[int]]) -> None:
-        for rank, (driver, name) in enumerate(zip(self._drivers, self._plan.devices, strict=True)):
-            settings = WorkerSettings(
-                plan=self._plan,
-                device=name,
-                trust_remote_code=self._trust_remote_code,
-                adapter=self._adapter,
-                capacity=self.capacity,
-                routes=self._routes,
-                memory=self._memory,
-                rank=rank,
-                sockets=tuple(sockets[rank]),
-            )
+    def _load(self, settings: WorkerSettings, sockets: Sequence[Sequence[int]]) -> None:
+        for rank, driver in enumerate(self._drivers):
             with self._watched(rank):
-                driver.send_bytes(pickle.dumps(settings))
+                driver.send_bytes(pickle.dumps((settings, rank, sockets[rank])))
         for rank, driver in enumerate(self._drivers):
             with self._watched(rank):
                 while not driver.poll(LOOK_SECONDS):
@@ -256,22 +256,16 @@ class StagedExecutor:
                 message = driver.recv()
             open_result(message)
 
-    def _warm_up(self) -> None:
-        """Make the pages, and make sure of the memory for other sizes of a step."""
-        self._try_out(FIRST)
-        for size in self.capacity.warm_up_steps(self._warm_up_steps, self._reserved_bytes):
-            self._try_out(size)
-
     def _try_out(self, size: StepSize) -> None:
-        self.submit(EngineStep(0, [], size))
+        self.submit([], size)
         while (result := self._wait()) is None:
             pass  # somebody asks already
-        if isinstance(result.outcomes, Exception):
+        if isinstance(result, Exception):
             raise MachineError(
-                f"a step of {size.tokens} tokens fails: {str(result.outcomes)[:300]}",
+                f"a step of {size.tokens} tokens fails: {str(result)[:300]}",
                 hint="something else uses the memory that the plan counted on; or plan for "
                 "fewer requests (--sequences), or for smaller steps (--prefill-chunk)",
-            ) from result.outcomes
+            ) from result
 
     def _reserved_bytes(self) -> int:
         return sum(notes.reserved_bytes for notes in self._memory.notes())
@@ -292,8 +286,7 @@ class StagedExecutor:
         for peer, driver in enumerate(self._drivers):
             while peer != rank and driver.poll():
                 self._take(peer)
-        outcome = self._failures.pop(report.number, report.outcome)
-        self._results.append(Result(report.number, outcome))
+        self._results.append(self._failures.pop(report.number, report.outcome))
 
     @contextmanager
     def _watched(self, rank: int) -> Iterator[None]:
