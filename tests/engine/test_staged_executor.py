@@ -100,7 +100,11 @@ def test_processes_answer_as_one_does(plan: Any, staged: Engine) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "number", "work"),
-    [("tied", 2, {"cache": "paged-int8"}), ("experts", 3, {"quantize": "nf4"})],
+    [
+        ("tied", 2, {}),
+        ("llama", 2, {"cache": "paged-int8"}),
+        ("experts", 3, {"quantize": "nf4"}),
+    ],
 )
 def test_more_processes_and_stages_answer_as_one_does(
     family: str, number: int, work: dict[str, Any], tmp_path: Path
