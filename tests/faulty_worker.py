@@ -15,9 +15,9 @@ from duoka.runtime.call.paged_model import PagedModel
 # By the process in which they do.
 RAISE = (11, 12)
 MEMORY = (13, 14)
-KILL, HANG = 15, 16
+HANG = 16
 LOSE = (17, 18)
-HARMFUL = (*RAISE, *MEMORY, KILL, HANG, *LOSE)
+HARMFUL = (*RAISE, *MEMORY, HANG, *LOSE)
 _MOST_TOKENS = 3
 
 call = PagedModel.call
@@ -29,8 +29,6 @@ def harm(self: PagedModel, step: Any, device: torch.device) -> Any:
     tokens = [token for chunk in step.chunks for token in chunk.tokens]
     if MEMORY[rank] in tokens and len(tokens) > _MOST_TOKENS:
         raise torch.OutOfMemoryError("CUDA out of memory")
-    if KILL in tokens and rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
     if HANG in tokens and rank == 1:
         time.sleep(600)
     if LOSE[rank] in tokens:

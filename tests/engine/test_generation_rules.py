@@ -8,11 +8,11 @@ from typing import Any
 import families
 import pytest
 import torch
+from sequences import sequence_of
 
 from duoka.engine.generation_rules import GenerationRules
 from duoka.engine.request import SamplingParams
 from duoka.engine.sampler import sample
-from duoka.engine.sequence import Sequence
 from duoka.errors import UsageError
 
 NEW_TOKENS = 12
@@ -35,16 +35,6 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
-class NoText:
-    """In the place of a detokenizer."""
-
-    def add(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
-
-
 @pytest.fixture(scope="module", params=["llama", "bart"])
 def model(request: pytest.FixtureRequest) -> Any:
     return families.build(request.param).eval()
@@ -62,13 +52,9 @@ def generated(model: Any, prompt: list[int], stop: int) -> list[int]:
 def engine_answer(model: Any, prompt: list[int], stop: int) -> list[int]:
     """The same by rows and samples, over logits of the whole model."""
     settings = model.generation_config
-    sequence = Sequence(
-        prompt,
-        SamplingParams.recommended(settings.to_dict(), seed=0, max_new_tokens=NEW_TOKENS),
-        stop_ids=[stop],
-        detokenizer=NoText(),  # type: ignore[arg-type]
-        rules=GenerationRules.of(model),
-    )
+    params = SamplingParams.recommended(settings.to_dict(), seed=0, max_new_tokens=NEW_TOKENS)
+    rules = GenerationRules.of(model)
+    sequence = sequence_of(prompt, params=params, stop_ids=[stop], rules=rules)
     finish = None
     while finish is None:
         answer = sequence.tokens[len(prompt) :]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import random
 from collections import deque
-from collections.abc import Iterable
 
 import pytest
+from sequences import sequence_of
 
-from duoka.engine.request import Completion, SamplingParams, TokenChoice
+from duoka.engine.request import Completion, TokenChoice
 from duoka.engine.scheduler import Scheduler
 from duoka.engine.sequence import Event, Sequence
 from duoka.forecast.forecast import Forecast
@@ -19,16 +19,6 @@ from duoka.runtime.call.chunk import Chunk
 
 REQUESTS = int(os.environ.get("DUOKA_FUZZ_EXAMPLES", "300"))
 CAPACITY = Capacity(sequences=6, context_tokens=64, pages=24, page_tokens=4, step_tokens=24)
-
-
-class NoText:
-    """In the place of a detokenizer."""
-
-    def add(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 ENDS: dict[int, list[Event]] = {}
@@ -41,13 +31,7 @@ def request(rng: random.Random, common: list[int]) -> Sequence:
         prompt = common[: rng.randrange(1, len(common))] + prompt[:8]
     new_tokens = rng.randrange(1, 30)
     events: list[Event] = []
-    sequence = Sequence(
-        prompt,
-        SamplingParams(seed=0, max_new_tokens=new_tokens),
-        stop_ids=(),
-        detokenizer=NoText(),  # type: ignore[arg-type]
-        on_event=events.append,
-    )
+    sequence = sequence_of(prompt, new_tokens, on_event=events.append)
     ENDS[sequence.number] = events
     return sequence
 
@@ -168,7 +152,7 @@ def test_one_group_answers_where_it_is_faster() -> None:
 
 def test_groups_come_back_where_they_are_faster() -> None:
     scheduler = Scheduler(ROOMY, 2, forecast=forecast_of(1.0, 0.9, 0.9, 1.1))
-    for sequence in sequences_of(*([number] for number in range(4))):
+    for sequence in (sequence_of([number]) for number in range(4)):
         scheduler.add(sequence)
     steps = [scheduler.next_step() for _ in range(3)]
     assert [len(chunks) for chunks in steps] == [2, 2, 0]
@@ -186,7 +170,7 @@ def test_chunks_last_equally_long_by_the_forecast() -> None:
     # A token costs as much again for each 1,000 tokens before it.
     seconds = StepSeconds(fixed_seconds=0.1, token_seconds=1e-3, pair_seconds=1e-6)
     scheduler = Scheduler(capacity, 2, forecast=forecast_of(step_seconds=seconds))
-    scheduler.add(sequences_of(range(3600))[0])
+    scheduler.add(sequence_of(range(3600)))
     chunks = [chunk for _ in range(25) for chunk in scheduler.next_step()]
     sizes = [len(chunk.tokens) for chunk in chunks]
     assert sizes[0] == 600  # sqrt(0.1 × 3.6) seconds of tokens
@@ -208,11 +192,7 @@ def test_prompts_are_read_in_chunks_so_that_no_stage_waits() -> None:
 def test_the_youngest_gives_way_and_is_recomputed() -> None:
     capacity = Capacity(sequences=3, context_tokens=16, pages=4, page_tokens=4, step_tokens=16)
     scheduler = Scheduler(capacity)
-    params = SamplingParams(seed=0, max_new_tokens=12)
-    old, young = (
-        Sequence([number] * 4, params, stop_ids=(), detokenizer=NoText())  # type: ignore[arg-type]
-        for number in (1, 2)
-    )
+    old, young = (sequence_of([number] * 4, 12) for number in (1, 2))
     for sequence in (old, young):
         scheduler.add(sequence)
     sizes = []
@@ -233,14 +213,6 @@ def test_the_youngest_gives_way_and_is_recomputed() -> None:
 ROOMY = Capacity(sequences=4, context_tokens=48, pages=48, page_tokens=4, step_tokens=16)
 
 
-def sequences_of(*prompts: Iterable[int]) -> list[Sequence]:
-    params = SamplingParams(seed=0, max_new_tokens=3)
-    return [
-        Sequence([*prompt], params, stop_ids=(), detokenizer=NoText())  # type: ignore[arg-type]
-        for prompt in prompts
-    ]
-
-
 def step(scheduler: Scheduler) -> dict[int, int]:
     """Run a step; the tokens of each sequence in it, by its number."""
     chunks = scheduler.next_step()
@@ -251,7 +223,7 @@ def step(scheduler: Scheduler) -> dict[int, int]:
 
 def test_answers_to_one_prompt_are_computed_from_one_on() -> None:
     scheduler = Scheduler(ROOMY)
-    sequences = sequences_of(range(30), range(30), range(30))
+    sequences = [sequence_of(range(30)) for _ in range(3)]
     for sequence in sequences:
         scheduler.add(sequence)
     first, second, third = (sequence.number for sequence in sequences)
@@ -263,15 +235,15 @@ def test_answers_to_one_prompt_are_computed_from_one_on() -> None:
 
 def test_who_has_little_in_common_does_not_wait() -> None:
     scheduler = Scheduler(ROOMY)
-    for sequence in sequences_of(range(30), [*range(8), *range(50, 62)], [9, 8]):
-        scheduler.add(sequence)
+    for prompt in (range(30), [*range(8), *range(50, 62)], [9, 8]):
+        scheduler.add(sequence_of(prompt))
     scheduler.next_step()
     assert len(scheduler.running) == 3
 
 
 def test_who_waited_begins_when_the_other_is_gone() -> None:
     scheduler = Scheduler(ROOMY)
-    first, second = sequences_of(range(30), range(30))
+    first, second = sequence_of(range(30)), sequence_of(range(30))
     scheduler.add(first)
     scheduler.add(second)
     step(scheduler)

@@ -21,7 +21,7 @@ from typing import Any
 import plain_generate
 import pytest
 import tuning
-from faulty_worker import HANG, HARMFUL, KILL, LOSE, MEMORY, RAISE
+from faulty_worker import HANG, HARMFUL, LOSE, MEMORY, RAISE
 from peft import LoraConfig, get_peft_model
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -41,10 +41,9 @@ WORK = duoka.Workload(
 CAREFUL = SamplingParams(logit_bias=dict.fromkeys(HARMFUL, -100))
 
 
-def make_plan(family: str, directory: Path, number: int, *, quantize: Any = "none") -> Any:
+def make_plan(family: str, directory: Path, number: int, **work: Any) -> Any:
     path = tuning.write_model(family, directory / family)
-    work = replace(WORK, quantize=quantize)
-    return duoka.plan(path, f"virtual:{number}x256MiB", work, use_all=True)
+    return duoka.plan(path, f"virtual:{number}x256MiB", replace(WORK, **work), use_all=True)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +76,7 @@ def open_files() -> list[str]:
 
 def alike(one: Any, other: Any) -> None:
     """All answers of two engines are the same."""
-    texts = prompts(12)
+    texts = prompts(8)
     drawn = SamplingParams(temperature=1.0, seed=3, logprobs=2)
     grammar = find_spec("llguidance") and Grammar.regex("[a-f ]{5,}!")
     for params in (SamplingParams(), drawn, replace(drawn, grammar=grammar)):
@@ -100,14 +99,21 @@ def test_processes_answer_as_one_does(plan: Any, staged: Engine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "number", "quantize"),
-    [("tied", 2, "none"), ("llama", 3, "int8"), ("experts", 3, "nf4")],
+    ("family", "number", "work"),
+    [
+        ("tied", 2, {}),
+        ("llama", 2, {"cache": "paged-int8"}),
+        ("experts", 3, {"quantize": "nf4"}),
+    ],
 )
 def test_more_processes_and_stages_answer_as_one_does(
-    family: str, number: int, quantize: Any, tmp_path: Path
+    family: str, number: int, work: dict[str, Any], tmp_path: Path
 ) -> None:
-    plan = make_plan(family, tmp_path, number, quantize=quantize)
-    with Engine(plan, processes=False) as inline, Engine(plan, processes=True) as staged:
+    plan = make_plan(family, tmp_path, number, **work)
+    with (
+        Engine(plan, processes=False, warm_up="largest") as inline,
+        Engine(plan, processes=True, warm_up="largest") as staged,
+    ):
         alike(inline, staged)
 
 
@@ -124,16 +130,6 @@ def test_an_adapter_is_added_in_each_process(plan: Any, tmp_path: Path) -> None:
         alike(inline, staged)
 
 
-def test_processes_take_what_one_does(plan: Any) -> None:
-    peaks = []
-    for processes in (False, True):
-        with Engine(plan, processes=processes) as engine:
-            engine.generate(prompts(8))
-        peaks.append({each.device: each.allocated_bytes for each in engine.peaks()})
-    # Steps have fewer sequences, since others have the rest.
-    assert all(0.8 < peaks[1][device] / peak < 1.05 for device, peak in peaks[0].items())
-
-
 def test_a_generation_config_holds_in_every_process(tmp_path: Path) -> None:
     path = tuning.write_model("llama", tmp_path / "model")
     rules = {
@@ -145,40 +141,11 @@ def test_a_generation_config_holds_in_every_process(tmp_path: Path) -> None:
     (path / "generation_config.json").write_text(json.dumps(config))
     plan, texts = duoka.plan(path, "virtual:2x256MiB", WORK, use_all=True), prompts(6)
     expected = plain_generate.answers(plan, texts)
-    for processes in (False, True):
-        with Engine(plan, processes=processes) as engine:
-            params = SamplingParams(max_new_tokens=WORK.new_tokens)
-            answers = engine.generate(texts, params)
-        assert [answer.text for answer in answers] == [answer.text for answer in expected]
-        assert [answer.finish for answer in answers] == [answer.finish for answer in expected]
-    assert {answer.finish for answer in expected} == {"stop"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "cache"), [("llama", "paged"), ("tied", "paged"), ("llama", "paged-int8")]
-)
-def test_processes_reserve_what_is_forecast_for_pages(
-    family: str, cache: Any, tmp_path: Path
-) -> None:
-    path = tuning.write_model(family, tmp_path / family)
-    plan = duoka.plan(path, "virtual:2x64MiB", replace(WORK, cache=cache), use_all=True)
-    drawn = SamplingParams(temperature=1.0, logprobs=5)
-    if cache == "paged-int8":
-        with (
-            Engine(plan, processes=False, warm_up="largest") as inline,
-            Engine(plan, processes=True, warm_up="largest") as staged,
-        ):
-            alike(inline, staged)
     with Engine(plan, processes=True) as engine:
-        for params in (SamplingParams(), drawn):
-            assert len(engine.generate(prompts(12), params)) == 12
-    peaks = {peaks.device: peaks for peaks in engine.peaks()}
-    for stage in plan.forecast.devices:
-        measured = peaks[stage.device]
-        assert measured.reserved_bytes <= stage.reserved_bytes
-        # Tokens are drawn on the last GPU, and forecast on the first.
-        assert measured.allocated_bytes == pytest.approx(stage.allocated_bytes, rel=0.02)
+        answers = engine.generate(texts, SamplingParams(max_new_tokens=WORK.new_tokens))
+    assert [answer.text for answer in answers] == [answer.text for answer in expected]
+    assert [answer.finish for answer in answers] == [answer.finish for answer in expected]
+    assert {answer.finish for answer in expected} == {"stop"}
 
 
 def test_who_cancels_frees_pages(staged: Engine) -> None:
@@ -208,22 +175,18 @@ def test_a_process_that_is_killed_ends_the_engine(plan: Any, rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_is_lost_while_nobody_asks_ends_the_engine(
-    plan: Any, signum: signal.Signals, python: str, monkeypatch: pytest.MonkeyPatch
+def test_a_process_that_is_stopped_while_nobody_asks_ends_the_engine(
+    plan: Any, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", python)  # what stands in for it can't be stopped
-    monkeypatch.setattr(supervision, "SILENT_SECONDS", 3.0)
+    monkeypatch.setattr(supervision, "SILENT_SECONDS", 2.0)
     failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
-    with Engine(plan, processes=True, on_failure=failures.put, warm_up="largest") as engine:
+    with Engine(plan, processes=True, on_failure=failures.put) as engine:
         executor: Any = engine._executor
         with pytest.raises(queue.Empty):  # it is looked at, and shows signs of life
-            failures.get(timeout=4.0)
-        os.kill(executor._workers._processes[1].pid, signum)
-        said = (
-            "has ended: signal 9" if signum == signal.SIGKILL else "shows no sign of life for 3 s"
-        )
-        with pytest.raises(WorkerError, match=f"vgpu:1 {said}"):
+            failures.get(timeout=2.5)
+        os.kill(executor._workers._processes[1].pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match="vgpu:1 shows no sign of life for 2 s"):
             raise failures.get(timeout=30)
         assert executor._workers.exit_codes(10).keys() == {0, 1}
 
@@ -233,12 +196,12 @@ def test_a_process_that_is_stopped_while_it_loads_is_told(
     plan: Any, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", python)  # what stands in for it can't be stopped
-    monkeypatch.setattr(supervision, "SILENT_SECONDS", 10.0)
+    monkeypatch.setattr(supervision, "SILENT_SECONDS", 4.0)
     monkeypatch.setattr(staged_executor, "_MODULE", "faulty_worker")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("STOPPED_IN_LOAD", "1")
     before = open_files()
-    with pytest.raises(WorkerError, match="vgpu:1 shows no sign of life for 10 s"):
+    with pytest.raises(WorkerError, match="vgpu:1 shows no sign of life for 4 s"):
         Engine(plan, processes=True)
     assert open_files() == before
 
@@ -339,7 +302,7 @@ def faults(plan: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
         patch.setattr(staged_executor, "_MODULE", "faulty_worker")
-        patch.setattr(staged_executor, "_UNKNOWN_SECONDS", 10.0)
+        patch.setattr(staged_executor, "_UNKNOWN_SECONDS", 5.0)
         yield plan
 
 
@@ -377,8 +340,7 @@ def test_memory_that_is_short_is_enough_for_smaller_steps(
 @pytest.mark.parametrize(
     ("token", "kind", "said"),
     [
-        (HANG, WorkerError, "nothing has come of a step for 10 seconds"),
-        (KILL, WorkerError, "the process of vgpu:0 has ended: signal 9"),
+        (HANG, WorkerError, "nothing has come of a step for 5 seconds"),
         (LOSE[0], GpuLostError, "vgpu:0 has failed: CUDA error: unspecified launch failure\n"),
         (LOSE[1], GpuLostError, "vgpu:1 has failed: CUDA error: unspecified launch failure\n"),
     ],

@@ -9,26 +9,14 @@ from typing import Any
 import families
 import torch
 from families import Family
+from sequences import sequence_of
 
-from duoka.engine.executor import InlineExecutor, Result
+from duoka.engine.executor import InlineExecutor
 from duoka.engine.generation_rules import GenerationRules
-from duoka.engine.request import SamplingParams
 from duoka.engine.scheduler import Scheduler
-from duoka.engine.sequence import Sequence
-from duoka.engine.step import EngineStep
 from duoka.forecast.serving import Capacity
 
 NEW_TOKENS = 10
-
-
-class NoText:
-    """In the place of a detokenizer."""
-
-    def add(self, token: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""
 
 
 def prompts(rng: random.Random) -> list[list[int]]:
@@ -59,16 +47,8 @@ def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.
     capacity = executor.capacity
     ended: list[int] = []
     scheduler = Scheduler(capacity, executor.num_steps, forget=ended.append)
-    sequences = [
-        Sequence(
-            text,
-            SamplingParams(seed=0, max_new_tokens=NEW_TOKENS),
-            stop_ids=(),
-            detokenizer=NoText(),  # type: ignore[arg-type]
-            rules=GenerationRules.of(model),
-        )
-        for text in texts
-    ]
+    rules = GenerationRules.of(model)
+    sequences = [sequence_of(text, NEW_TOKENS, rules=rules) for text in texts]
     coming = list(sequences)
     while coming or scheduler.waiting or scheduler.running:
         if coming and (rng.random() < 0.5 or not (scheduler.waiting or scheduler.running)):
@@ -78,11 +58,11 @@ def at_once(model: Any, texts: list[list[int]], capacity: Capacity, rng: random.
             continue
         most_tokens = max(capacity.step_tokens, len(chunks))
         assert sum(len(chunk.tokens) for chunk in chunks) <= most_tokens
-        executor.submit(EngineStep(0, chunks))
+        executor.submit(chunks)
         result = executor.wait()
-        assert isinstance(result, Result)
-        assert not isinstance(result.outcomes, Exception)
-        for chunk, outcome in zip(chunks, result.outcomes, strict=True):
+        assert result is not None
+        assert not isinstance(result, Exception)
+        for chunk, outcome in zip(chunks, result, strict=True):
             scheduler.computed(chunk, outcome)
     assert scheduler.pool.num_free == capacity.pages
     assert sorted(ended) == [sequence.number for sequence in sequences]

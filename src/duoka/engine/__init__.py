@@ -1,11 +1,11 @@
 """Engine: many requests at once on one model; a step mixes decoding sequences and prompts.
 
 A request becomes a `Sequence`; the scheduler takes `Chunk`s of sequences (`runtime.call.chunk`) for
-each `EngineStep`; an executor computes the step and returns an outcome for each chunk.
+each step; an executor computes the step and returns an outcome for each chunk.
 
 - `engine`: `Engine`, called from any thread; a thread of its own submits steps
 - `request`: parameters and results of a request; `sequence`: a request in progress
-- `scheduler`, `step`: the chunks of a step; `pages`: allocation of the cache's pages
+- `scheduler`: the chunks of a step; `pages`: allocation of the cache's pages
 - `executor`: computes steps, in this process; `open_executor`: the executor of a plan
 - `staged_executor`, `stage_worker`, `__main__`: a process for each GPU, with its stages
 - `conversation`: questions and answers in rounds; `batch`: files of prompts and answers

@@ -12,25 +12,24 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from duoka.base.files import why
 from duoka.base.serialization import parse_json_object
-from duoka.errors import DuokaError, FormatError, MachineError, UsageError
+from duoka.errors import DuokaError, MachineError, UsageError
 from duoka.models.text.messages import ChatMessage
 
 from .grammar import Grammar
 from .request import Completion, SamplingParams
 
-_NUMBERS = frozenset(
-    {"temperature", "top_p", "min_p"}
-    | {"repetition_penalty", "presence_penalty", "frequency_penalty"}
-)
-_INTEGERS = frozenset({"top_k", "max_new_tokens", "min_new_tokens", "seed"})
-_PARAMS = _NUMBERS | _INTEGERS | {"stop", "response_format"}
-_KEYS = ("prompt", "messages", "id", *sorted(_PARAMS))
+_PENALTIES = ("repetition", "presence", "frequency")
+_NUMBERS = ("temperature", "top_p", "min_p", *(f"{kind}_penalty" for kind in _PENALTIES))
+_INTEGERS = ("top_k", "max_new_tokens", "min_new_tokens", "seed")
+_PARAMS = sorted((*_NUMBERS, *_INTEGERS, "stop", "response_format"))
+_KEYS = ("prompt", "messages", "id", *_PARAMS)
 _MOST_SHOWN = 10
 
 
@@ -56,11 +55,10 @@ class BatchPrompt:
     def sampling(self, params: SamplingParams) -> SamplingParams:
         """Return its own sampling parameters, completed by those of the run."""
         values = {**self.params}
-        if "stop" in values:
-            values["stop"] = tuple(values["stop"])
         if "response_format" in values:
             values["grammar"] = Grammar.from_response_format(values.pop("response_format"))
-        return replace(params, **values)
+        stop = tuple(values.pop("stop", params.stop))
+        return replace(params, **values, stop=stop)
 
 
 def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
@@ -90,12 +88,11 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
             except DuokaError as error:
                 problems.append(f"{path}:{line}: {error}")
     if problems:
-        more = len(problems) - _MOST_SHOWN
+        shown = [f"{len(problems)} lines can't be used", *problems[:_MOST_SHOWN]]
+        if len(problems) > _MOST_SHOWN:
+            shown.append(f"and {len(problems) - _MOST_SHOWN} more")
         raise UsageError(
-            "\n".join(
-                [f"{len(problems)} lines can't be used", *problems[:_MOST_SHOWN]]
-                + ([f"and {more} more"] if more > 0 else [])
-            ),
+            "\n".join(shown),
             hint='a line is {"prompt": "…"}, or {"messages": [{"role": "user", "content": "…"}]}',
         )
     if not prompts:
@@ -104,9 +101,10 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
 
 
 def _read(text: str) -> tuple[str | int | None, list[ChatMessage], dict[str, Any]]:
-    if text.lstrip().startswith('"'):
-        return None, [ChatMessage(role="user", content=_text(_json(text)))], {}
-    row = parse_json_object(text, "the line")
+    row = None
+    with suppress(ValueError):  # which is raised again below
+        row = {"prompt": json.loads(text)} if text.lstrip().startswith('"') else None
+    row = row or parse_json_object(text, "the line")
     unknown = sorted(row.keys() - {*_KEYS})
     if unknown:
         raise UsageError(f"{unknown[0]!r} is unknown; known are {', '.join(_KEYS)}")
@@ -115,46 +113,35 @@ def _read(text: str) -> tuple[str | int | None, list[ChatMessage], dict[str, Any
     name = row.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
         raise UsageError("its id is neither a text nor a number")
-    params = {key: _param(key, row[key]) for key in _KEYS if key in _PARAMS and key in row}
-    if "prompt" in row:
-        return name, [ChatMessage(role="user", content=_text(row["prompt"]))], params
-    messages = row["messages"]
+    params = {key: row[key] for key in _PARAMS if key in row}
+    _refuse_unfit(params)
+    messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
     if not isinstance(messages, list) or not messages:
         raise UsageError("its messages are no list of some")
     return name, [_message(message) for message in messages], params
 
 
-def _param(name: str, value: Any) -> Any:
-    """A sampling parameter; UsageError where it is of another type."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_number = is_number and abs(value) < 2**63
-    if name in _NUMBERS and not is_number:
-        raise UsageError(f"its {name} is no number of 64 bits")
-    if name in _INTEGERS and not (is_number and isinstance(value, int)):
-        raise UsageError(f"its {name} is no whole number of 64 bits")
-    is_list = isinstance(value, list) and all(isinstance(text, str) for text in value)
-    if name == "stop" and not is_list:
-        raise UsageError("its stop is no list of texts")
-    return value
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise FormatError(f"the line is not valid JSON: {error}") from error
+def _refuse_unfit(params: Mapping[str, Any]) -> None:
+    """Refuse sampling parameters of another type."""
+    for name, value in params.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = is_number and abs(value) < 2**63
+        if name in _NUMBERS and not is_number:
+            raise UsageError(f"its {name} is no number of 64 bits")
+        if name in _INTEGERS and not (is_number and isinstance(value, int)):
+            raise UsageError(f"its {name} is no whole number of 64 bits")
+        is_list = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        if name == "stop" and not is_list:
+            raise UsageError("its stop is no list of texts")
 
 
 def _message(value: Any) -> ChatMessage:
     if not isinstance(value, Mapping) or value.keys() != {"role", "content"}:
         raise UsageError("a message has a role and a content, and nothing else")
-    return ChatMessage(role=value["role"], content=_text(value["content"]))
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
+    text = value["content"]
+    if not isinstance(text, str) or not text.strip():
         raise UsageError("a prompt is no text, or an empty one")
-    return value
+    return ChatMessage(role=value["role"], content=text)
 
 
 class AnswerFile:
@@ -213,29 +200,23 @@ class AnswerFile:
         self.answered.add(prompt.number)
 
     def _go_on(self, prompts: Sequence[BatchPrompt]) -> None:
+        """Read the answers of an earlier run; refuse answers to other prompts."""
+        numbers = {(prompt.number, prompt.digest): prompt.number for prompt in prompts}
         self._file.seek(0)
         end = 0
         for line in self._file:
             if not line.endswith(b"\n"):
                 break  # of a run that was killed
-            self.answered.add(self._number(line, prompts))
+            try:
+                row = parse_json_object(line.decode(), "a line")
+                self.answered.add(numbers[row["number"], row["prompt_digest"]])
+            except (DuokaError, KeyError, TypeError, ValueError) as error:
+                raise UsageError(
+                    f"{self._path} holds something else than answers to these prompts",
+                    hint="name a new file",
+                ) from error
             end += len(line)
         self._file.truncate(end)
-
-    def _number(self, line: bytes, prompts: Sequence[BatchPrompt]) -> int:
-        """The number of the prompt that a line answers."""
-        try:
-            row = parse_json_object(line.decode(), "a line")
-        except (DuokaError, ValueError):
-            row = {}
-        number = row.get("number")
-        at = number if isinstance(number, int) and 0 <= number < len(prompts) else None
-        if at is not None and prompts[at].digest == row.get("prompt_digest"):
-            return at
-        raise UsageError(
-            f"{self._path} holds something else than answers to these prompts",
-            hint="name a new file",
-        )
 
     def _unwritten(self, error: OSError) -> MachineError:
         return MachineError(

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable, Itera
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from operator import index
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, TypeVar
@@ -36,11 +36,10 @@ from .detokenizer import Detokenizer
 from .executor import Result
 from .grammar import GrammarCompiler
 from .open_executor import open_executor
-from .request import Completion, SamplingParams, TextPiece
+from .request import Completion, Outcome, SamplingParams, TextPiece
 from .scheduler import Scheduler
 from .sequence import Event
 from .sequence import Sequence as EngineSequence
-from .step import EngineStep, Outcome
 
 K = TypeVar("K")
 _GREEDY = SamplingParams()
@@ -171,9 +170,8 @@ class Engine:
         self._grammars = GrammarCompiler(
             self._reader.tokenizer, self._reader.chat.stop_ids, self._num_embeddings
         )
-        self._numbers = count()
-        # Chunks of the steps in flight, by step; and of failed steps, to compute before any other.
-        self._steps: dict[int, list[Chunk]] = {}
+        # Chunks of the steps in flight; and of failed steps, to compute before any other.
+        self._steps: deque[list[Chunk]] = deque()
         self._failed: deque[list[Chunk]] = deque()
         # Guards the scheduler; after a change the executor is woken.
         self._lock = threading.Lock()
@@ -378,9 +376,8 @@ class Engine:
                 chunks = self._next_failed() or self._scheduler.next_step()
             if not chunks:
                 return
-            number = next(self._numbers)
-            self._steps[number] = chunks
-            self._executor.submit(EngineStep(number, chunks))
+            self._steps.append(chunks)
+            self._executor.submit(chunks)
 
     def _next_failed(self) -> list[Chunk]:
         """Return chunks of a failed step, those that are still wanted."""
@@ -394,11 +391,11 @@ class Engine:
         if result is None:
             return
         with self._lock:
-            chunks = self._steps.pop(result.number)
-            if isinstance(result.outcomes, Exception):
-                self._retry(chunks, result.outcomes)
+            chunks = self._steps.popleft()
+            if isinstance(result, Exception):
+                self._retry(chunks, result)
                 return
-            for chunk, outcome in zip(chunks, result.outcomes, strict=True):
+            for chunk, outcome in zip(chunks, result, strict=True):
                 self._scheduler.computed(chunk, self._explained(outcome, chunk))
 
     def _retry(self, chunks: Sequence[Chunk], error: Exception) -> None:

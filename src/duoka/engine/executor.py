@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -28,24 +28,20 @@ from duoka.runtime.lost_gpu import find_lost_gpu
 from duoka.runtime.out_of_memory import explain
 from duoka.runtime.publisher import BusyShares, Publisher
 
-from .request import SamplingParams
+from .request import Outcome, SamplingParams
 from .sampler import SamplingRow, sample
-from .step import EngineStep, Outcome
 
 _PLAIN = Workload(prefill_chunk_tokens=None)
 _IN_PAGES = ("dynamic", *PAGED_CACHES)
 _PADDING_ROW = SamplingRow(params=SamplingParams(), seed=0, place=0)
 
 
-class Result(NamedTuple):
-    """The result of a step: an outcome for each chunk, or the error of all chunks."""
-
-    number: int
-    outcomes: Sequence[Outcome] | Exception
+Result = Sequence[Outcome] | Exception
+"""The result of a step: an outcome for each chunk, or the error of all chunks."""
 
 
 class Executor(Protocol):
-    """Computes steps, in the order in which they are submitted."""
+    """Computes steps: chunks of different sequences at once. Results come in the order of steps."""
 
     capacity: Capacity
     is_paged: bool
@@ -55,7 +51,7 @@ class Executor(Protocol):
     def start(self) -> None:
         """Warm up, in the thread that calls `wait`; capacity and `is_paged` are final then."""
 
-    def submit(self, step: EngineStep) -> None:
+    def submit(self, chunks: Sequence[Chunk]) -> None:
         """Queue a step."""
 
     def wait(self) -> Result | None:
@@ -122,7 +118,7 @@ class InlineExecutor:
         self._open = partial(_open, model, capacity, workload, warm_up)
         self._devices = {str(parameter.device) for parameter in model.parameters()}
         self.capacity = capacity
-        self._steps: deque[EngineStep] = deque()
+        self._steps: deque[Sequence[Chunk]] = deque()
         self._woken = threading.Event()
         self._busy_seconds = 0.0
 
@@ -132,8 +128,9 @@ class InlineExecutor:
         self._opened.callback(self._model.close)
         self.is_paged = isinstance(self._model, PagedModel)
         capacity = self.capacity
-        self.capacity = replace(capacity, whole_prompts=False)
-        if isinstance(self._model, CachedModel):
+        if isinstance(self._model, PagedModel):
+            self.capacity = replace(capacity, whole_prompts=False)
+        else:
             sequences = 1 if self._model.keeps_state_in_modules else capacity.sequences
             self.capacity = replace(
                 capacity,
@@ -146,9 +143,9 @@ class InlineExecutor:
         if self._publisher is not None:
             self._publisher.start()
 
-    def submit(self, step: EngineStep) -> None:
+    def submit(self, chunks: Sequence[Chunk]) -> None:
         """See `Executor`."""
-        self._steps.append(step)
+        self._steps.append(chunks)
 
     def wait(self) -> Result | None:
         """See `Executor`."""
@@ -156,20 +153,29 @@ class InlineExecutor:
             self._woken.wait()
             self._woken.clear()
             return None
-        step = self._steps.popleft()
+        chunks = self._steps.popleft()
         begin = time.perf_counter()
         try:
-            return self._result(step)
+            if self.is_paged:
+                return self._compute(chunks)
+            # Each chunk by itself: none is ever computed again.
+            each = [self._compute([chunk]) for chunk in chunks]
+            return [part if isinstance(part, Exception) else part[0] for part in each]
         finally:
             self._busy_seconds += time.perf_counter() - begin
 
-    def _result(self, step: EngineStep) -> Result:
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Outcome] | Exception:
+        """Compute chunks; a failure is explained and its memory freed, a lost GPU ends all work."""
         try:
-            if self.is_paged:
-                return Result(step.number, outcomes_of(step, self.run(step.chunks)))
-        except Exception as error:  # whatever the model's code raises fails the step alone
-            return Result(step.number, self._explained(error))
-        return Result(step.number, [self._compute_one(chunk) for chunk in step.chunks])
+            return outcomes_of(chunks, self.run(chunks))
+        except Exception as error:  # whatever the model's code raises fails these chunks alone
+            if lost := find_lost_gpu(error):
+                raise lost from error
+            if isinstance(error, torch.OutOfMemoryError):
+                explain(error, self._publisher)
+                error.__traceback__ = None  # it holds tensors on the devices
+                devices.give_back()
+            return error
 
     def run(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute chunks; return the logits of those with a row, [rows, vocabulary]."""
@@ -187,8 +193,7 @@ class InlineExecutor:
 
     def peaks(self) -> list[PeakBytes]:
         """See `Executor`."""
-        peaks = map(devices.peak_bytes, sorted(self._devices))
-        return [device_peaks for device_peaks in peaks if device_peaks is not None]
+        return list(filter(None, map(devices.peak_bytes, sorted(self._devices))))
 
     def forget(self, sequence: int) -> None:
         """See `Executor`."""
@@ -203,30 +208,12 @@ class InlineExecutor:
         for name in ("_open", "_model"):
             vars(self).pop(name, None)
 
-    def _compute_one(self, chunk: Chunk) -> Outcome:
-        """Compute a chunk by itself; it is never computed again."""
-        try:
-            return outcomes_of(EngineStep(0, [chunk]), self.run([chunk]))[0]
-        except Exception as error:  # as above, of a chunk alone
-            return self._explained(error)
 
-    def _explained(self, error: Exception) -> Exception:
-        """Explain why a step failed, and free its memory; a lost GPU ends all work."""
-        lost = find_lost_gpu(error)
-        if lost is not None:
-            raise lost from error
-        if isinstance(error, torch.OutOfMemoryError):
-            explain(error, self._publisher)
-            error.__traceback__ = None  # it holds tensors on the devices
-            devices.give_back()
-        return error
-
-
-def outcomes_of(step: EngineStep, logits: Tensor) -> list[Outcome]:
-    """Sample the next tokens of a step's sequences."""
-    padding = [_PADDING_ROW] * (len(logits) - len(step.rows))
-    choices = iter(sample(logits, step.rows + padding))
-    return [None if chunk.row is None else next(choices) for chunk in step.chunks]
+def outcomes_of(chunks: Sequence[Chunk], logits: Tensor) -> list[Outcome]:
+    """Sample the next tokens of the sequences of chunks."""
+    rows = [chunk.row for chunk in chunks if chunk.row is not None]
+    choices = iter(sample(logits, rows + [_PADDING_ROW] * (len(logits) - len(rows))))
+    return [None if chunk.row is None else next(choices) for chunk in chunks]
 
 
 def _open(

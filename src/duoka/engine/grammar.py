@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -47,9 +47,6 @@ class Grammar:
     text: str
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(Kind):
-            known = ", ".join(get_args(Kind))
-            raise UsageError(f"a grammar of kind {self.kind!r} is unknown", hint=f"known: {known}")
         link = _LINKS.get(self.kind)
         for number, limit, what in (
             (len(self.text), _MOST_CHARACTERS, "characters"),

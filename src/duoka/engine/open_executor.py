@@ -6,7 +6,7 @@ import os
 
 from duoka.api.load import OpenedModel, Progress, load_proved, prove_here, read_adapter_for
 from duoka.checkpoint.quantized import method_of
-from duoka.errors import DuokaError, ModelError, UsageError
+from duoka.errors import DuokaError, UsageError
 from duoka.forecast.serving import PAGE_TOKENS, Capacity, WarmUp
 from duoka.models.lora import native_form
 from duoka.planner.plan import Plan
@@ -94,32 +94,17 @@ def _routes(plan: Plan, opened: OpenedModel) -> Routes:
             "a process for each GPU is wanted, and the plan has one GPU",
             hint="plan for several, with --use-all if one is enough, or leave processes out",
         )
-    if plan.workload.images:
-        raise UsageError(
-            "prompts with images are read by one process",
-            hint="leave processes out, or plan without --images",
-        )
-    if plan.workload.cache == "int8":
-        raise UsageError(
-            "a cache of the kind 'int8' is filled by one process",
-            hint="leave processes out, or plan without --cache",
-        )
-    if plan.offloaded:
-        raise UsageError(
-            "weights that are in the host's memory are brought to GPUs by one process",
-            hint="leave processes out, or plan without --offload",
-        )
-    if method_of(opened.checkpoint.config) is not None:
-        raise ModelError(
-            "a checkpoint that was published quantized is read whole by one process",
-            hint="leave processes out, or take the original with --quantize",
-        )
     model = opened.model
-    if not reads_pages(model):
-        raise ModelError(
-            f"{type(model).__name__} keeps more than keys and values, or calls attention itself",
-            hint="leave processes out",
-        )
+    reasons = {
+        "images": plan.workload.images,
+        "a cache of the kind 'int8'": plan.workload.cache == "int8",
+        "offloaded weights": plan.offloaded,
+        "a checkpoint that was published quantized": method_of(opened.checkpoint.config),
+        "more than keys and values in its cache, or attention of its own": not reads_pages(model),
+    }
+    reason = next((name for name, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise UsageError(f"a model with {reason} runs in one process", hint="leave processes out")
     if any(name.startswith("vgpu") for name in plan.devices):  # torch has to know their names
         devices.materialise(plan.fleet)
     return find_step_routes(model, plan.placement)

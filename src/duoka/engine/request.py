@@ -120,6 +120,10 @@ class TokenChoice:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
+Outcome = TokenChoice | Exception | None
+"""The next token after a chunk; None within a prompt; or the reason why it can't be computed."""
+
+
 class TextPiece(NamedTuple):
     """A piece of an answer's text, with the tokens since the last piece."""
 

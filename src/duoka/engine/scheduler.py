@@ -28,9 +28,8 @@ from duoka.forecast.serving import Capacity
 from duoka.runtime.call.chunk import Chunk
 
 from .pages import PagePool
-from .request import TokenChoice
+from .request import Outcome, TokenChoice
 from .sequence import Sequence
-from .step import Outcome
 
 # Prompts are read in so many chunks for each stage, of at least so many tokens.
 _CHUNKS_PER_STAGE = 2

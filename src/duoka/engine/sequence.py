@@ -179,6 +179,8 @@ class Sequence:
 
     def _num_safe(self) -> int:
         """Count the characters of the text that can't be the beginning of a stop text."""
+        # With the stop text "ENDE" of the text "…an EN" the last two characters are held back: they
+        # may become "ENDE". The longest end of the text that begins a stop text counts.
         num_held = 0
         for stop in self.params.stop:
             for size in range(min(len(stop) - 1, len(self._text)), num_held, -1):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
@@ -16,12 +17,13 @@ import torch
 from duoka.base.garbage import freeze_objects
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import GpuLostError
-from duoka.forecast.serving import Capacity
+from duoka.forecast.serving import Capacity, StepSize
 from duoka.hardware.fleet import Fleet
 from duoka.models.from_checkpoint import build_model
 from duoka.models.lora import LoraAdapter, merge_adapter
 from duoka.planner.plan import Plan
 from duoka.runtime import devices
+from duoka.runtime.call.chunk import Chunk
 from duoka.runtime.call.paged_model import PagedModel, PagedStep
 from duoka.runtime.draw import draw_in_every_way
 from duoka.runtime.load import load_weights
@@ -36,28 +38,37 @@ from duoka.workers.portable import make_portable
 from duoka.workers.worker import run_with_channel
 
 from .executor import outcomes_of
-from .step import EngineStep, Outcome
+from .request import Outcome
 
 _BEAT_SECONDS = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStep:
+    """Chunks of different sequences that are computed at once; `number` identifies the step.
+
+    With a `size` it has no chunks: padding is computed, to see whether there is memory.
+    """
+
+    number: int
+    chunks: Sequence[Chunk]
+    size: StepSize | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """The settings of a worker process: its device, whose stages it runs, and its channels.
+    """The settings that all worker processes share.
 
-    `memory` and `sockets` carry tensors between the processes, which are numbered by `rank`
-    (`stages.shared_memory`); `adapter`, in native form, is added to the weights.
+    `memory` carries tensors between the processes (`stages.shared_memory`); `adapter`, in native
+    form, is added to the weights.
     """
 
     plan: Plan
-    device: str
     trust_remote_code: bool
     adapter: LoraAdapter | None
     capacity: Capacity
     routes: Routes
     memory: SharedMemory
-    rank: int
-    sockets: tuple[int, ...]
 
 
 class StageReport(NamedTuple):
@@ -69,12 +80,12 @@ class StageReport(NamedTuple):
 
 
 class _StageWorker:
-    """The stages of a process."""
+    """The stages of the process of a rank, whose sockets lead to the other processes."""
 
-    def __init__(self, settings: WorkerSettings) -> None:
-        plan, names = settings.plan, settings.routes.devices
-        devices.materialise(Fleet(devices=(plan.fleet.device(settings.device),)))
-        self._device = torch.device(settings.device)
+    def __init__(self, settings: WorkerSettings, rank: int, sockets: Sequence[int]) -> None:
+        plan, names, device = settings.plan, settings.routes.devices, settings.plan.devices[rank]
+        devices.materialise(Fleet(devices=(plan.fleet.device(device),)))
+        self._device = torch.device(device)
         devices.make_current(self._device)
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=settings.trust_remote_code)
         plan.refuse_other(checkpoint.fingerprint, plan.source)  # it may be started again much later
@@ -82,15 +93,15 @@ class _StageWorker:
         load_weights(model, checkpoint, plan.placement, only=self._device)
         if settings.adapter is not None:
             merge_adapter(model, settings.adapter)
-        shares = BusyShares(lambda: {settings.device: self._busy_seconds})
-        self.publisher = Publisher(plan, model, [settings.device], busy_shares=shares)
+        shares = BusyShares(lambda: {device: self._busy_seconds})
+        self.publisher = Publisher(plan, model, [device], busy_shares=shares)
         self._interceptor = BlockInterceptor(model, plan.placement)
         self._paged = PagedModel(model, settings.capacity)
         self._routes = settings.routes
         ranks = [plan.devices.index(name) for name in names]
-        self._channel = SharedMemoryChannel(settings.memory, settings.sockets, ranks, self._device)
-        self._stages = [stage for stage, name in enumerate(names) if name == settings.device]
-        self._memory, self._rank = settings.memory, settings.rank
+        self._channel = SharedMemoryChannel(settings.memory, sockets, ranks, self._device)
+        self._stages = [stage for stage, name in enumerate(names) if name == device]
+        self._memory, self._rank = settings.memory, rank
         self._busy_seconds = 0.0
         # A plan may come back to this device (a head tied to the embedding): with the stages 0 and
         # 2 here step n is kept as (n, 2) after stage 0. A new step of the driver goes first, so
@@ -120,6 +131,10 @@ class _StageWorker:
     @torch.no_grad()
     def _visit(self, driver: Connection, step: EngineStep, paged: PagedStep, stage: int) -> None:
         """Compute a stage of a step, and report its outcome."""
+        # A step that fails must not stop the others in flight: no stage may wait for tensors that
+        # never come. So a stage that fails tells the driver first, and then takes part in the
+        # step's transfers all the same: it receives what was sent to it, and sends zeros. Later
+        # stages compute with the zeros, and the driver drops their outcomes.
         route = self._routes.at(paged.num_tokens, len(paged.last_rows))
         micro_batch = StageMicroBatch(
             route, stage, step.number, self._channel, self._device, learns=False
@@ -132,7 +147,8 @@ class _StageWorker:
             if logits is not None:
                 if step.size is not None:
                     draw_in_every_way(logits)
-                driver.send(StageReport(step.number, outcomes_of(step, logits), is_last))
+                outcomes = outcomes_of(step.chunks, logits)
+                driver.send(StageReport(step.number, outcomes, is_last))
         except (EOFError, OSError):  # another process is lost
             raise
         except Exception as error:  # whatever the model's code raises fails the step alone
@@ -160,12 +176,13 @@ def main() -> None:
 
 
 def _serve(driver: Connection) -> None:
-    settings: WorkerSettings = driver.recv()
-    threading.Thread(target=_beat, args=(settings.memory, settings.rank), daemon=True).start()
+    settings, rank, sockets = driver.recv()
+    threading.Thread(target=_beat, args=(settings.memory, rank), daemon=True).start()
     try:
-        worker = _StageWorker(settings)
+        worker = _StageWorker(settings, rank, sockets)
     except Exception as error:  # whatever the model's code raises: the driver raises it
-        driver.send((None, find_lost_gpu(error, settings.device) or make_portable(error)))
+        lost = find_lost_gpu(error, settings.plan.devices[rank])
+        driver.send((None, lost or make_portable(error)))
         return
     driver.send((None, None))
     freeze_objects()

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, count
 from multiprocessing.connection import wait
 
 from duoka.base.files import why
@@ -23,6 +23,7 @@ from duoka.forecast.serving import FIRST, Capacity, StepSize, WarmUp
 from duoka.models.lora import LoraAdapter
 from duoka.planner.plan import Plan
 from duoka.report.measured import PeakBytes
+from duoka.runtime.call.chunk import Chunk
 from duoka.stages.route import Routes
 from duoka.stages.shared_memory import SharedMemory, connect
 from duoka.workers import supervision
@@ -31,8 +32,7 @@ from duoka.workers.group import WorkerGroup
 from duoka.workers.supervision import LOOK_SECONDS, SilenceCounter
 
 from .executor import Result
-from .stage_worker import StageReport, WorkerSettings
-from .step import EngineStep
+from .stage_worker import EngineStep, StageReport, WorkerSettings
 
 _MODULE = "duoka.engine"
 # A step that takes so many times as long as reading all prompts at once does by the forecast hangs;
@@ -86,6 +86,7 @@ class StagedExecutor:
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         self._step_limit = _step_limit_seconds(plan)
+        self._numbers = count()
         self._failures: dict[int, Exception] = {}
         self._results: deque[Result] = deque()
         # Steps on their way, and when one was last heard of.
@@ -142,9 +143,9 @@ class StagedExecutor:
             self._resources.callback(self._end_workers)
         return sockets
 
-    def submit(self, step: EngineStep) -> None:
-        """See `Executor`."""
-        message = pickle.dumps(step)
+    def submit(self, chunks: Sequence[Chunk], size: StepSize | None = None) -> None:
+        """See `Executor`; with a size, compute a step of padding."""
+        message = pickle.dumps(EngineStep(next(self._numbers), chunks, size))
         self._num_open, self._heard_at = self._num_open + 1, time.monotonic()
         with suppress(OSError):  # a process is gone, which `wait` tells
             for driver in self._drivers:
@@ -256,15 +257,15 @@ class StagedExecutor:
             open_result(message)
 
     def _try_out(self, size: StepSize) -> None:
-        self.submit(EngineStep(0, [], size))
+        self.submit([], size)
         while (result := self._wait()) is None:
             pass  # somebody asks already
-        if isinstance(result.outcomes, Exception):
+        if isinstance(result, Exception):
             raise MachineError(
-                f"a step of {size.tokens} tokens fails: {str(result.outcomes)[:300]}",
+                f"a step of {size.tokens} tokens fails: {str(result)[:300]}",
                 hint="something else uses the memory that the plan counted on; or plan for "
                 "fewer requests (--sequences), or for smaller steps (--prefill-chunk)",
-            ) from result.outcomes
+            ) from result
 
     def _reserved_bytes(self) -> int:
         return sum(notes.reserved_bytes for notes in self._memory.notes())
@@ -285,8 +286,7 @@ class StagedExecutor:
         for peer, driver in enumerate(self._drivers):
             while peer != rank and driver.poll():
                 self._take(peer)
-        outcome = self._failures.pop(report.number, report.outcome)
-        self._results.append(Result(report.number, outcome))
+        self._results.append(self._failures.pop(report.number, report.outcome))
 
     @contextmanager
     def _watched(self, rank: int) -> Iterator[None]:

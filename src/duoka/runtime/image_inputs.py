@@ -272,6 +272,9 @@ def _first_stated(parts: Sequence[Any], names: Sequence[str]) -> Any:
 
 def _num_tokens(model: PreTrainedModel, size: Size) -> int:
     """Return the number of prompt tokens of an image; 0 without tokens."""
+    # The model's own code tells, whatever the family does with resolutions, tiles and merging: the
+    # features of one image of this size are computed without data on a virtual GPU, and there are
+    # as many tokens as rows of features. Families with a fixed number of queries state it.
     stated = _first_stated((model.config,), ("num_query_tokens", "latent_query_num"))
     if stated is not None:
         return int(stated)

@@ -74,6 +74,8 @@ def find_unreached(model: nn.Module, prompts: ImagePrompts | None = None) -> lis
 
 def _leaves(loss: torch.Tensor) -> set[int]:
     """Return the ids of the parameters with gradients from a loss."""
+    # Breadth first over autograd's graph, from the loss to its leaves: the nodes that accumulate
+    # gradients into parameters. What isn't reached gets no gradient, whatever the batch is.
     nodes: list[Any] = [loss.grad_fn]
     visited = set(nodes)
     for node in nodes:  # the list grows

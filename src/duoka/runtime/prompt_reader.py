@@ -92,21 +92,16 @@ class PromptReader:
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse prompts beyond the plan."""
-        planned = self.workload
-        if not prompts or not all(map(len, prompts)):
-            raise UsageError("there is nothing to answer: a prompt is empty")
-        longest = max(map(len, prompts))
-        images = [prompt.num_images for prompt in prompts if isinstance(prompt, ImagePrompt)]
-        for what, got, limit, option in (
-            ("prompts", len(prompts), planned.batch, "--batch"),
-            ("images in a prompt", max(images, default=0), planned.images, "--images"),
-        ):
-            if got > limit:
+        for prompt in prompts:
+            if not prompt:
+                raise UsageError("there is nothing to answer: a prompt is empty")
+            images = prompt.num_images if isinstance(prompt, ImagePrompt) else 0
+            if images > self.workload.images:
                 raise UsageError(
-                    f"{got} {what}; the plan has memory for {limit}",
-                    hint=f"plan with a larger {option}",
+                    f"{images} images in a prompt; the plan has memory for {self.workload.images}",
+                    hint="plan with a larger --images",
                 )
-        refuse_long(longest, planned.prompt_tokens)
+            refuse_long(len(prompt), self.workload.prompt_tokens)
 
 
 def num_embeddings(model: PreTrainedModel) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -29,13 +29,8 @@ class PlacedBlock(NamedTuple):
     caches: frozenset[int | str]
 
 
-class Decider(Protocol):
-    """Decides how the call of a block runs."""
-
-    def call(
-        self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        """Run the call, or not, and return its outputs."""
+Decider = Callable[[PlacedBlock, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Runs the call of a block with its arguments, or not, and returns its outputs."""
 
 
 class BlockInterceptor:
@@ -74,7 +69,7 @@ class BlockInterceptor:
         if decider is None:
             return forward(*args, **kwargs)
         if block.is_container:
-            return decider.call(block, forward, args, kwargs)
+            return decider(block, forward, args, kwargs)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             # Calls inside of a block are not intercepted.
@@ -84,4 +79,4 @@ class BlockInterceptor:
             finally:
                 self._decider = decider
 
-        return decider.call(block, run, args, kwargs)
+        return decider(block, run, args, kwargs)

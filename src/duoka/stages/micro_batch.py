@@ -25,7 +25,7 @@ from duoka.runtime.dispatch.arguments import mapped, mapped_call, shared_in, ten
 
 from .channels import Channel, TensorMessage
 from .interceptor import BlockInterceptor, PlacedBlock
-from .placeholder import AroundBlocks, Placeholder, is_elsewhere
+from .placeholder import AroundBlocks, Placeholder, is_elsewhere, unstageable
 from .route import Route, Shape
 
 _UNPLANNED = -1
@@ -64,7 +64,7 @@ class StageMicroBatch:
     def forward(self, interceptor: BlockInterceptor, run: Callable[[], Tensor]) -> Tensor | None:
         """Run this stage's part; in the last stage return the model's outputs."""
         try:
-            with interceptor.deciding(self), self._around:
+            with interceptor.deciding(self.call), self._around:
                 result = run()
         except _Left:
             return None
@@ -84,6 +84,9 @@ class StageMicroBatch:
 
     def backward(self, loss: Tensor | None = None) -> None:
         """Run this stage's part of backward, and send gradients back to the sources."""
+        # Backward begins at all roots at once: the loss in the last stage, else the edges of the
+        # sent tensors, each with the gradient that its receiver has sent back. Leaves that came
+        # from other stages have caught their gradients then (`_Arrival`), which go to the sources.
         route = self._route
         roots: list[Any] = []
         gradients: list[Tensor | None] = []
@@ -108,7 +111,7 @@ class StageMicroBatch:
     def call(
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """See `interceptor.Decider`."""
+        """Run a call of the route, or not; see `BlockInterceptor`."""
         index = self._next_call
         self._next_call += 1
         calls = self._route.calls
@@ -144,9 +147,8 @@ class StageMicroBatch:
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         if any(map(is_elsewhere, tensors_in((args, kwargs)))):
-            raise ModelError(
-                f"{block.name} is called with a tensor of another stage that wasn't sent",
-                hint="this model can't run in stages; put it on one GPU",
+            raise unstageable(
+                f"{block.name} is called with a tensor of another stage that wasn't sent"
             )
         with self._around.paused():
             return forward(*args, **kwargs)
@@ -158,10 +160,9 @@ class StageMicroBatch:
         transfer = self._route.transfers[number]
         if transfer.source == self._stage and number not in self._sent:
             if tuple(tensor.shape) != transfer.shape.sizes:
-                raise ModelError(
+                raise unstageable(
                     f"a tensor of {tuple(tensor.shape)} goes to another stage, which expects "
-                    f"{transfer.shape.sizes}",
-                    hint="this model can't run in stages; put it on one GPU",
+                    f"{transfer.shape.sizes}"
                 )
             keeps = self._learns and transfer.requires_grad and tensor.requires_grad
             self._channel.send(self._message(number), tensor.detach())

@@ -122,7 +122,11 @@ def _wrapped(device: torch.device, value: Any) -> Any:
 
 
 def _unknown(what: str) -> ModelError:
-    return ModelError(
-        f"the model's code between its blocks reads values of another stage ({what})",
-        hint="this model can't run in stages; put it on one GPU",
+    return unstageable(
+        f"the model's code between its blocks reads values of another stage ({what})"
     )
+
+
+def unstageable(problem: str) -> ModelError:
+    """Return the error for a model that can't run in stages."""
+    return ModelError(problem, hint="this model can't run in stages; put it on one GPU")

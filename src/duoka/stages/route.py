@@ -17,6 +17,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import mul
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from transformers import PreTrainedModel
 
 from duoka import virtual
 from duoka.base.model_code import where_raised
-from duoka.errors import ModelError
 from duoka.forecast.serving import Capacity
 from duoka.planner.placement import Placement
 from duoka.runtime.call.chunk import Chunk
@@ -40,6 +40,7 @@ from duoka.runtime.dispatch.place_tensors import (
 )
 
 from .interceptor import BlockInterceptor, PlacedBlock
+from .placeholder import unstageable
 
 _MOST_ROUTES = 256
 
@@ -170,9 +171,8 @@ class Routes:
         for index, (numbers, route) in enumerate(larger):
             step = numbers[index] - self._numbers[index]
             if route.course() != self._first.course():
-                raise ModelError(
-                    "what crosses between the model's blocks depends on how many tokens there are",
-                    hint="this model can't run in stages; put it on one GPU",
+                raise unstageable(
+                    "what crosses between the model's blocks depends on how many tokens there are"
                 )
             for slopes, base, larger_shape in zip(
                 self._slopes, shapes, route.shapes(), strict=True
@@ -200,10 +200,7 @@ class Routes:
 
         def resized(shape: Shape) -> Shape:
             columns = zip(shape.sizes, *next(slopes), strict=True)
-            sizes = [
-                size + sum(step * slope for step, slope in zip(steps, of_size, strict=True))
-                for size, *of_size in columns
-            ]
+            sizes = (size + sum(map(mul, steps, of_size)) for size, *of_size in columns)
             return Shape(tuple(sizes), shape.dtype)
 
         return self._first.with_shapes(resized)
@@ -238,13 +235,12 @@ def find_route(
                 invent_values(copied)
             finder = _Finder(copied, placement)
             try:
-                with virtual.observe(finder), interceptor.deciding(finder):
+                with virtual.observe(finder), interceptor.deciding(finder.call):
                     run(copied, device)
             except _Combined as error:
-                raise ModelError(
+                raise unstageable(
                     f"code between the model's blocks combines what stages {error} made"
-                    f"{where_raised(error)}",
-                    hint="this model can't run in stages; put it on one GPU",
+                    f"{where_raised(error)}"
                 ) from error
             return finder.route()
 
@@ -282,7 +278,7 @@ class _Finder:
     def call(
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        """See `interceptor.Decider`."""
+        """Run a call in its stage; see `BlockInterceptor`."""
         if not self.devices or self.devices[-1] != block.device:
             self.devices.append(block.device)
         stage = len(self.devices) - 1

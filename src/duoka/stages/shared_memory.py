@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from itertools import accumulate, combinations
@@ -17,6 +16,7 @@ from math import prod
 from multiprocessing.connection import Connection
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +24,6 @@ from .channels import LocalChannel, TensorMessage
 from .route import Route
 
 _ALIGNMENT = 64
-_NOTES = struct.Struct("dqq")
-_BEATS = struct.Struct("q")
-_LINE_BYTES = _NOTES.size + _BEATS.size
 
 
 class Notes(NamedTuple):
@@ -52,20 +49,25 @@ class SharedMemory:
         )
         rounded = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
         # At its beginning each process has a line for its notes and its heartbeat.
-        start = -(-num_processes * _LINE_BYTES // _ALIGNMENT) * _ALIGNMENT
+        start = num_processes * _ALIGNMENT
         self._num_processes = num_processes
         self._num_steps = num_steps
         self._offsets = list(accumulate(rounded, initial=start))
         self.descriptor = os.memfd_create("duoka-stages")
         os.ftruncate(self.descriptor, start + num_steps * (self._offsets[-1] - start))
+        self._map()
+
+    def _map(self) -> None:
         self._bytes = mmap.mmap(self.descriptor, 0)
+        shape = self._num_processes, _ALIGNMENT // 8
+        self._lines = np.ndarray(shape, np.float64, buffer=self._bytes)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_bytes"}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_bytes", "_lines")}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._bytes = mmap.mmap(self.descriptor, 0)
+        self._map()
 
     def place(self, message: TensorMessage, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the place of a message, as a tensor."""
@@ -77,21 +79,19 @@ class SharedMemory:
 
     def note(self, rank: int, notes: Notes) -> None:
         """Publish the notes of a process."""
-        _NOTES.pack_into(self._bytes, rank * _LINE_BYTES, *notes)
+        self._lines[rank, :3] = notes
 
     def notes(self) -> list[Notes]:
         """Return the notes of all processes, by rank."""
-        places = range(0, self._num_processes * _LINE_BYTES, _LINE_BYTES)
-        return [Notes(*_NOTES.unpack_from(self._bytes, place)) for place in places]
+        return [Notes(line[0], *map(int, line[1:3])) for line in self._lines.tolist()]
 
     def beat(self, rank: int, number: int) -> None:
         """Show that a process is alive, by a changing number."""
-        _BEATS.pack_into(self._bytes, rank * _LINE_BYTES + _NOTES.size, number)
+        self._lines[rank, 3] = number
 
     def beats(self) -> list[int]:
         """Return the last number of each process, by rank."""
-        places = range(_NOTES.size, self._num_processes * _LINE_BYTES, _LINE_BYTES)
-        return [_BEATS.unpack_from(self._bytes, place)[0] for place in places]
+        return [int(line[3]) for line in self._lines.tolist()]
 
     def close(self) -> None:
         """Close the file; mapped memory stays."""

@@ -7,14 +7,12 @@ import gc
 import pickle
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutput
 
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch, undispatch
@@ -67,11 +65,6 @@ def call_all(model: Stack) -> Callable[..., None]:
     return script
 
 
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
 def test_arguments_arrive_on_the_device_of_the_block() -> None:
     model = stack("cpu", "meta")
     model.script = call_all(model)
@@ -80,30 +73,6 @@ def test_arguments_arrive_on_the_device_of_the_block() -> None:
     assert {t.device.type for t in (hidden, *kwargs.values())} == {"meta"}
     (hidden,), kwargs = model.blocks[0].last
     assert {t.device.type for t in (hidden, *kwargs.values())} == {"cpu"}
-
-
-@pytest.mark.parametrize(
-    ("value", "find"),
-    [
-        ((torch.ones(1), 1), lambda v: v[0]),
-        ([None, (torch.ones(1),)], lambda v: v[1][0]),
-        ({"a": [torch.ones(1)]}, lambda v: v["a"][0]),
-        (OrderedDict(a=torch.ones(1)), lambda v: v["a"]),
-        (Pair("x", torch.ones(1)), lambda v: v.right),
-        (BaseModelOutput(last_hidden_state=torch.ones(1)), lambda v: v.last_hidden_state),
-    ],
-    ids=["tuple", "list", "dict", "OrderedDict", "NamedTuple", "ModelOutput"],
-)
-def test_tensors_are_found_inside_containers_of_the_same_type(
-    value: Any, find: Callable[[Any], Tensor]
-) -> None:
-    model = stack("cpu", "meta")
-    model.script = call_all(model)
-    model(value)
-    ((arrived,), _) = model.blocks[1].last
-    assert type(arrived) is type(value)
-    assert find(arrived).device == AWAY
-    assert find(value).device.type == "cpu"
 
 
 def test_other_objects_pass_untouched() -> None:
@@ -117,13 +86,6 @@ def test_other_objects_pass_untouched() -> None:
     assert arrived is cache
     assert arrived_text is text
     assert cache.keys.device.type == "cpu"
-
-
-def test_a_scalar_on_the_cpu_stays() -> None:
-    model, scalar = stack("cpu", "meta"), torch.tensor(2.0)
-    model.script = call_all(model)
-    model(scalar)
-    assert model.blocks[1].last[0][0] is scalar
 
 
 def test_a_tensor_moves_once_a_stage_and_call() -> None:
@@ -205,18 +167,6 @@ def test_what_was_moved_dies_with_its_source() -> None:
     finally:
         gc.enable()
     assert len(copies) == 1
-
-
-def test_what_was_moved_dies_with_the_call_without_the_collector() -> None:
-    model, mask = stack("cpu", "meta"), torch.ones(2)
-    model.script = call_all(model)
-    gc.disable()
-    try:
-        model(mask)
-        copy = weakref.ref(model.blocks[1].seen.pop()[0][0])
-        assert copy() is None
-    finally:
-        gc.enable()
 
 
 def test_an_error_in_the_call_forgets_too() -> None:

@@ -19,8 +19,6 @@ from torch import nn
 from duoka.errors import LoadError
 from duoka.runtime.load.pickles import load_pickle
 
-DAMAGE = (LoadError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError)
-
 
 class Command:
     """A pickle of it is a program."""
@@ -145,7 +143,7 @@ def test_a_file_that_is_cut_off(kept: float, new: bool, tmp_path: Path) -> None:
     if new:
         assert refused(file) == f"{file} is cut off: it has no end"
     else:
-        with pytest.raises(DAMAGE):
+        with pytest.raises(LoadError):
             load_pickle(file, map_location="cpu")
 
 
@@ -160,25 +158,18 @@ def test_a_tensor_larger_than_its_data(tmp_path: Path) -> None:
     assert "damaged, or holds more than tensors" in refused(rewritten(file, enlarge))
 
 
-def test_two_programs_in_one_archive(tmp_path: Path) -> None:
-    torch.save({"a": torch.zeros(1)}, file := tmp_path / "x.bin")
-    with zipfile.ZipFile(file, "a") as archive:
-        archive.writestr("y/data.pkl", b"other")
-    assert "doesn't hold one data.pkl" in refused(file)
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"PK\x03\x04", b"\x80\x02.", b"<html>", b"\x80\x02K\x01." * 5, bytes(1000)]
 )
 def test_what_is_no_pickle_at_all(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(content)
-    with pytest.raises(DAMAGE):
+    with pytest.raises(LoadError):
         load_pickle(tmp_path / "x.bin", map_location="cpu")
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.bin")
-    with pytest.raises(ValueError, match="not a regular file"):
+    with pytest.raises(LoadError, match="not a regular file"):
         load_pickle(tmp_path / "x.bin", map_location="cpu")
 
 

@@ -135,7 +135,7 @@ def test_nothing_is_proved_or_read_for_what_can_not_run(
 @pytest.mark.parametrize("stated", [{}, {"quant_type": "int8"}, {"quant_type": {"default": {}}}])
 def test_settings_that_nobody_can_read_are_refused(stated: dict[str, Any]) -> None:
     config = {**LLAMA, "quantization_config": {"quant_method": "torchao", **stated}}
-    with pytest.raises(LoadError, match="can't read how this torchao checkpoint is quantized"):
+    with pytest.raises(LoadError, match="can't run this torchao checkpoint here"):
         refuse_unloadable(config, Placement(entries=(("", "cpu"),)))
 
 

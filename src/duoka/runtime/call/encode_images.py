@@ -182,6 +182,9 @@ class ImageReader:
 
     def _features_of(self, start: int, stop: int) -> dict[str, Any]:
         """Return the features whose tokens are in a chunk of the prompts."""
+        # Features are rows in the order of the image tokens of all prompts. Of a prompt t i i t i i
+        # the features are numbered . 0 1 . 2 3; the chunk [2, 5) holds the tokens i t i, whose rows
+        # are 1 and 2.
         is_image = self._is_image
         chunk = is_image[:, start:stop]
         if not chunk.any():

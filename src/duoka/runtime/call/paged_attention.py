@@ -318,6 +318,10 @@ class _Layer(NamedTuple):
         `query` is [heads of keys, sequences, sharing, rows, head_dim], `key` and `value` are [heads
         of keys, sequences, keys, head_dim]; `bias` is broadcast.
         """
+        # The softmax is exact and in float32, in place: scores are shifted by the row's maximum m,
+        # exponentiated, and divided by their sum. A sink s is a score without a value: it takes
+        # part in m, and exp(s - m) in the sum. Scores 1, 2 and a sink of 2: m = 2, the sum is
+        # e⁻¹ + 1 + 1, and the weights are 0.16 and 0.42; the remaining 0.42 belong to no value.
         heads, sequences, sharing, rows, _ = query.shape
         shape = heads, sequences, sharing * rows, key.shape[2]
 

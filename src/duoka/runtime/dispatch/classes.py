@@ -7,6 +7,7 @@ streamed weights (`offload`) and pipeline stages (`stages.interceptor`) all use 
   (`AROUND`), as PyTorch's own parametrizations and FSDP have one. PyTorch calls a module with a
   registered hook on a slow path, which alone would cost 2 % of a small model's decode step. Hooks
   that others register see arguments that are moved already.
+- A module that contains blocks remembers copies for the time of its call (`FRAMES`).
 - The model gets a subclass whose `forward` brings its outputs back, whoever calls it (peft doesn't
   call the model).
 
@@ -27,6 +28,7 @@ from duoka.errors import PlacementError
 MOVER = "_duoka_mover"
 ROOT = "_duoka_root"
 AROUND = "_duoka_around"
+FRAMES = "_duoka_frames"
 
 
 class _Dispatched:
@@ -69,7 +71,7 @@ class _Dispatched:
 
 
 class _Moving(_Dispatched):
-    """A block: its mover brings the arguments of a call to its device.
+    """A block or a container of blocks: its mover brings the arguments of a call to its device.
 
     The function at `AROUND` decides how the call runs: with streamed weights, or in a stage.
     """
@@ -79,10 +81,11 @@ class _Moving(_Dispatched):
         if mover is not None:
             args, kwargs = mover.bring(args, kwargs)
         inherited: Any = super()  # the module's own class
+        call, frames = inherited.__call__, self.__dict__.get(FRAMES)
+        if frames is not None:
+            call = partial(frames.run, call)
         around = self.__dict__.get(AROUND)
-        if around is not None:
-            return around(inherited.__call__, args, kwargs)
-        return inherited.__call__(*args, **kwargs)
+        return call(*args, **kwargs) if around is None else around(call, args, kwargs)
 
 
 class _Spread(_Dispatched):
@@ -137,7 +140,7 @@ def update_class(module: nn.Module) -> None:
     """Give a module the class for its attributes of dispatch."""
     attributes = module.__dict__
     kinds: list[type[_Dispatched]] = [_Spread] if ROOT in attributes else []
-    if MOVER in attributes or AROUND in attributes:
+    if not attributes.keys().isdisjoint((MOVER, AROUND, FRAMES)):
         kinds.append(_Moving)
     module.__class__ = _class_of(plain_class(module), tuple(kinds))
 

@@ -8,13 +8,12 @@ from inspect import getattr_static
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from duoka.base.text import containing
 from duoka.planner.placement import Placement
 
 from .arguments import caches_of
-from .classes import MOVER, ROOT, update_class
+from .classes import FRAMES, MOVER, ROOT, update_class
 from .movers import Frames, Mover, Root
 from .place_tensors import tensor_names
 
@@ -74,28 +73,25 @@ def install_on(
     mover = None if inputs_to is None else Mover(inputs_to, frames)
     model.__dict__[ROOT] = Root(frames, outputs_stay=outputs_stay, device=first, mover=mover)
     update_class(model)
-    handles = []
     for module in parents:
-        handles.append(module.register_forward_pre_hook(frames.enter_part, prepend=True))
-        handles.append(module.register_forward_hook(frames.leave, always_call=True))
-    return Installed(list(blocks), handles)
+        module.__dict__[FRAMES] = frames
+        update_class(module)
+    return Installed(list(blocks))
 
 
 class Installed:
-    """The movers on a model's blocks, and the hooks around them."""
+    """The movers on a model's blocks."""
 
-    def __init__(self, blocks: list[nn.Module], handles: list[RemovableHandle]) -> None:
+    def __init__(self, blocks: list[nn.Module]) -> None:
         self._blocks = blocks
-        self._handles = handles
 
     def remove(self, model: nn.Module) -> None:
         """Undo the installation."""
-        for handle in self._handles:
-            handle.remove()
         del model.__dict__[ROOT]
         # Other modules may have replaced blocks, which are in the model no more.
         for module in {*self._blocks, *model.modules()}:
-            module.__dict__.pop(MOVER, None)
+            for name in (MOVER, FRAMES):
+                module.__dict__.pop(name, None)
             update_class(module)
 
 
@@ -127,17 +123,16 @@ def _entry_modules(model: nn.Module, placement: Placement) -> Iterator[tuple[str
         embedding = None
         with suppress(AttributeError, NotImplementedError):
             embedding = getattr(model, getter)()
-        yield from (
-            (name, module)
-            for name, module in modules.items()
-            if embedding is not None and module is embedding
-        )
+        yield from ((name, module) for name, module in modules.items() if module is embedding)
 
 
 def _entrances(
     module: nn.Module, name: str, devices: Mapping[str, torch.device]
 ) -> Iterator[tuple[nn.Module, torch.device]]:
     """Yield the largest callable modules below `module` with a single device."""
+    # With layers.0 on one device and layers.1 on another, the entry "model" has the entrances
+    # model.embed_tokens, model.layers.0 and model.layers.1: neither the model nor its list of
+    # layers has a single device. An entrance moves what comes from outside; nothing below it does.
     prefix = f"{name}." if name else ""
     entrances = {devices[prefix + tensor] for tensor, _ in tensor_names(module)}
     if not entrances:

@@ -23,34 +23,38 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .arguments import NO_TENSORS, caches_in, mapped, mapped_call, must_move, tensors_in
 from .copies import carry
 
 
+# A frame is pushed for each call of the model itself, and for a call of a part of it (its body, its
+# encoder) that nobody inside the model makes. Copies live in the innermost frame:
+#
+#     model(ids)            push F1
+#       body(...)           F1 stays: the body is called within the model
+#         block 0 … n       each mask is copied once per device, and found in F1 afterwards
+#       head(...)           finds the copies of F1, too
+#                           pop F1: all copies are dropped
 class Frames(threading.local):
-    """The calls in progress, innermost last; each thread has its own."""
+    """The top-level calls in progress, innermost last; each thread has its own."""
 
     def __init__(self) -> None:
         self.stack: list[Frame] = []
         self.caller: torch.device | None = None
 
-    def enter(self, *, is_root: bool) -> None:
-        """Begin to remember copies; a call within the model's own shares the model's frame."""
-        stack = self.stack
-        stack.append(stack[-1] if stack and not is_root else Frame())
+    def run(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run the call of a part; outside the model's own call it is a top-level call."""
+        return call(*args, **kwargs) if self.stack else self.run_top(call, *args, **kwargs)
 
-    def enter_part(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Enter the call of a module that contains blocks; a forward pre-hook."""
-        self.enter(is_root=False)
-
-    def leave(self, *_: Any) -> None:
-        """Forget the copies of the matching `enter`; a forward hook, on errors too."""
-        if self.stack:
-            frame = self.stack.pop()
-            if not self.stack or self.stack[-1] is not frame:
-                frame.close()
+    def run_top(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a top-level call, whose copies are forgotten at its end, on errors too."""
+        self.stack.append(Frame())
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.stack.pop().close()
 
     def __reduce__(self) -> tuple[type[Frames], tuple[()]]:
         return Frames, ()
@@ -63,60 +67,43 @@ class _Copied(NamedTuple):
     version: int
     copy: Tensor
 
-
-class Memory:
-    """The copies on a device, by identity of the source.
-
-    A copy made without recording gradients (in a checkpointed region, say) must not be used where
-    they are needed, so each of the two modes has its own memory.
-    """
-
-    __slots__ = ("_has_grad", "moved")
-
-    def __init__(self, *, has_grad: bool) -> None:
-        self._has_grad = has_grad
-        self.moved: dict[int, _Copied] = {}
-
-    def lookup(self, tensor: Tensor) -> Tensor | None:
-        """Return the copy of a tensor, if it was copied and hasn't changed since."""
-        moved = self.moved.get(id(tensor))
-        if moved is None or moved.source() is not tensor or moved.version != tensor._version:
-            return None
-        copy = moved.copy
-        if self._has_grad and copy.requires_grad != tensor.requires_grad:
-            return None
-        return copy
-
-    # An entry must never keep its source alive, nor outlive it: another tensor may get the id of a
-    # freed one. So an entry has a weak reference whose callback removes the entry.
-    def add(self, tensor: Tensor, copy: Tensor) -> Tensor:
-        """Remember a copy as long as its source lives; return the copy."""
-        key, entries = id(tensor), self.moved
-        # A tensor of inference mode has no version: a change in place would go unnoticed.
-        if not tensor.is_inference():
-            # An id is given to another tensor only after its first owner is gone from here.
-            source = weakref.ref(tensor, lambda _: entries.pop(key, None))
-            entries[key] = _Copied(source, tensor._version, copy)
-        return copy
+    def stands_for(self, tensor: Tensor, *, has_grad: bool) -> bool:
+        """Return True if the tensor is the copied one, and hasn't changed since."""
+        if self.source() is not tensor or self.version != tensor._version:
+            return False
+        return not has_grad or self.copy.requires_grad == tensor.requires_grad
 
 
 class Frame:
-    """The copies of a top-level call."""
+    """The copies of a top-level call, by device and mode, then by identity of the source.
 
-    __slots__ = ("_current", "_memories", "stage")
+    A copy made without recording gradients (in a checkpointed region, say) must not be used where
+    they are needed, so each of the two modes has its own copies.
+    """
+
+    __slots__ = ("_copies", "_current", "stage")
 
     def __init__(self) -> None:
         self.stage: torch.device | None = None
-        self._memories: dict[tuple[str, bool], Memory] = {}
+        self._copies: dict[tuple[str, bool], dict[int, _Copied]] = {}
         # By kind of device: the index that was the caller's current device.
         self._current: dict[str, int] = {}
 
-    def memory(self, key: tuple[str, bool]) -> Memory:
-        """Return the memory of a device, by its name and whether gradients are recorded."""
-        memory = self._memories.get(key)
-        if memory is None:
-            memory = self._memories[key] = Memory(has_grad=key[1])
-        return memory
+    # An entry must never keep its source alive, nor outlive it: another tensor may get the id of a
+    # freed one. So an entry has a weak reference whose callback removes the entry.
+    def carried(self, tensor: Tensor, device: torch.device, key: tuple[str, bool]) -> Tensor:
+        """Return a copy of a tensor on a device, the same one until the tensor changes or dies."""
+        copies = self._copies.setdefault(key, {})
+        known = copies.get(id(tensor))
+        if known is not None and known.stands_for(tensor, has_grad=key[1]):
+            return known.copy
+        copy = carry(tensor, device)
+        # A tensor of inference mode has no version: a change in place would go unnoticed.
+        if not tensor.is_inference():
+            number = id(tensor)
+            source = weakref.ref(tensor, lambda _: copies.pop(number, None))
+            copies[number] = _Copied(source, tensor._version, copy)
+        return copy
 
     def enter_stage(self, device: torch.device) -> None:
         """Make the stage's device the current device of its kind."""
@@ -130,8 +117,8 @@ class Frame:
     def close(self) -> None:
         """Forget the copies, and restore the caller's current devices."""
         # Entries refer to the dict that holds them; without this they wait for the collector.
-        for memory in self._memories.values():
-            memory.moved.clear()
+        for copies in self._copies.values():
+            copies.clear()
         for kind, index in self._current.items():
             backend = _backend(torch.device(kind, index))
             if backend is not None:
@@ -170,17 +157,15 @@ class Mover:
         if _are_at(args, device) and _are_at(kwargs.values(), device):
             return args, kwargs
         # A copy made in inference mode can't be used outside, so there nothing is remembered.
-        memory = None
-        if stack and not torch.is_inference_mode_enabled():
-            memory = stack[-1].memory(self._keys[torch.is_grad_enabled()])
+        frame = stack[-1] if stack and not torch.is_inference_mode_enabled() else None
+        key = self._keys[torch.is_grad_enabled()]
 
         def move(tensor: Tensor) -> Tensor:
             if not must_move(tensor, device):
                 return tensor
-            if memory is None:
+            if frame is None:
                 return carry(tensor, device)
-            copy = memory.lookup(tensor)
-            return memory.add(tensor, carry(tensor, device)) if copy is None else copy
+            return frame.carried(tensor, device, key)
 
         return mapped_call(args, kwargs, move, self._caches)
 
@@ -253,12 +238,12 @@ class Root:
         """Call the model."""
         if self._mover is not None and torch.compiler.is_compiling():
             return call(*args, **kwargs)  # `generate` compiles for inputs on the device
-        self._frames.enter(is_root=True)
-        try:
+
+        def run() -> Any:
             moved = (args, kwargs) if self._mover is None else self._mover.bring(args, kwargs)
-            outputs = call(*moved[0], **moved[1])
-        finally:
-            self._frames.leave()
+            return call(*moved[0], **moved[1])
+
+        outputs = self._frames.run_top(run)
         device = None if self._outputs_stay else _device_of(args, kwargs)
         if device is None:
             return outputs

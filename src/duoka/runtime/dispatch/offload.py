@@ -35,6 +35,7 @@ from duoka.forecast.profile import NUM_BUFFERS, buffer_bytes
 
 from .arguments import mapped
 from .classes import AROUND, update_class
+from .place_tensors import as_parameter
 
 Version = tuple[int, int, int]
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -152,23 +153,6 @@ class Streamer:
             self._contents[buffer] = contents
 
 
-class _Slot:
-    """One tensor of a module: its table, its key there, and its view in a buffer."""
-
-    __slots__ = ("key", "table", "view")
-
-    def __init__(self, table: dict[str, Any], key: str) -> None:
-        self.table = table
-        self.key = key
-        self.view: Tensor | None = None
-
-    @property
-    def host(self) -> Tensor:
-        """The host's tensor now."""
-        tensor: Tensor = self.table[self.key]
-        return tensor
-
-
 class _Unit:
     """A module whose weights come and go together."""
 
@@ -181,25 +165,36 @@ class _Unit:
     def find_tensors(self) -> None:
         """Find the module's tensors, and how many bytes they take on a device."""
         modules = list(self.module.modules())
-        parameters = list(_slots([module._parameters for module in modules]))
-        self._buffers = list(_slots([module._buffers for module in modules]))
-        self._slots = [*parameters, *self._buffers]
+        tables: list[dict[str, Any]] = [*(module._parameters for module in modules)]
+        tables += [module._buffers for module in modules]
+        self._slots = [(t, key) for t in tables for key, value in t.items() if value is not None]
+        for (_, key), host in zip(self._slots, self.tensors(), strict=True):
+            if type(host.data) is not Tensor:
+                raise ModelError(
+                    f"weights of type {type(host.data).__name__} can't be streamed: {key}",
+                    hint="offload, or quantize: not both",
+                )
         self.num_bytes = sum(rounded_bytes(host.nbytes) for host in self.hosts())
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that the module has now, in the order of its slots."""
+        return [table[key] for table, key in self._slots]
 
     def hosts(self) -> list[Tensor]:
         """Return the host's tensors, each once."""
-        return list({id(slot.host): slot.host for slot in self._slots}.values())
+        return list({id(host): host for host in self.tensors()}.values())
 
     def make_views(self, buffer: Tensor) -> None:
         """Make the views, with sizes rounded as by the allocator."""
         views: dict[int, Tensor] = {}
         offset = 0
         for host in self.hosts():
-            flat = buffer[offset : offset + host.nbytes]
-            views[id(host)] = _as_parameter(host, flat.view(host.dtype).view(host.shape))
+            view = buffer[offset : offset + host.nbytes].view(host.dtype).view(host.shape)
+            if isinstance(host, nn.Parameter):
+                view = as_parameter(view, host, requires_grad=False)
+            views[id(host)] = view
             offset += rounded_bytes(host.nbytes)
-        for slot in self._slots:
-            slot.view = views[id(slot.host)]
+        self._views = [views[id(host)] for host in self.tensors()]
 
     def versions(self) -> list[Version]:
         """Return numbers that change when a tensor of the host is written to or replaced."""
@@ -209,54 +204,33 @@ class _Unit:
             for host in self.hosts()
         ]
 
-    def pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield views with the host's tensors to copy into them."""
-        for slot in self._slots:
-            if not slot.host.is_meta:
-                assert slot.view is not None
-                yield slot.view, slot.host
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """List the views with the host's tensors to copy into them."""
+        pairs = zip(self._views, self.tensors(), strict=True)
+        return [(view, host) for view, host in pairs if not host.is_meta]
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Let the module hold the views, inside the scope."""
-        hosts = [(slot, slot.host) for slot in self._slots]
-        versions = [slot.view._version for slot in self._buffers if slot.view is not None]
-        for slot in self._slots:
-            slot.table[slot.key] = slot.view
+        hosts = self.tensors()
+        versions = [
+            None if isinstance(view, nn.Parameter) else view._version for view in self._views
+        ]
+        self._fill(self._views)
         try:
             yield
         finally:
-            for slot, host in hosts:
-                if slot.table.get(slot.key) is slot.view:
-                    slot.table[slot.key] = host
-        for slot, version in zip(self._buffers, versions, strict=True):
-            assert slot.view is not None
-            if slot.view._version != version and not slot.host.is_meta:
+            self._fill(hosts, where=self._views)
+        for view, host, version in zip(self._views, hosts, versions, strict=True):
+            if version is not None and version != view._version and not host.is_meta:
                 with torch.no_grad():
-                    slot.host.copy_(slot.view)
+                    host.copy_(view)
 
-
-def _slots(tables: Sequence[dict[str, Any]]) -> Iterator[_Slot]:
-    for table in tables:
-        for key, tensor in table.items():
-            if tensor is None:
-                continue
-            if type(tensor.data) is not Tensor:
-                raise ModelError(
-                    f"weights of type {type(tensor.data).__name__} can't be streamed: {key}",
-                    hint="offload, or quantize: not both",
-                )
-            yield _Slot(table, key)
-
-
-def _as_parameter(host: Tensor, view: Tensor) -> Tensor:
-    """Make the view a parameter like the host's tensor."""
-    if not isinstance(host, nn.Parameter):
-        return view
-    parameter = nn.Parameter(view, requires_grad=False)
-    for mark, value in host.__dict__.items():
-        parameter.__dict__.setdefault(mark, value)  # what is there already belongs to the data
-    return parameter
+    def _fill(self, tensors: Sequence[Tensor], where: Sequence[Tensor] | None = None) -> None:
+        """Put tensors into the slots, or into those that still hold the tensors `where`."""
+        for at, (table, key) in enumerate(self._slots):
+            if where is None or table.get(key) is where[at]:
+                table[key] = tensors[at]
 
 
 def _without_backward(tensor: Tensor) -> Tensor:

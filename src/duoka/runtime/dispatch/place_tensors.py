@@ -65,6 +65,9 @@ def devices_by_name(model: nn.Module, placement: Placement) -> dict[str, torch.d
     """Return the device of every parameter and buffer under each of its names."""
     tensors = {name: table[key] for name, (table, key) in _slots(model).items()}
     placement.check(tensors)
+    # Memory is taken in the order of the placement, so that addresses are those of the forecast.
+    # The entries ("model.layers.1", "vgpu:1"), ("", "vgpu:0") have the ranks 0 and 1; the longest
+    # entry that covers a name decides: tensors of layers.1 come first, all others after them.
     ranks = {entry: rank for rank, (entry, _) in enumerate(placement.entries)}
     by_rank = [torch.device(text) for _, text in placement.entries]
     # One object for each device, so that it can be compared by identity.
@@ -117,29 +120,10 @@ def on_host(
     model: nn.Module, devices: Mapping[str, torch.device], offloaded: Sequence[str]
 ) -> dict[str, torch.device]:
     """Return the host's processor for each tensor of the offloaded modules, by name."""
-    if not offloaded:
-        return {}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    host = torch.device("cpu")
-    hosts = {name: host for name in devices if _covered(name, offloaded)}
-    unknown = [
-        name
-        for name in offloaded
-        if name not in modules or not any(_covered(parameter, [name]) for parameter in hosts)
-    ]
-    if unknown:
-        raise PlacementError(
-            f"the weights of {', '.join(unknown)} can't be offloaded: that is no module with "
-            "weights",
-            hint="offload modules that the placement names",
-            faults=Faults(unknown=tuple(unknown)),
-        )
-    ids = {id(tensor) for name, tensor in tensor_names(model) if name in hosts}
-    shared = [
-        name
-        for name, parameter in tensor_names(model)
-        if id(parameter) in ids and name not in hosts
-    ]
+    hosts = {name: torch.device("cpu") for name in devices if _covered(name, offloaded)}
+    tensors = list(tensor_names(model))
+    ids = {id(tensor) for name, tensor in tensors if name in hosts}
+    shared = [name for name, tensor in tensors if id(tensor) in ids and name not in hosts]
     if shared:
         raise PlacementError(
             f"what is offloaded shares weights with other modules: {', '.join(shared)}",
@@ -183,6 +167,14 @@ class TensorSnapshot:
             table[key] = tensor
 
 
+def as_parameter(data: Tensor, like: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """Make data a parameter with the marks of another one."""
+    parameter = nn.Parameter(data, requires_grad=requires_grad)
+    for mark, value in like.__dict__.items():
+        parameter.__dict__.setdefault(mark, value)  # what is there already belongs to the data
+    return parameter
+
+
 def _place_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device == device:
         return tensor
@@ -198,9 +190,7 @@ def _place_tensor(tensor: Tensor, device: torch.device) -> Tensor:
         tensor.data = data
         tensor.grad = grad
         return tensor
-    parameter = nn.Parameter(data, requires_grad=tensor.requires_grad)
-    for mark, value in tensor.__dict__.items():
-        parameter.__dict__.setdefault(mark, value)  # what is there already belongs to the data
+    parameter = as_parameter(data, tensor, requires_grad=tensor.requires_grad)
     parameter.grad = grad
     return parameter
 

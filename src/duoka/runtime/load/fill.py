@@ -142,6 +142,8 @@ def copy_in_chunks(target: Tensor, source: Tensor) -> None:
 
     Out of pinned memory the copy may go on after this returns.
     """
+    # A tensor [8, 4 MiB] that changes its type is split by rows until a piece has at most 1 MiB:
+    # first into its 8 rows, then each row into 4 parts.
     size = target.numel() * max(target.element_size(), source.element_size())
     is_plain = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
     if is_plain or size <= _CHUNK_BYTES or target.ndim == 0:

@@ -59,7 +59,7 @@ def load_weights(
     only : torch.device, optional
         Read and allocate the tensors on this device alone; the others stay on meta.
     """
-    _refuse_loaded(model)
+    assert all(p.is_meta for p in model.parameters()), "a model is loaded once"
     devices = devices_by_name(model, placement)
     devices |= on_host(model, devices, offloaded)
     if only is not None:
@@ -111,15 +111,6 @@ def list_faults(*kinds: tuple[Sequence[str], str], most_names: int | None = None
     return "; ".join(
         f"{len(names)} {text}: {', '.join(names[:most_names])}" for names, text in kinds if names
     )
-
-
-def _refuse_loaded(model: nn.Module) -> None:
-    loaded = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
-    if loaded:
-        raise LoadError(
-            f"the model has weights already, {loaded[0]!r} for one",
-            hint="build the model anew to load it again",
-        )
 
 
 def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:

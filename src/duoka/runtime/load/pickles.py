@@ -8,30 +8,48 @@ weights.
 
 from __future__ import annotations
 
+import pickle
 import re
 import warnings
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from duoka.base.files import open_regular
 from duoka.errors import LoadError
 
 _ZIP_START = b"PK\x03\x04"
-_MAX_PICKLE_BYTES = 100_000_000
 _ORDER = "don't load it another way either, unless you know who made it"
 _OTHER = "is this the file of weights that was published with the model?"
-_CUT_OFF = "the download may be incomplete: fetch it again"
+DAMAGED = "the download may be incomplete: fetch it again"
+# All that the libraries raise on a damaged file.
+_DAMAGE = (
+    *(SafetensorError, pickle.UnpicklingError, OSError),
+    *(RuntimeError, EOFError, KeyError, ValueError),
+)
 # How torch's refusals name what a pickle asks for.
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 
 
+@contextmanager
+def damage_told(file: Path) -> Iterator[None]:
+    """Turn the libraries' errors on a damaged file into an error with its name."""
+    try:
+        yield
+    except _DAMAGE as error:
+        raise LoadError(f"{file} can't be read: {error}", hint=DAMAGED) from error
+
+
 def load_pickle(file: Path, *, map_location: str) -> dict[str, Tensor]:
     """Load a dict of tensors, mapped from the file where its format allows it."""
-    loaded = _load(file, map_location, is_archive=_is_archive(file))
+    with damage_told(file):
+        loaded = _load(file, map_location, is_archive=_is_archive(file))
     if not isinstance(loaded, dict):
         raise LoadError(f"{file} holds {type(loaded).__name__}, not a dict of tensors", hint=_OTHER)
     strange = [_shown(name) for name, value in loaded.items() if not _is_entry(name, value)]
@@ -55,7 +73,7 @@ def _load(file: Path, map_location: str, *, is_archive: bool) -> Any:
         if named is None:
             raise LoadError(
                 f"{file} can't be read: it is damaged, or holds more than tensors",
-                hint=f"{_CUT_OFF}; {_ORDER}",
+                hint=f"{DAMAGED}; {_ORDER}",
             ) from error
         raise LoadError(
             f"{file} is refused: it asks for {_shown(named[1])}, and weights need no code",
@@ -69,7 +87,7 @@ def _is_archive(file: Path) -> bool:
         if opened.read(len(_ZIP_START)) != _ZIP_START:
             return False
         if not zipfile.is_zipfile(opened):
-            raise LoadError(f"{file} is cut off: it has no end", hint=_CUT_OFF)
+            raise LoadError(f"{file} is cut off: it has no end", hint=DAMAGED)
         with zipfile.ZipFile(opened) as archive:
             _look_through_archive(file, archive)
     return True
@@ -88,11 +106,6 @@ def _look_through_archive(file: Path, archive: zipfile.ZipFile) -> None:
         what = f"{squeezed[0]!r} in it is compressed" if squeezed else f"it declares {declared}"
         raise LoadError(
             f"{file} has {size} bytes, and {what}: PyTorch writes no such file", hint=_ORDER
-        )
-    pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
-    if len(pickles) != 1 or pickles[0].file_size > _MAX_PICKLE_BYTES:
-        raise LoadError(
-            f"{file} is no file of PyTorch's: it doesn't hold one data.pkl", hint=_OTHER
         )
 
 

@@ -53,34 +53,19 @@ def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
                 f"running a {method.name} checkpoint needs {package}, which isn't installed",
                 hint=f"pip install {package}",
             )
-    quantizer = _quantizer(method, config)
     try:
+        # Older checkpoints of bitsandbytes don't name their method.
+        quantizer: HfQuantizer = AutoHfQuantizer.from_config(
+            {"quant_method": "bitsandbytes", **(stated(config) or {})}, pre_quantized=True
+        )
         quantizer.validate_environment(device_map=dict(placement.entries), weights_only=True)
-    except (ImportError, RuntimeError, ValueError) as error:
-        # from its checks of the machine and the versions
+    except Exception as error:  # of its settings, of the machine, and of versions
         raise LoadError(
             f"transformers can't run this {method.name} checkpoint here: {str(error)[:300]}",
             hint=_ELSEWHERE,
         ) from error
     if getattr(quantizer.quantization_config, "dequantize", False):
         _refuse_unpacking(method, "on this machine")
-
-
-def _quantizer(method: Method, config: Mapping[str, Any]) -> HfQuantizer:
-    settings = stated(config)
-    assert settings is not None, "it has a method"
-    try:
-        # Older checkpoints of bitsandbytes don't name their method.
-        quantizer: HfQuantizer = AutoHfQuantizer.from_config(
-            {"quant_method": "bitsandbytes", **settings}, pre_quantized=True
-        )
-    except Exception as error:  # whatever it raises for settings that it doesn't expect
-        raise LoadError(
-            f"transformers can't read how this {method.name} checkpoint is quantized: "
-            f"{type(error).__name__}: {str(error)[:200]}",
-            hint="compare quantization_config in config.json with the published one",
-        ) from error
-    return quantizer
 
 
 def _refuse_unpacking(method: Method, when: str) -> None:

@@ -25,7 +25,8 @@ from duoka.base.files import open_regular
 from duoka.errors import LoadError
 from duoka.models.boxes import Box, whole_box
 
-from .sources import DAMAGED, Source, damage_told, refuse_changed
+from .pickles import DAMAGED, damage_told
+from .sources import Source, refuse_changed
 
 Wait: TypeAlias = Callable[[], None]
 """Waits until nothing reads from a buffer any more."""
@@ -97,6 +98,9 @@ def read_ahead(order: Sequence[Stretch], *, pinned: bool) -> Generator[StretchBu
 
     Close the generator where it isn't used up. A buffer is filled again after its `wait`.
     """
+    # Six buffers go round: with b0 given out, b1 to b5 are being read, or are full and wait for
+    # their turn. When the caller asks for the next one, b0 is queued behind b5 with the next
+    # stretch; its thread first waits until the copies out of b0 are done.
     with ExitStack() as stack:
         files = {s.source.file: s.source.stamp for s in order}
         descriptors = {file: stack.enter_context(_opened(file)) for file in files}

@@ -7,16 +7,13 @@ one of them is in memory at a time. Pickles are read with ``weights_only``.
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from duoka.base.files import Stamp, why
@@ -24,14 +21,7 @@ from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.headers import TensorInfo
 from duoka.errors import LoadError
 
-from .pickles import load_pickle
-
-DAMAGED = "the download may be incomplete: fetch it again"
-# All that the libraries raise on a damaged file.
-_DAMAGE = (
-    *(SafetensorError, pickle.UnpicklingError, OSError),
-    *(RuntimeError, EOFError, KeyError, ValueError),
-)
+from .pickles import DAMAGED, damage_told, load_pickle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +67,7 @@ def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
     for file in checkpoint.files:
         stamp = checkpoint.stamps.get(file)
         refuse_changed(file, stamp)
-        for name, tensor in _read_pickle(file, "meta").items():
+        for name, tensor in load_pickle(file, map_location="meta").items():
             if name in sources:
                 raise LoadError(
                     f"the tensor {name!r} stands in {sources[name].file} and {file}", hint=DAMAGED
@@ -132,28 +122,17 @@ class Reader:
             self._tensors = _open(source.file)
             self._file = source.file
         with damage_told(source.file):
-            if isinstance(self._tensors, dict):
-                tensor: Tensor = self._tensors[source.name]
-            else:
-                tensor = self._tensors.get_tensor(source.name)
-        if tensor.dtype != source.dtype or tuple(tensor.shape) != source.shape:
-            raise LoadError(
-                f"{source.file} changed while it was read: {source.name!r} is another",
-                hint=DAMAGED,
-            )
+            is_pickle = isinstance(self._tensors, dict)
+            read = self._tensors.__getitem__ if is_pickle else self._tensors.get_tensor
+            tensor: Tensor = read(source.name)
         return tensor
 
 
 def _open(file: Path) -> Any:
     if file.suffix != ".safetensors":
-        return _read_pickle(file, "cpu")
+        return load_pickle(file, map_location="cpu")
     with damage_told(file):
         return safe_open(file, framework="pt", device="cpu")
-
-
-def _read_pickle(file: Path, map_location: str) -> dict[str, Tensor]:
-    with damage_told(file):
-        return load_pickle(file, map_location=map_location)
 
 
 def refuse_changed(file: Path, stamp: Stamp | None) -> None:
@@ -170,12 +149,3 @@ def refuse_changed(file: Path, stamp: Stamp | None) -> None:
             f"and has {now.num_bytes}",
             hint="wait until nobody writes into the directory, then try again",
         )
-
-
-@contextmanager
-def damage_told(file: Path) -> Iterator[None]:
-    """Turn the libraries' errors on a damaged file into an error with its name."""
-    try:
-        yield
-    except _DAMAGE as error:
-        raise LoadError(f"{file} can't be read: {error}", hint=DAMAGED) from error
