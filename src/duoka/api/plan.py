@@ -253,7 +253,8 @@ def _plan_module(
         )
     is_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     workload = whole_prompt(problem.workload, is_encoder=is_encoder)
-    profile = profile_module(model, workload, inputs)
+    traced_workload = whole_prompt(problem.traced_workload, is_encoder=is_encoder)
+    profile = profile_module(model, traced_workload, inputs)
     if inputs is not None:
         workload = Workload(prompt_tokens=1, new_tokens=1, gpu_generation=workload.gpu_generation)
     dtype = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"

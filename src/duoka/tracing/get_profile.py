@@ -88,12 +88,14 @@ def _trace(
 def _trace_with(
     build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
 ) -> tuple[Profile, bool]:
+    # A single sequence needs no rules for several, which are most of the work.
+    batched = workload.batch > 1
     if workload.training is not None:
-        return virtual.apart(profile_training, build, spec, workload)
+        return virtual.apart(profile_training, build, spec, workload, batched=batched)
     if workload.is_paged:
         return trace_serving(build(), spec), True
     with suppress(Irregular):
-        profile = trace(build(), spec)
+        profile = trace(build(), spec, batched=batched)
         if profile.answers(workload.batch):
             return profile, True
     return trace_workload(build(), spec, list(with_chunks(workload))), False

@@ -32,12 +32,16 @@ _FILLED_TOKENS = 128
 _MOST_CHUNKS = 28
 
 
-def trace(model: nn.Module, spec: TraceSpec) -> Profile:
-    """Record the steps of a causal language model, and return rules for all workloads."""
+def trace(model: nn.Module, spec: TraceSpec, *, batched: bool = True) -> Profile:
+    """Record the steps of a causal language model, and return rules for all workloads.
+
+    Without `batched` the rules are for a single sequence: two thirds of the steps to record are of
+    several.
+    """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise Irregular("what an encoder and its decoder cost depends on two lengths")
     tracer = GenerationTracer(model, spec)
-    return tracer.trace(tracer.rules, tracer.irregular)
+    return tracer.trace(partial(tracer.rules, batched=batched), tracer.irregular)
 
 
 def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Workload]) -> Profile:
@@ -98,14 +102,14 @@ class GenerationTracer(Tracer):
         conditions = self.spec.conditions
         return Stepper(self.model, batch, self.device, conditions=conditions, prompts=self.prompts)
 
-    def rules(self) -> Iterator[RegimeTraces]:
+    def rules(self, *, batched: bool) -> Iterator[RegimeTraces]:
         """Yield regimes for every possible step, in order of precedence."""
         cells = list(self.ranges())
         if self.spec.conditions.image_chunk_tokens is not None:
             raise Unlike("what a chunk costs depends on which images are in it")
         yield from self._regimes(cells, is_batched=False)
-        if self.spec.conditions.vision_batch is not None:
-            return  # the batch decides on the passes
+        if not batched or self.spec.conditions.vision_batch is not None:
+            return  # with a vision batch, the batch decides on the passes
         try:
             yield from list(self._regimes(cells, is_batched=True))
         except Unlike:

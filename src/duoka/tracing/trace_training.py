@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -36,7 +37,7 @@ _TILE = 128
 
 
 def profile_training(
-    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
+    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload, *, batched: bool = True
 ) -> tuple[Profile, bool]:
     """Return a profile for all workloads and True, or, without rules, for this and False."""
     model = build()
@@ -44,15 +45,20 @@ def profile_training(
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         workload = workload.resolved(dtype=str(parameter.dtype).removeprefix("torch."))
     try:
-        return trace_training(model, spec, workload), True
+        return trace_training(model, spec, workload, batched=batched), True
     except Irregular:
         return trace_training_workload(build(), spec, workload), False
 
 
-def trace_training(model: nn.Module, spec: TraceSpec, workload: Workload) -> Profile:
-    """Record the training of a model, and return rules for all micro-batches."""
+def trace_training(
+    model: nn.Module, spec: TraceSpec, workload: Workload, *, batched: bool = True
+) -> Profile:
+    """Record the training of a model, and return rules for all micro-batches.
+
+    Without `batched` they are micro-batches of a single sequence.
+    """
     tracer = TrainingTracer(model, spec, workload)
-    return tracer.trace(tracer.rules, tracer.irregular)
+    return tracer.trace(partial(tracer.rules, batched=batched), tracer.irregular)
 
 
 def trace_training_workload(model: nn.Module, spec: TraceSpec, workload: Workload) -> Profile:
@@ -89,9 +95,9 @@ class TrainingTracer(Tracer):
             groups = _join_recomputed(self.model, groups)
         self.observe(groups)
 
-    def rules(self) -> Iterator[RegimeTraces]:
+    def rules(self, *, batched: bool) -> Iterator[RegimeTraces]:
         """Yield regimes for every micro-batch."""
-        for is_batched in (False, True):
+        for is_batched in (False, True) if batched else (False,):
             for start, stop in self.ranges():
                 yield from self._cell(is_batched, start, stop)
 
