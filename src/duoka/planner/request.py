@@ -6,7 +6,7 @@ resolved. Its names are translated for one model and one fleet where it is solve
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from duoka.forecast.costs import ReplayCache
@@ -63,12 +63,6 @@ class PlanProblem(PlanRequest):
     ) -> PlanProblem:
         """Put a request on a fleet."""
         return cls(fleet=fleet, device_map=device_map, **_values(request))
-
-    @property
-    def traced_workload(self) -> Workload:
-        """The workload to trace a model for: of several sequences to find the largest batch."""
-        batch = max(2, self.workload.batch) if self.largest == "batch" else self.workload.batch
-        return replace(self.workload, batch=batch)
 
     @property
     def request(self) -> PlanRequest:

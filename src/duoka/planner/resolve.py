@@ -136,14 +136,14 @@ def answer_checkpoint(
     *earlier, selected = _with_schemes(checkpoint, problem)
     failed = []
     for candidate in earlier:
-        profile = find_profile(candidate.traced_workload)
+        profile = find_profile(candidate.workload)
         if solve(profile, candidate) or _plan_in_parts(profile, candidate, profile_for):
             selected = candidate
             break
         failed.append(candidate.workload.quantize)
     try:
         plan = answer(
-            find_profile(selected.traced_workload),
+            find_profile(selected.workload),
             selected,
             profile_for=profile_for,
             request=problem.request,

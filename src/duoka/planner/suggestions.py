@@ -244,7 +244,7 @@ class SuggestionSearch:
         if self._outweighs(problem):
             return None
         try:
-            profile = self._profile_for(problem.traced_workload)
+            profile = self._profile_for(problem.workload)
             if profile is None or not is_conceivable(profile, problem):
                 return None
             return solve(profile, problem) or None
