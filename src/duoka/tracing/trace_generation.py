@@ -220,8 +220,8 @@ class GenerationTracer(Tracer):
     ) -> Iterator[RegimeTraces]:
         """Yield the regime of steps from a range into a later range."""
         # A chunk that begins inside of a sliding window and ends beyond it: its first queries see
-        # all keys, its last ones a window of them. Masks and caches are as in neither range, and
-        # have rules of their own; a range too short to probe is left to the exact steps.
+        # all keys, its last ones a window of them. Masks and caches are as in neither range, so
+        # that such steps have rules of their own, except where the later range is too short.
         high = min(later[1], self.longest + 1, later[0] + PROBED_TOKENS)
         if high - later[0] < _SHORTEST_RANGE:
             return
