@@ -16,8 +16,6 @@ import turns
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-# Imports and collection make a million objects, nearly all of them permanent.
-gc.disable()
 # What a person has set for programs is none of the tests' business.
 for _name in ("PYTHONUNBUFFERED", "PYTHONWARNINGS", "FORCE_COLOR", "NO_COLOR", "COLUMNS", "LINES"):
     os.environ.pop(_name, None)
@@ -76,10 +74,15 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             item.add_marker("process")
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
     """Exclude modules and tests from garbage collection: `duoka.load` collects each time."""
-    gc.freeze()
-    gc.enable()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _leave_to_the_night(items: list[pytest.Function]) -> None:
