@@ -163,13 +163,15 @@ class GenerationTracer(Tracer):
                 sample = self._recorded(stepper, phase, query)
                 self.has_cache = True
                 keys = (earlier + 1, sample.keys + 1)
-                at = Regime(phase=phase, is_batched=is_batched, query=(query, query + 1), keys=keys)
-                yield self.fit(at, [sample])
+                regime = Regime(
+                    phase=phase, is_batched=is_batched, query=(query, query + 1), keys=keys
+                )
+                yield self.fit(regime, [sample])
                 earlier = sample.keys
                 if earlier == workload.prompt_tokens:
                     for sample in self._released(stepper):
-                        released = Regime(phase="release", is_batched=is_batched, query=(0, 1))
-                        yield self.fit(released, [sample])
+                        regime = Regime(phase="release", is_batched=is_batched, query=(0, 1))
+                        yield self.fit(regime, [sample])
 
     def _recorded(self, stepper: Stepper, phase: Phase, tokens: int) -> RecordedStep:
         """Record a step of so many tokens, or of so many images."""
