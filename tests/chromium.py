@@ -206,6 +206,12 @@ class Page:
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
 
+    def ask(self, text: str) -> None:
+        """Write a message and send it."""
+        self.click("#prompt")
+        self.type(text)
+        self.press("Enter")
+
     def press(self, key: str, *, shift: bool = False) -> None:
         code, text = KEYS[key]
         common: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code}

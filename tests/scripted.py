@@ -11,7 +11,7 @@ from fastapi import FastAPI
 
 from duoka.serve.app import make_app
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import Begun, Delta, Ended, EngineRequest, Event, Failed, Token
+from duoka.serve.messages import Begun, Counted, Delta, Ended, EngineRequest, Event, Failed, Token
 from duoka.serve.pool import EnginePool
 from duoka.serve.service import Service
 
@@ -31,6 +31,9 @@ class ScriptedPool:
         self, request: EngineRequest, tokens: int, key: str = ""
     ) -> AsyncGenerator[Event, None]:
         self.asks.append(request)
+        if request.task != "generate":
+            yield Counted(number=0)
+            return
         for event in self._events:
             if isinstance(event, Failed):
                 raise HttpError(event.status, event.text, code=event.code, param=event.param)
@@ -48,6 +51,19 @@ def app_of(
 def transport(app: FastAPI) -> httpx2.AsyncClient:
     """An HTTP client of an application in this process."""
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+
+
+def post(app: FastAPI, path: str, *bodies: Any, **options: Any) -> list[httpx2.Response]:
+    """The answers of an application to some requests at once."""
+
+    async def ask() -> list[httpx2.Response]:
+        async with transport(app) as http:
+            url = f"http://localhost{path}"
+            return await asyncio.gather(
+                *(http.post(url, **(options or {"json": body})) for body in bodies)
+            )
+
+    return asyncio.run(ask())
 
 
 def answer_of(

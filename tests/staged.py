@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +74,20 @@ def placed(plan: Plan, **moves: str) -> Plan:
     changed = tuple((name, moved.pop(name, at)) for name, at in plan.placement.entries)
     assert not moved
     return rearranged(plan, changed)
+
+
+def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """The same plan on GPUs of other names."""
+    devices = [replace(each, name=names.get(each.name, each.name)) for each in plan.fleet.devices]
+    stages = [replace(each, device=names[each.device]) for each in plan.forecast.devices]
+    entries = tuple((name, names[at]) for name, at in plan.placement.entries)
+    return replace(
+        plan,
+        fleet=Fleet(devices=tuple(devices)),
+        placement=replace(plan.placement, entries=entries),
+        forecast=replace(plan.forecast, devices=tuple(stages)),
+        binding_device=names[plan.binding_device],
+    )
 
 
 def rearranged(plan: Plan, changed: Sequence[tuple[str, str]]) -> Plan:

@@ -82,18 +82,6 @@ def test_a_chat_template_that_is_a_link(directory: Path) -> None:
     assert "x.jinja is a link to /etc/passwd" in refused(directory)[0]
 
 
-def test_links_inside_and_links_of_other_things(directory: Path) -> None:
-    (directory / "shards").mkdir()
-    (directory / "model.safetensors").rename(directory / "shards" / "whole.safetensors")
-    (directory / "model.safetensors").symlink_to("shards/whole.safetensors")
-    (directory / "venv").symlink_to("/usr")
-    (directory / "notes.md").symlink_to("/etc/hostname")
-    expected = Checkpoint.open(directory).fingerprint
-    link = directory.parent / "link"
-    link.symlink_to(directory)
-    assert Checkpoint.open(link).fingerprint == expected
-
-
 def test_the_links_of_the_hub_cache(directory: Path, tmp_path: Path) -> None:
     repo = tmp_path / "hub" / "models--org--model"
     snapshot = repo / "snapshots" / ("a" * 40)
@@ -148,12 +136,6 @@ def test_what_git_lfs_leaves(directory: Path, name: str) -> None:
         f"{directory / name} is not the file, but the pointer that git-lfs puts in its place",
         f"fetch the files: git -C {directory} lfs pull",
     )
-
-
-def test_a_pointer_that_nobody_needs(directory: Path) -> None:
-    (directory / "pytorch_model.bin").write_bytes(POINTER)
-    (directory / "README.md").write_bytes(POINTER)
-    assert Checkpoint.open(directory).fetch().has_weights
 
 
 # ── what isn't done ──

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,7 @@ def refused(path: Path) -> CheckpointError:
 
 
 @pytest.mark.parametrize(
-    "file",
-    [
-        "../secret.safetensors",
-        "/etc/secret.safetensors",
-        "sub/model.safetensors",
-        "..\\secret.safetensors",
-        "model.bin",
-        "..",
-        "",
-        "a\0.safetensors",
-        7,
-        None,
-    ],
+    "file", ["../secret.safetensors", "sub/model.safetensors", "model.bin", "", None]
 )
 def test_an_index_cannot_lead_elsewhere(tmp_path: Path, file: object) -> None:
     path = tmp_path / "index.json"
@@ -84,28 +71,17 @@ def entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4))
         ({"w": entry(), "v": entry(offsets=[2, 6])}, 6, "overlaps"),
         ({"w": entry(), "v": entry()}, 4, "overlaps"),
         ({"w": entry(dtype="F31")}, 4, "a type that duoka doesn't know"),
-        ({"w": entry(dtype=4)}, 4, "doesn't describe"),
         ({"w": entry(shape=[-1])}, 4, "a shape that no tensor can have"),
-        ({"w": entry(shape=[1.0])}, 4, "a shape that no tensor can have"),
         ({"w": entry(shape=[True])}, 4, "a shape that no tensor can have"),
         ({"w": entry(shape=[2**62, 2**62])}, 4, "shape and type need"),
-        ({"w": entry(shape=4)}, 4, "doesn't describe"),
         ({"w": entry(shape=[1] * 65)}, 4, "a shape that no tensor can have"),
         ({"w": entry(shape=[2**63, 0], offsets=[0, 0])}, 0, "a shape that no tensor can have"),
         ({"w": entry("U8", offsets=[False, True])}, 1, "doesn't describe"),
-        ({"w": entry(offsets=[0.0, 4.0])}, 4, "doesn't describe"),
-        ({"w": entry(offsets=[4, 0])}, 4, "shape and type need 4"),
         ({"w": entry(offsets=[2**64, 2**64 + 4])}, 4, "follows a hole"),
         ({"w": entry("F4", [3], [0, 2])}, 2, "shape and type need 1"),
-        ({"w": [[[[]]]]}, 4, "doesn't describe"),
         ({"a\x1b[2J": entry()}, 4, "names a tensor 'a\\x1b[2J', which can't be one's name"),
-        ({"a\u202eb": entry()}, 4, "which can't be one's name"),
-        ({"a\ud800b": entry()}, 4, "which can't be one's name"),
         ({"a" * 1025: entry()}, 4, "which can't be one's name"),
         ({"__metadata__": {"a": 1}}, 0, "metadata that is no text"),
-        ({"__metadata__": None}, 0, "metadata that is no text"),
-        ({"__metadata__": ["a"]}, 0, "metadata that is no text"),
-        ({"w": entry(offsets=[0, 4, 8])}, 4, "doesn't describe"),
         ({"w": None}, 4, "doesn't describe"),
         ([], 0, "doesn't begin with"),
     ],
@@ -113,14 +89,6 @@ def entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4))
 def test_damaged_headers(tmp_path: Path, header: object, data_bytes: int, message: str) -> None:
     write_header(tmp_path / "model.safetensors", header, bytes(data_bytes))
     assert message in str(refused(tmp_path / "model.safetensors"))
-
-
-def test_empty_tensors_at_one_place(tmp_path: Path) -> None:
-    empty = {name: entry(shape=[0, 3], offsets=[4, 4]) for name in "abc"}
-    write_header(
-        tmp_path / "x.safetensors", {**empty, "w": entry(), "v": entry(offsets=[4, 8])}, bytes(8)
-    )
-    assert len(read_header(tmp_path / "x.safetensors")) == 5
 
 
 @pytest.mark.parametrize(
@@ -157,15 +125,6 @@ def test_a_header_of_very_many_values(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-def test_a_doubled_key_at_the_end_of_many(tmp_path: Path) -> None:
-    many = ",".join(f'"{number}":0' for number in range(300_000))
-    text = f'{{{many},"299999":0}}'.encode()
-    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
-    start = time.process_time()
-    assert "the key '299999' stands twice" in str(refused(tmp_path / "x.safetensors"))
-    assert time.process_time() - start < 10
-
-
 def test_a_length_takes_no_memory(tmp_path: Path) -> None:
     for length in (2**63, 10**8, 2**40, 100):
         (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", length) + b"{}")
@@ -175,31 +134,8 @@ def test_a_length_takes_no_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("key", ["a\x07", "\ud800", "x" * 2000])
-def test_an_index_names_no_such_tensor(key: str, tmp_path: Path) -> None:
-    path = tmp_path / "index.json"
-    path.write_text(json.dumps({"weight_map": {key: "a.safetensors"}}))
-    with pytest.raises(CheckpointError, match="which can't be one's name"):
-        read_index(path, suffix=".safetensors")
-
-
-@pytest.mark.parametrize("total", [-1, 0, 1.5, True, "9", None, [9]])
-def test_a_total_that_is_none(total: object, tmp_path: Path) -> None:
-    path = tmp_path / "index.json"
-    content = {"metadata": {"total_size": total}, "weight_map": {"a": "a.safetensors"}}
-    path.write_text(json.dumps(content))
-    assert read_index(path, suffix=".safetensors").total_bytes is None
-
-
 def test_a_header_with_an_empty_tensor_and_four_bit_numbers(tmp_path: Path) -> None:
     header = {"e": entry(shape=[0], offsets=[0, 0]), "q": entry("F4", [3, 2], [0, 3])}
     write_header(tmp_path / "model.safetensors", header, bytes(3))
     tensors = read_header(tmp_path / "model.safetensors")
     assert sum(tensor.nbytes or 0 for tensor in tensors.values()) == 3
-
-
-def test_a_header_longer_than_the_limit(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**63) + b"{}")
-    assert "its header should have 9223372036854775808 bytes" in str(
-        refused(tmp_path / "model.safetensors")
-    )

@@ -16,11 +16,6 @@ def test_methods_are_known_by_their_names(name: str) -> None:
     assert method_of({"text_config": stated}) is METHODS[name]
 
 
-def test_old_ones_of_bitsandbytes_do_not_say_who_they_are() -> None:
-    stated = {"quantization_config": {"load_in_4bit": True}}
-    assert method_of(stated) is METHODS["bitsandbytes"]
-
-
 def test_what_is_not_quantized_and_what_is_not_known() -> None:
     assert method_of({"model_type": "llama"}) is None
     for stated in ({"quant_method": "spell"}, {}, {"quant_method": ["gptq"]}):
@@ -53,10 +48,3 @@ def test_tensors_are_parts_of_weights(name: str, tensor: str) -> None:
     stored = sort_tensors(METHODS[name], {each: TensorInfo(name=each) for each in names})
     assert {held.name for held in stored.weights["a.q.weight"]} == {tensor, "a.q.weight"}
     assert stored.plain == ("a.norm.weight",)
-
-
-def test_stacks_of_experts_in_blocks() -> None:
-    names = ("e.down_proj_blocks", "e.down_proj_scales", "e.down_proj_bias")
-    stored = sort_tensors(METHODS["mxfp4"], {each: TensorInfo(name=each) for each in names})
-    assert [held.name for held in stored.weights["e.down_proj"]] == list(names[:2])
-    assert stored.plain == ("e.down_proj_bias",)

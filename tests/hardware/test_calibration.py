@@ -11,7 +11,7 @@ from recordings import replay
 
 from duoka.hardware import calibration
 from duoka.hardware.calibration import Calibration, GpuFigures, LinkFigures
-from duoka.hardware.device import RESERVE_BYTES, STEP_BYTES
+from duoka.hardware.device import STEP_BYTES
 from duoka.hardware.fleet import Fleet
 
 MIB, GIB = 2**20, 2**30
@@ -41,12 +41,7 @@ def made(
 
 
 def link(source: str, target: str, speed: float) -> LinkFigures:
-    return LinkFigures(
-        source=source,
-        target=target,
-        bytes_per_second=speed,
-        latency_seconds=8e-6,
-    )
+    return LinkFigures(source=source, target=target, bytes_per_second=speed, latency_seconds=8e-6)
 
 
 def test_what_was_kept_is_found() -> None:
@@ -79,10 +74,7 @@ def test_what_was_damaged_was_not_measured(damage: str) -> None:
     elif damage == "unknown":
         data["gpus"][0]["colour"] = "green"
     told = json.dumps(data)
-    damaged = {
-        "cut": text[:-3],
-        "nothing": "",
-    }.get(damage, told)
+    damaged = {"cut": text[:-3], "nothing": ""}.get(damage, told)
     path.write_text(damaged, encoding="utf-8")
     assert calibration.read_calibration(DRIVER) == made()
 
@@ -121,12 +113,3 @@ def test_detected_gpus_are_as_they_were_measured(monkeypatch: pytest.MonkeyPatch
     assert (there.bytes_per_second, there.measured, back.measured) == (5e9, True, False)
     calibration.path_for(driver).unlink()
     assert Fleet.detect("0,1") == before
-
-
-def test_declared_cards_are_the_catalogues(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "eight-3090")
-    driver = recording.data["nvmlSystemGetDriverVersion"]
-    calibration.keep_calibration(made(FIGURES, driver=driver))
-    (card,) = Fleet.parse("RTX3090").devices
-    assert (card.memory_bytes_per_second, card.measured) == (936e9, ())
-    assert card.reserve_bytes == RESERVE_BYTES

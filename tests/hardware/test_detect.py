@@ -16,7 +16,6 @@ from recordings import DIRECTORY, replay
 from duoka.base.serialization import from_dict
 from duoka.errors import FleetError
 from duoka.hardware import cuda_driver, nvml
-from duoka.hardware.detect import tells_memory
 from duoka.hardware.device import RESERVE_BYTES, STEP_BYTES
 from duoka.hardware.fleet import Fleet
 
@@ -54,14 +53,6 @@ def test_indices_are_those_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> Non
     # Another process has 5000 MiB of the fourth: the budget is what is free, never the total.
     assert fourth.budget_bytes == stepped(24576 - 316 - 5000)
     assert (third.memory_bytes_per_second, third.flops_per_second) == (936e9, 71.2e12)
-
-
-def test_twins_have_equal_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "eight-3090")
-    for index, device in enumerate(recording.data["devices"]):
-        device["nvmlDeviceGetMemoryInfo_v2"]["free"] = (24200 + 3 * index) * MIB
-    budgets = {device.budget_bytes for device in Fleet.detect().devices}
-    assert budgets == {stepped(24200)}
 
 
 def test_the_order_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,14 +202,6 @@ def test_memory_that_isnt_told(monkeypatch: pytest.MonkeyPatch) -> None:
     refused(None, "no GPU can be used")
 
 
-def test_whether_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {}
-    for name in ("eight-3090", "fell-off", "busy", "unified-gb10", "no-driver"):
-        replay(monkeypatch, name)
-        told[name] = tells_memory()
-    assert [name for name in told if not told[name]] == ["unified-gb10", "no-driver"]
-
-
 def test_a_prohibited_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "busy")
     free = recording.data["devices"][2]
@@ -252,13 +235,6 @@ def test_bfloat16_by_compute_capability_or_catalogue(monkeypatch: pytest.MonkeyP
     assert Fleet.detect("0").devices[0].has_bfloat16 is None
 
 
-def test_a_machine_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "fastest-first", visible=[])
-    recording.data["devices"] = []
-    assert refused(None, "no GPU can be used") == "this machine has\n  no GPU"
-    refused("0", "there is no GPU 0")
-
-
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "no-driver")
     for which in (None, "2,3"):
@@ -278,13 +254,6 @@ def test_bridges_and_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speeds["5", "6"] == speeds["6", "7"] == pytest.approx(0.6 * 15.75, rel=1e-3)
 
 
-def test_switches_join_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    replay(monkeypatch, "hgx-h100")
-    fleet = Fleet.detect()
-    assert {link.bytes_per_second for link in fleet.links} == {0.8 * 18 * 26.562e9}
-    assert len(fleet.links) == 12
-
-
 def test_a_mesh_without_its_fourth_corner(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "mesh-v100")
     for device in recording.data["devices"]:
@@ -295,30 +264,6 @@ def test_a_mesh_without_its_fourth_corner(monkeypatch: pytest.MonkeyPatch) -> No
     assert speeds["cuda:0cuda:1"] == pytest.approx(0.8 * 25)
     assert speeds["cuda:1cuda:2"] == pytest.approx(0.8 * 50)
     assert speeds["cuda:0cuda:3"] == pytest.approx(0.6 * 15.75, rel=1e-3)
-
-
-def test_links_that_arent_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "fastest-first")
-    for name in ("nvmlDeviceGetCurrPcieLinkWidth", "nvmlDeviceGetMaxPcieLinkWidth"):
-        del recording.data["devices"][0][name]
-    assert Fleet.detect().links == ()
-
-
-def test_an_unknown_product_has_no_speeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "fastest-first")
-    recording.data["devices"][0]["nvmlDeviceGetName"] = "NVIDIA Something New"
-    device = Fleet.detect("0").devices[0]
-    assert (device.memory_bytes_per_second, device.flops_per_second) == (None, None)
-
-
-def test_more_gpus_than_can_be_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = replay(monkeypatch, "fastest-first")
-    card = recording.data["devices"][0]
-    recording.data["devices"] = [
-        {**card, "nvmlDeviceGetUUID": f"GPU-{index:04}"} for index in range(70)
-    ]
-    monkeypatch.setattr(cuda_driver, "visible_uuids", lambda: tuple(f"{i:04}" for i in range(70)))
-    assert len(Fleet.detect().devices) == 64
 
 
 @pytest.mark.slow

@@ -50,25 +50,13 @@ def test_parse(text: str, expected: list[tuple[str, int]]) -> None:
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("", FleetError),
         ("   ", FleetError),
         ("virtual:", FleetError),
-        (",", UsageError),
-        ("24GiB,", UsageError),
         ("24GiB,,12GiB", UsageError),
-        ("2x24", UsageError),
         ("lots", UsageError),
         ("-24GiB", UsageError),
         ("24GiB 12GiB", UsageError),
-        ("24GiB;12GiB", UsageError),
-        ("2xRTX4099", UsageError),
-        ("24GiB," * 1000, UsageError),
-        ("cuda:0", UsageError),
-        ("virtual:virtual:24GiB", UsageError),
-        ("0GiB", UsageError),
         ("0x24GiB", FleetError),
-        ("x24GiB", UsageError),
-        (f"{MAX_DEVICES + 1}x1GiB", FleetError),
         (f"{MAX_DEVICES}x1GiB,1GiB", FleetError),
         ("9" * 3000 + "x1GiB", FleetError),
     ],
@@ -121,14 +109,6 @@ def test_cards_are_written_in_many_ways(text: str) -> None:
     assert Fleet.parse(text) == Fleet.parse("RTX4090,RTX4090,RTX3090")
 
 
-@pytest.mark.parametrize(
-    "name", [name for card in catalogue.cards() for name in (card.name, *card.aliases)]
-)
-def test_every_name_of_the_catalogue_is_a_card(name: str) -> None:
-    one, other = Fleet.parse(f"1x{name.replace(' ', '')}+1x{name}").devices
-    assert one.product == other.product == catalogue.find_card(name).name
-
-
 def test_which_cards_have_bfloat16() -> None:
     fleet = Fleet.parse("P100,V100-16GB,T4,RTX 2080 Ti,A100-80GB,RTX 3060,L4,B200,24GiB+My:24GiB")
     has = [device.has_bfloat16 for device in fleet.devices]
@@ -141,14 +121,6 @@ def test_cards_and_budgets_may_be_mixed() -> None:
     assert [device.product for device in fleet.devices] == ["RTX 4090", "", "MyCard", "MyCard"]
     assert fleet.devices[1] == Device(name="vgpu:1", budget_bytes=24 * GIB)
     assert fleet.links == ()
-
-
-def test_virtual_cards_are_as_the_real_ones() -> None:
-    real, virtual = Fleet.parse("2xL4+T4"), Fleet.parse("virtual:2xL4+T4")
-    assert [replace(device, name="cpu") for device in real.devices] == [
-        replace(device, name="cpu") for device in virtual.devices
-    ]
-    assert len(real.links) == len(virtual.links) == 6
 
 
 @pytest.mark.parametrize(
@@ -190,20 +162,14 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
         ("MyCard:24GiB,1GB/s,2GB/s", "two figures for its memory speed"),
         ("MyCard:24GiB,RTX4090", "has 'RTX4090', which is no memory"),
         ("MyCard:24GiB,0TFLOPs", "has '0TFLOPs'"),
-        ("MyCard:24GiB,1e9TFLOPs", "has '1e9TFLOPs'"),
         ("MyCard:24GiB,0GB/s", "not a positive size"),
         ("MyCard:99999999999TiB", r"more than 1024\.00 TiB"),
-        ("MyCard:24GiB,99999999999TB/s", r"more than 1024\.00 TiB"),
-        (":24GiB", "'' is not a name for a card"),
         ("\x1b[31m:24GiB", "is not a name for a card"),
-        ("x" * 41 + ":24GiB", "is not a name for a card"),
         ("cuda:0", "'cuda:0' is torch's name for a device"),
         ("virtual:virtual:24GiB", "'virtual' is not a name for a card"),
         ("RTX4095", "the nearest are RTX 4090"),
         ("910B", "no GPU '910B' is in the catalogue; the nearest are A10"),
         ("8x910B", "no GPU '910B' is in the catalogue"),
-        ("910Bx8", "no GPU '910B' is in the catalogue"),
-        ("2000B", "no GPU '2000B' is in the catalogue"),
         ("H100x8", "'H100' can be several GPUs: H100-PCIe"),
         ("4090 48G", "no GPU '4090 48G' is in the catalogue; the nearest are RTX 4090"),
         ("A100", "can be several GPUs: A100-40GB-PCIe"),
@@ -212,11 +178,8 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
         ("virtual:2", "a GPU of this machine .'2'. beside virtual ones"),
         ("virtual:all", "a GPU of this machine .'all'. beside virtual ones"),
         ("all,2", '"all" stands alone'),
-        ("all,all", '"all" stands alone'),
         ("24GiB+", "has an empty entry"),
-        ("+", "has an empty entry"),
         ("2x24", "'24' is not a size"),
-        ("24x2", "'24' is not a size"),
         ("99999999TiB", r"is more than 1024\.00 TiB"),
     ],
 )
@@ -249,12 +212,6 @@ def test_links_between_cards() -> None:
     bridged = Fleet.parse("2xRTX3090").links[0]  # a bridge is not taken to be there
     assert bridged.bytes_per_second == pytest.approx(0.6 * 31.5e9, rel=1e-3)
     assert bridged.latency_seconds == 15e-6
-
-
-def test_links_of_unknown_cards_are_unknown() -> None:
-    fleet = Fleet.parse("2xRTX4090+24GiB")
-    assert fleet.link("cuda:0", "cuda:1") is not None
-    assert fleet.link("cuda:0", "cuda:2") is None
 
 
 _PIECES = (
@@ -322,14 +279,6 @@ def test_any_choice_of_gpus_is_that_choice(data: st.DataObject) -> None:
         fleet = Fleet.parse(",".join(texts))
     assert [device.uuid for device in fleet.devices] == [recording.uuids[i] for i in chosen]
     assert fleet.names == tuple(f"cuda:{order.index(i)}" for i in chosen)
-
-
-@pytest.mark.parametrize(
-    "name", ["", "cuda:", "cuda:-1", "cuda:01", "CUDA:0", "cuda:0 ", "0", "a:1:2"]
-)
-def test_device_names_are_torchs(name: str) -> None:
-    with pytest.raises(FleetError, match="is not the name of a device"):
-        Device(name=name, budget_bytes=1)
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,6 @@ def without_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(gpu_generation.WORKSPACE_CONFIG)
 
 
-@pytest.mark.parametrize("capability", [None, (7, 0), (7, 5), (8, 0), (8, 6), (8, 9)])
-def test_before_hopper(capability: tuple[int, int] | None) -> None:
-    assert gpu_generation.workspace_bytes(capability) == BEFORE_HOPPER
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0), (12, 0)])
-def test_from_hopper_on(capability: tuple[int, int]) -> None:
-    assert gpu_generation.workspace_bytes(capability) == FROM_HOPPER
-
-
 @pytest.mark.parametrize(
     ("config", "size"),
     [

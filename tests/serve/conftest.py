@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from chromium import Chromium, executable, running_chromium
 from openai import OpenAI
+from page_server import FakeServer, running_server
 from served import Served, serving
 from tuning import write_model
 
@@ -35,6 +36,13 @@ def client(served: Served) -> Iterator[OpenAI]:
         _strict_response_validation=True,
     ) as client:
         yield client
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    """A server for the page, which answers what a test tells it to."""
+    with running_server() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from models.text.call_templates import tokenizer
 from PIL import Image
 from pydantic import TypeAdapter, ValidationError
 
 from duoka.errors import UsageError
 from duoka.models.text.answer_reader import Tags
 from duoka.models.text.messages import ChatMessage, ToolCall
-from duoka.models.text.prompts import chat_format
-from duoka.serve.chats import MOST_IMAGES, ChatMessages
+from duoka.serve.chats import ChatMessages
 from duoka.serve.messages import Turn
-from duoka.serve.requests import RequestMessage
+from duoka.serve.requests import RequestMessage, read_chat
 
 
 def png(size: tuple[int, int] = (2, 3)) -> str:
@@ -56,11 +54,11 @@ ASK = ToolCall(name="ask", arguments={}, id="call_2")
 
 def turns(messages: Any) -> list[Turn]:
     read = TypeAdapter(list[RequestMessage]).validate_python(messages)
-    return [message.to_turn() for message in read]
+    return read_chat(read)
 
 
 def test_a_chat_is_read() -> None:
-    messages = ChatMessages().read(turns(OPENAI))
+    messages = ChatMessages(most_images=1).read(turns(OPENAI))
     assert messages[0] == ChatMessage(role="system", content="Be brief.")
     assert (messages[1].role, messages[1].content) == ("user", "What is this?")
     assert [image.size for image in messages[1].images] == [(2, 3)]
@@ -69,15 +67,6 @@ def test_a_chat_is_read() -> None:
         ChatMessage(role="observation", content="no", call_id="call_2"),
         ChatMessage(role="observation", content="red", call_id="call_1"),
     ]
-
-
-def test_a_prompt_of_them() -> None:
-    chat = chat_format(tokenizer("mistral"), {"model_type": "llama"})
-    messages = ChatMessages().read(turns([OPENAI[0], *OPENAI[2:]]))
-    text = chat.tokenizer.decode(chat.prompt(messages))
-    assert '"id": "call00000"}, {"name": "ask", "arguments": {}, "id": "call00001"}]' in text
-    assert "tool\nnocall00001" in text
-    assert "tool\nredcall00000" in text
 
 
 def test_reasoning_is_written_as_the_model_writes_it() -> None:
@@ -122,23 +111,20 @@ REFUSED: list[tuple[Any, str]] = [
     ([OPENAI[0]] * 4097, "a list of 1 to 4096"),
     ([OPENAI[0], {"role": "tool", "content": "x", "tool_call_id": "call_9"}],
      r"messages\[1\]: it is the result of the call .*, which no message before"),
-    ([{"role": "assistant", "tool_calls": [call("call 1", "f", "{}")]}], "a call's id"),
     ([{"role": "assistant", "tool_calls": [call("c", "f", "[]")]}], "no arguments in JSON"),
     ([{"role": "assistant", "tool_calls": [call("c", "f", '{"a": "\\ud800"}')]}], "surrogate"),
-    ([{"role": "assistant", "tool_calls": [call("c", "f", "{}")] * 129}], "calls 129 tools"),
     (image("https://example.com/x.png"), "taken from the request alone"),
     (image("file:///etc/passwd"), "taken from the request alone"),
     (image("data:image/png;base64,%%%"), "no base64"),
     (image("data:image/png;base64,AAAA"), "no picture"),
     (image(png((17000, 1))), "too large"),
-    (image("data:image/png;base64," + "A" * (2**27)), "larger than"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("messages", "reason"), REFUSED)
 def test_what_is_refused(messages: Any, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
-        ChatMessages().read(turns(messages))
+        ChatMessages(most_images=1).read(turns(messages))
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "tool"])
@@ -149,11 +135,11 @@ def test_users_alone_show_images(role: Any) -> None:
 
 def test_limits_of_images() -> None:
     with pytest.raises(UsageError, match="takes no images"):
-        ChatMessages(takes_images=False).read(turns(OPENAI))
-    many = turns(image(png())) * MOST_IMAGES
-    assert len(ChatMessages().read(many)) == MOST_IMAGES
-    with pytest.raises(UsageError, match="memory for 64 images, and there are more"):
-        ChatMessages().read([*many, many[0]])
+        ChatMessages().read(turns(OPENAI))
+    many = turns(image(png())) * 3
+    assert len(ChatMessages(most_images=3).read(many)) == 3
+    with pytest.raises(UsageError, match="memory for 2 images, and there are more"):
+        ChatMessages(most_images=2).read(many)
     broken = turns(image("data:image/png;base64,AAAA"))
     with pytest.raises(UsageError, match="memory for 1 image, and"):  # the second isn't decoded
         ChatMessages(most_images=1).read([many[0], *broken])

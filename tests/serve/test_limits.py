@@ -8,6 +8,7 @@ import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, cast
+from unittest import mock
 
 import httpx2
 import pytest
@@ -17,7 +18,6 @@ from abuse import CHAT, exchange, message, message_of
 
 from duoka.serve.address import Address
 from duoka.serve.app import make_app
-from duoka.serve.limits import ClientLimits
 from duoka.serve.messages import EngineRequest, Event
 from duoka.serve.pool import EnginePool
 from duoka.serve.server import config
@@ -56,18 +56,26 @@ def _piece() -> Any:
 
 
 @contextlib.asynccontextmanager
-async def serving(pool: Any, **limits: Any) -> AsyncIterator[str]:
-    """Serve in this loop; the address."""
+async def running(pool: Any, **limits: Any) -> AsyncIterator[tuple[str, uvicorn.Server]]:
+    """Serve in this loop; the address, and the server."""
     service = Service(cast(EnginePool, pool), scripted.MODEL)
-    server = uvicorn.Server(config(service, Address(port=0), ClientLimits(**limits)))
-    with socket.create_server(("127.0.0.1", 0)) as bound:
+    server = uvicorn.Server(config(service, Address(port=0)))
+    changed = {"_MOST_CONNECTIONS": 1024, **limits}
+    with Address(port=0).bind() as bound, mock.patch.multiple("duoka.serve.limits", **changed):
         task = asyncio.create_task(server.serve(sockets=[bound]))
         while not server.started:
             await asyncio.sleep(0.01)
         async with asyncio.timeout(_PATIENCE_SECONDS):
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}", server
         server.should_exit = server.force_exit = True
         await task
+
+
+@contextlib.asynccontextmanager
+async def serving(pool: Any, **limits: Any) -> AsyncIterator[str]:
+    """Serve in this loop; the address."""
+    async with running(pool, **limits) as (url, _):
+        yield url
 
 
 async def opened(url: str, buffer: int = 0) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -94,21 +102,13 @@ def test_an_answer_does_not_wait_for_the_one_before_to_be_confirmed() -> None:
     """Nagle's algorithm is off: it held each answer with a body back for 40 ms."""
 
     async def run() -> list[int]:
-        service = Service(cast(EnginePool, Writing(0)), scripted.MODEL)
-        with Address(port=0).bind() as bound:
-            server = uvicorn.Server(config(service, Address(port=0), ClientLimits()))
-            task = asyncio.create_task(server.serve(sockets=[bound]))
-            while not server.started:
-                await asyncio.sleep(0.01)
-            _, writer = await opened(f"http://127.0.0.1:{bound.getsockname()[1]}")
+        async with running(Writing(0)) as (url, server):
+            _, writer = await opened(url)
             while not (connections := list(server.server_state.connections)):
                 await asyncio.sleep(0.01)
             sockets = [cast(Any, one).transport.get_extra_info("socket") for one in connections]
-            options = [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets]
             writer.close()
-            server.should_exit = server.force_exit = True
-            await task
-        return options
+            return [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for one in sockets]
 
     assert asyncio.run(run()) == [1]
 
@@ -125,7 +125,7 @@ BEGINNINGS = {
 @pytest.mark.parametrize("name", BEGINNINGS)
 def test_headers_have_to_come_in_time(name: str) -> None:
     async def run() -> bytes:
-        async with serving(Writing(0), header_seconds=0.2) as url:
+        async with serving(Writing(0), _HEADER_SECONDS=0.2) as url:
             reader, writer = await opened(url)
             for piece in BEGINNINGS[name]:
                 writer.write(piece)
@@ -139,7 +139,7 @@ def test_headers_have_to_come_in_time(name: str) -> None:
 
 def test_a_header_that_goes_on_and_on_ends_all_the_same() -> None:
     async def run() -> None:
-        async with serving(Writing(0), header_seconds=0.2) as url:
+        async with serving(Writing(0), _HEADER_SECONDS=0.2) as url:
             reader, writer = await opened(url)
             end = asyncio.create_task(rest(reader))
             writer.write(b"GET / HTTP/1.1\r\nX: ")
@@ -153,7 +153,7 @@ def test_a_header_that_goes_on_and_on_ends_all_the_same() -> None:
 
 def test_who_has_sent_all_may_wait_for_longer() -> None:
     async def run() -> tuple[int, bytes]:
-        async with serving(Writing(10, 0.05), header_seconds=0.2, body_seconds=0.2) as url:
+        async with serving(Writing(10, 0.05), _HEADER_SECONDS=0.2, _BODY_SECONDS=0.2) as url:
             return await exchange(url, message_of(CHAT, {**HI, "stream": True}))
 
     code, answer = asyncio.run(run())
@@ -163,7 +163,7 @@ def test_who_has_sent_all_may_wait_for_longer() -> None:
 
 def test_a_body_has_to_come_in_time() -> None:
     async def run() -> tuple[int, bytes]:
-        async with serving(Writing(0), body_seconds=0.2) as url:
+        async with serving(Writing(0), _BODY_SECONDS=0.2) as url:
             return await exchange(url, message(CHAT, b'{"mess', "Content-Length: 100"))
 
     code, answer = asyncio.run(run())
@@ -179,7 +179,7 @@ def test_who_takes_nothing_is_let_go(stream: bool) -> None:
 
     async def run() -> tuple[bool, bytes]:
         pool = Writing(10**9 if stream else 400)
-        async with serving(pool, take_seconds=0.3) as url:
+        async with serving(pool, _TAKE_SECONDS=0.3) as url:
             reader, writer = await opened(url, buffer=4096)
             writer.write(message_of(CHAT, {**HI, "stream": stream}))
             await pool.is_ended.wait()
@@ -195,7 +195,7 @@ def test_who_takes_nothing_is_let_go(stream: bool) -> None:
 
 def test_more_connections_are_refused_until_one_is_closed() -> None:
     async def run() -> list[bytes]:
-        async with serving(Writing(0), connections=2) as url:
+        async with serving(Writing(0), _MOST_CONNECTIONS=2) as url:
             clients = [await opened(url) for _ in range(3)]
             refused = await rest(clients[2][0])
             clients[0][1].close()
@@ -259,7 +259,7 @@ def test_a_local_server_answers_to_its_own_names_alone(host: str) -> None:
 @pytest.mark.parametrize(("key", "status"), [(None, 403), ("k" * 8, 200)])
 def test_a_key_lets_any_name_in(key: str | None, status: int) -> None:
     service = Service(cast(EnginePool, scripted.ScriptedPool(())), scripted.MODEL)
-    app: Any = config(service, Address(key=key), ClientLimits()).app
+    app: Any = config(service, Address(key=key)).app
 
     async def ask() -> httpx2.Response:
         async with scripted.transport(app) as http:

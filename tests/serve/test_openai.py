@@ -132,12 +132,6 @@ def test_parameters_of_completions(
     assert chunks[-1].choices[0].finish_reason == expected.finish
 
 
-@pytest.mark.slow
-def test_the_parameters_make_a_difference(engine: Engine) -> None:
-    answers = {chat_answers(engine, **params)[0].text for _, params in PARAMS}
-    assert len(answers) == len(PARAMS)
-
-
 def test_texts_to_stop_at(client: OpenAI, engine: Engine) -> None:
     (whole,) = chat_answers(engine)
     for stop in (whole.text[5:7], ["never", whole.text[5:7], whole.text[8:]]):
@@ -303,15 +297,6 @@ def test_another_model_is_unknown(client: OpenAI, call: str, stream: bool) -> No
         "model",
         "not_found_error",
     )
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_unknown_fields_are_refused(client: OpenAI, call: str) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        CALLS[call](client, extra_body={"no_such_field": 1})
-    error = caught.value
-    assert (error.code, error.param) == ("unknown_parameter", "no_such_field")
-    assert error.type == "invalid_request_error"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -57,12 +57,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
         yield running
 
 
-def ask(page: Page) -> None:
-    page.click("#prompt")
-    page.type("Hi")
-    page.press("Enter")
-
-
 def assert_harmless(page: Page, server: FakeServer, root: str) -> None:
     """No script has run, nothing could, nothing was fetched; links are pressed to see."""
     inside = (
@@ -100,7 +94,7 @@ def test_an_answer_runs_nothing(browser: Chromium, server: FakeServer) -> None:
     server.replies.append(Reply([*events, *ending()]))
     with browser.page(server.url) as page:
         page.wait_text("#state", "Ready")
-        ask(page)
+        page.ask("Hi")
         page.wait_text(".answer .meta", "42 tokens")
         assert page.count(".answer > .markdown br") == 1
         assert_harmless(page, server, ".markdown")
@@ -111,7 +105,7 @@ def test_markup_is_shown_as_it_was_written(browser: Chromium, server: FakeServer
     server.replies.append(Reply([chunk(content=written), *ending()]))
     with browser.page(server.url) as page:
         page.wait_text("#state", "Ready")
-        ask(page)
+        page.ask("Hi")
         page.wait_text(".answer .meta", "42 tokens")
         assert page.text(".answer > .markdown") == written
 
@@ -142,7 +136,7 @@ def test_what_the_server_says_is_text(browser: Chromium, server: FakeServer) -> 
     server.replies.append(refusal(400, markup, markup))
     with browser.page(server.url) as page:
         page.wait_text("#monitor", markup)
-        ask(page)
+        page.ask("Hi")
         page.wait_text(".trouble", markup)
         assert page.count("img") == 0
         assert page.evaluate("window.pwned === undefined")
@@ -156,8 +150,8 @@ def test_a_nest_too_deep_is_shown_as_text(browser: Chromium, server: FakeServer)
     ]
     with browser.page(server.url) as page:
         page.wait_text("#state", "Ready")
-        ask(page)
+        page.ask("Hi")
         page.wait_text(".answer .meta", "42 tokens")
         assert page.evaluate("document.querySelector('.answer > .markdown').textContent") == nest
-        ask(page)
+        page.ask("Hi")
         page.wait_text(".turn.last .answer", "Fine.")

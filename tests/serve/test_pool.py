@@ -8,27 +8,12 @@ from typing import Any
 
 import pytest
 
-from duoka.forecast.serving import Capacity
 from duoka.serve.engine_client import EngineClient
 from duoka.serve.errors import HttpError
-from duoka.serve.messages import EngineRequest, Event, Prompt
+from duoka.serve.messages import Event
 from duoka.serve.pool import EngineFailure, EnginePool
 
-READY = Capacity(context_tokens=8, sequences=2, pages=4, page_tokens=4, step_tokens=8)
-REQUEST = EngineRequest(prompt=Prompt(text="a"))
-
-
-class Silent:
-    """What an engine's process would be written to: nothing ever comes back."""
-
-    def is_closing(self) -> bool:
-        return False
-
-    def write(self, data: bytes) -> None:
-        assert data
-
-    def close(self) -> None:
-        return
+from .test_engine_client import READY, REQUEST, Writer
 
 
 def pool_of(number: int, max_queue: int = 1) -> EnginePool:
@@ -40,7 +25,7 @@ def pool_of(number: int, max_queue: int = 1) -> EnginePool:
 
 
 def be_ready(engine: EngineClient) -> None:
-    writer: Any = Silent()
+    writer: Any = Writer()
     engine.capacity, engine.state, engine._writer = READY, "ready", writer
 
 

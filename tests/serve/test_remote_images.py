@@ -57,18 +57,11 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]
     return fetches
 
 
-def post(path: str, *bodies: Any, **options: Any) -> tuple[list[httpx2.Response], Any]:
+def post(path: str, *bodies: Any, fetches_images: bool = True) -> tuple[list[httpx2.Response], Any]:
     """The answers to some requests at once, and what came to the engine."""
-    app, pool = scripted.app_of(
-        scripted.begun(), scripted.delta("a"), scripted.ended(), fetches_images=True, **options
-    )
-
-    async def run() -> list[httpx2.Response]:
-        async with scripted.transport(app) as http:
-            posts = [http.post(f"http://localhost{path}", json=body) for body in bodies]
-            return await asyncio.gather(*posts)
-
-    return asyncio.run(run()), pool.asks
+    events = scripted.begun(), scripted.delta("a"), scripted.ended()
+    app, pool = scripted.app_of(*events, fetches_images=fetches_images)
+    return scripted.post(app, path, *bodies), pool.asks
 
 
 def urls(ask: Any) -> list[str]:
@@ -156,25 +149,13 @@ def test_they_count_among_what_is_held(fetches: list[Any], monkeypatch: pytest.M
     monkeypatch.setattr(remote_images, "_MOST_BYTES", 100)
     monkeypatch.setattr("duoka.serve.limits._MOST_MEMORY_BYTES", 230)
     assert [answer.status_code for answer in post("/v1/chat/completions", body)[0]] == [503]
-    app, _ = scripted.app_of(scripted.begun(), scripted.ended(), fetches_images=True)
-
-    async def run() -> list[int]:
-        async with scripted.transport(app) as http:
-            url = "http://localhost/v1/chat/completions"
-            return [(await http.post(url, json=body)).status_code for _ in range(3)]
-
     monkeypatch.setattr("duoka.serve.limits._MOST_MEMORY_BYTES", 300)  # one at a time has room
-    assert asyncio.run(run()) == [200, 200, 200]
+    app, _ = scripted.app_of(scripted.begun(), scripted.ended(), fetches_images=True)
+    for _ in range(3):
+        assert scripted.post(app, "/v1/chat/completions", body)[0].status_code == 200
 
 
 def test_without_the_option_nothing_is_fetched(fetches: list[Any]) -> None:
-    app, pool = scripted.app_of(scripted.begun(), scripted.ended())
-
-    async def run() -> int:
-        async with scripted.transport(app) as http:
-            url = "http://localhost/v1/chat/completions"
-            return (await http.post(url, json=messages_of(URL))).status_code
-
-    asyncio.run(run())
-    assert urls(pool.asks[0]) == [URL]  # which the engine refuses: see test_chats
+    _, (ask,) = post("/v1/chat/completions", messages_of(URL), fetches_images=False)
+    assert urls(ask) == [URL]  # which the engine refuses: see test_chats
     assert fetches == []

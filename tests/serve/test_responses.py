@@ -56,38 +56,6 @@ def test_reasoning_text_and_calls_are_items() -> None:
     assert (answer.usage.input_tokens, answer.usage.output_tokens) == (7, 9)
 
 
-def test_events_come_in_their_order() -> None:
-    events, _ = respond(CALLS, input="What is the weather?", tools=[TOOL], stream=True)
-    part = ["response.output_item.added", "response.content_part.added"]
-    end = ["response.content_part.done", "response.output_item.done"]
-    arguments = "response.function_call_arguments"
-    assert [event.type for event in events] == [
-        "response.created",
-        "response.in_progress",
-        *part,
-        *["response.reasoning_text.delta"] * 2,
-        "response.reasoning_text.done",
-        *end,
-        *part,
-        *["response.output_text.delta"] * 2,
-        "response.output_text.done",
-        *end,
-        *[part[0], *[f"{arguments}.delta"] * 2, f"{arguments}.done", end[1]],
-        *[part[0], f"{arguments}.delta", f"{arguments}.done", end[1]],
-        "response.completed",
-    ]
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    places = [event.output_index for event in events if hasattr(event, "output_index")]
-    assert places == sorted(places)
-    assert set(places) == {0, 1, 2, 3}
-    whole, last = events[-1].response, events[0].response
-    assert (last.status, last.output) == ("in_progress", [])
-    added = [event.item.id for event in events if event.type == part[0]]
-    assert [item.id for item in whole.output] == added
-    done = [event.item for event in events if event.type == end[1]]
-    assert done == whole.output
-
-
 def test_a_stream_says_what_a_whole_answer_says() -> None:
     whole, _ = respond(CALLS, input="a")
     events, _ = respond(CALLS, input="a", stream=True)

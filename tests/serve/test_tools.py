@@ -20,27 +20,6 @@ HI: Any = [{"role": "user", "content": "hi"}]
 NAME, MOST_TOKENS = "rain", 110
 
 
-def chat_call(client: OpenAI, *, stream: bool) -> tuple[str | None, str, str | None]:
-    function: Any = {"name": NAME, "parameters": PARAMETERS}
-    request: Any = {"model": "llama", "messages": HI, "temperature": 0}
-    request |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-    request |= {"max_tokens": MOST_TOKENS, "parallel_tool_calls": False}
-    if not stream:
-        (choice,) = client.chat.completions.create(**request).choices
-        (call,) = choice.message.tool_calls or ()
-        assert call.type == "function"
-        return call.function.name, call.function.arguments, choice.finish_reason
-    names, arguments, end = [], "", None
-    for chunk in client.chat.completions.create(stream=True, **request):
-        end = chunk.choices[0].finish_reason
-        for piece in chunk.choices[0].delta.tool_calls or ():
-            assert piece.function is not None
-            names += [piece.function.name] if piece.function.name else []
-            arguments += piece.function.arguments or ""
-    (name,) = names
-    return name, arguments, end
-
-
 def response_call(client: OpenAI, *, stream: bool) -> tuple[str, str, str | None]:
     tool: Any = {"type": "function", "name": NAME, "parameters": PARAMETERS, "strict": True}
     request: Any = {"model": "llama", "input": "hi", "temperature": 0, "tools": [tool]}
@@ -73,11 +52,14 @@ def message_call(client: Anthropic, *, stream: bool) -> tuple[str, str, str | No
     return block.name, json.dumps(block.input), answer.stop_reason
 
 
-def told(client: OpenAI, most_tokens: int, *, stream: bool) -> tuple[str, list[str], str | None]:
+def told(
+    client: OpenAI, most_tokens: int, *, stream: bool, parallel: bool = True
+) -> tuple[str, list[str], str | None]:
     """The content of an answer, the names and arguments of its calls, and why it has ended."""
     function: Any = {"name": NAME, "parameters": PARAMETERS}
     request: Any = {"model": "llama", "messages": HI, "temperature": 0, "tool_choice": "required"}
     request |= {"tools": [{"type": "function", "function": function}], "max_tokens": most_tokens}
+    request |= {"parallel_tool_calls": parallel}
     if not stream:
         (choice,) = client.chat.completions.create(**request).choices
         calls: Any = choice.message.tool_calls or ()
@@ -111,17 +93,13 @@ def test_a_forced_call_is_told_in_every_form(served: Served, stream: bool) -> No
     with OpenAI(
         base_url=f"{served.url}/v1", api_key="x", _strict_response_validation=True
     ) as client:
-        chat = chat_call(client, stream=stream)
+        _, (name, text), end = told(client, MOST_TOKENS, stream=stream, parallel=False)
         response = response_call(client, stream=stream)
     with Anthropic(base_url=served.url, api_key="x", _strict_response_validation=True) as anthropic:
         message = message_call(anthropic, stream=stream)
-    arguments = json.loads(chat[1])
+    arguments = json.loads(text)
     assert arguments.keys() == {"dry"}
     assert isinstance(arguments["dry"], bool)
     assert [json.loads(call[1]) for call in (response, message)] == [arguments] * 2
-    assert [call[0] for call in (chat, response, message)] == [NAME] * 3
-    assert [call[2] for call in (chat, response, message)] == [
-        "tool_calls",
-        "completed",
-        "tool_use",
-    ]
+    assert [call[0] for call in (response, message)] == [name] * 2 == [NAME] * 2
+    assert (end, response[2], message[2]) == ("tool_calls", "completed", "tool_use")

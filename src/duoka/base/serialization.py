@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import types
 import typing
 from collections import Counter
@@ -108,8 +109,8 @@ def _reader(hint: Any) -> _Reader:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if is_dataclass(hint):
         return _dataclass_reader(typing.cast(type, hint))
-    if hint in (str, int, float, bool, type(None), None):
-        return _SCALARS[type(None) if hint is None else hint]
+    if hint in _SCALARS:
+        return _scalar_reader(hint)
     if origin is Literal:
         return _literal_reader(arguments)
     if origin in (Union, types.UnionType):
@@ -118,44 +119,33 @@ def _reader(hint: Any) -> _Reader:
         return _tuple_reader(arguments)
     assert origin in (dict, Mapping), f"no JSON form for {hint}"
     assert arguments[0] is str, "JSON has text keys only"
-    return _mapping_reader(arguments[1])
+    reader = _reader(arguments[1])
+    return lambda data: {
+        key: _read_at("[{!r}]", key, reader, item) for key, item in _items(data).items()
+    }
 
 
-def _scalar_reader(kind: type, name: str) -> _Reader:
-    def read(data: object) -> object:
-        if type(data) is not kind:  # isinstance would take a bool for an int
-            raise _Mismatch(f"expected {name}, got {_describe(data)}")
+_SCALARS = {
+    str: "a text",
+    int: "an integer",
+    bool: "true or false",
+    type(None): "null",
+    float: "a finite number",
+}
+
+
+def _scalar_reader(kind: Any) -> _Reader:
+    def read(data: Any) -> object:
+        if kind is float and type(data) is int and abs(data) <= sys.float_info.max:
+            return float(data)
+        # isinstance would take a bool for an int.
+        if type(data) is not kind or (kind is float and not math.isfinite(data)):
+            raise _Mismatch(f"expected {_SCALARS[kind]}, got {_describe(data)}")
+        if kind is int and not -(2**63) <= data < 2**63:  # larger ones overflow where divided
+            raise _Mismatch(f"expected an integer of 64 bits, got {_describe(data)}")
         return data
 
     return read
-
-
-def _read_int(data: object) -> object:
-    if type(data) is not int:
-        raise _Mismatch(f"expected an integer, got {_describe(data)}")
-    if not -(2**63) <= data < 2**63:  # larger ones overflow where they are divided
-        raise _Mismatch(f"expected an integer of 64 bits, got {_describe(data)}")
-    return data
-
-
-def _read_float(data: object) -> object:
-    if type(data) is float and math.isfinite(data):
-        return data
-    if type(data) is int:
-        try:
-            return float(data)
-        except OverflowError:
-            pass
-    raise _Mismatch(f"expected a finite number, got {_describe(data)}")
-
-
-_SCALARS: dict[type, _Reader] = {
-    str: _scalar_reader(str, "a text"),
-    int: _read_int,
-    bool: _scalar_reader(bool, "true or false"),
-    type(None): _scalar_reader(type(None), "null"),
-    float: _read_float,
-}
 
 
 def _literal_reader(choices: tuple[object, ...]) -> _Reader:
@@ -207,19 +197,10 @@ def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
         item_readers = readers * len(data) if is_open else readers
         if len(item_readers) != len(data):
             raise _Mismatch(f"expected {len(item_readers)} items, got {len(data)}")
-        pairs = zip(item_readers, data, strict=True)
-        return tuple(
-            _read_at("[{}]", index, reader, item) for index, (reader, item) in enumerate(pairs)
-        )
+        pairs = enumerate(zip(item_readers, data, strict=True))
+        return tuple(_read_at("[{}]", index, reader, item) for index, (reader, item) in pairs)
 
     return read
-
-
-def _mapping_reader(hint: Any) -> _Reader:
-    reader = _reader(hint)
-    return lambda data: {
-        key: _read_at("[{!r}]", key, reader, item) for key, item in _items(data).items()
-    }
 
 
 def _dataclass_reader(cls: type) -> _Reader:
@@ -227,14 +208,12 @@ def _dataclass_reader(cls: type) -> _Reader:
     readers = {field.name: _reader(hints[field.name]) for field in fields(cls)}
 
     def read(data: object) -> object:
-        values: dict[str, object] = {}
-        for name, item in _items(data).items():
-            if name not in readers:
-                raise _Mismatch("unknown field", f".{name}")
-            values[name] = _read_at(".{}", name, readers[name], item)
-        for name in readers:
-            if name not in values:
-                raise _Mismatch("the field is missing", f".{name}")
+        items = _items(data)
+        for name in (*items, *readers):
+            if name not in readers or name not in items:
+                problem = "unknown field" if name in items else "the field is missing"
+                raise _Mismatch(problem, f".{name}")
+        values = {name: _read_at(".{}", name, readers[name], items[name]) for name in items}
         try:
             return cls(**values)
         except (DuokaError, AssertionError, ValueError) as error:
@@ -250,15 +229,11 @@ def _items(data: object) -> dict[str, object]:
     return data
 
 
+_KINDS = {dict: "object", list: "list", str: "text", bool: "boolean", type(None): "null"}
+
+
 def _kind_of(data: object) -> str:
-    names: dict[type, str] = {
-        dict: "object",
-        list: "list",
-        str: "text",
-        bool: "boolean",
-        type(None): "null",
-    }
-    return names.get(type(data), "number")
+    return _KINDS.get(type(data), "number")
 
 
 def _describe(data: object) -> str:

@@ -50,10 +50,9 @@ def refuse_unbuildable(config: Mapping[str, Any]) -> None:
     """Raise ModelError if no model can be built of a config."""
     model_type = model_type_of(config)
     known = _listed_types()
-    if model_type not in known:
-        if known and "transformers" not in sys.modules:
-            raise unknown_type(model_type, known, has_code="auto_map" in config)
-        return  # the importer of transformers may have registered it
+    # The importer of transformers may have registered another type.
+    if known and model_type not in known and "transformers" not in sys.modules:
+        raise unknown_type(model_type, known, has_code="auto_map" in config)
     if model_type == CHATGLM:
         refuse_other_chatglm(config)
 
@@ -100,18 +99,13 @@ def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> 
 @cache
 def _listed_types() -> set[str]:
     """List transformers' model types from the source, without an import; empty on failure."""
-    text = _transformers_source("models/auto/configuration_auto.py")
-    text += _transformers_source("models/auto/auto_mappings.py")
-    return {CHATGLM, *_NAMED_TYPE.findall(text)} if text else set()
-
-
-def _transformers_source(file: str) -> str:
-    """Read a source file of transformers; empty if there is none."""
     package = find_spec("transformers")
     if package is None or package.origin is None:
-        return ""
-    path = Path(package.origin).parent / file
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+        return set()
+    folder = Path(package.origin).parent / "models" / "auto"
+    paths = [folder / "configuration_auto.py", folder / "auto_mappings.py"]
+    text = "".join(path.read_text(encoding="utf-8") for path in paths if path.is_file())
+    return {CHATGLM, *_NAMED_TYPE.findall(text)} if text else set()
 
 
 def refuse_other_chatglm(config: Mapping[str, Any]) -> None:

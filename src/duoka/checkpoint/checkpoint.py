@@ -13,7 +13,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Container, Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -25,7 +26,7 @@ from duoka.errors import CheckpointError, UsageError
 from . import config as configs
 from .architecture import CHATGLM
 from .directory import CHAT_TEMPLATES, Folder, LocalFolder, Progress
-from .headers import UNREADABLE, TensorInfo, read_json
+from .headers import UNREADABLE, TensorInfo, read_json, reading
 from .index import NO_WEIGHTS, Weights, find_weights, stamps_of
 
 _CONFIG = "config.json"
@@ -90,10 +91,10 @@ class Checkpoint:
     path: Path
     source: str
     config: dict[str, Any]
-    generation_config: dict[str, Any] | None
-    tensors: Mapping[str, TensorInfo] | None
-    files: tuple[Path, ...]
-    format: Literal["safetensors", "bin", "none"]
+    generation_config: dict[str, Any] | None = None
+    tensors: Mapping[str, TensorInfo] | None = None
+    files: tuple[Path, ...] = ()
+    format: Literal["safetensors", "bin", "none"] = "none"
     fingerprint: str
     images_config: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
@@ -147,10 +148,6 @@ class Checkpoint:
             path=path,
             source=str(path),
             config=config,
-            generation_config=None,
-            tensors=None,
-            files=(),
-            format="none",
             fingerprint=_fingerprint(config, (), NO_WEIGHTS),
             trust_remote_code=trust_remote_code,
         )
@@ -163,7 +160,7 @@ class Checkpoint:
                 f"{folder.source} holds no {_CONFIG}",
                 hint="give the directory that holds config.json",
             )
-        config = _read_config(folder, _CONFIG)
+        config = _read_config(folder, _CONFIG) or {}
         weights = find_weights(folder)
         num_tensors = None if weights.tensors is None else len(weights.tensors)
         where = str(folder.path / _CONFIG)
@@ -171,13 +168,12 @@ class Checkpoint:
         model_code = _model_code(config)
         is_run = trust_remote_code and (model_code or _tokenizer_class(folder, config))
         code = _read_code(folder) if is_run else ()
-        generation = _GENERATION_CONFIG in names
-        images_config = _images_config(folder, names)
+        images_config = _images_config(folder)
         return cls(
             path=folder.path,
             source=folder.source,
             config=config,
-            generation_config=_read_config(folder, _GENERATION_CONFIG) if generation else None,
+            generation_config=_read_config(folder, _GENERATION_CONFIG),
             tensors=weights.tensors,
             files=tuple(folder.path / name for name in weights.sizes),
             format=weights.format,
@@ -281,10 +277,9 @@ class Checkpoint:
 
         Taken from the config, or else the type of most stored bytes.
         """
-        sizes: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for tensor in (self.tensors or {}).values():
-            if tensor.dtype is not None:
-                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + (tensor.nbytes or 0)
+            sizes[str(tensor.dtype)] += tensor.nbytes or 0
         return configs.default_dtype(self.config) or configs.commonest_dtype(sizes)
 
     @property
@@ -345,17 +340,18 @@ def _did_you_mean(path: Path) -> str:
     return f"did you mean {str(path.with_name(near[0]))!r}?" if near else ""
 
 
-def _read_config(folder: Folder, name: str) -> dict[str, Any]:
+def _read_config(folder: Folder, name: str) -> dict[str, Any] | None:
+    """Read a config of a checkpoint; None if there is none of this name."""
+    if name not in folder.names():
+        return None
     return read_json(folder.fetch(name), most_bytes=configs.MAX_CONFIG_BYTES)
 
 
-def _images_config(folder: Folder, names: Container[str]) -> dict[str, Any]:
-    if _IMAGES_CONFIG in names:
-        return _read_config(folder, _IMAGES_CONFIG)
-    if _PROCESSOR_CONFIG in names:
-        part = _read_config(folder, _PROCESSOR_CONFIG).get("image_processor")
-        return part if isinstance(part, dict) else {}
-    return {}
+def _images_config(folder: Folder) -> dict[str, Any]:
+    config = _read_config(folder, _IMAGES_CONFIG)
+    if config is None:
+        config = (_read_config(folder, _PROCESSOR_CONFIG) or {}).get("image_processor")
+    return config if isinstance(config, dict) else {}
 
 
 def _auto_map(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -363,11 +359,10 @@ def _auto_map(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return auto_map if isinstance(auto_map, dict) else {}
 
 
-def _model_code(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _model_code(config: Mapping[str, Any]) -> set[str]:
     """Return the files of model code named by a config."""
     auto_map = _auto_map(config).items()
-    files = {f"{str(value).partition('.')[0]}.py" for key, value in auto_map if "Model" in key}
-    return tuple(sorted(files))
+    return {f"{str(value).partition('.')[0]}.py" for key, value in auto_map if "Model" in key}
 
 
 def _tokenizer_class(folder: Folder, config: Mapping[str, Any]) -> str | None:
@@ -375,8 +370,7 @@ def _tokenizer_class(folder: Folder, config: Mapping[str, Any]) -> str | None:
     names = folder.names()
     if config.get("model_type") == CHATGLM and "tokenizer.model" in names:
         return None
-    settings = _read_config(folder, _TOKENIZER_CONFIG) if _TOKENIZER_CONFIG in names else {}
-    for place in (settings, config):
+    for place in (_read_config(folder, _TOKENIZER_CONFIG) or {}, config):
         stated = _auto_map(place).get("AutoTokenizer")
         for name in stated if isinstance(stated, list) else [stated]:
             if isinstance(name, str) and f"{name.partition('.')[0]}.py" in names:
@@ -384,10 +378,10 @@ def _tokenizer_class(folder: Folder, config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _untrusted_code(names: frozenset[str], model_code: Iterable[str]) -> tuple[str, ...]:
+def _untrusted_code(names: frozenset[str], model_code: set[str]) -> tuple[str, ...]:
     """Return the files with model code, by the config or by their name."""
     by_name = {name for name in names if name.startswith("modeling") and name.endswith(".py")}
-    return tuple(sorted(by_name | (names & set(model_code))))
+    return tuple(sorted(by_name | (names & model_code)))
 
 
 def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
@@ -395,10 +389,8 @@ def _read_code(folder: Folder) -> tuple[CodeFile, ...]:
     files = []
     for name in sorted(name for name in folder.names() if name.endswith(".py")):
         path = folder.fetch(name)
-        try:
+        with reading(path):
             content = read_bytes(path, most_bytes=_MAX_CODE_BYTES)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} can't be read: {error}", hint=UNREADABLE) from error
         digest = hashlib.sha256(content).hexdigest()
         files.append(CodeFile(name=name, sha256=digest, content=content))
     return tuple(files)
@@ -433,12 +425,7 @@ def _fingerprint(
         for name, tensor in sorted((weights.tensors or {}).items())
     ]
     # Of a pickle only the size is known.
-    sizes = sorted(weights.sizes.items())
-    parts = (
-        configured,
-        (weights.format, tensors, sizes),
-        [(file.name, file.sha256) for file in code],
-    )
-    return "-".join(
-        hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:32] for part in parts
-    )
+    stored = (weights.format, tensors, sorted(weights.sizes.items()))
+    parts = (configured, stored, [(file.name, file.sha256) for file in code])
+    texts = (json.dumps(part, sort_keys=True) for part in parts)
+    return "-".join(hashlib.sha256(text.encode()).hexdigest()[:32] for text in texts)

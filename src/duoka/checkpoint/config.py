@@ -54,9 +54,9 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
         limit = _limit(key)
         if abs(value) > limit or (value < 0 and _LAYERS.fullmatch(key)):
             number = f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
+            shown = key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
             raise CheckpointError(
-                f"{source}: {_quote_key(key)} is {number}; duoka builds models with 0 to {limit}",
-                hint=_HINT,
+                f"{source}: {shown} is {number}; duoka builds models with 0 to {limit}", hint=_HINT
             )
         if _LAYERS.fullmatch(key):
             layers = max(layers, value)
@@ -73,10 +73,6 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
             f"{source} speaks of {layers} layers, and the weights have {num_tensors} tensors",
             hint="config.json and the weights must be of the same model",
         )
-
-
-def _quote_key(key: str) -> str:
-    return key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
 
 
 def _limit(key: str) -> int:
@@ -105,12 +101,9 @@ def values(config: Mapping[str, Any], source: str) -> Iterator[tuple[str, Any]]:
 
 def default_dtype(config: dict[str, Any]) -> str | None:
     """Return the weights' type by a config, in torch's name; None if unnamed."""
-    for part in _with_text_config(config):
-        for key in ("dtype", "torch_dtype"):
-            name = str(part.get(key)).removeprefix("torch.")
-            if name in _MODEL_DTYPES:
-                return name
-    return None
+    parts, keys = _with_text_config(config), ("dtype", "torch_dtype")
+    names = (str(part.get(key)).removeprefix("torch.") for part in parts for key in keys)
+    return next((name for name in names if name in _MODEL_DTYPES), None)
 
 
 def commonest_dtype(sizes: dict[str, int]) -> str | None:
@@ -121,12 +114,8 @@ def commonest_dtype(sizes: dict[str, int]) -> str | None:
 
 def max_context_tokens(config: dict[str, Any]) -> int | None:
     """Return the longest context by a config; None if unnamed."""
-    for part in _with_text_config(config):
-        for key in _CONTEXT_KEYS:
-            value = part.get(key)
-            if type(value) is int and value > 0:
-                return value
-    return None
+    values = (part.get(key) for part in _with_text_config(config) for key in _CONTEXT_KEYS)
+    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _with_text_config(config: dict[str, Any]) -> list[dict[str, Any]]:

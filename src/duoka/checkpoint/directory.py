@@ -44,18 +44,9 @@ class LocalFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
+        self.source = str(path)
         self._names = _survey(path)
-
-    @property
-    def path(self) -> Path:
-        """The directory."""
-        return self._path
-
-    @property
-    def source(self) -> str:
-        """The path as text."""
-        return str(self._path)
 
     def names(self) -> frozenset[str]:
         """Return the names of the checkpoint's files."""
@@ -68,7 +59,7 @@ class LocalFolder:
     def fetch(self, name: str) -> Path:
         """Return the path of a complete file."""
         self._check_complete(name)
-        return self._path / name
+        return self.path / name
 
     def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
         """Read the headers of safetensors files."""
@@ -84,7 +75,7 @@ class LocalFolder:
             self._check_complete(name)
 
     def _check_complete(self, name: str) -> Stamp:
-        path = self._path / name
+        path = self.path / name
         with reading(path, hint="put the file itself there"):
             stamp = Stamp.of(path.stat())
             is_short = stamp.num_bytes <= _POINTER_BYTES
@@ -92,10 +83,10 @@ class LocalFolder:
         if start.startswith(_POINTER):
             raise CheckpointError(
                 f"{path} is not the file, but the pointer that git-lfs puts in its place",
-                hint=f"fetch the files: git -C {self._path} lfs pull",
+                hint=f"fetch the files: git -C {self.path} lfs pull",
             )
         # aria2 makes a file in its full length, and fills it.
-        if (self._path / f"{name}.aria2").exists():
+        if (self.path / f"{name}.aria2").exists():
             raise CheckpointError(
                 f"{path} is not complete: {name}.aria2 lies beside it",
                 hint="wait until the download is done, or start it again",
@@ -105,21 +96,19 @@ class LocalFolder:
 
 def _survey(root: Path) -> frozenset[str]:
     """Return the names of a checkpoint's files in a directory."""
-    names: set[str] = set()
+    with reading(root):
+        entries = list(root.iterdir())
+    files = [f for f in entries if f.name.endswith(_SUFFIXES) and is_plain_name(f.name)]
+    files += (root / CHAT_TEMPLATES).glob("*.jinja")
     allowed = _allowed(root)
-    with reading(root), os.scandir(root) as scanned:
-        entries = list(scanned)
-    for entry in entries:
-        path = root / entry.name
-        if entry.name.endswith(_SUFFIXES) and is_plain_name(entry.name):
-            if entry.is_symlink():
-                _refuse_foreign(path, allowed)
-            if _is_regular(path):
-                names.add(entry.name)
-    for path in (root / CHAT_TEMPLATES).glob("*.jinja"):
-        _refuse_foreign(path, allowed)
-        _is_regular(path)
-    return frozenset(names)
+    for path in files:
+        target = os.path.realpath(path)
+        if not target.startswith(allowed):
+            raise CheckpointError(
+                f"{path} is a link to {target}, which is outside of the checkpoint's directory",
+                hint="copy the file there, or give the directory that holds it",
+            )
+    return frozenset(path.name for path in filter(_is_regular, files) if path.parent == root)
 
 
 def _allowed(root: Path) -> tuple[str, ...]:
@@ -138,15 +127,6 @@ def _allowed(root: Path) -> tuple[str, ...]:
 def is_inside(path: Path, root: Path) -> bool:
     """Return True if a path, links resolved, stays in a directory or its Hub cache."""
     return str(path.resolve()).startswith(_allowed(root))
-
-
-def _refuse_foreign(path: Path, allowed: tuple[str, ...]) -> None:
-    target = os.path.realpath(path)
-    if not target.startswith(allowed):
-        raise CheckpointError(
-            f"{path} is a link to {target}, which is outside of the checkpoint's directory",
-            hint="copy the file there, or give the directory that holds it",
-        )
 
 
 def _is_regular(path: Path) -> bool:

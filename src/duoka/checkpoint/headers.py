@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,24 +38,16 @@ DAMAGED = "the file is damaged or forged: fetch it again, from a source that you
 # safetensors' name of a type → torch's name, bits of one element
 _DTYPES: dict[str, tuple[str, int]] = {
     "BOOL": ("bool", 8),
-    "U8": ("uint8", 8),
-    "I8": ("int8", 8),
-    "U16": ("uint16", 16),
-    "I16": ("int16", 16),
-    "U32": ("uint32", 32),
-    "I32": ("int32", 32),
-    "U64": ("uint64", 64),
-    "I64": ("int64", 64),
+    **{f"U{bits}": (f"uint{bits}", bits) for bits in (8, 16, 32, 64)},
+    **{f"I{bits}": (f"int{bits}", bits) for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": (f"float{bits}", bits) for bits in (16, 32, 64)},
     "F4": ("float4_e2m1fn_x2", 4),
     "F8_E4M3": ("float8_e4m3fn", 8),
     "F8_E4M3FNUZ": ("float8_e4m3fnuz", 8),
     "F8_E5M2": ("float8_e5m2", 8),
     "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8),
     "F8_E8M0": ("float8_e8m0fnu", 8),
-    "F16": ("float16", 16),
     "BF16": ("bfloat16", 16),
-    "F32": ("float32", 32),
-    "F64": ("float64", 64),
     "C64": ("complex64", 64),
 }
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=-]{0,200}", re.ASCII)
@@ -131,10 +123,8 @@ def read_index(path: Path, *, suffix: str) -> Index:
     for key, file in weight_map.items():
         _check_name(path, key)
         if not (is_plain_name(file) and file.endswith(suffix)):
-            problem = (
-                f"puts {key!r} into {str(file)[:80]!r}, which is not the name of a {suffix} file"
-            )
-            raise _damaged(path, f"{problem} beside it")
+            problem = f"puts {key!r} into {str(file)[:80]!r}, which is not the name of a {suffix}"
+            raise _damaged(path, f"{problem} file beside it")
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(files=weight_map, total_bytes=total if type(total) is int and total > 0 else None)
@@ -178,7 +168,7 @@ def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorIn
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _damaged(path, "has metadata that is no text for each key")
     entries = [_read_entry(path, name, entry) for name, entry in header.items()]
-    _check_layout(path, entries, data_bytes=data_bytes)
+    _check_layout(path, entries, data_bytes)
     data_offset = LENGTH_BYTES + len(text)
     return {tensor.name: replace(tensor, offset=data_offset + start) for start, tensor in entries}
 
@@ -209,21 +199,18 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
             hint=f"known are {', '.join(_DTYPES)}",
         )
     torch_name, bits = _DTYPES[dtype]
-    is_possible = all(type(length) is int and 0 <= length < 2**63 for length in shape)
-    if len(shape) > _MAX_DIMENSIONS or not is_possible:
+    are_sizes = all(type(length) is int and 0 <= length < 2**63 for length in shape)
+    if len(shape) > _MAX_DIMENSIONS or not are_sizes:
         raise _damaged(path, f"gives {name!r} a shape that no tensor can have")
     nbytes, rest = divmod(math.prod(shape) * bits, 8)
     if start < 0 or stop - start != nbytes or rest:
         span = f"the bytes {start} to {stop}; its shape and type need {nbytes}"
         raise _damaged(path, f"gives {name!r} {span}")
-    return start, TensorInfo(
-        name=name, dtype=torch_name, shape=tuple(shape), nbytes=nbytes, file=path
-    )
+    dims = tuple(shape)
+    return start, TensorInfo(name=name, dtype=torch_name, shape=dims, nbytes=nbytes, file=path)
 
 
-def _check_layout(
-    path: Path, entries: Iterable[tuple[int, TensorInfo]], *, data_bytes: int
-) -> None:
+def _check_layout(path: Path, entries: list[tuple[int, TensorInfo]], data_bytes: int) -> None:
     """Refuse overlaps, holes, and data that doesn't end with the file."""
     stop = 0
     for start, tensor in sorted(entries, key=lambda entry: (entry[0], entry[1].nbytes)):

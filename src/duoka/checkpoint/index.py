@@ -20,9 +20,7 @@ from .headers import DAMAGED, INCOMPLETE, Index, TensorInfo, read_index, reading
 _Kind = Literal["safetensors", "bin"]
 _SOURCES: tuple[tuple[str, _Kind], ...] = (
     ("model.safetensors", "safetensors"),
-    ("model.safetensors.index.json", "safetensors"),
     ("pytorch_model.bin", "bin"),
-    ("pytorch_model.bin.index.json", "bin"),
 )
 _SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
 
@@ -50,11 +48,14 @@ def find_weights(folder: Folder) -> Weights:
     promised: Weights | None = None
     broken: CheckpointError | None = None
     names = folder.names()
-    for name, kind in _SOURCES:
+    for single, kind in _SOURCES:
+        if single in names:
+            sizes = _sizes(folder, [single])
+            tensors = folder.headers([single])[single] if kind == "safetensors" else None
+            return Weights(tensors, sizes, kind)
+        name = f"{single}.index.json"
         if name not in names:
             continue
-        if not name.endswith(".index.json"):
-            return _single(folder, name, kind)
         index = read_index(folder.fetch(name), suffix="." + kind)
         files = sorted(set(index.files.values()))
         absent = [file for file in files if file not in names]
@@ -66,29 +67,17 @@ def find_weights(folder: Folder) -> Weights:
                 f"there: {', '.join(absent)}",
                 hint=INCOMPLETE,
             )
-        promised = promised or Weights(
-            {key: TensorInfo(name=key) for key in index.files}, {}, "none"
-        )
-    if broken is not None:
-        raise broken
-    if promised is None:
-        _refuse_shards_without_index(folder)
-    return promised or NO_WEIGHTS
-
-
-def _refuse_shards_without_index(folder: Folder) -> None:
-    shards = sorted(name for name in folder.names() if _SHARD.fullmatch(name))
-    if shards:
-        raise CheckpointError(
+        names_alone = {key: TensorInfo(name=key) for key in index.files}
+        promised = promised or Weights(names_alone, {}, "none")
+    shards = sorted(name for name in names if _SHARD.fullmatch(name))
+    if promised is None and shards:
+        broken = CheckpointError(
             f"{folder.path} holds {len(shards)} shards ({shards[0]}, …) but no index of them",
             hint=INCOMPLETE,
         )
-
-
-def _single(folder: Folder, name: str, kind: _Kind) -> Weights:
-    sizes = _sizes(folder, [name])
-    tensors = folder.headers([name])[name] if kind == "safetensors" else None
-    return Weights(tensors, sizes, kind)
+    if broken is not None:
+        raise broken
+    return promised or NO_WEIGHTS
 
 
 def _sizes(folder: Folder, names: list[str]) -> dict[str, int]:
@@ -102,12 +91,15 @@ def _sizes(folder: Folder, names: list[str]) -> dict[str, int]:
 def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Weights:
     sizes = _sizes(folder, files)
     if kind == "bin":
-        _refuse_short(folder, index, sizes)
-        tensors_by_name = {
-            key: TensorInfo(name=key, file=folder.path / shard)
-            for key, shard in index.files.items()
-        }
-        return Weights(tensors_by_name, sizes, kind)
+        total = sum(sizes.values())
+        if index.total_bytes is not None and total < index.total_bytes:
+            raise CheckpointError(
+                f"{folder.path} is incomplete: its index speaks of {index.total_bytes} bytes of "
+                f"weights, and the {len(sizes)} files have {total}",
+                hint=INCOMPLETE,
+            )
+        files_by_key = ((key, folder.path / shard) for key, shard in index.files.items())
+        return Weights({key: TensorInfo(name=key, file=f) for key, f in files_by_key}, sizes, kind)
     tensors: dict[str, TensorInfo] = {}
     for header in folder.headers(files).values():
         for key, tensor in header.items():
@@ -128,17 +120,6 @@ def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Wei
             hint=INCOMPLETE,
         )
     return Weights(tensors, sizes, kind)
-
-
-def _refuse_short(folder: Folder, index: Index, sizes: Mapping[str, int]) -> None:
-    """Refuse pickles smaller than their index says."""
-    total = sum(sizes.values())
-    if index.total_bytes is not None and total < index.total_bytes:
-        raise CheckpointError(
-            f"{folder.path} is incomplete: its index speaks of {index.total_bytes} bytes of "
-            f"weights, and the {len(sizes)} files have {total}",
-            hint=INCOMPLETE,
-        )
 
 
 def stamps_of(folder: Folder, weights: Weights) -> dict[Path, Stamp]:

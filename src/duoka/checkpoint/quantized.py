@@ -164,17 +164,13 @@ def sort_tensors(method: Method, tensors: Mapping[str, TensorInfo]) -> Stored:
             parts.setdefault(weight, []).append(tensor)
         elif not _CACHE.search(name):
             unquantized.append(name)
-    plain = []
-    for name in unquantized:
-        if name in parts:
-            # Quantized values under the weight's own name, with their scales beside them.
-            parts[name].insert(0, tensors[name])
-        else:
-            plain.append(name)
+    for name in parts.keys() & unquantized:
+        # Quantized values under the weight's own name, with their scales beside them.
+        parts[name].insert(0, tensors[name])
     return Stored(
         method=method,
         weights={name: tuple(tensors_of) for name, tensors_of in parts.items()},
-        plain=tuple(plain),
+        plain=tuple(name for name in unquantized if name not in parts),
     )
 
 

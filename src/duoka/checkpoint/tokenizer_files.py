@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from duoka.base.units import format_bytes
 from duoka.errors import CheckpointError
@@ -20,8 +20,6 @@ from duoka.errors import CheckpointError
 from .checkpoint import Checkpoint
 from .headers import read_json
 from .vocabulary import SentencePieceModel
-
-Generation = Literal["chatglm2", "chatglm3", "glm4"]
 
 _CHATGLM2_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
@@ -32,11 +30,7 @@ _GLM4_SPECIAL = (
 
 HINT = "its tokenizer.json or tokenizer.model belongs into the same directory"
 _NAMED = re.compile(r"token|vocab|sentencepiece|spiece|merges|tekken")
-_MOST_BYTES = (
-    (re.compile(r"\.jinja$|^chat_template"), 2**20),
-    (re.compile(r"^(tokenizer_config|special_tokens_map|added_tokens)\.json$"), 2**26),
-    (_NAMED, 2**29),
-)
+_MOST_BYTES = ((re.compile(r"\.jinja$|^chat_template"), 2**20), (_NAMED, 2**29))
 _MOST_JSON_BYTES = 2**26
 
 
@@ -108,9 +102,9 @@ def check_files(directory: Path) -> None:
     if not any(_NAMED.search(name) for name in sizes):
         raise CheckpointError(f"{directory} holds no tokenizer", hint=HINT)
     for name, size in sizes.items():
-        limits = [limit for pattern, limit in _MOST_BYTES if pattern.search(name)]
-        if limits and size > limits[0]:
-            got, limit = format_bytes(size), format_bytes(limits[0])
+        most = next((limit for pattern, limit in _MOST_BYTES if pattern.search(name)), size)
+        if size > most:
+            got, limit = format_bytes(size), format_bytes(most)
             raise CheckpointError(f"{directory / name} has {got}; at most {limit} are read")
 
 
@@ -123,30 +117,26 @@ def special_tokens(
     directory: Path, config: Mapping[str, Any], model: SentencePieceModel | Mapping[bytes, int]
 ) -> list[str]:
     """List the special tokens of a ChatGLM model, in the order of their ids."""
-    settings = _settings(directory / "tokenizer_config.json")
+    path = directory / "tokenizer_config.json"
+    settings = read_json(path, most_bytes=_MOST_JSON_BYTES) if path.is_file() else {}
     if not isinstance(model, SentencePieceModel):
         return _glm4_special(settings, len(model))
-    is_third = _sentencepiece_generation(directory, config, settings) == "chatglm3"
-    return [*_CHATGLM2_SPECIAL, *(_ROLES if is_third else ())]
+    return [*_CHATGLM2_SPECIAL, *(_ROLES if _is_chatglm3(directory, config, settings) else ())]
 
 
-def _sentencepiece_generation(
-    directory: Path, config: Mapping[str, Any], settings: Mapping[str, Any]
-) -> Generation:
-    """Distinguish ChatGLM2 from ChatGLM3, by the same vocabulary with role tokens.
+def _is_chatglm3(directory: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Distinguish ChatGLM3 from ChatGLM2, which has the same vocabulary without role tokens.
 
     Surest is the tokenizer's code beside it, looked into as text; then the name under which the
     model was published; then the length in its configuration, 32K for ChatGLM2-6B.
     """
     code = directory / "tokenization_chatglm.py"
     if code.is_file():
-        return "chatglm3" if b"<|user|>" in code.read_bytes() else "chatglm2"
-    for name in (settings.get("name_or_path"), config.get("_name_or_path")):
-        for generation in ("chatglm2", "chatglm3"):
-            if isinstance(name, str) and generation in name.lower():
-                return generation
-    long = config.get("seq_length") == 32768 and config.get("rope_ratio", 1) in (1, 16)
-    return "chatglm2" if long else "chatglm3"
+        return b"<|user|>" in code.read_bytes()
+    for place, key in ((settings, "name_or_path"), (config, "_name_or_path")):
+        if match := re.search("chatglm[23]", str(place.get(key)).lower()):
+            return match[0] == "chatglm3"
+    return config.get("seq_length") != 32768 or config.get("rope_ratio", 1) not in (1, 16)
 
 
 def _glm4_special(settings: Mapping[str, Any], first_id: int) -> list[str]:
@@ -163,8 +153,3 @@ def _glm4_special(settings: Mapping[str, Any], first_id: int) -> list[str]:
             f"tokenizer_config.json: the ids of added tokens don't count on from {first_id}"
         )
     return [contents[number] for number in sorted(contents)]
-
-
-def _settings(path: Path) -> Mapping[str, Any]:
-    """Read a JSON file of a tokenizer; empty if there is none."""
-    return read_json(path, most_bytes=_MOST_JSON_BYTES) if path.is_file() else {}

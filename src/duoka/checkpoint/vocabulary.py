@@ -11,7 +11,6 @@ The package `sentencepiece` exposes no normalizer, and transformers can't be imp
 from __future__ import annotations
 
 import base64
-import binascii
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +30,8 @@ _GLM4_PATTERN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _MAX_BYTES = 64 * 2**20  # the largest published vocabularies have 5 MiB
-_VARINT, _EIGHT_BYTES, _LENGTH, _FOUR_BYTES = 0, 1, 2, 5
+_VARINT, _LENGTH = 0, 2
+_FIXED_LENGTHS = {1: 8, 5: 4}
 _BPE = 2
 
 
@@ -59,10 +59,6 @@ class SentencePieceModel:
     remove_extra_whitespaces: bool = True
 
 
-class _Damage(ValueError):
-    """Damage of a vocabulary, described for the user."""
-
-
 def encoding_of(model: SentencePieceModel | Mapping[bytes, int]) -> Tokenizer:
     """Build the encoding of a vocabulary, without the special tokens of its model."""
     if isinstance(model, SentencePieceModel):
@@ -83,24 +79,22 @@ def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
         if len(words) == 2 and words[1].isdigit():
             return _ranks(content)
         return _sentencepiece(content)
-    except (ValueError, IndexError, struct.error, binascii.Error) as error:
-        reason = error if isinstance(error, _Damage) else "it has none of the two forms"
+    except (ValueError, IndexError, struct.error) as error:
         raise CheckpointError(
-            f"{path}: the vocabulary is damaged: {reason}",
+            f"{path}: the vocabulary is damaged: {str(error)[:100]}",
             hint="the download may be incomplete: fetch it again",
         ) from error
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
     ranks: dict[bytes, int] = {}
-    for line in content.splitlines():
-        if line:
-            token, rank = line.split(b" ")
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
+    for line in filter(None, content.splitlines()):
+        token, rank = line.split(b" ")
+        ranks[base64.b64decode(token, validate=True)] = int(rank)
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise _Damage("its ranks don't count from 0")
+        raise ValueError("its ranks don't count from 0")
     if any(bytes([byte]) not in ranks for byte in range(256)):
-        raise _Damage("it lacks some of the 256 single bytes")
+        raise ValueError("it lacks some of the 256 single bytes")
     return ranks
 
 
@@ -111,10 +105,8 @@ def _sentencepiece(content: bytes) -> SentencePieceModel:
         if number in messages and isinstance(value, bytes):
             messages[number].append(dict(_fields(value)))
     trainer, normalizer = messages[2][-1], messages[3][-1]
-    if not messages[1]:
-        raise _Damage("it has no pieces")
-    if trainer.get(3, 1) != _BPE:
-        raise _Damage("it is no byte-pair encoding")
+    if not messages[1] or trainer.get(3, 1) != _BPE:
+        raise ValueError("it is no byte-pair encoding")
     charsmap = normalizer.get(2, b"")
     return SentencePieceModel(
         pieces=tuple(map(_piece, messages[1])),
@@ -125,10 +117,10 @@ def _sentencepiece(content: bytes) -> SentencePieceModel:
 
 
 def _piece(fields: dict[int, int | bytes]) -> tuple[str, float, PieceKind]:
-    text, score, kind = fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, 1)
-    if not isinstance(text, bytes) or not isinstance(score, bytes) or not isinstance(kind, int):
-        raise _Damage("a piece has fields of the wrong type")
-    return text.decode(), struct.unpack("<f", score)[0], PieceKind(kind)
+    match fields.get(1, b""), fields.get(2, bytes(4)), fields.get(3, 1):
+        case bytes(text), bytes(score), int(kind):
+            return text.decode(), struct.unpack("<f", score)[0], PieceKind(kind)
+    raise ValueError("a piece has fields of the wrong type")
 
 
 # Protocol buffers: each field is a key, then a value. The key is a varint of field number * 8 +
@@ -142,21 +134,20 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
     at = 0
     while at < len(message):
         key, at = _varint(message, at)
-        kind = key & 7
-        if kind == _VARINT:
-            number, at = _varint(message, at)
-            yield key >> 3, number
-            continue
-        if kind == _LENGTH:
-            length, at = _varint(message, at)
-        elif kind in (_EIGHT_BYTES, _FOUR_BYTES):
-            length = 8 if kind == _EIGHT_BYTES else 4
+        number, kind = key >> 3, key & 7
+        if kind in (_VARINT, _LENGTH):
+            value, at = _varint(message, at)
+        elif kind in _FIXED_LENGTHS:
+            value = _FIXED_LENGTHS[kind]
         else:
-            raise _Damage(f"a field of the unknown type {kind}")
-        if at + length > len(message):
-            raise _Damage("it ends within a field")
-        yield key >> 3, message[at : at + length]
-        at += length
+            raise ValueError(f"a field of the unknown type {kind}")
+        if kind == _VARINT:
+            yield number, value
+            continue
+        if at + value > len(message):
+            raise ValueError("it ends within a field")
+        yield number, message[at : at + value]
+        at += value
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
@@ -167,7 +158,7 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value, at
-    raise _Damage("a number of more than 64 bits")
+    raise ValueError("a number of more than 64 bits")
 
 
 def _sentencepiece_backend(model: SentencePieceModel) -> Tokenizer:
@@ -177,36 +168,24 @@ def _sentencepiece_backend(model: SentencePieceModel) -> Tokenizer:
     normal = {text: -score for text, score, kind in model.pieces if kind == PieceKind.NORMAL}
     bytes_known = any(kind == PieceKind.BYTE for _, _, kind in model.pieces)
     unknown = next((text for text, _, kind in model.pieces if kind == PieceKind.UNKNOWN), None)
+    merges = _merges(normal, vocabulary)
     backend = Tokenizer(
-        BPE(
-            vocab=vocabulary,
-            merges=_merges(normal, vocabulary),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=bytes_known,
-        )
+        BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=bytes_known)
     )
-    backend.normalizer = _sentencepiece_normalizer(model)
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    decoding: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.remove_extra_whitespaces:
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     if model.add_dummy_prefix:
-        steps.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(steps)
+        steps.append(normalizers.Prepend("▁"))
+        decoding.append(decoders.Strip(" ", 1, 0))
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(decoding)
     control = [text for text, _, kind in model.pieces if kind in (2, 3)]
     backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
     user = [text for text, _, kind in model.pieces if kind == PieceKind.USER_DEFINED]
     backend.add_tokens([AddedToken(text, normalized=False) for text in user])
     return backend
-
-
-def _sentencepiece_normalizer(model: SentencePieceModel) -> Any:
-    steps: list[Any] = []
-    if model.charsmap:
-        steps.append(normalizers.Precompiled(model.charsmap))
-    if model.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-    if model.add_dummy_prefix:
-        steps.append(normalizers.Prepend("▁"))
-    return normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
 
 
 def _tiktoken_backend(ranks: Mapping[bytes, int]) -> Tokenizer:

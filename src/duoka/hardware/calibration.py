@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from duoka.base.files import cache_directory, read_text, write_whole
 from duoka.base.requirements import installed_version
@@ -25,6 +26,10 @@ _VERSION = 5
 _MOST_BYTES = 2**22
 _LEAST_MARGIN_BYTES = 64 * MIB
 _MARGIN_SHARE = 8
+_MEASURED = (
+    *("memory_bytes_per_second", "flops_per_second", "float32_flops_per_second"),
+    *("launch_seconds", "reserve_bytes", "host_bytes_per_second"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,15 +95,9 @@ class Calibration:
     # replaces theirs and keeps the rest.
     def joined(self, newer: Calibration) -> Calibration:
         """Return the calibration with newer figures added or in the place of older ones."""
-        again = {(figures.product, figures.memory_bytes) for figures in newer.gpus}
-        linked = {(figures.source, figures.target) for figures in newer.links}
-        gpus = (
-            figures for figures in self.gpus if (figures.product, figures.memory_bytes) not in again
-        )
-        links = (
-            figures for figures in self.links if (figures.source, figures.target) not in linked
-        )
-        return replace(newer, gpus=(*gpus, *newer.gpus), links=(*links, *newer.links))
+        gpus = {(gpu.product, gpu.memory_bytes): gpu for gpu in (*self.gpus, *newer.gpus)}
+        links = {(link.source, link.target): link for link in (*self.links, *newer.links)}
+        return replace(newer, gpus=tuple(gpus.values()), links=tuple(links.values()))
 
 
 def torch_version() -> str:
@@ -135,18 +134,10 @@ def with_figures(device: Device, figures: GpuFigures | None) -> Device:
     """Return the device with measured speeds; the budget's reserve is unchanged."""
     if figures is None:
         return device
-    names = ["memory_bytes_per_second", "flops_per_second", "float32_flops_per_second"]
-    names += ["launch_seconds", "reserve_bytes"]
-    from_host = figures.host_bytes_per_second
-    return replace(
-        device,
-        memory_bytes_per_second=figures.memory_bytes_per_second,
-        flops_per_second=figures.flops_per_second,
-        float32_flops_per_second=figures.float32_flops_per_second,
-        launch_seconds=figures.launch_seconds,
-        host_bytes_per_second=device.host_bytes_per_second if from_host is None else from_host,
-        measured=(*names, *(() if from_host is None else ("host_bytes_per_second",))),
-    )
+    measured = tuple(name for name in _MEASURED if getattr(figures, name) is not None)
+    speeds: dict[str, Any] = {name: getattr(figures, name) for name in measured}
+    del speeds["reserve_bytes"]
+    return replace(device, **speeds, measured=measured)
 
 
 def with_links(
@@ -156,13 +147,9 @@ def with_links(
     by_pair = {(link.source, link.target): link for link in links}
     names = {uuid: name for name, uuid in uuids.items()}
     for figures in measured.links:
-        source, target = names.get(figures.source), names.get(figures.target)
-        if source is not None and target is not None:
+        if figures.source in names and figures.target in names:
+            source, target = names[figures.source], names[figures.target]
             by_pair[source, target] = Link(
-                source=source,
-                target=target,
-                bytes_per_second=figures.bytes_per_second,
-                latency_seconds=figures.latency_seconds,
-                measured=True,
+                **{**to_dict(figures), "source": source, "target": target}, measured=True
             )
     return tuple(by_pair.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -99,19 +98,20 @@ def find_card(text: str) -> Card:
     card = _find_exact(name)
     if card is not None:
         return card
-    key = _key(name)
     words = _words(name)
     matches = [
-        card
+        card.name
         for card in cards()
         if any(_words(alias)[: len(words)] == words for alias in (card.name, *card.aliases))
     ]
     if words and matches:
+        num_hidden = len(matches) - _MOST_SHOWN
+        listed = ", ".join(matches[:_MOST_SHOWN])
+        listed += f" and {num_hidden} more" if num_hidden > 0 else ""
         raise UsageError(
-            f"{name[:60]!r} can be several GPUs: {_listed([card.name for card in matches])}",
-            hint="write one of these names",
+            f"{name[:60]!r} can be several GPUs: {listed}", hint="write one of these names"
         )
-    near = difflib.get_close_matches(key[:60], _by_name(), n=_MOST_SHOWN, cutoff=_CUTOFF)
+    near = difflib.get_close_matches(_key(name)[:60], _by_name(), n=_MOST_SHOWN, cutoff=_CUTOFF)
     names = list(dict.fromkeys(_by_name()[match].name for match in near))[:3]
     nearest = f"; the nearest are {', '.join(names)}" if names else ""
     hint = f'memory has a unit: "{name}GiB"' if name.isdecimal() else DECLARING
@@ -145,11 +145,6 @@ def of_product(product: str, total_bytes: int | None) -> Card | None:
     return min(matches, key=lambda card: abs(card.memory_gib * GIB - total_bytes))
 
 
-def _listed(names: list[str]) -> str:
-    num_hidden = len(names) - _MOST_SHOWN
-    return ", ".join(names[:_MOST_SHOWN]) + (f" and {num_hidden} more" if num_hidden > 0 else "")
-
-
 def _key(name: str) -> str:
     """Normalise a name: lower case, without spaces, hyphens and makers."""
     bare = _NOISE.sub("", name.strip().lower())
@@ -164,10 +159,4 @@ def _words(name: str) -> list[str]:
 
 @cache
 def _by_name() -> dict[str, Card]:
-    return dict(_names())
-
-
-def _names() -> Iterator[tuple[str, Card]]:
-    for card in cards():
-        for name in (card.name, *card.aliases):
-            yield _key(name), card
+    return {_key(name): card for card in cards() for name in (card.name, *card.aliases)}

@@ -64,12 +64,7 @@ def visible_uuids(library: Any = None) -> tuple[str, ...]:
 
 def report() -> None:
     """Write the visible GPUs to stdout; the entry of the child process."""
-    library = _load()  # where this fails, the parent queries itself
-    try:
-        answer: dict[str, object] = {"uuids": _query(library)}
-    except FleetError as error:
-        answer = {"error": str(error), "hint": error.hint}
-    sys.stdout.write(json.dumps(answer))
+    sys.stdout.write(json.dumps(_query(_load())))  # where this fails, the parent queries itself
 
 
 def _query_in_child(library: Any) -> tuple[str, ...]:
@@ -85,17 +80,14 @@ def _query_in_child(library: Any) -> tuple[str, ...]:
             check=True,
             timeout=_MOST_SECONDS,
         )
-        answer = json.loads(done.stdout)
+        return tuple(json.loads(done.stdout))
     except subprocess.TimeoutExpired:
         raise FleetError(
             f"CUDA's driver doesn't start within {_MOST_SECONDS:.0f} seconds",
             hint=f"look with nvidia-smi whether the GPUs are well; {_RESTART}",
         ) from None
     except (OSError, subprocess.SubprocessError, ValueError):
-        return _query(library)  # no child process can be started, or not with this Python
-    if "error" in answer:
-        raise FleetError(answer["error"], hint=answer["hint"])
-    return tuple(answer["uuids"])
+        return _query(library)  # it has an error to raise, or no child process can be started
 
 
 def _query(library: Any) -> tuple[str, ...]:

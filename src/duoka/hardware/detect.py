@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from duoka.errors import FleetError
 
 from . import calibration, catalogue, cuda_driver, gpu_generation, nvml
 from .calibration import GpuFigures
-from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, Found
+from .device import MAX_DEVICES, RESERVE_BYTES, STEP_BYTES, Device, FleetParts
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
@@ -116,17 +117,15 @@ def is_detected(text: str) -> bool:
     return bool(_INDEX.fullmatch(text) or _UUID.fullmatch(text))
 
 
-def detect(which: str | None = None) -> Found:
+def detect(which: str | None = None) -> FleetParts:
     """Find the usable GPUs of this machine, or the given GPUs, and their links."""
     view = _View()
     gpus = view.usable() if which is None else view.choose(which)
     names = [gpu.torch_name or "" for gpu in gpus]
     uuids = {name: gpu.part.uuid for name, gpu in zip(names, gpus, strict=True)}
-    links = links_of(ways_between(zip(names, gpus, strict=True), _way))
-    return Found(
-        devices=tuple(map(_device, gpus)),
-        links=calibration.with_links(links, uuids, view.calibration),
-    )
+    direct_links = links_of(ways_between(zip(names, gpus, strict=True), _way))
+    links = calibration.with_links(direct_links, uuids, view.calibration)
+    return tuple(map(_device, gpus)), links
 
 
 def survey() -> tuple[list[PresentGpu], list[tuple[str, str, Way]]]:
@@ -140,22 +139,19 @@ def tells_memory() -> bool:
 
     It doesn't on machines whose GPU shares the processor's memory.
     """
-    try:
-        gpus = nvml.read().gpus
-    except FleetError:
-        return False
-    return any(gpu.free_bytes is not None for gpu in gpus)
+    with suppress(FleetError):
+        return any(gpu.free_bytes is not None for gpu in nvml.read().gpus)
+    return False
 
 
 def describe_numbers(devices: Sequence[Device]) -> str:
     """Describe `nvidia-smi`'s numbers of devices, if CUDA_VISIBLE_DEVICES renumbers them."""
-    if cuda_driver.restriction() is None or not any(device.uuid for device in devices):
-        return ""
-    try:
-        numbers = {gpu.uuid: gpu.index for gpu in nvml.read().gpus}
-    except FleetError:  # a plan of another machine's
-        return ""
-    return _describe_numbers([(d.name, numbers[d.uuid]) for d in devices if d.uuid in numbers])
+    if cuda_driver.restriction() is not None and any(device.uuid for device in devices):
+        with suppress(FleetError):  # a plan of another machine's
+            numbers = {gpu.uuid: gpu.index for gpu in nvml.read().gpus}
+            pairs = [(d.name, numbers[d.uuid]) for d in devices if d.uuid in numbers]
+            return _describe_numbers(pairs)
+    return ""
 
 
 def _describe_numbers(pairs: Sequence[tuple[str, int]]) -> str:
@@ -250,12 +246,11 @@ class _View:
             raise self._error(f"{text[:60]!r} is neither the index nor the UUID of a GPU")
         prefix = text.lower()
         matches = [gpu for gpu in self.gpus if gpu.part.uuid.lower().startswith(prefix)]
-        if len(matches) > 1:  # a whole UUID may be the beginning of another
-            matches = [gpu for gpu in matches if gpu.part.uuid.lower() == prefix] or matches
-        if not matches:
-            raise self._error(f"no GPU has the UUID {text!r}")
-        if len(matches) > 1:
-            raise self._error(f"{len(matches)} GPUs have UUIDs that begin with {text!r}")
+        # A whole UUID may be the beginning of another.
+        matches = [gpu for gpu in matches if gpu.part.uuid.lower() == prefix] or matches
+        if len(matches) != 1:
+            count = f"{len(matches)} GPUs have UUIDs that begin with" if matches else ""
+            raise self._error(f"{count or 'no GPU has the UUID'} {text!r}")
         return matches[0]
 
     def _error(self, message: str, advice: str | None = None) -> FleetError:
@@ -266,12 +261,13 @@ class _View:
 
 def _line(gpu: PresentGpu) -> str:
     """Describe a GPU in a line of a list."""
-    about = [f"  {gpu.gpu.index}", *filter(None, (gpu.part.name, gpu.part.uuid))]
-    if gpu.part.free_bytes is not None and gpu.part.total_bytes is not None:
-        free, total = format_bytes(gpu.part.free_bytes), format_bytes(gpu.part.total_bytes)
-        about.append(f"{free} free of {total}")
+    part, about = gpu.part, [f"  {gpu.gpu.index}", *filter(None, (gpu.part.name, gpu.part.uuid))]
+    if part.free_bytes is not None and part.total_bytes is not None:
+        about.append(f"{format_bytes(part.free_bytes)} free of {format_bytes(part.total_bytes)}")
     about += [gpu.trouble.state] if gpu.trouble else []
-    about += [f"used by {_process(process)}" for process in gpu.processes[:4]]
+    for process in gpu.processes[:4]:
+        size = "" if process.used_bytes is None else f", {format_bytes(process.used_bytes)}"
+        about.append(f"used by {process.name or 'a process'} (pid {process.pid}{size})")
     return "  ".join(about)
 
 
@@ -312,11 +308,6 @@ def _hidden(gpu: PresentGpu, numbers: str) -> Trouble:
     return Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
 
 
-def _process(process: nvml.Process) -> str:
-    size = "" if process.used_bytes is None else f", {format_bytes(process.used_bytes)}"
-    return f"{process.name or 'a process'} (pid {process.pid}{size})"
-
-
 def _bare(uuid: str) -> str:
     """Strip NVML's prefix of a UUID, absent in CUDA."""
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
@@ -327,7 +318,11 @@ def _device(gpu: PresentGpu) -> Device:
     assert budget is not None, "usable GPUs have a budget"
     assert gpu.torch_name is not None, "torch sees usable GPUs"
     card = catalogue.of_product(part.name, part.total_bytes)
-    capability = gpu.gpu.compute_capability
+    speeds, capability = card.speeds if card else {}, gpu.gpu.compute_capability
+    if capability is not None:
+        speeds["has_bfloat16"] = capability >= _BFLOAT16_SINCE
+    elif card is not None:
+        capability = card.compute_capability
     device = Device(
         name=gpu.torch_name,
         budget_bytes=budget,
@@ -336,15 +331,9 @@ def _device(gpu: PresentGpu) -> Device:
         pci_address=gpu.gpu.pci_address,
         memory_bytes=part.total_bytes,
         reserve_bytes=(part.free_bytes or 0) - budget,
-        **({} if card is None else card.speeds),
-    )
-    device = replace(
-        device,
-        has_bfloat16=device.has_bfloat16 if capability is None else capability >= _BFLOAT16_SINCE,
-        workspace_bytes=gpu_generation.workspace_bytes(
-            capability or (None if card is None else card.compute_capability)
-        ),
+        workspace_bytes=gpu_generation.workspace_bytes(capability),
         host_bytes_per_second=from_host(*_connector(gpu.gpu)),
+        **speeds,
     )
     return calibration.with_figures(device, gpu.figures)
 
@@ -367,16 +356,11 @@ def _nvlink_speed(*pair: nvml.NvmlGpu) -> float | None:
         for peer in source.peers:
             if peer.kind == "gpu" and peer.pci_address and peer.pci_address == target.pci_address:
                 return peer.bytes_per_second
-    ends = [[peer.bytes_per_second for peer in gpu.peers if peer.kind == "switch"] for gpu in pair]
-    if not all(ends):
-        return None
-    speeds = [[speed for speed in end if speed is not None] for end in ends]
-    return min(map(sum, speeds)) or None
+    ends = [[peer.bytes_per_second or 0 for peer in g.peers if peer.kind == "switch"] for g in pair]
+    return min(map(sum, ends)) or None
 
 
 def _connector(gpu: nvml.NvmlGpu) -> tuple[int | None, int | None]:
     """Return PCIe generation and lanes; an idle card lowers its generation, but not its lanes."""
-    return (
-        gpu.max_pcie_generation or gpu.pcie_generation,
-        gpu.pcie_lanes or gpu.max_pcie_lanes,
-    )
+    generation = gpu.max_pcie_generation or gpu.pcie_generation
+    return generation, gpu.pcie_lanes or gpu.max_pcie_lanes

@@ -152,9 +152,5 @@ class Link:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """Devices and the links between them, before they are a fleet."""
-
-    devices: tuple[Device, ...]
-    links: tuple[Link, ...] = ()
+FleetParts = tuple[tuple[Device, ...], tuple[Link, ...]]
+"""Devices and the links between them, before they are a fleet."""

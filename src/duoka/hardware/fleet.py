@@ -85,8 +85,8 @@ class Fleet:
         >>> Fleet.parse("RTX4090+rtx 3060").devices[1].product
         'RTX 3060'
         """
-        result = parse.read(text)
-        return cls(devices=result.devices, links=result.links)
+        devices, links = parse.read(text)
+        return cls(devices=devices, links=links)
 
     @classmethod
     def detect(cls, which: str | None = None) -> Fleet:
@@ -110,8 +110,8 @@ class Fleet:
             process, lost, divided (MIG), full or closed by its compute mode; with a list of the
             machine's GPUs.
         """
-        result = detect(which)
-        return cls(devices=result.devices, links=result.links)
+        devices, links = detect(which)
+        return cls(devices=devices, links=links)
 
     @classmethod
     def from_max_memory(cls, max_memory: object) -> Fleet:
@@ -208,10 +208,8 @@ class Fleet:
 
     def link(self, source: str, target: str) -> Link | None:
         """Return the link from a device to another; None for an unknown speed."""
-        for link in self.links:
-            if (link.source, link.target) == (source, target):
-                return link
-        return None
+        links = (link for link in self.links if (link.source, link.target) == (source, target))
+        return next(links, None)
 
 
 def _shrink(device: Device, num_bytes: int) -> Device:

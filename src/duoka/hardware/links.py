@@ -40,7 +40,7 @@ _HOST_LATENCY_SECONDS = 15e-6
 _NVLINK_LATENCY_SECONDS = 2e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Way:
     """Speed and latency between two GPUs, in either direction."""
 
@@ -51,23 +51,13 @@ class Way:
 
 def by_nvlink(bytes_per_second: float) -> Way:
     """Return the way over NVLinks with this sum of rates in one direction."""
-    return Way(
-        kind="NVLink",
-        bytes_per_second=_NVLINK_SHARE * bytes_per_second,
-        latency_seconds=_NVLINK_LATENCY_SECONDS,
-    )
+    return Way("NVLink", _NVLINK_SHARE * bytes_per_second, _NVLINK_LATENCY_SECONDS)
 
 
 def through_host(*ends: tuple[int | None, int | None]) -> Way | None:
     """Return the way over PCIe, as fast as the slower end; None if unknown."""
     speed = min(_pcie_speed(*end) for end in ends)
-    if not speed:
-        return None
-    return Way(
-        kind="PCIe",
-        bytes_per_second=_HOST_SHARE * speed,
-        latency_seconds=_HOST_LATENCY_SECONDS,
-    )
+    return Way("PCIe", _HOST_SHARE * speed, _HOST_LATENCY_SECONDS) if speed else None
 
 
 def from_host(generation: int | None, lanes: int | None) -> float | None:

@@ -169,8 +169,8 @@ class NoDriverError(FleetError):
 
 def read() -> Machine:
     """Query the driver for all GPUs."""
-    with _session():
-        answers = _query_all(_count(), _gpu)
+    with _session() as count:
+        answers = _query_all(count, _gpu)
         cuda = _query(pynvml.nvmlSystemGetCudaDriverVersion)
         return Machine(
             gpus=tuple(gpu for gpu in answers if isinstance(gpu, NvmlGpu)),
@@ -196,10 +196,8 @@ class NvmlSession:
     """An open session with the driver, to query repeatedly for changing values alone."""
 
     def __init__(self) -> None:
-        with ExitStack() as opened:
-            opened.enter_context(_session())
-            self._count = _count()
-            self._session = opened.pop_all()
+        self._session = ExitStack()
+        self._count = self._session.enter_context(_session())
 
     def close(self) -> None:
         """End the session."""
@@ -238,21 +236,15 @@ def own_bytes(uuid: str) -> int | None:
 
 
 @contextmanager
-def _session() -> Iterator[None]:
+def _session() -> Iterator[int]:
+    """Keep NVML open inside the scope; yield the number of GPUs."""
     try:
         pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        raise _fault(error) from None
-    try:
-        yield
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-
-
-def _count() -> int:
-    try:
-        return int(pynvml.nvmlDeviceGetCount())
+        try:
+            yield int(pynvml.nvmlDeviceGetCount())
+        finally:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         raise _fault(error) from None
 
@@ -269,13 +261,9 @@ def _query_all(count: int, look: Callable[[int, Any], Iterable[_Answer]]) -> lis
 
 
 def _fault(error: Any) -> FleetError:
-    message, hint = _FAULTS.get(
-        error.value,
-        (
-            f"the NVIDIA driver doesn't answer: {error}",
-            f"`nvidia-smi` should work first; {_NO_GPU}",
-        ),
-    )
+    hint = f"`nvidia-smi` should work first; {_NO_GPU}"
+    unknown = (f"the NVIDIA driver doesn't answer: {error}", hint)
+    message, hint = _FAULTS.get(error.value, unknown)
     kind = NoDriverError if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND else FleetError
     return kind(message, hint=hint)
 
@@ -392,10 +380,9 @@ def _peers(handle: Any) -> tuple[Peer, ...]:
         if _query(pynvml.nvmlDeviceGetNvLinkState, handle, link) not in _LINKS_UP:
             continue
         kind = _PEER_KINDS.get(_query(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
-        if kind is None:
-            continue
-        address = _pci_address(_query(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
-        peers[kind, address] += 1
+        if kind is not None:
+            address = _pci_address(_query(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link))
+            peers[kind, address] += 1
     return tuple(
         Peer(kind=kind, pci_address=address, bytes_per_second=speed and number * speed)
         for (kind, address), number in peers.items()

@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from duoka.base.units import MIB, exact_bytes, format_bytes, parse_bytes, parse_memory
+from duoka.base.units import exact_bytes, format_bytes, parse_bytes, parse_memory
 from duoka.errors import FleetError, UsageError
 
 from . import catalogue, gpu_generation
 from .detect import detect, is_detected
-from .device import MAX_DEVICES, RESERVE_BYTES, Device, Found
+from .device import MAX_DEVICES, RESERVE_BYTES, Device, FleetParts
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 FORMS = (
@@ -41,8 +41,8 @@ _ALL = "all"
 _BEFORE = re.compile(r"(?P<count>\d+)\s*[xX×*]\s*(?P<name>.+)", re.ASCII | re.DOTALL)
 _BEHIND = re.compile(r"(?P<name>[^\d:]*\d[^:]*?)\s*[xX×*]\s*(?P<count>\d+)", re.ASCII)
 _SIZE = re.compile(r"[\d.]+\s*(?:[kmgtp]i?b?|b)?", re.ASCII | re.IGNORECASE)
-_BYTES = re.compile(r"\d+\s*b", re.ASCII | re.IGNORECASE)
-_LEAST_BYTES = MIB  # a smaller size in bytes, as "910B", is rather a card's name
+
+_FEW_BYTES = re.compile(r"\d{1,6}\s*b", re.ASCII | re.IGNORECASE)
 _SPEED = re.compile(r"([\d.]+\s*[kmgt]?i?b)\s*(?:/\s*s|ps)", re.ASCII | re.IGNORECASE)
 _RATE = re.compile(r"(\d{1,12}(?:\.\d{1,6})?)\s*([gtp])flop(?:s|/s|ps)?", re.ASCII | re.IGNORECASE)
 _RATE_UNITS = {"g": 1e9, "t": 1e12, "p": 1e15}
@@ -57,7 +57,7 @@ _MAX_MEMORY_FORM = '{0: "10GiB", 1: "20GiB", "cpu": "30GiB"} is one'
 _Entry = tuple[Device, catalogue.Card | None]
 
 
-def read(text: str) -> Found:
+def read(text: str) -> FleetParts:
     """Parse a fleet; `Fleet.parse` describes the forms."""
     body, is_virtual = _body(text)
     if not body.strip():
@@ -128,7 +128,7 @@ def _entries(body: str) -> Iterator[str]:
         yield f"{card}:{figures}" if colon else card
 
 
-def _declared(entries: list[str], kind: str, text: str) -> Found:
+def _declared(entries: list[str], kind: str, text: str) -> FleetParts:
     declared: list[_Entry] = []
     for entry in entries:
         name, count = _counted(entry)
@@ -137,14 +137,9 @@ def _declared(entries: list[str], kind: str, text: str) -> Found:
                 f"{_short(text)} is more than {MAX_DEVICES} devices", hint="name fewer of them"
             )
         declared += [_entry(name, text)] * count
-    names = [f"{kind}:{index}" for index in range(len(declared))]
-    cards = [card for _, card in declared]
-    return Found(
-        devices=tuple(
-            replace(device, name=name) for name, (device, _) in zip(names, declared, strict=True)
-        ),
-        links=tuple(links_of(ways_between(zip(names, cards, strict=True), _way))),
-    )
+    devices = [replace(device, name=f"{kind}:{i}") for i, (device, _) in enumerate(declared)]
+    cards = [(device.name, card) for device, (_, card) in zip(devices, declared, strict=True)]
+    return tuple(devices), tuple(links_of(ways_between(cards, _way)))
 
 
 def _count(digits: str, entry: str) -> int:
@@ -159,20 +154,22 @@ def _entry(entry: str, text: str) -> _Entry:
     if ":" in entry:
         return _own_card(entry), None
     # "3090 Ti" is a name, too: "Ti" could be tebibytes.
-    if _SIZE.fullmatch(entry) and not catalogue.is_card(entry):
-        budget = _size(entry, text)
-        if budget >= _LEAST_BYTES or not _BYTES.fullmatch(entry):
-            return Device(name="cuda", budget_bytes=budget), None
+    # "910B" is rather a card's name than a size.
+    if _SIZE.fullmatch(entry) and not (catalogue.is_card(entry) or _FEW_BYTES.fullmatch(entry)):
+        return Device(name="cuda", budget_bytes=_size(entry, text)), None
     card = catalogue.find_card(entry)
     device = replace(
         _card(card.name, card.usable_bytes),
         **card.speeds,
         workspace_bytes=gpu_generation.workspace_bytes(card.compute_capability),
-        host_bytes_per_second=None
-        if card.pcie is None
-        else from_host(card.pcie.generation, card.pcie.lanes),
+        host_bytes_per_second=from_host(*_connector(card)),
     )
     return device, card
+
+
+def _connector(card: catalogue.Card) -> tuple[int | None, int | None]:
+    """Return PCIe generation and lanes."""
+    return (None, None) if card.pcie is None else (card.pcie.generation, card.pcie.lanes)
 
 
 def _own_card(entry: str) -> Device:
@@ -207,11 +204,10 @@ def _own_card(entry: str) -> Device:
 
 
 def _figure(part: str, entry: str) -> tuple[str, float]:
-    if (match := _RATE.fullmatch(part)) is not None:
-        rate = float(match[1]) * _RATE_UNITS[match[2].lower()]
-        if rate > 0:
+    if match := _RATE.fullmatch(part):
+        if rate := float(match[1]) * _RATE_UNITS[match[2].lower()]:
             return "rate", rate
-    elif (match := _SPEED.fullmatch(part)) is not None:
+    elif match := _SPEED.fullmatch(part):
         return "memory_speed", float(_size(match[1], entry, parse_bytes))
     elif _SIZE.fullmatch(part):
         return "memory", _size(part, entry)
@@ -264,11 +260,7 @@ def _way(source: catalogue.Card | None, target: catalogue.Card | None) -> Way | 
     if link is not None and source is target and link.form != "bridge":
         share = 1 if link.form == "switch" else link.num_links
         return by_nvlink(link.gb_per_second * 1e9 / share)
-    if source.pcie is None or target.pcie is None:
-        return None
-    return through_host(
-        (source.pcie.generation, source.pcie.lanes), (target.pcie.generation, target.pcie.lanes)
-    )
+    return through_host(_connector(source), _connector(target))
 
 
 def _short(text: str) -> str:
@@ -311,18 +303,14 @@ def read_max_memory(max_memory: object) -> tuple[Device, ...]:
             f"max_memory is a mapping from devices to sizes, not {type(max_memory).__name__}",
             hint=_MAX_MEMORY_FORM,
         )
-    sizes = {key: _max_memory_size(key, value) for key, value in max_memory.items()}
-    return tuple(
-        Device(name=_max_memory_name(key), budget_bytes=size) for key, size in sizes.items() if size
-    )
+    sizes = ((key, _max_memory_size(key, value)) for key, value in max_memory.items())
+    return tuple(Device(name=_max_memory_name(k), budget_bytes=size) for k, size in sizes if size)
 
 
 def _max_memory_name(key: object) -> str:
-    text = key if isinstance(key, str) else str(key) if type(key) is int else repr(key)
-    match = _MAX_MEMORY_GPU.fullmatch(text)
-    if match is not None:
-        kind = "vgpu" if match["virtual"] else "cuda"
-        return f"{kind}:{int(match['number'])}"
+    text = str(key) if isinstance(key, str) or type(key) is int else repr(key)
+    if match := _MAX_MEMORY_GPU.fullmatch(text):
+        return f"{'vgpu' if match['virtual'] else 'cuda'}:{int(match['number'])}"
     if text == "cpu":
         return text
     if text == "disk":

@@ -37,10 +37,7 @@ _FREQUENCIES = re.compile(r"(^|[._])inv_freq$")
 
 
 def build(
-    config: Mapping[str, Any],
-    *,
-    dtype: torch.dtype | None = None,
-    code: RemoteCode | None = None,
+    config: Mapping[str, Any], *, dtype: torch.dtype | None = None, code: RemoteCode | None = None
 ) -> PreTrainedModel:
     """Build the model that a ``config.json`` describes, in evaluation mode, without weights.
 
@@ -62,7 +59,9 @@ def build(
         # A checkpoint's own code keeps the frequencies of its constructor, as its users have them.
         frequencies = _frequencies(model).values() if code is None else ()
         if any(buffer.dtype != torch.float32 for buffer in frequencies):
-            _replace_buffers(model, _frequencies(construct(partial(make, torch.float32))))
+            for name, value in _frequencies(construct(partial(make, torch.float32))).items():
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._buffers[leaf] = value
     except Exception as error:  # whatever a model's constructor raises over its config
         raise ModelError(
             f"{model_class.__name__} could not be built from its configuration: {error}",
@@ -79,8 +78,7 @@ def resolve(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTraine
     chatglm.register()
     glm4v.register()
     model_type = model_type_of(config)
-    if "quantization_config" in config:
-        raise ModelError("quantized checkpoints are not supported", hint="use the 16-bit weights")
+
     if model_type in CONFIG_MAPPING:
         parsed = _parse(CONFIG_MAPPING[model_type], config)
         return parsed, _native_class(parsed)
@@ -90,9 +88,9 @@ def resolve(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTraine
 def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         return config_class.from_dict(_decode(dict(config)))
-    except ModelError:
-        raise
     except Exception as error:  # whatever a config's own code raises
+        if isinstance(error, ModelError):
+            raise
         # A strict dataclass names only the field; its cause has the reason.
         reason = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise ModelError(
@@ -116,17 +114,14 @@ def _native_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     bare = _mapped(modeling_auto.MODEL_MAPPING, config)
     if named is not None and named is not bare:
         return named
-    paired = bool(getattr(config, "is_encoder_decoder", False))
-    for mapping in (
-        *((_ENCODER_DECODER, _CAUSAL) if paired else (_CAUSAL, _ENCODER_DECODER)),
-        _IMAGE,
-    ):
-        model_class = _mapped(mapping, config)
-        if model_class is not None:
-            return model_class
-    if bare is None:
+    mappings = [_CAUSAL, _ENCODER_DECODER, _IMAGE]
+    if getattr(config, "is_encoder_decoder", False):
+        mappings[:2] = _ENCODER_DECODER, _CAUSAL
+    candidates = (_mapped(mapping, config) for mapping in mappings)
+    model_class = next(filter(None, candidates), bare)
+    if model_class is None:
         raise ModelError(f"transformers has no model class for model_type {config.model_type!r}")
-    return bare
+    return model_class
 
 
 def _named_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -166,24 +161,14 @@ def _remote(
 
 
 def _stated_dtype(config: PreTrainedConfig) -> torch.dtype:
-    parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
-    for part in parts:
-        stated = getattr(part, "dtype", None)
-        if isinstance(stated, str):
-            stated = getattr(torch, stated, None)
-        if isinstance(stated, torch.dtype):
-            return stated
-    return torch.float32
+    parts = (config, *(getattr(config, name, None) for name in config.sub_configs))
+    stated = (getattr(part, "dtype", None) for part in parts)
+    dtypes = (getattr(torch, name, None) if isinstance(name, str) else name for name in stated)
+    return next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), torch.float32)
 
 
 def _frequencies(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in model.named_buffers() if _FREQUENCIES.search(name)}
-
-
-def _replace_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    for name, value in values.items():
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = value
 
 
 def _keep_in_32_bit(model: PreTrainedModel, dtype: torch.dtype) -> None:

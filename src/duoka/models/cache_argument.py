@@ -50,12 +50,10 @@ def takes_cache(function: Callable[..., Any], *, strict: bool = True) -> Any:
 
     @functools.wraps(function)
     def renamed(*args: Any, **kwargs: Any) -> Any:
-        if alias in kwargs:
-            cache = kwargs.pop(alias)
-            if kwargs.get(accepted) is None:
-                kwargs[accepted] = cache
-            elif cache is not None:
+        if (cache := kwargs.pop(alias, None)) is not None:
+            if kwargs.get(accepted) is not None:
                 raise TypeError(f"{function.__qualname__} got both {accepted!r} and {alias!r}")
+            kwargs[accepted] = cache
         unknown = kwargs.keys() - signature.parameters.keys() - _CHANGES_NOTHING
         for name in unknown if strict else ():
             if kwargs[name] is not None and _CHANGES.search(name):

@@ -144,6 +144,9 @@ class LazyLogits(Tensor):
                 self.computed = self.recipe.compute(self.hidden)
         return self.computed
 
+    # Three outcomes for a function of lazy logits: an attribute is answered from the wrapper's
+    # metadata; a function of rows returns lazy logits with one more step; everything else, and any
+    # function after a first materialization, gets the computed logits (`__torch_dispatch__`).
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -189,15 +192,10 @@ class LazyLogits(Tensor):
         return LazyLogits.of(self.hidden, changed)
 
 
-def _facts() -> Iterator[Any]:
-    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta"):
-        yield getattr(Tensor, name).__get__
-    for name in ("size", "dim", "numel", "is_floating_point"):
-        yield getattr(Tensor, name)
-
-
+_PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_meta")
 # Attributes of lazy logits.
-_FACTS = frozenset(_facts())
+_FACTS = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_FACTS |= {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point}
 # Operations on each row alike, with the types of their arguments.
 _STEPS: dict[Any, tuple[type, ...]] = {
     Tensor.float: (),
@@ -253,6 +251,14 @@ def _loss(
     return loss.to(logits.dtype)
 
 
+# With hidden states H [tokens, width], a head W and chunks c of rows, the loss is a sum over c, so
+# dL/dH[c] depends on chunk c alone and dL/dW is the sum of the chunks' gradients:
+#
+#   forward    for c: logits_c = head(H[c]); total += cross_entropy(logits_c)   (no graph is kept)
+#   backward   for c: logits_c again, with a graph; dH[c] = …; dW += …
+#
+# At most one chunk of logits and of its gradient exists at a time: [rows, vocabulary] instead of
+# [tokens, vocabulary]. The price is a second product with the head.
 class _ChunkedSum(torch.autograd.Function):
     """The sum of cross entropy over all rows, in 32 bit; its backward recomputes the chunks.
 

@@ -111,6 +111,15 @@ def published_tensors(model: nn.Module) -> dict[str, Tensor]:
     return saved
 
 
+# Four steps, without reading a weight. For two experts of a Mixtral layer:
+#
+#   rename   experts.0.w1, experts.1.w1, experts.0.w3, …   → target mlp.experts.gate_up_proj
+#   group    all keys with this target, in natural order   → one `WeightConverter` of transformers
+#   trace    the converter runs on meta tensors            → experts.1.w1 fills [1:2, 0:24, :]
+#   compare  targets with the model's state                → pieces, missing, unexpected, mismatched
+#
+# A converter that permutes single elements has no boxes; it becomes a `Custom` and needs all of its
+# source tensors at once. Tied parameters are one target, filled from the first name that exists.
 def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collection[str]) -> Recipe:
     """Match checkpoint tensors with parameters and persistent buffers."""
     given_shapes = dict(tensors) if isinstance(tensors, Mapping) else dict.fromkeys(tensors)
@@ -124,9 +133,7 @@ def plan_tensors(model: nn.Module, tensors: Mapping[str, Shape | None] | Collect
             name = group.members[0][1]
             shape = shapes[name]
             layouts[target] = _Layout.of(name, state[target].shape if shape is None else shape)
-            continue
-        described = _describe(model, target, group, shapes)
-        if isinstance(described, Custom):
+        elif isinstance(described := _describe(model, target, group, shapes), Custom):
             customs.append(described)
         else:
             layouts.update(described)
@@ -143,14 +150,7 @@ class _Layout(NamedTuple):
     def of(cls, name: str, shape: Shape) -> _Layout:
         """Describe a whole checkpoint tensor."""
         box, shape = whole_box(shape), tuple(shape)
-        copy = TensorCopy(
-            source=name,
-            source_shape=shape,
-            source_box=box,
-            target_box=box,
-            axes=tuple(range(len(box))),
-        )
-        return cls(shape, (copy,))
+        return cls(shape, (TensorCopy(name, shape, box, box, tuple(range(len(box)))),))
 
     def pieces(self, target: str) -> Iterable[TensorCopy]:
         """Return the copies with the name of their target."""
@@ -170,12 +170,10 @@ def _complete(
 ) -> dict[str, tuple[int, ...] | None]:
     """Fill in the shapes of the model's published form."""
     published = published_tensors(model) if None in given_shapes.values() else {}
-    shapes: dict[str, tuple[int, ...] | None] = {}
-    for name, shape in given_shapes.items():
-        if shape is None and name in published:
-            shape = published[name].shape
-        shapes[name] = None if shape is None else tuple(shape)
-    return shapes
+    unknown = (name for name, shape in given_shapes.items() if shape is None)
+    known = {name: published[name].shape for name in unknown if name in published}
+    shapes = {**given_shapes, **known}
+    return {name: None if shape is None else tuple(shape) for name, shape in shapes.items()}
 
 
 def _group(
@@ -221,11 +219,8 @@ def _describe(
         assert converter is not None
         for pattern, name in group.members:
             converter.add_tensor(target, name, pattern, tensors[name])
-        converted = converter.convert(target, model=model, config=model.config)
-        return {
-            name: value[0] if isinstance(value, list) else value
-            for name, value in converted.items()
-        }
+        converted = converter.convert(target, model=model, config=model.config).items()
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted}
 
     # The conversion runs once, on tensors without data: an error there is the checkpoint's; results
     # that boxes can't describe are converted again when the tensors are loaded.
@@ -259,33 +254,31 @@ def _recipe(
     for name, target in canonical.items():
         if name in layouts:
             sources.setdefault(target, name)
-    fitting = {
-        target: layouts[source]
-        for target, source in sources.items()
-        if layouts[source].shape == tuple(state[target].shape)
-    }
-    spare = {
-        canonical[name]: layout
-        for name, layout in layouts.items()
-        if sources[canonical[name]] != name
-    }
+    pieces: list[TensorCopy] = []
+    mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    for target, source in sources.items():
+        layout, shape = layouts[source], tuple(state[target].shape)
+        if layout.shape == shape:
+            pieces += layout.pieces(target)
+        else:
+            mismatched.append((target, layout.shape, shape))
+    spare = [(canonical[n], layout) for n, layout in layouts.items() if sources[canonical[n]] != n]
     filled = {*sources, *(canonical[name] for custom in customs for name in custom.targets)}
     absent = [n for n in dict.fromkeys(canonical.values()) if n not in filled]
-    derived, missing = _sort_absent(model, absent)
-    ignores = _ignores(model)
+    is_computed = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
+    parameters = {name for name, _ in model.named_parameters()}
+    is_ignored = _ignored_matcher(model)
+    ignored = tuple(n for n, renamed in unplaced.items() if is_ignored(n) or is_ignored(renamed))
     return Recipe(
-        pieces=tuple(p for target, layout in fitting.items() for p in layout.pieces(target)),
+        pieces=tuple(pieces),
         customs=tuple(customs),
-        duplicates=tuple(p for target, layout in spare.items() for p in layout.pieces(target)),
-        derived=tuple(derived),
-        missing=tuple(missing),
-        unexpected=tuple(n for n, renamed in unplaced.items() if not ignores(n, renamed)),
-        ignored=tuple(n for n, renamed in unplaced.items() if ignores(n, renamed)),
-        mismatched=tuple(
-            (target, layouts[source].shape, tuple(state[target].shape))
-            for target, source in sources.items()
-            if target not in fitting
-        ),
+        duplicates=tuple(p for target, layout in spare for p in layout.pieces(target)),
+        # A buffer has its value from the constructor already.
+        derived=tuple(n for n in absent if is_computed(n) and n in parameters),
+        missing=tuple(n for n in absent if not is_computed(n)),
+        unexpected=tuple(n for n in unplaced if n not in ignored),
+        ignored=ignored,
+        mismatched=tuple(mismatched),
     )
 
 
@@ -299,27 +292,13 @@ def _canonical_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def _sort_absent(model: nn.Module, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Separate parameters computed by the model's code (derived) from missing ones."""
-    expected = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None))
-    parameters = {name for name, _ in model.named_parameters()}
-    derived, missing = [], []
-    for name in names:
-        if not expected(name):
-            missing.append(name)
-        elif name in parameters:
-            derived.append(name)  # a buffer has its value from the constructor already
-    return derived, missing
-
-
-def _ignores(model: nn.Module) -> Callable[[str, str], bool]:
-    """Return a predicate for tensors without a place that the model doesn't need."""
+def _ignored_matcher(model: nn.Module) -> Callable[[str], bool]:
+    """Return a predicate for names of tensors without a place that the model doesn't need."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     leaves = {name.rpartition(".")[2] for name, _ in model.named_buffers()}
     # Older files hold what is now computed, under the name of each layer.
     patterns |= {rf"(^|\.){leaf}$" for leaf in ("inv_freq", "position_ids") if leaf in leaves}
-    matches = _matcher(patterns)
-    return lambda name, renamed: matches(name) or matches(renamed)
+    return _matcher(patterns)
 
 
 def _matcher(patterns: Iterable[str] | None) -> Callable[[str], bool]:
@@ -331,9 +310,7 @@ def initialize_derived(model: nn.Module, recipe: Recipe) -> None:
     """Compute the parameters left out by checkpoints, once allocated."""
     for name in recipe.derived:
         owner = model.get_submodule(name.rpartition(".")[0])
-        ancestors = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-        nearest = [m for m in ancestors if any(child is owner for child in m.modules())]
-        if not nearest:
-            raise LoadError(f"{name} is not in the checkpoint, and nothing computes it")
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        nearest = [part for part in parts if any(child is owner for child in part.modules())][-1]
         with torch.no_grad():
-            nearest[-1]._init_weights(owner)
+            nearest._init_weights(owner)

@@ -9,7 +9,7 @@ from duoka import models
 from duoka.base.units import format_bytes
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.checkpoint.config import is_for_transformers4
-from duoka.checkpoint.quantized import Method, method_of, sort_tensors, without_quantization
+from duoka.checkpoint.quantized import method_of, sort_tensors, without_quantization
 from duoka.checkpoint.tokenizer_files import own_class
 from duoka.errors import ModelError
 from duoka.forecast.workload import Workload
@@ -23,18 +23,24 @@ IMAGES_CONFIG = "_duoka_images_config"
 
 def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
     """Build the model of a checkpoint, without data."""
-    method = method_of(checkpoint.config)
-    dtype = getattr(torch, workload.dtype)
+    method, tensors = method_of(checkpoint.config), checkpoint.tensors
     config = checkpoint.config if method is None else without_quantization(checkpoint.config)
     code = _code_of(checkpoint) if checkpoint.builds_own_model else None
-    model = models.build(config, dtype=dtype, code=code)
+    model = models.build(config, dtype=getattr(torch, workload.dtype), code=code)
     # For made-up images; transformers' models don't know their image processors.
     vars(model)[IMAGES_CONFIG] = checkpoint.images_config
-    scheme = _scheme(workload)
-    if method is not None:
-        _hold_as_stored(model, method, checkpoint)
-    elif scheme is not None:
-        quantization.quantize_model(model, scheme)
+    if method is None:
+        assert workload.quantize != "auto", "resolve it first"
+        if workload.quantize != "none":
+            quantization.quantize_model(model, workload.quantize)
+    elif tensors is None or any(tensor.nbytes is None for tensor in tensors.values()):
+        raise ModelError(
+            f"the checkpoint is quantized ({method.name}), and nothing says how many bytes its "
+            "tensors have",
+            hint="give a directory or a model on the Hub that holds its safetensors files",
+        )
+    else:
+        models.hold_as_stored(model, sort_tensors(method, tensors), tensors)
     return model
 
 
@@ -61,9 +67,9 @@ def _code_of(checkpoint: Checkpoint) -> models.RemoteCode:
 def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload) -> tuple[str, ...]:
     """Return notes for people on how a model's weights are quantized."""
     method = method_of(checkpoint.config)
-    scheme = _scheme(workload)
     if method is None:
-        return () if scheme is None else quantization.notes(model, scheme)
+        assert workload.quantize != "auto", "resolve it first"
+        return () if workload.quantize == "none" else quantization.notes(model, workload.quantize)
     assert checkpoint.tensors is not None
     stored = sort_tensors(method, checkpoint.tensors)
     sizes = [tensor.nbytes or 0 for parts in stored.weights.values() for tensor in parts]
@@ -78,20 +84,3 @@ def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload)
         f"as stored, {format_bytes(sum(sizes))} with their scales, and one of them unpacked at a "
         f"time while it is multiplied. {engine}",
     )
-
-
-def _scheme(workload: Workload) -> quantization.Scheme | None:
-    """Return the quantization of the weights while they are loaded, or None."""
-    assert workload.quantize != "auto", "resolve it first"
-    return None if workload.quantize == "none" else workload.quantize
-
-
-def _hold_as_stored(model: PreTrainedModel, method: Method, checkpoint: Checkpoint) -> None:
-    tensors = checkpoint.tensors
-    if tensors is None or any(tensor.nbytes is None for tensor in tensors.values()):
-        raise ModelError(
-            f"the checkpoint is quantized ({method.name}), and nothing says how many bytes its "
-            "tensors have",
-            hint="give a directory or a model on the Hub that holds its safetensors files",
-        )
-    models.hold_as_stored(model, sort_tensors(method, tensors), tensors)

@@ -68,6 +68,10 @@ class GLM4VModel(ChatGLMModel):
         """Encode pictures as features: `pooler_output` [pictures, tokens, width]."""
         return BaseModelOutputWithPooling(pooler_output=self.vision(pixel_values))
 
+    # All patches of a picture share a position, so the next position can't be derived from the
+    # length of the cache. It is kept beside the cache as `reached` = (length, [batch, 2]): the next
+    # position, and how many tokens of an unfinished picture the last chunk ended with. Example, 4
+    # patches, after the chunk "text begin begin": length 3, next position 3, begun 2.
     @takes_cache
     def forward(
         self,
@@ -106,13 +110,8 @@ class GLM4VModel(ChatGLMModel):
             if attention_mask is None and cache is None:
                 # Without a mask transformers takes repeated positions for another sequence's.
                 attention_mask = torch.ones_like(input_ids)
-        outputs = super().forward(
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids}
+        outputs = super().forward(cache=cache, inputs_embeds=inputs_embeds, **kwargs)
         cache = getattr(outputs, CACHE, None)
         if cache is not None and reached is not None:
             cache.reached = cache.get_seq_length(), reached
@@ -185,25 +184,14 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
 
         Logits and labels are those of prompts that are written out.
         """
-        pixel_values = kwargs.pop("images", pixel_values)
-        rows: dict[str, Any] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "labels": labels,
-            "position_ids": position_ids,
-        }
-        if input_ids is not None and (pixel_values is not None or mm_encoder_outputs):
+        kwargs |= {"pixel_values": kwargs.pop("images", pixel_values)}
+        kwargs |= {"mm_encoder_outputs": mm_encoder_outputs, "inputs_embeds": inputs_embeds}
+        kwargs |= {"cache": cache, "use_cache": use_cache, "logits_to_keep": logits_to_keep}
+        rows: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        rows |= {"labels": labels, "position_ids": position_ids}
+        if input_ids is not None and (kwargs["pixel_values"] is not None or mm_encoder_outputs):
             rows = self.config.image_tokens.write_out(**rows)
-        return super().forward(
-            **rows,
-            cache=cache,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            logits_to_keep=logits_to_keep,
-            pixel_values=pixel_values,
-            mm_encoder_outputs=mm_encoder_outputs,
-            **kwargs,
-        )
+        return super().forward(**rows, **kwargs)
 
     def get_image_features(self, pixel_values: Tensor, return_dict: Literal[True] = True) -> Any:
         """Encode pictures as features for the decoder; see `GLM4VModel`."""
@@ -235,9 +223,8 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
         kwargs |= {name: rows for name, rows in written.items() if rows is not None}
         output = inherited.generate(ids, *args, **kwargs)
         sequences = output if isinstance(output, Tensor) else output.sequences
-        answers = sequences[:, ids.shape[1] :]
         prompts = prompt.repeat_interleave(len(sequences) // len(prompt), 0)
-        whole = torch.cat((prompts, answers), dim=1)
+        whole = torch.cat((prompts, sequences[:, ids.shape[1] :]), dim=1)
         if isinstance(output, Tensor):
             return whole
         output.sequences = whole

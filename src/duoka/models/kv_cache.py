@@ -47,21 +47,19 @@ def new_cache(model: Any, kind: Cache = "dynamic") -> Any:
 
 def layer_tensors(cache: Any) -> list[dict[str, Any]]:
     """Return the attributes of each layer of a cache, of both parts for an encoder and decoder."""
-    parts = [
-        cache,
-        *(getattr(cache, f"{part}_attention_cache", None) for part in ("self", "cross")),
-    ]
+    names = ("self_attention_cache", "cross_attention_cache")
+    parts = (cache, *(getattr(cache, name, None) for name in names))
     return [vars(layer) for part in parts for layer in getattr(part, "layers", None) or ()]
 
 
 def lengthen(cache: Any, tokens: int) -> bool:
     """Append tokens of any content to a cache; return False for another layout."""
     layers = getattr(cache, "layers", [])
-    if not layers or any(type(layer) not in _LENGTHENED for layer in layers):
+    if not layers or any(type(layer) not in _STATES for layer in layers):
         return False
     for layer in layers:
-        if layer.is_initialized:
-            _LENGTHENED[type(layer)](layer, tokens)
+        for names in _STATES[type(layer)] if layer.is_initialized else ():
+            vars(layer).update({name: _longer(getattr(layer, name), tokens) for name in names})
     return True
 
 
@@ -74,9 +72,8 @@ def longer(layers: Any, past: int, tokens: int) -> Any:
 
     def extended(state: Tensor) -> Tensor:
         at = list(state.shape).index(past)
-        return torch.cat(
-            (state, state.new_zeros(*state.shape[:at], tokens, *state.shape[at + 1 :])), at
-        )
+        added = state.new_zeros(*state.shape[:at], tokens, *state.shape[at + 1 :])
+        return torch.cat((state, added), at)
 
     return tuple(tuple(extended(state) for state in layer) for layer in layers)
 
@@ -100,8 +97,7 @@ class Int8Layer(DynamicLayer):
 
         `kwargs` are for continuous batching in transformers 5.24.
         """
-        is_first = not self.is_initialized
-        if is_first:
+        if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys, self.key_scales, keys = _extended(self.keys, self.key_scales, key_states)
         self.values, self.value_scales, values = _extended(
@@ -162,6 +158,9 @@ def _extended(
     return cached, scales, cached * scales
 
 
+# Symmetric quantization, one scale for each token and head: [0.5, -2.0, 1.0] has the scale 2/127
+# and the integers [32, -127, 64]; the largest error is half a scale. The smallest normal number is
+# the least scale, so that a row of zeros isn't divided by zero.
 def round_to_int8(states: Tensor) -> tuple[Tensor, Tensor]:
     """Round […, head_dim] to 8-bit integers; return them with their scales, […, 1]."""
     scales = states.abs().amax(dim=-1, keepdim=True) / _MOST
@@ -188,19 +187,10 @@ def _refuse(model: Any, kind: Cache, why: str) -> None:
         )
 
 
-def _lengthen_dynamic(layer: Any, tokens: int) -> None:
-    layer.keys, layer.values = _longer(layer.keys, tokens), _longer(layer.values, tokens)
-
-
-def _lengthen_int8(layer: Any, tokens: int) -> None:
-    _lengthen_dynamic(layer, tokens)
-    layer.key_scales = _longer(layer.key_scales, tokens)
-    layer.value_scales = _longer(layer.value_scales, tokens)
-
-
-_LENGTHENED: dict[type, Callable[[Any, int], None]] = {
-    DynamicLayer: _lengthen_dynamic,
-    Int8Layer: _lengthen_int8,
+# By type of layer: names of its tensors, those together that are allocated before any is freed.
+_STATES: dict[type, tuple[tuple[str, ...], ...]] = {
+    DynamicLayer: (("keys", "values"),),
+    Int8Layer: (("keys", "values"), ("key_scales",), ("value_scales",)),
 }
 
 

@@ -28,7 +28,9 @@ from .trainable import base_name, inject
 
 _FUSED = "self_attention.query_key_value"
 _PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_PUBLISHED = {native: published for published, native in RENAMED.items()}
 _KEYS = ("lora_A.weight", "lora_B.weight")
+_EMBEDDING_KEYS = ("lora_embedding_A", "lora_embedding_B")
 _ADAPTER = "default"
 # An update of a weight is computed so many elements at a time.
 _MERGED_ELEMENTS = 2**18
@@ -66,9 +68,8 @@ class LowRank:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """`down` and `up`, by their names in peft's files after the module's name."""
-        if self.is_embedding:
-            return {"lora_embedding_A": self.down, "lora_embedding_B": self.up}
-        return {"lora_A.weight": self.down, "lora_B.weight": self.up}
+        keys = _EMBEDDING_KEYS if self.is_embedding else _KEYS
+        return dict(zip(keys, (self.down, self.up), strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +129,11 @@ def native_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
                     f"the adapter isn't for this model: {name} has {len(layer.up)} rows, and "
                     f"{sum(rows)} are needed"
                 )
-            around = _native_name(name.removesuffix(_FUSED))
+            around = _renamed(name.removesuffix(_FUSED), RENAMED)
             for part, up in zip(_PARTS, layer.up.split(rows), strict=True):
                 layers[f"{around}{part}"] = replace(layer, up=up)
         else:
-            layers[_native_name(name)] = layer
+            layers[_renamed(name, RENAMED)] = layer
     return replace(adapter, layers=layers)
 
 
@@ -144,25 +145,19 @@ def published_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapt
     for name, layer in adapter.layers.items():
         part = next((part for part in _PARTS if name.endswith(f".{part}")), None)
         if part is None:
-            layers[_published_name(name)] = layer
+            layers[_renamed(name, _PUBLISHED)] = layer
             continue
         around = name.removesuffix(part)
-        fused = f"{_published_name(around)}{_FUSED}"
+        fused = f"{_renamed(around, _PUBLISHED)}{_FUSED}"
         if fused not in layers:
             parts = [adapter.layers.get(f"{around}{end}") for end in _PARTS]
             layers[fused] = _fuse(parts, _rows(config))
     return replace(adapter, layers=layers)
 
 
-def _native_name(name: str) -> str:
-    for published, native in RENAMED.items():
-        name = name.replace(published, native)
-    return name
-
-
-def _published_name(name: str) -> str:
-    for published, native in RENAMED.items():
-        name = name.replace(native, published)
+def _renamed(name: str, replacements: Mapping[str, str]) -> str:
+    for part, replacement in replacements.items():
+        name = name.replace(part, replacement)
     return name
 
 
@@ -173,6 +168,9 @@ def _rows(config: Mapping[str, Any]) -> list[int]:
     return [count * parsed.head_dim for count in (heads, groups, groups)]
 
 
+# For adapters of query (rank 2) and value (rank 3), none of key: A is [A_q; A_v], 5 rows. B has the
+# rows of query, key and value; B_q stands in columns 0:2 of the first, B_v in columns 2:5 of the
+# last, all else is zero. A file has one scaling, so another scaling of a part goes into its B.
 def _fuse(parts: list[LowRank | None], rows: list[int]) -> LowRank:
     """Fuse adapters of query, key and value; a part without an adapter gets rows of zeros."""
     present = [part for part in parts if part is not None]
@@ -201,18 +199,14 @@ def put_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
         If it isn't for this model; then nothing has changed.
     """
     refuse_other_model(model, adapter)
-    parts = {name for name, layer in adapter.layers.items() if layer.parameter is not None}
-    rank, _ = adapter.common
+    layers, (rank, _) = adapter.layers, adapter.common
+    parts = {name for name, layer in layers.items() if layer.parameter is not None}
     inject(
         model,
         r=rank,
-        target_modules=[name for name in adapter.layers if name not in parts],
+        target_modules=[name for name in layers if name not in parts],
         target_parameters=[adapter.target(name) for name in sorted(parts)],
-        rank_pattern={
-            adapter.target(name): layer.rank
-            for name, layer in adapter.layers.items()
-            if layer.rank != rank
-        },
+        rank_pattern={adapter.target(n): lay.rank for n, lay in layers.items() if lay.rank != rank},
     )
     for name, layer in adapter.layers.items():
         module = cast(Any, model.get_submodule(name))
@@ -298,7 +292,7 @@ def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "
     dropout = 0.0
     for name, module in _adapted(model):
         is_embedding = _ADAPTER in module.lora_embedding_A
-        keys = ("lora_embedding_A", "lora_embedding_B") if is_embedding else _KEYS
+        keys = _EMBEDDING_KEYS if is_embedding else _KEYS
         names = [f"{name}.{_in_model(key)}" for key in keys]
         missing = [tensor for tensor in names if tensor not in tensors]
         if missing:
@@ -339,20 +333,18 @@ def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
         else:
             stack = parameters.get(adapter.target(name))
             sizes = None if stack is None else tuple(stack.shape[-2:])
-        if sizes is None:
-            raise LoadError(
-                f"the adapter isn't for this model: nothing in it is called "
-                f"{adapter.target(name)}, or can have an adapter",
-                hint=f"the adapter was made for {adapter.base or 'an unnamed model'}",
-            )
-        # A stack has the two in either order.
         ends = (layer.down.shape[1], len(layer.up))
-        if ends != sizes and (layer.parameter is None or ends != sizes[::-1]):
-            raise LoadError(
-                f"the adapter isn't for this model: it goes from {layer.down.shape[1]} to "
-                f"{len(layer.up)} at {name}, and the model from {sizes[0]} to {sizes[1]}",
-                hint=f"the adapter was made for {adapter.base or 'an unnamed model'}",
-            )
+        # A stack has the two in either order.
+        if ends == sizes or (sizes and layer.parameter is not None and ends == sizes[::-1]):
+            continue
+        difference = f"nothing in it is called {adapter.target(name)}, or can have an adapter"
+        if sizes:
+            difference = f"it goes from {ends[0]} to {ends[1]} at {name}, and the model from "
+            difference += f"{sizes[0]} to {sizes[1]}"
+        raise LoadError(
+            f"the adapter isn't for this model: {difference}",
+            hint=f"the adapter was made for {adapter.base or 'an unnamed model'}",
+        )
 
 
 def _sizes(module: Any) -> tuple[int, ...] | None:

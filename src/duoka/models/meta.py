@@ -39,11 +39,7 @@ class _Bounded(TorchFunctionMode):
         self._lazily = lazily
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("device") is None:
@@ -79,6 +75,11 @@ def _parameters_on_meta() -> Iterator[None]:
         hook.remove()
 
 
+# Two attempts. The first allocates nothing for weights: parameters are moved to meta when they are
+# registered, and uninitialised or very large floating-point tensors are made there. It fails where
+# a constructor computes with such a tensor, and leaves a stray meta tensor where a buffer is made
+# by `torch.empty` and filled in place. Both are seen afterwards; the second attempt then keeps all
+# tensors but parameters on the CPU, and `_init_weights` fills what the constructor left undefined.
 def construct(make: Callable[[], _Module]) -> _Module:
     """Call `make` and return its module: parameters on meta, everything else as constructed.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
@@ -19,13 +18,8 @@ from .quantization import StoredWeight
 _MOST_NAMES = 5  # of each kind that an error tells
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A stored tensor, or its share in a weight."""
-
-    kind: str
-    info: TensorInfo
-    share: float
+# A stored tensor, and its share in a weight.
+_Held = tuple[TensorInfo, float]
 
 
 def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, TensorInfo]) -> None:
@@ -41,13 +35,13 @@ def hold_as_stored(model: nn.Module, stored: Stored, tensors: Mapping[str, Tenso
         and not is_wide(tensors[piece.source])
     ]
     _refuse_differences(recipe, stored, unscaled)
-    for target, shares in _by_target(recipe, stored).items():
+    for target, kinds in _by_target(recipe, stored).items():
         parameter = model.get_parameter(target)
-        weight = StoredWeight(_tensors(shares), parameter.shape, parameter.dtype)
-        module = model.get_submodule(target.rpartition(".")[0])
-        module.register_parameter(
-            target.rpartition(".")[2], nn.Parameter(weight, requires_grad=False)
-        )
+        tensors_by_kind = {kind: _tensor(group) for kind, group in kinds.items()}
+        weight = StoredWeight(tensors_by_kind, parameter.shape, parameter.dtype)
+        owner, _, leaf = target.rpartition(".")
+        stored_parameter = nn.Parameter(weight, requires_grad=False)
+        model.get_submodule(owner).register_parameter(leaf, stored_parameter)
 
 
 def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str]) -> None:
@@ -71,40 +65,31 @@ def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str])
         )
 
 
-def _by_target(recipe: Recipe, stored: Stored) -> dict[str, list[_Held]]:
-    """Group the stored tensors by weight of the model, in the checkpoint's order."""
-    by_target: dict[str, list[_Held]] = {}
+# A weight of the model may be filled by a part of a stored weight, or by several. Of a fused
+# query_key_value with 6 of 10 rows for the query, q_proj holds 60 % of the bytes of each stored
+# tensor (packed values, scales); a stack of 8 experts holds the tensors of all 8, kind by kind.
+def _by_target(recipe: Recipe, stored: Stored) -> dict[str, dict[str, list[_Held]]]:
+    """Group the stored tensors by weight of the model and by kind, in the checkpoint's order."""
+    sources = []
     for piece in recipe.pieces:
-        if piece.source in stored.weights:
-            size = prod(stop - start for start, stop in piece.source_box)
-            share = size / max(prod(piece.source_shape), 1)
-            by_target.setdefault(piece.target, []).extend(_shares(stored, piece.source, share))
+        size = prod(stop - start for start, stop in piece.source_box)
+        sources.append((piece.target, piece.source, size / max(prod(piece.source_shape), 1)))
     for custom in recipe.customs:
-        for source in custom.sources:
-            if source in stored.weights:
-                by_target.setdefault(custom.targets[0], []).extend(_shares(stored, source, 1.0))
+        sources += [(custom.targets[0], name, 1.0) for name in custom.sources]
+    by_target: dict[str, dict[str, list[_Held]]] = {}
+    for target, weight, share in sources:
+        for info in stored.weights.get(weight, ()):
+            part = info.name.removeprefix(weight.removesuffix("weight"))
+            kind = part.replace(".", "_").strip("_") or "weight"
+            by_target.setdefault(target, {}).setdefault(kind, []).append((info, share))
     return by_target
 
 
-def _shares(stored: Stored, weight: str, share: float) -> Iterator[_Held]:
-    stem = weight.removesuffix("weight")
-    for info in stored.weights[weight]:
-        kind = info.name.removeprefix(stem).replace(".", "_").strip("_") or "weight"
-        yield _Held(kind, info, share)
-
-
-def _tensors(shares: Iterable[_Held]) -> dict[str, Tensor]:
-    """Make a tensor for each kind; several of a kind become one where the model stacks them."""
-    kinds: dict[str, list[_Held]] = {}
-    for share in shares:
-        kinds.setdefault(share.kind, []).append(share)
-    return {kind: _tensor(group) for kind, group in kinds.items()}
-
-
 def _tensor(group: list[_Held]) -> Tensor:
-    info = group[0].info
+    """Make the tensor of a kind; several become one where the model stacks them."""
+    info, share = group[0]
     dtype = getattr(torch, str(info.dtype), None)
-    if len(group) == 1 and group[0].share == 1 and dtype is not None and info.shape is not None:
+    if len(group) == 1 and share == 1 and dtype is not None and info.shape is not None:
         return torch.empty(info.shape, dtype=dtype, device="meta")
-    num_bytes = sum(round((member.info.nbytes or 0) * member.share) for member in group)
+    num_bytes = sum(round((info.nbytes or 0) * share) for info, share in group)
     return torch.empty(num_bytes, dtype=torch.uint8, device="meta")

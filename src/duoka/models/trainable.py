@@ -52,9 +52,8 @@ def make_trainable(
     elif training.method == "lora":
         model.requires_grad_(False)
     else:
-        frozen_dtypes = [
-            (p, p.dtype) for name, p in model.named_parameters() if _is_in(name, frozen)
-        ]
+        parameters = model.named_parameters()
+        frozen_dtypes = [(p, p.dtype) for name, p in parameters if _is_in(name, frozen)]
         if training.master_weights:
             model.to(torch.float32)
         for parameter in model.parameters():
@@ -104,9 +103,8 @@ def inject(model: nn.Module, **settings: Any) -> None:
         with quiet_libraries():  # peft imports bitsandbytes
             import peft
     except ImportError as error:
-        raise UsageError(
-            "adapters need peft, which isn't installed", hint='pip install "duoka[train]"'
-        ) from error
+        message = "adapters need peft, which isn't installed"
+        raise UsageError(message, hint='pip install "duoka[train]"') from error
     try:
         with warnings.catch_warnings():
             # peft warns of layers with transposed weights, and handles them.
@@ -138,7 +136,8 @@ def _adapt(model: nn.Module, training: Training, dtype: torch.dtype, frozen: Seq
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in originals and parameter.dtype != dtype:
-                _retype(module, name, dtype)
+                learns = parameter.requires_grad
+                setattr(module, name, nn.Parameter(parameter.detach().to(dtype), learns))
 
 
 def known_targets(
@@ -150,7 +149,12 @@ def known_targets(
     ends = sorted({name.rpartition(".")[2] for name in trained})
     for target in targets:
         if not _has(layers, target):
-            raise _unknown_target(target, ends)
+            near = difflib.get_close_matches(target.rpartition(".")[2], ends, n=1)
+            raise UsageError(
+                f"no module that can have adapters is called {target[:60]!r}"
+                + (f"; did you mean {near[0]!r}?" if near else ""),
+                hint=f"LoRA targets are ends of names: {', '.join(ends)}",
+            )
     if targets and not any(_has(trained, target) for target in targets):
         raise UsageError(
             f"text reaches no module called {' or '.join(targets)}: {', '.join(frozen[:4])} "
@@ -164,27 +168,10 @@ def _has(names: Iterable[str], target: str) -> bool:
     return any(name == target or name.endswith(f".{target}") for name in names)
 
 
-def _unknown_target(target: str, known: Sequence[str]) -> UsageError:
-    nearest = difflib.get_close_matches(target.rpartition(".")[2], known, n=1)
-    return UsageError(
-        f"no module that can have adapters is called {target[:60]!r}"
-        + (f"; did you mean {nearest[0]!r}?" if nearest else ""),
-        hint=f"LoRA targets are ends of names: {', '.join(known)}",
-    )
-
-
-def _retype(module: nn.Module, name: str, dtype: torch.dtype) -> None:
-    parameter = module.get_parameter(name)
-    learns = parameter.requires_grad
-    setattr(module, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=learns))
-
-
 def _checkpoint(model: Any) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ModelError(
-            f"{type(model).__name__} has no gradient checkpointing",
-            hint=WITHOUT_CHECKPOINTING,
-        )
+        message = f"{type(model).__name__} has no gradient checkpointing"
+        raise ModelError(message, hint=WITHOUT_CHECKPOINTING)
     # A model's own switch may do nothing, as in GLM-4's published code: then the base class's.
     base: Any = PreTrainedModel.gradient_checkpointing_enable  # without types there
     with warnings.catch_warnings():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 
@@ -47,8 +46,7 @@ class Address:
             bound.bind((self.host, self.port))
         except (OSError, OverflowError) as error:
             bound.close()
-            number = error.errno if isinstance(error, OSError) else None
-            why = os.strerror(number) if number else str(error)
+            why = getattr(error, "strerror", None) or error
             raise UsageError(
                 f"{self.host}:{self.port} can't be had: {why}",
                 hint="name another --port, or --port 0 for any that is free",

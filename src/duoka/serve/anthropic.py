@@ -184,7 +184,8 @@ class CountTokensRequest(_Block):
     def to_prompt(self) -> Prompt:
         """Return the chat."""
         choice, tools = self.tool_choice, [tool.to_chat_tool() for tool in self.tools or ()]
-        usable = choose_tools(tools, choice.mode, choice.name)
+        mode: Any = choice.mode
+        usable = choose_tools(tools, mode if choice.name is None else choice)
         system = [make_turn("system", self.system)] if self.system else []
         return Prompt(
             messages=[
@@ -207,13 +208,11 @@ class MessagesRequest(CountTokensRequest, AnswerRequest):
     metadata: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
 
-    @property
-    def grammar(self) -> dict[str, Any] | None:
+    def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
         form = None if self.output_config is None else self.output_config.format
-        if form is None:
-            return None
-        return {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        schema = form and {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        return super().params() | drop_none({"response_format": schema})
 
 
 def read_turns(message: AnthropicMessage) -> list[Turn]:
@@ -253,7 +252,6 @@ def add_messages(app: FastAPI, service: Service) -> None:
     @app.post("/v1/messages")
     async def create_message(request: MessagesRequest, http: Request) -> Response:
         """Answer a chat, in Anthropic's form."""
-        service.check_model(request.model)
         form = MessageAnswer(service.model)
         return await respond(service, request, [request.to_prompt()], form, http)
 
@@ -261,4 +259,4 @@ def add_messages(app: FastAPI, service: Service) -> None:
     async def count_tokens(request: CountTokensRequest) -> dict[str, int]:
         """Count the tokens of a chat."""
         service.check_model(request.model)
-        return {"input_tokens": len(await service.count(request.to_prompt()))}
+        return {"input_tokens": len((await service.count(request.to_prompt())).tokens)}

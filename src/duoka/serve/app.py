@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from .answers import ChatAnswer, CompletionAnswer
 from .anthropic import add_messages
 from .errors import HttpError, describe_invalid
-from .limits import ClientLimits, Gate, JsonRoute
+from .limits import Gate, JsonRoute
 from .messages import Prompt
 from .requests import (
     ChatCompletionRequest,
@@ -33,31 +33,12 @@ _POLICY = (
     "base-uri 'none'; frame-ancestors 'none'; object-src 'none'"
 )
 
-_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "It is refused; the body says why"},
-    "5XX": {"description": "It can't be answered now; the body says why"},
-}
 
-
-def make_app(
-    service: Service,
-    *,
-    key: str | None = None,
-    is_local: bool = False,
-    limits: ClientLimits | None = None,
-) -> FastAPI:
+def make_app(service: Service, *, key: str | None = None, is_local: bool = False) -> FastAPI:
     """The application of a service; see `Gate`."""
-    app = FastAPI(
-        title="duoka",
-        version=version("duoka"),
-        responses=_ERRORS,
-        docs_url=None,
-        redoc_url=None,
-    )
+    app = FastAPI(openapi_url=None)
     app.router.route_class = JsonRoute
-    app.add_middleware(
-        Gate, memory=service.memory, limits=limits or ClientLimits(), key=key, is_local=is_local
-    )
+    app.add_middleware(Gate, memory=service.memory, key=key, is_local=is_local)
     for kind in (HttpError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _answer_error)
     _add_health(app, service)
@@ -102,14 +83,12 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
 def _add_models(app: FastAPI, service: Service) -> None:
     def described() -> dict[str, Any]:
-        capacity = next((e.capacity for e in service.pool.engines if e.capacity), None)
-        context_tokens = None if capacity is None else capacity.context_tokens
         return {
             "id": service.model,
             "object": "model",
             "created": 0,
             "owned_by": "duoka",
-            "max_model_len": context_tokens,
+            "max_model_len": service.pool.context_tokens,
         }
 
     @app.get("/v1/models")
@@ -128,7 +107,6 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: ChatCompletionRequest, http: Request) -> Response:
         """Answer a chat."""
-        service.check_model(request.model)
         has_usage = request.stream_options.include_usage
         options = {"has_logprobs": request.logprobs, "has_usage": has_usage}
         answer = ChatAnswer(service.model, request.n, **options)
@@ -137,10 +115,12 @@ def _add_openai(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def create_completion(request: CompletionRequest, http: Request) -> Response:
         """Continue texts."""
-        service.check_model(request.model)
-        prompts, has_logprobs = request.to_prompts(), request.top is not None
+        prompts, has_logprobs = request.to_prompts(), request.logprobs is not None
         prefixes = [
-            (await _spell_prompt(service, prompt)) if request.echo else "" for prompt in prompts
+            (prompt.text or (await service.count(prompt, "detokenize")).text)
+            if request.echo
+            else ""
+            for prompt in prompts
         ]
         options = {"has_logprobs": has_logprobs, "has_usage": request.stream_options.include_usage}
         answer = CompletionAnswer(service.model, prefixes, request.n, **options)
@@ -152,21 +132,20 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     async def tokenize(request: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a chat's prompt."""
         service.check_model(request.model)
-        capacity = service.pool.choose().capacity
-        context_tokens = None if capacity is None else capacity.context_tokens
-        tokens = list(await service.count(request.to_prompt()))
-        return {"count": len(tokens), "max_model_len": context_tokens, "tokens": tokens}
+        tokens = (await service.count(request.to_prompt())).tokens
+        limit = service.pool.context_tokens
+        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens}
 
     @app.post("/detokenize")
     async def detokenize(request: DetokenizeRequest) -> dict[str, str]:
         """The text of tokens."""
         service.check_model(request.model)
         prompt = Prompt(tokens=request.tokens, field="tokens")
-        return {"prompt": await service.detokenize(prompt)}
+        return {"prompt": (await service.count(prompt, "detokenize")).text}
 
 
 def _add_page(app: FastAPI) -> None:
-    @app.get("/", include_in_schema=False)
+    @app.get("/")
     async def page() -> Response:
         """The page."""
         headers = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
@@ -174,13 +153,6 @@ def _add_page(app: FastAPI) -> None:
         return Response(content, media_type="text/html", headers=headers)
 
     app.mount("/page", StaticFiles(directory=_PAGE))
-
-
-async def _spell_prompt(service: Service, prompt: Prompt) -> str:
-    """The text of a prompt."""
-    if prompt.text is not None:
-        return prompt.text
-    return await service.detokenize(prompt)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:

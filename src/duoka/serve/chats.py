@@ -11,18 +11,16 @@ from dataclasses import dataclass, field, replace
 
 from PIL.Image import Image
 
-from duoka.base.images import MOST_BYTES, WEB_FORMATS, decode_image
+from duoka.base.images import WEB_FORMATS, decode_image
 from duoka.base.units import format_count
 from duoka.errors import UsageError
-from duoka.models.text.answer_reader import MOST_CALLS, Tags
-from duoka.models.text.messages import ChatMessage, ToolCall, read_tool_call
+from duoka.models.text.answer_reader import Tags
+from duoka.models.text.messages import ChatMessage, read_tool_call
 
 from .messages import Turn
 
 MOST_MESSAGES = 4096
-MOST_IMAGES = 64
 _DATA_URL = re.compile(r"data:image/[a-z0-9.+-]{1,40};base64,", re.ASCII | re.IGNORECASE)
-_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
 @dataclass
@@ -34,14 +32,12 @@ class ChatMessages:
     reasoning : Tags, optional
         The tags around the model's reasoning. Reasoning of earlier answers is written between them,
         and the template takes what it needs; without tags it is left out.
-    takes_images : bool
-    most_images : int
-        No further image is decoded.
+    most_images : int, optional
+        No further image is decoded; None where the model takes none.
     """
 
     reasoning: Tags | None = None
-    takes_images: bool = True
-    most_images: int = MOST_IMAGES
+    most_images: int | None = None
     _num_images: int = field(default=0, init=False)
     _call_ids: set[str] = field(default_factory=set, init=False)
 
@@ -68,22 +64,14 @@ class ChatMessages:
         if turn.reasoning and self.reasoning is not None:
             begin, end = self.reasoning
             content = f"{begin}\n{turn.reasoning}\n{end}\n\n{content}"
+        calls = [replace(read_tool_call(call["function"]), id=call["id"]) for call in turn.calls]
+        self._call_ids.update(call.id for call in calls)
         return ChatMessage(
             role=turn.role,
             content=content,
             images=tuple(map(self._read_image, turn.images)),
-            calls=tuple(self._read_calls(turn)),
+            calls=tuple(calls),
         )
-
-    def _read_calls(self, turn: Turn) -> list[ToolCall]:
-        if len(turn.calls) > MOST_CALLS:
-            raise UsageError(f"it calls {len(turn.calls)} tools; at most {MOST_CALLS} are read")
-        for call in turn.calls:
-            if not _ID.fullmatch(call["id"]):
-                text = f"a call's id is {json.dumps(call['id'])[:80]}"
-                raise UsageError(text, hint="as it was given: call_…")
-        self._call_ids.update(call["id"] for call in turn.calls)
-        return [replace(read_tool_call(call["function"]), id=call["id"]) for call in turn.calls]
 
     def _check_result(self, turn: Turn) -> None:
         if turn.call_id not in self._call_ids:
@@ -98,7 +86,7 @@ class ChatMessages:
 
     def _read_image(self, url: str) -> Image:
         """Decode an image; UsageError where the model takes none, or not so many."""
-        if not self.takes_images:
+        if self.most_images is None:
             raise UsageError("this model takes no images", hint="leave the images out")
         if self._num_images == self.most_images:
             raise UsageError(
@@ -114,8 +102,6 @@ class ChatMessages:
                 hint="send it as data:image/png;base64,…; what is at http or https addresses, "
                 "duoka serve fetches with --allow-image-urls",
             )
-        if len(url) - match.end() > (MOST_BYTES * 4) // 3 + 4:
-            raise UsageError(f"an image is larger than {MOST_BYTES} bytes", hint="make it smaller")
         try:
             content = base64.b64decode(url[match.end() :], validate=True)
         except (binascii.Error, ValueError) as error:

@@ -8,7 +8,6 @@ import socket
 import sys
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
@@ -21,6 +20,7 @@ from duoka.workers.supervision import RestartPolicy, SilenceCounter
 
 from .errors import HttpError
 from .messages import (
+    Begun,
     Broken,
     Counted,
     Ended,
@@ -36,7 +36,6 @@ _LOG = logging.getLogger(__name__)
 # (an engine that can't be opened fails at once), "failed" when the restart policy gives up.
 State = Literal["starting", "ready", "restarting", "failed"]
 _GRACE_SECONDS = 5.0
-_MAX_COUNTS = 64
 _RETRY_SECONDS = 5
 
 
@@ -67,7 +66,6 @@ class EngineClient:
         # The events of each running request, and the tokens that it may take.
         self._open: dict[int, tuple[asyncio.Queue[Event], int]] = {}
         self._numbers = count()
-        self._num_counts = 0
         self._writer: asyncio.StreamWriter | None = None
         self._process: WorkerProcess | None = None
 
@@ -117,32 +115,27 @@ class EngineClient:
         queue = asyncio.Queue[Event]()
         self._open[number] = queue, tokens
         self._send(replace(request, number=number))
+        # Tokens may come before the engine has accepted all generations, which `Begun` reports:
+        # they wait for it, so that a refusal is an HTTP error and no stream that breaks off.
+        early: list[Event] | None = []
         remaining = request.n
         try:
             while remaining:
                 event = await queue.get()
                 if isinstance(event, Failed):
-                    raise _error_of(event)
-                remaining -= isinstance(event, Ended | Counted)
-                yield event
+                    retry_after = _RETRY_SECONDS if event.status == 503 else None
+                    named = {"code": event.code, "param": event.param}
+                    raise HttpError(event.status, event.text, **named, retry_after=retry_after)
+                if early is not None and not isinstance(event, Begun | Counted):
+                    early.append(event)
+                    continue
+                events, early = [event, *(early or ())], None
+                for event in events:
+                    remaining -= isinstance(event, Ended | Counted)
+                    yield event
         finally:
             del self._open[number]
-            if remaining:
-                self._send(EngineRequest(task="cancel", number=number))
-
-    async def count(self, request: EngineRequest) -> Counted:
-        """Return the tokens of a prompt, or the text of its tokens."""
-        if self._num_counts >= _MAX_COUNTS:
-            text = f"{_MAX_COUNTS} texts are counted or spelled already"
-            raise HttpError(429, text, code="queue_full", retry_after=1)
-        self._num_counts += 1
-        try:
-            async with aclosing(self.submit(request)) as events:
-                counted = await anext(events)
-        finally:
-            self._num_counts -= 1
-        assert isinstance(counted, Counted), "nothing else comes of it"
-        return counted
+            self._send(EngineRequest(task="end", number=number))
 
     def _send(self, message: EngineRequest | EngineSettings) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -235,10 +228,3 @@ def not_ready(reason: str | None) -> HttpError:
     """Return the error of a request while no engine is ready."""
     text = "the engine is being started" + (f": {reason}" if reason else "")
     return HttpError(503, text, code="engine_not_ready", retry_after=_RETRY_SECONDS)
-
-
-def _error_of(event: Failed) -> HttpError:
-    retry_after = _RETRY_SECONDS if event.status == 503 else None
-    return HttpError(
-        event.status, event.text, code=event.code, param=event.param, retry_after=retry_after
-    )

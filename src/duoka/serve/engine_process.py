@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import NoReturn
@@ -19,7 +20,7 @@ from duoka.base.quiet import quiet_libraries
 
 with quiet_libraries():
     from duoka.api.load import OpenedModel
-    from duoka.engine import Engine, SamplingParams
+    from duoka.engine import Engine
     from duoka.engine.engine import Stream
     from duoka.engine.request import Completion, TextPiece, TokenChoice
     from duoka.models.text.answer_reader import AnswerReader
@@ -61,7 +62,7 @@ class EngineProcess:
     """
 
     def __init__(self, settings: EngineSettings, outbox: Outbox) -> None:
-        self._outbox = outbox
+        self.send = outbox.put
         plan, remote = settings.plan, settings.trust_remote_code
         opened = OpenedModel.open(plan, trust_remote_code=remote)
         self._engine = Engine(
@@ -88,13 +89,13 @@ class EngineProcess:
     def serve(self, server: Connection) -> None:
         """Answer requests until the end of the server raises EOFError."""
         freeze_objects()
-        self._outbox.put(self._engine.capacity)
+        self.send(self._engine.capacity)
         while True:
             request: EngineRequest = server.recv()
-            if request.task == "cancel":
-                self._cancel(request.number)
+            if request.task == "end":
+                self._end(request.number)
             elif request.task == "status":
-                self._outbox.put(self._status())
+                self.send(self._status())
             else:
                 if request.task == "generate":
                     self._streams[request.number] = []
@@ -107,48 +108,41 @@ class EngineProcess:
         try:
             if request.task == "tokenize":
                 tokens = list(self._questions.read(prompt).tokens)
-                self._outbox.put(Counted(number=number, tokens=tokens))
+                self.send(Counted(number=number, tokens=tokens))
             elif request.task == "detokenize":
                 tokens = list(prompt.tokens or ())
                 refuse_beyond(tokens, self._questions.num_tokens)
                 text = str(self._reader.tokenizer.decode(tokens))
-                self._outbox.put(Counted(number=number, text=text))
+                self.send(Counted(number=number, text=text))
             elif number in self._streams:  # not cancelled while it waited
                 self._generate(request)
         except Exception as error:  # of a template's or tokenizer's code, say: one request's alone
-            self._cancel(number)
-            self._outbox.put(failed(number, error, prompt.field))
+            self._end(number)
+            self.send(failed(number, error, prompt.field))
 
     def _generate(self, request: EngineRequest) -> None:
+        number = request.number
         question = self._questions.read(request.prompt, request.params)
-        running = _RunningRequest(request, self)
         for choice, params in enumerate(question.params.split(request.n)):
-            listener = _GenerationListener(choice, params, running, question.open_reader())
+            has_logprobs = params.logprobs is not None
+            reader = question.open_reader()
+            listener = _GenerationListener(self, number, choice, reader, has_logprobs)
             stream = self._engine.submit(
                 question.tokens, params, kept_ids=question.kept_ids, on_event=listener.take
             )
             with self._lock:
-                streams = self._streams.get(request.number)
+                streams = self._streams.get(number)
                 if streams is not None:
                     streams.append(stream)
             if streams is None:  # cancelled, or failed, meanwhile
                 stream.cancel()
-        running.begin(len(question.tokens))
+        self.send(Begun(number=number, prompt_tokens=len(question.tokens)))
 
-    def _cancel(self, number: int) -> None:
+    def _end(self, number: int) -> None:
         with self._lock:
             streams = self._streams.pop(number, [])
         for stream in streams:
             stream.cancel()
-
-    def end_request(self, number: int) -> None:
-        """Forget a request whose generations have all ended."""
-        with self._lock:
-            self._streams.pop(number, None)
-
-    def send(self, message: object) -> None:
-        """Send a message to the server."""
-        self._outbox.put(message)
 
     def token(self, choice: TokenChoice) -> Token:
         """Return a token with its text for the server."""
@@ -173,90 +167,55 @@ class EngineProcess:
         )
 
 
-class _RunningRequest:
-    """The events of a request, sent once the engine has accepted all of its generations.
-
-    So a refusal of the engine is an HTTP error, and no stream that breaks off.
-    """
-
-    def __init__(self, request: EngineRequest, process: EngineProcess) -> None:
-        self.number, self.process = request.number, process
-        self._remaining = request.n
-        self._lock = threading.Lock()
-        self._early: list[object] | None = []
-
-    def begin(self, prompt_tokens: int) -> None:
-        """Send the number of prompt tokens, and the events so far."""
-        with self._lock:
-            self.process.send(Begun(number=self.number, prompt_tokens=prompt_tokens))
-            for message in self._early or ():
-                self.process.send(message)
-            self._early = None
-
-    def send(self, message: object) -> None:
-        """Send an event, or keep it until the request has begun."""
-        with self._lock:
-            (self.process.send if self._early is None else self._early.append)(message)
-
-    def end(self) -> None:
-        """Note the end of a generation; called by the engine's thread alone."""
-        self._remaining -= 1
-        if not self._remaining:
-            self.process.end_request(self.number)
-
-
+@dataclass
 class _GenerationListener:
     """Turns the engine's events of a generation into messages."""
 
-    def __init__(
-        self, choice: int, params: SamplingParams, running: _RunningRequest, reader: AnswerReader
-    ) -> None:
-        self._choice, self._running, self._reader = choice, running, reader
-        # Those of text that may still become a part of another kind.
-        self._unsent_tokens: list[TokenChoice] = []
-        self._num_tokens = 0
-        self._has_logprobs = params.logprobs is not None
+    process: EngineProcess
+    number: int
+    choice: int
+    reader: AnswerReader
+    has_logprobs: bool
+    # Tokens of text that may still become a part of another kind.
+    unsent_tokens: list[TokenChoice] = field(default_factory=list)
+    num_tokens: int = 0
 
     def take(self, event: TextPiece | Completion | Exception) -> None:
         """Take an event; see `on_event` of `Engine.submit`."""
-        running = self._running
         if isinstance(event, TextPiece):
-            self._num_tokens += len(event.tokens)
-            self._unsent_tokens += event.tokens
-            self._send(self._reader.feed(event.text))
+            self.num_tokens += len(event.tokens)
+            self.unsent_tokens += event.tokens
+            self._send(self.reader.feed(event.text))
             return
         if isinstance(event, Exception):
-            running.send(failed(running.number, event))
-            running.end()
+            self.process.send(failed(self.number, event))
             return
         # Tokens that brought no text, or one that was cut off, are sent with the rest, or alone.
-        self._unsent_tokens += event.tokens[self._num_tokens :]
+        self.unsent_tokens += event.tokens[self.num_tokens :]
         is_cut = event.finish != "stop" or event.stop_text is not None
-        self._send(self._reader.finish(is_cut=is_cut))
-        if self._unsent_tokens and self._has_logprobs:
+        self._send(self.reader.finish(is_cut=is_cut))
+        if self.unsent_tokens and self.has_logprobs:
             self._send([AnswerPart("content", "")])
-        has_calls = event.finish == "stop" and self._reader.num_calls
-        running.send(
+        has_calls = event.finish == "stop" and self.reader.num_calls
+        self.process.send(
             Ended(
-                number=running.number,
-                choice=self._choice,
+                number=self.number,
+                choice=self.choice,
                 finish="tool_calls" if has_calls else event.finish,
                 new_tokens=len(event.tokens),
                 shared_tokens=event.shared_tokens,
                 stop_text=event.stop_text,
             )
         )
-        running.end()
 
     def _send(self, parts: Sequence[AnswerPart]) -> None:
-        running = self._running
         for part in parts:
-            tokens, self._unsent_tokens = self._unsent_tokens, []
-            logprobs = map(running.process.token, tokens if self._has_logprobs else ())
-            running.send(
+            tokens, self.unsent_tokens = self.unsent_tokens, []
+            logprobs = map(self.process.token, tokens if self.has_logprobs else ())
+            self.process.send(
                 Delta(
-                    number=running.number,
-                    choice=self._choice,
+                    number=self.number,
+                    choice=self.choice,
                     **part._asdict(),
                     num_tokens=len(tokens),
                     tokens=tuple(logprobs),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 _TYPES = {
@@ -27,6 +28,7 @@ _ANTHROPIC_PATH = "/v1/messages"
 _MOST_CHARACTERS, _MOST_PARAM_CHARACTERS = 1500, 200
 
 
+@dataclass(eq=False)
 class HttpError(Exception):
     """The refusal of a request: its status, and the error in its body.
 
@@ -41,21 +43,17 @@ class HttpError(Exception):
         Seconds after which it is worth asking again.
     """
 
-    def __init__(
-        self,
-        status: int,
-        text: str,
-        *,
-        code: str | None = None,
-        param: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(text[:_MOST_CHARACTERS])
-        self.status = status
-        self.text = text[:_MOST_CHARACTERS]
-        self.code = code
-        self.param = param and param[:_MOST_PARAM_CHARACTERS]
-        self.retry_after = retry_after
+    status: int
+    text: str
+    code: str | None = field(default=None, kw_only=True)
+    param: str | None = field(default=None, kw_only=True)
+    retry_after: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Shorten what the client sent."""
+        self.text = self.text[:_MOST_CHARACTERS]
+        self.param = self.param and self.param[:_MOST_PARAM_CHARACTERS]
+        self.args = (self.text,)
 
     @classmethod
     def of(cls, error: Exception) -> HttpError:
@@ -99,6 +97,9 @@ def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpErro
     A value of a union is wrong in several ways: the error at the deepest place is reported, and a
     wrong value before a missing one.
     """
+    # A content is a text or a list of parts. For [{"type": "text", "text": 3}] pydantic reports
+    #     content          the list is no text
+    #     content.0.text   3 is no text, the deepest one: what the client has to change
     places = [_place(error, body) for error in errors]
     kinds = [error["type"] != "missing" for error in errors]
     deepest, _ = max(zip(places, kinds, strict=True), key=lambda pair: (len(pair[0]), pair[1]))

@@ -8,10 +8,10 @@ import hmac
 import json
 import re
 import sys
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -27,6 +27,10 @@ from .errors import HttpError
 
 MOST_BODY_BYTES, MOST_HEADER_BYTES = 32 * 2**20, 64 * 2**10
 _MOST_MEMORY_BYTES = 512 * 2**20
+_MOST_CONNECTIONS = 1024
+# For all headers of a request; for its body, and a second more for each 16 KiB of it; and without
+# progress in sending an answer.
+_HEADER_SECONDS, _BODY_SECONDS, _TAKE_SECONDS = 15.0, 30.0, 30.0
 _LEAST_BYTES_PER_SECOND = 16 * 2**10
 # Of JSON: what is parsed before anything can be checked. The deepest schemas have a few dozen.
 _MOST_DEPTH, _MOST_NESTS, _MOST_COMMAS = 128, 20_000, 2_000_000
@@ -35,39 +39,29 @@ _OPEN = ("/health", "/ready", "/version", "/", "/favicon.ico")
 _THIS_MACHINE = re.compile(r"(?ai)(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientLimits:
-    """Limits in time and number for clients.
-
-    Parameters
-    ----------
-    header_seconds : float
-        For all headers of a request.
-    body_seconds : float
-        For its body, and a second more for each 16 KiB of it.
-    take_seconds : float
-        Without progress in sending an answer.
-    connections : int
-    """
-
-    header_seconds: float = 15.0
-    body_seconds: float = 30.0
-    take_seconds: float = 30.0
-    connections: int = 1024
-
-
 class RequestMemory:
     """The bytes of requests in memory."""
 
     def __init__(self) -> None:
         self._number = 0
 
-    def add(self, number: int) -> None:
-        """Add bytes, or remove them; HttpError above the limit."""
-        if number > 0 and self._number + number > _MOST_MEMORY_BYTES:
-            text = f"requests of {self._number // 2**20} MiB are on their way"
-            raise HttpError(503, text, code="overloaded", retry_after=5)
-        self._number += number
+    @contextmanager
+    def hold(self) -> Iterator[Callable[[int], None]]:
+        """Provide a function that adds bytes until the end of the block; HttpError if too many."""
+        num_held_bytes = 0
+
+        def add(number: int) -> None:
+            nonlocal num_held_bytes
+            if self._number + number > _MOST_MEMORY_BYTES:
+                text = f"requests of {self._number // 2**20} MiB are on their way"
+                raise HttpError(503, text, code="overloaded", retry_after=5)
+            self._number += number
+            num_held_bytes += number
+
+        try:
+            yield add
+        finally:
+            self._number -= num_held_bytes
 
 
 class Gate:
@@ -79,7 +73,6 @@ class Gate:
     ----------
     app : ASGI application
     memory : RequestMemory
-    limits : ClientLimits
     key : str, optional
         The key that clients have to send.
     is_local : bool
@@ -91,14 +84,12 @@ class Gate:
         self,
         app: ASGIApp,
         memory: RequestMemory,
-        limits: ClientLimits,
         *,
         key: str | None = None,
         is_local: bool = False,
     ) -> None:
         self._app = app
         self._memory = memory
-        self._limits = limits
         self._is_local = is_local
         self._digest = None if key is None else _digest(key)
 
@@ -107,16 +98,43 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        body = _Body(self._memory, self._limits.body_seconds, receive)
         try:
             self._check(scope["path"], Headers(scope=scope))
-            if await body.read():
-                await self._app(scope, body.receive, send)
+            with self._memory.hold() as add:
+                whole = await self._read_body(receive, add)
+                if whole is not None:
+                    messages = iter((whole,))
+
+                    async def receive_whole() -> Message:  # then wait until the client goes away
+                        return next(messages, None) or await receive()
+
+                    await self._app(scope, receive_whole, send)
         except HttpError as error:  # before anything was answered
             response = JSONResponse(error.body_for(scope["path"]), error.status, error.headers)
             await response(scope, receive, send)
-        finally:
-            self._memory.add(-body.num_bytes)
+
+    async def _read_body(self, receive: Receive, add: Callable[[int], None]) -> Message | None:
+        """Return the whole body, up to a limit and in time; None if the client has gone."""
+        body = bytearray()
+        begin = asyncio.get_running_loop().time()
+        is_open = True
+        while is_open:
+            end = begin + _BODY_SECONDS + len(body) / _LEAST_BYTES_PER_SECOND
+            try:
+                async with asyncio.timeout_at(end):
+                    message = await receive()
+            except TimeoutError as error:
+                text = f"{len(body)} bytes of the body came within {end - begin:.0f} s"
+                raise HttpError(408, text) from error
+            if message["type"] != "http.request":
+                return None
+            part = message.get("body", b"")
+            if len(body) + len(part) > MOST_BODY_BYTES:
+                raise _too_large()
+            add(len(part))
+            body += part
+            is_open = message.get("more_body", False)
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
 
     def _check(self, path: str, headers: Headers) -> None:
         if sum(len(name) + len(value) + 4 for name, value in headers.raw) > MOST_HEADER_BYTES:
@@ -135,46 +153,6 @@ class Gate:
         key = token.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not hmac.compare_digest(_digest(key), self._digest):
             raise HttpError(401, "the API key is missing or wrong", code="invalid_api_key")
-
-
-class _Body:
-    """The body of a request, up to a limit and in time."""
-
-    def __init__(self, memory: RequestMemory, seconds: float, receive: Receive) -> None:
-        self._memory = memory
-        self._seconds = seconds
-        self._receive = receive
-        self._whole: Message | None = None
-        self.num_bytes = 0
-
-    async def read(self) -> bool:
-        """Read the whole body; return False if the client has gone."""
-        parts: list[bytes] = []
-        begin = asyncio.get_running_loop().time()
-        is_open = True
-        while is_open:
-            end = begin + self._seconds + self.num_bytes / _LEAST_BYTES_PER_SECOND
-            try:
-                async with asyncio.timeout_at(end):
-                    message = await self._receive()
-            except TimeoutError as error:
-                text = f"{self.num_bytes} bytes of the body came within {end - begin:.0f} s"
-                raise HttpError(408, text) from error
-            if message["type"] != "http.request":
-                return False
-            parts.append(message.get("body", b""))
-            if self.num_bytes + len(parts[-1]) > MOST_BODY_BYTES:
-                raise _too_large()
-            self._memory.add(len(parts[-1]))
-            self.num_bytes += len(parts[-1])
-            is_open = message.get("more_body", False)
-        self._whole = {"type": "http.request", "body": b"".join(parts), "more_body": False}
-        return True
-
-    async def receive(self) -> Message:
-        """Return the whole body once; then wait until the client goes away."""
-        message, self._whole = self._whole, None
-        return await self._receive() if message is None else message
 
 
 class JsonRoute(APIRoute):
@@ -241,17 +219,15 @@ class TimedProtocol(H11Protocol):
     #   "headers" runs from the connection's beginning, or the end of an answer, until a request
     #             is complete and is being answered;
     #   "answer"  runs while the transport's buffer is full, or holds the rest of an answer.
-    # The body has a limit of its own, in `_Body.read`.
-    limits: ClassVar = ClientLimits()
+    # The body has a limit of its own, in `Gate._read_body`.
 
     def connection_made(self, transport: Any) -> None:
         """See `asyncio.Protocol`."""
         super().connection_made(transport)
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._start_timer("headers", self.limits.header_seconds, transport.abort)
-        limit = self.limits.connections
-        if len(self.connections) > limit:
-            text = f"{limit} connections are open"
+        self._start_timer("headers", _HEADER_SECONDS, transport.abort)
+        if len(self.connections) > _MOST_CONNECTIONS:
+            text = f"{_MOST_CONNECTIONS} connections are open"
             self._refuse(HttpError(503, text, code="overloaded", retry_after=5))
 
     def send_400_response(self, msg: str) -> None:
@@ -281,12 +257,12 @@ class TimedProtocol(H11Protocol):
         if self._is_answering:
             self._stop_timer("headers")
         elif "headers" not in self._timers:  # uvicorn's own ends with the first byte
-            self._start_timer("headers", self.limits.header_seconds, self.transport.abort)
+            self._start_timer("headers", _HEADER_SECONDS, self.transport.abort)
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
         super().pause_writing()
-        self._start_timer("answer", self.limits.take_seconds, self.transport.abort)
+        self._start_timer("answer", _TAKE_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -297,7 +273,7 @@ class TimedProtocol(H11Protocol):
         """See uvicorn."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size() and "answer" not in self._timers:
-            self._start_timer("answer", self.limits.take_seconds, self._abort_untaken)
+            self._start_timer("answer", _TAKE_SECONDS, self._abort_untaken)
 
     def _abort_untaken(self) -> None:
         """Close a connection whose client doesn't take the rest of an answer."""

@@ -13,6 +13,12 @@ from .errors import HttpError
 from .messages import Delta, Ended
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+# The field of each kind of block that a delta adds to, and the type of the delta.
+_CHANGES = {
+    "content": ("text", "text_delta"),
+    "reasoning": ("thinking", "thinking_delta"),
+    "tool": ("partial_json", "input_json_delta"),
+}
 # The key of arguments that are no JSON object.
 _NO_JSON = "INVALID_JSON"
 
@@ -58,19 +64,13 @@ class MessageAnswer(BlocksAnswer):
         yield self._at("content_block_start", content_block=copy.deepcopy(block))
 
     def _extend_block(self, kind: BlockKind, delta: Delta) -> Iterator[Piece]:
-        if not delta.text:
-            return
-        block = self._blocks[-1]
+        name, change = _CHANGES[kind]
         if kind == "tool":
             self._arguments += delta.text
-            change = {"type": "input_json_delta", "partial_json": delta.text}
-        elif kind == "reasoning":
-            block["thinking"] += delta.text
-            change = {"type": "thinking_delta", "thinking": delta.text}
         else:
-            block["text"] += delta.text
-            change = {"type": "text_delta", "text": delta.text}
-        yield self._at("content_block_delta", delta=change)
+            self._blocks[-1][name] += delta.text
+        if delta.text:
+            yield self._at("content_block_delta", delta={"type": change, name: delta.text})
 
     def _end_block(self, kind: BlockKind, *, is_whole: bool) -> Iterator[Piece]:
         if kind == "tool":

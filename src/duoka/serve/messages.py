@@ -62,11 +62,11 @@ class EngineRequest:
 
     ``generate`` asks for `n` generations by sampling parameters in the names of duoka's: `Begun`,
     then `Delta` and `Ended` of each are sent back. ``tokenize`` asks for the tokens of a prompt and
-    ``detokenize`` for the text of its tokens: `Counted`. Each may end as `Failed`. ``cancel`` ends
-    the request; ``status`` asks for the `Status` of the engine.
+    ``detokenize`` for the text of its tokens: `Counted`. Each may end as `Failed`. ``end`` cancels
+    what is left of the request; ``status`` asks for the `Status` of the engine.
     """
 
-    task: Literal["generate", "tokenize", "detokenize", "cancel", "status"] = "generate"
+    task: Literal["generate", "tokenize", "detokenize", "end", "status"] = "generate"
     number: int = -1
     prompt: Prompt = Prompt()
     params: Mapping[str, Any] = field(default_factory=dict)

@@ -75,6 +75,12 @@ class EnginePool:
         return all(engine.state == "failed" for engine in self.engines)
 
     @property
+    def context_tokens(self) -> int | None:
+        """The tokens of a prompt and its generation; None until an engine has been ready."""
+        capacities = (engine.capacity for engine in self.engines)
+        return next((capacity.context_tokens for capacity in capacities if capacity), None)
+
+    @property
     def num_open(self) -> int:
         """The number of running and queued requests."""
         return sum(engine.num_open for engine in self.engines)
@@ -87,6 +93,8 @@ class EnginePool:
         HttpError
             If none is ready.
         """
+        # Prefix affinity: the engine that has read the beginning of the prompt has its pages, which
+        # saves the prefill; until its pending tokens exceed the idlest engine's by the slack.
         ready = [engine for engine in self.engines if engine.state == "ready"]
         if not ready:
             raise not_ready(self.engines[0].reason)

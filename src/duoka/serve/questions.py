@@ -11,9 +11,9 @@ from duoka.engine.request import SamplingParams
 from duoka.errors import UsageError
 from duoka.models.text.answer_reader import AnswerReader
 from duoka.models.text.image_prompts import images_of
-from duoka.runtime.prompt_reader import PromptReader, PromptTooLong, refuse_beyond, refuse_long
+from duoka.runtime.prompt_reader import PromptReader, PromptTooLong, refuse_beyond
 
-from .chats import MOST_IMAGES, ChatMessages
+from .chats import ChatMessages
 from .messages import Prompt
 
 _FORMAT = "response_format"
@@ -73,16 +73,12 @@ class QuestionReader:
             If the model can't be asked so; `param` is the field, where it isn't the prompt's.
         """
         grammar = self._read_grammar(prompt, values or {})
-        # In this order, cheap checks come before the tokenizer, and the prompt's own refusals
-        # before the check of its length.
+        # Cheap checks come before the tokenizer; the engine checks the length in tokens.
         self._refuse_endless(prompt)
         params_given = {name: value for name, value in (values or {}).items() if name != _FORMAT}
         question = self._read_prompt(prompt, grammar)
         params_given["grammar"] = question.params.grammar
         params = SamplingParams.recommended(self._generation_config, **params_given)
-        if values is not None and self._limit is not None:
-            new_tokens = params.max_new_tokens or 1
-            refuse_long(len(question.tokens), self._limit, new_tokens=new_tokens)
         return replace(question, params=params)
 
     def _read_grammar(self, prompt: Prompt, values: Mapping[str, Any]) -> Grammar | None:
@@ -121,12 +117,8 @@ class QuestionReader:
 
     def _read_chat(self, prompt: Prompt, grammar: Grammar | None) -> Question:
         chat, answers, tools = self._reader.chat, self._reader.chat.answers, prompt.tools
-        request = ChatMessages(
-            reasoning=answers.reasoning,
-            takes_images=chat.images is not None,
-            most_images=min(MOST_IMAGES, self._reader.workload.images),
-        )
-        messages = request.read(prompt.messages or ())
+        most_images = None if chat.images is None else self._reader.workload.images
+        messages = ChatMessages(answers.reasoning, most_images).read(prompt.messages or ())
         self._reader.check_images(images_of(messages))
         tokens = chat.prompt(messages, tools or None)
         is_parallel, forced = prompt.parallel_tool_calls, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -41,29 +41,20 @@ class RemoteImages:
             If one can't be fetched within the limits.
         """
         turns = prompt.messages or ()
-        addresses = [url for turn in turns for url in turn.images if is_address(url)]
+        addresses = dict.fromkeys(url for turn in turns for url in turn.images if is_address(url))
         if not addresses:
             yield prompt
             return
-        self._memory.add(_MOST_BYTES)  # until all are there
-        try:
-            images = await self._fetch(list(dict.fromkeys(addresses)), prompt.field)
-            num_bytes = sum(map(len, images.values()))
-        finally:
-            self._memory.add(-_MOST_BYTES)
-        self._memory.add(num_bytes)
-        try:
-            yield replace(
-                prompt,
-                messages=[
-                    replace(turn, images=tuple(images.get(url, url) for url in turn.images))
-                    for turn in turns
-                ],
-            )
-        finally:
-            self._memory.add(-num_bytes)
+        images = await self._fetch(addresses, prompt.field)
+        with self._memory.hold() as add:
+            add(sum(map(len, images.values())))
+            messages = [
+                replace(turn, images=tuple(images.get(url, url) for url in turn.images))
+                for turn in turns
+            ]
+            yield replace(prompt, messages=messages)
 
-    async def _fetch(self, addresses: list[str], field: str) -> dict[str, str]:
+    async def _fetch(self, addresses: Collection[str], field: str) -> dict[str, str]:
         """Return data URLs by address."""
         from duoka.base.web import fetch
 
@@ -78,15 +69,17 @@ class RemoteImages:
         time = asyncio.get_running_loop().time
         deadline = time() + _MOST_SECONDS
         try:
-            for address in addresses:
-                content = await fetch(
-                    address,
-                    most_bytes=remaining_bytes,
-                    public_only=True,
-                    most_seconds=max(0.1, deadline - time()),
-                )
-                remaining_bytes -= len(content)
-                images[address] = f"data:image/any;base64,{base64.b64encode(content).decode()}"
+            with self._memory.hold() as add:
+                add(_MOST_BYTES)  # until all are there
+                for address in addresses:
+                    content = await fetch(
+                        address,
+                        most_bytes=remaining_bytes,
+                        public_only=True,
+                        most_seconds=max(0.1, deadline - time()),
+                    )
+                    remaining_bytes -= len(content)
+                    images[address] = f"data:image/any;base64,{base64.b64encode(content).decode()}"
         except UsageError as error:
             raise HttpError(400, str(error), param=field) from error
         finally:

@@ -57,20 +57,9 @@ class AnswerRequest(Form):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
 
-    @property
-    def top(self) -> int | None:
-        """The number of likeliest tokens whose log-probabilities are wanted, beside the token's."""
-        return None
-
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        """The form of the answer, for `Grammar.from_response_format`."""
-        return None
-
     def params(self) -> dict[str, Any]:
         """Return the given parameters under the names of `SamplingParams`."""
-        values = {name: getattr(self, name, None) for name in _PARAMS}
-        return drop_none(values | {"logprobs": self.top, "response_format": self.grammar})
+        return drop_none({name: getattr(self, name, None) for name in _PARAMS})
 
 
 class IgnoredFields(Form):
@@ -89,7 +78,7 @@ class IgnoredFields(Form):
 # ── messages and tools ──
 
 
-# Messages are checked here, and nowhere else: `to_turn` drops the form, and the engine's process
+# Messages are checked here, and nowhere else: `read_chat` drops the form, and the engine's process
 # checks only the facts of the model and of the conversation (images, memory, ids of calls).
 
 
@@ -161,20 +150,12 @@ class SystemMessage(MessageForm):
     role: Literal["system", "developer"]
     content: str | list[TextPart]
 
-    def to_turn(self) -> Turn:
-        """Return the message, whatever its form."""
-        return make_turn("system", self.content)
-
 
 class UserMessage(MessageForm):
     """A message of the user."""
 
     role: Literal["user"]
     content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]]
-
-    def to_turn(self) -> Turn:
-        """Return the message, whatever its form."""
-        return make_turn("user", self.content)
 
 
 class AssistantMessage(MessageForm):
@@ -186,14 +167,6 @@ class AssistantMessage(MessageForm):
     reasoning: str | None = None
     tool_calls: list[AnsweredCall] | None = None
 
-    def to_turn(self) -> Turn:
-        """Return the message, whatever its form."""
-        calls = tuple(
-            {"id": call.id, "function": dict(call.function)} for call in self.tool_calls or ()
-        )
-        reasoning = self.reasoning_content or self.reasoning or ""
-        return make_turn("assistant", self.content, reasoning=reasoning, calls=calls)
-
 
 class ToolMessage(MessageForm):
     """The result of a call."""
@@ -203,14 +176,25 @@ class ToolMessage(MessageForm):
     content: str | list[TextPart] = ""
     name: str | None = None
 
-    def to_turn(self) -> Turn:
-        """Return the message, whatever its form."""
-        return make_turn("tool", self.content, call_id=self.tool_call_id)
+
+AnyMessage = SystemMessage | UserMessage | AssistantMessage | ToolMessage
+RequestMessage = Annotated[AnyMessage, Field(discriminator="role")]
 
 
-RequestMessage = Annotated[
-    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
-]
+def read_chat(messages: Iterable[AnyMessage]) -> list[Turn]:
+    """Return messages without their form."""
+    turns = []
+    for message in messages:
+        values: dict[str, Any] = {}
+        if isinstance(message, ToolMessage):
+            values = {"call_id": message.tool_call_id}
+        elif isinstance(message, AssistantMessage):
+            calls = [{"id": c.id, "function": dict(c.function)} for c in message.tool_calls or ()]
+            reasoning = message.reasoning_content or message.reasoning or ""
+            values = {"reasoning": reasoning, "calls": tuple(calls)}
+        role = "system" if message.role == "developer" else message.role
+        turns.append(make_turn(role, message.content, **values))
+    return turns
 
 
 def make_turn(role: Any, content: str | Iterable[Any], **values: Any) -> Turn:
@@ -247,35 +231,25 @@ class ChatTool(Form):
         return self.function.name
 
 
-def choose_tools(
-    tools: Iterable[dict[str, Any]], choice: str | None, name: str | None = None
-) -> dict[str, Any]:
+def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]:
     """Return the arguments of a `Prompt` for its tools.
 
     Parameters
     ----------
     tools : iterable of dict
         As chats have them.
-    choice : {"none", "auto", "required"}, optional
-        Whether tools may be called, or one has to be. By default they may be.
-    name : str, optional
-        The only tool that may be called, with "required".
+    choice : {"none", "auto", "required"}, or an object with the `name` of a tool, optional
+        Whether tools may be called, one has to be, or this one. By default they may be.
     """
+    name = None if isinstance(choice, str | None) else choice.name
+    must_call = choice == "required" or name is not None
     offered = [] if choice == "none" else list(tools)
     names = [tool["function"]["name"] for tool in offered]
-    if (choice == "required" and not names) or name not in (None, *names):
+    if (must_call and not names) or name not in (None, *names):
         text = f"tool_choice needs tools that have it; there are {', '.join(names) or 'none'}"
         raise HttpError(400, text, param="tool_choice")
     usable = [tool for tool in offered if name in (None, tool["function"]["name"])]
-    return {"tools": usable, "must_call": choice == "required"}
-
-
-def choose_openai_tools(
-    tools: Iterable[dict[str, Any]], choice: Any, parallel: bool | None
-) -> dict[str, Any]:
-    """Return the arguments of a `Prompt` by OpenAI's `tool_choice`: a mode, or a tool."""
-    mode = (choice, None) if isinstance(choice, str | None) else ("required", choice.name)
-    return {**choose_tools(tools, *mode), "parallel_tool_calls": parallel is not False}
+    return {"tools": usable, "must_call": must_call}
 
 
 # ── chats and completions ──
@@ -320,20 +294,18 @@ class OpenAIRequest(AnswerRequest):
     response_format: ResponseFormat | None = None
     user: str | None = None
 
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        """See `AnswerRequest`."""
-        form = self.response_format
-        return None if form is None else form.model_dump(exclude_none=True)
-
     def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
         max_tokens = self.max_completion_tokens or self.max_tokens
         if self.ignore_eos and max_tokens is None:
             raise HttpError(400, "ignore_eos needs max_tokens", param="ignore_eos")
-        min_tokens = max_tokens if self.ignore_eos else self.min_tokens
-        lengths = {"max_new_tokens": max_tokens, "min_new_tokens": min_tokens}
-        return super().params() | drop_none(lengths)
+        form = self.response_format
+        values = {
+            "max_new_tokens": max_tokens,
+            "min_new_tokens": max_tokens if self.ignore_eos else self.min_tokens,
+            "response_format": form and form.model_dump(exclude_none=True),
+        }
+        return super().params() | drop_none(values)
 
 
 class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
@@ -350,18 +322,21 @@ class ChatCompletionRequest(OpenAIRequest, IgnoredFields):
     reasoning_effort: str | None = None  # the model alone decides
     verbosity: Literal["medium"] | None = None
 
-    @property
-    def top(self) -> int | None:
+    def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise HttpError(400, "top_logprobs needs logprobs", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
+        top = {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
+        return super().params() | top
 
     def to_prompt(self) -> Prompt:
         """Return the chat."""
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        usable = choose_openai_tools(tools, self.tool_choice, self.parallel_tool_calls)
-        return Prompt(messages=[message.to_turn() for message in self.messages], **usable)
+        return Prompt(
+            messages=read_chat(self.messages),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            **choose_tools(tools, self.tool_choice),
+        )
 
 
 class CompletionRequest(OpenAIRequest):
@@ -373,8 +348,7 @@ class CompletionRequest(OpenAIRequest):
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
-    @property
-    def top(self) -> int | None:
+    def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
         if self.echo and self.logprobs is not None:
             raise HttpError(
@@ -382,7 +356,7 @@ class CompletionRequest(OpenAIRequest):
                 "log-probabilities of a prompt's tokens aren't told: leave out echo or logprobs",
                 param="logprobs",
             )
-        return self.logprobs
+        return super().params() | drop_none({"logprobs": self.logprobs})
 
     def to_prompts(self) -> list[Prompt]:
         """Return the texts."""
@@ -413,7 +387,7 @@ class TokenizeRequest(Form):
         if self.messages is None:
             return Prompt(text=self.prompt, field="prompt")
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
-        return Prompt(messages=[message.to_turn() for message in self.messages], tools=tools)
+        return Prompt(messages=read_chat(self.messages), tools=tools)
 
 
 class DetokenizeRequest(Form):

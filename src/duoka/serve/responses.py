@@ -22,7 +22,8 @@ from .requests import (
     Function,
     IgnoredFields,
     TopLogprobs,
-    choose_openai_tools,
+    choose_tools,
+    drop_none,
     make_turn,
 )
 from .response_answer import ResponseAnswer
@@ -196,19 +197,17 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
             raise ValueError("nothing is stored here; send the whole conversation as input")
 
     @property
-    def top(self) -> int | None:
-        """See `AnswerRequest`."""
-        is_wanted = self.top_logprobs is not None or _LOGPROBS in (self.include or ())
-        return (self.top_logprobs or 0) if is_wanted else None
+    def has_logprobs(self) -> bool:
+        """Return True if log-probabilities are wanted."""
+        return self.top_logprobs is not None or _LOGPROBS in (self.include or ())
 
-    @property
-    def grammar(self) -> dict[str, Any] | None:
+    def params(self) -> dict[str, Any]:
         """See `AnswerRequest`."""
-        form = None if self.text is None else self.text.format
-        if isinstance(form, ResponseSchemaFormat):
-            content = _dump(form)
-            return {"type": content.pop("type"), "json_schema": content}
-        return None if form is None else form.model_dump()
+        form = None if self.text is None else _dump(self.text.format)
+        if form is not None and form["type"] == "json_schema":
+            form = {"type": form.pop("type"), "json_schema": form}
+        top = (self.top_logprobs or 0) if self.has_logprobs else None
+        return super().params() | drop_none({"logprobs": top, "response_format": form})
 
     def to_prompt(self) -> Prompt:
         """Return the chat."""
@@ -216,11 +215,8 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
         return Prompt(
             messages=[*(instructions if self.instructions else ()), *read_turns(self.input)],
             field="input",
-            **choose_openai_tools(
-                [tool.to_chat_tool() for tool in self.tools or ()],
-                self.tool_choice,
-                self.parallel_tool_calls,
-            ),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            **choose_tools([tool.to_chat_tool() for tool in self.tools or ()], self.tool_choice),
         )
 
     def settings(self) -> dict[str, Any]:
@@ -288,7 +284,6 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def create_response(request: ResponsesRequest, http: Request) -> Response:
         """Answer a chat, in OpenAI's form of responses."""
-        service.check_model(request.model)
-        has_logprobs = request.top is not None
-        form = ResponseAnswer(service.model, request.settings(), has_logprobs=has_logprobs)
+        settings, has_logprobs = request.settings(), request.has_logprobs
+        form = ResponseAnswer(service.model, settings, has_logprobs=has_logprobs)
         return await respond(service, request, [request.to_prompt()], form, http)

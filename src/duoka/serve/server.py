@@ -17,7 +17,7 @@ from duoka.workers.signals import handle_signals
 
 from .address import Address, format_url
 from .app import make_app
-from .limits import MOST_HEADER_BYTES, ClientLimits, TimedProtocol
+from .limits import MOST_HEADER_BYTES, TimedProtocol
 from .pool import EngineFailure, EnginePool
 from .service import Service
 
@@ -65,7 +65,7 @@ async def _serve(
     on_ready: Callable[[Service, str], None],
 ) -> None:
     pool = service.pool
-    server = _Server(config(service, address, ClientLimits()))
+    server = _Server(config(service, address))
     ending = asyncio.create_task(_close(pool, server))
     try:
         await pool.start()
@@ -82,18 +82,13 @@ async def _serve(
         await ending
 
 
-def config(service: Service, address: Address, limits: ClientLimits) -> uvicorn.Config:
+def config(service: Service, address: Address) -> uvicorn.Config:
     """Return the configuration of uvicorn."""
     # Each malformed request would be a line.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     return uvicorn.Config(
-        make_app(
-            service,
-            key=address.key,
-            is_local=address.is_local and address.key is None,
-            limits=limits,
-        ),
-        http=type("Protocol", (TimedProtocol,), {"limits": limits}),
+        make_app(service, key=address.key, is_local=address.is_local and address.key is None),
+        http=TimedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from .errors import HttpError
 from .limits import RequestMemory
-from .messages import EngineRequest, Event, Prompt
+from .messages import Counted, EngineRequest, Event, Prompt
 from .metrics import Metrics
 from .pool import EnginePool
 from .remote_images import RemoteImages
@@ -77,17 +77,16 @@ class Service:
             self.metrics.failed(CLOSED)
             raise
 
-    async def count(self, prompt: Prompt) -> Sequence[int]:
-        """Return the tokens of a prompt."""
+    async def count(
+        self, prompt: Prompt, task: Literal["tokenize", "detokenize"] = "tokenize"
+    ) -> Counted:
+        """Return the tokens of a prompt, or the text of its tokens."""
         async with self._fetch_images(prompt) as ready:
-            request = EngineRequest(task="tokenize", prompt=ready)
-            counted = await self.pool.choose().count(request)
-        return counted.tokens
-
-    async def detokenize(self, prompt: Prompt) -> str:
-        """Return the text of a prompt's tokens."""
-        request = EngineRequest(task="detokenize", prompt=prompt)
-        return (await self.pool.choose().count(request)).text
+            request = EngineRequest(task=task, prompt=ready)
+            async with aclosing(self.pool.submit(request, 0)) as events:
+                counted = await anext(events)
+        assert isinstance(counted, Counted), "nothing else comes of it"
+        return counted
 
     def _fetch_images(self, prompt: Prompt) -> AbstractAsyncContextManager[Prompt]:
         """Put the images at addresses into a prompt."""
@@ -99,11 +98,10 @@ def status_of(service: Service) -> dict[str, Any]:
     engines = service.pool.engines
     plan = engines[0].settings.plan
     known = [engine.status for engine in engines if engine.status is not None]
-    capacity = next((engine.capacity for engine in engines if engine.capacity), None)
     return {
         "model": service.model,
         "version": version("duoka"),
-        "context_tokens": (capacity or plan.workload).context_tokens,
+        "context_tokens": service.pool.context_tokens or plan.workload.context_tokens,
         "sequences": sum(e.capacity.sequences for e in engines if e.capacity),
         "images": plan.workload.images,
         "engines": [_engine_status(engine) for engine in engines],

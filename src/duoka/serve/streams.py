@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
+from itertools import chain
 from typing import Any
 
 from fastapi import Request
@@ -17,10 +18,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from .answers import Answer, Piece
 from .errors import HttpError
-from .messages import Event, Prompt
+from .messages import Prompt
 from .requests import AnswerRequest
 from .service import CLOSED, Events, Service
 
+Pieces = AsyncGenerator[Piece, None]
 _HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -36,49 +38,34 @@ async def respond(
     What can't be begun is an error with a status of its own; what fails later is reported within a
     stream.
     """
-    # A whole answer is a stream of which nobody sees the pieces. The first event of every source
-    # is awaited before the status is sent, so that a refusal by the engine has a status of its own.
+    service.check_model(request.model)
+    # A whole answer is a stream of which nobody sees the pieces.
     params, n = request.params(), getattr(request, "n", 1)
-    sources = [service.submit(prompt, params, n) for prompt in prompts]
+    pieces = _read(answer, [service.submit(prompt, params, n) for prompt in prompts])
     if request.stream:
-        lines = _write_stream(answer, await _begin(sources))
+        lines = _write_stream(answer, await anext(pieces), pieces)
         return StreamingResponse(lines, headers=_HEADERS, media_type="text/event-stream")
-    await _run_unless_gone(http, _read_all(answer, sources))
+    await _run_unless_gone(http, _read_all(pieces))
     return JSONResponse(answer.to_dict())
 
 
-async def _begin(sources: Sequence[Events]) -> list[Events]:
-    """Wait for the first event of each source; return the sources with it."""
-    started: list[Events] = []
-    try:
-        for events in sources:
-            started.append(_resume(await anext(events), events))
-    except BaseException:
-        for events in (*started, *sources):
-            await events.aclose()
-        raise
-    return started
-
-
-async def _resume(first_event: Event, events: Events) -> Events:
-    async with aclosing(events):
-        yield first_event
-        async for event in events:
-            yield event
-
-
-async def _read_all(answer: Answer, sources: Sequence[Events]) -> None:
-    async for _ in _read(answer, await _begin(sources)):
+async def _read_all(pieces: Pieces) -> None:
+    async for _ in pieces:
         pass
 
 
-async def _read(answer: Answer, sources: Sequence[Events]) -> AsyncGenerator[Piece, None]:
-    """Pass the events of the sources to an answer, source by source."""
+async def _read(answer: Answer, sources: Sequence[Events]) -> Pieces:
+    """Pass the events of the sources to an answer, source by source.
+
+    The first event of each source comes before the first piece, and so before the status is sent:
+    a refusal by the engine has a status of its own.
+    """
     async with AsyncExitStack() as stack:
         for events in sources:
             await stack.enter_async_context(aclosing(events))
-        for number, events in enumerate(sources):
-            for piece in answer.begin(number):
+        first_events = [await anext(events) for events in sources]
+        for number, (first_event, events) in enumerate(zip(first_events, sources, strict=True)):
+            for piece in chain(answer.begin(number), answer.take(first_event, number)):
                 yield piece
             async for event in events:
                 for piece in answer.take(event, number):
@@ -87,9 +74,12 @@ async def _read(answer: Answer, sources: Sequence[Events]) -> AsyncGenerator[Pie
             yield piece
 
 
-async def _write_stream(answer: Answer, sources: Sequence[Events]) -> AsyncIterator[str]:
-    async with aclosing(_read(answer, sources)) as pieces:
+async def _write_stream(
+    answer: Answer, first_piece: Piece, pieces: Pieces
+) -> AsyncGenerator[str, None]:
+    async with aclosing(pieces):
         try:
+            yield _write_event(first_piece)
             async for piece in pieces:
                 yield _write_event(piece)
         except Exception as error:  # the status is sent already

@@ -43,6 +43,12 @@ _FLASH_ROWS = 128
 _libraries: list[torch.library.Library] = []
 
 
+# kernel      dtype         mask   heads                        lengths, sizes
+# flash       16 bit        none   equal, or grouped with GQA   head size equal and at most 256
+# efficient   all but fp64  any    equal                        head size a multiple of 8 (fp32: 4)
+# math        any           any    any                          any
+#
+# The first row that holds is taken; causal flash attention needs as many queries as keys.
 def choose_kernel(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -58,12 +64,12 @@ def choose_kernel(
         return "math"
     # Flash where its conditions hold, then memory-efficient, then plain matrix products.
     grouped = query.shape[1] != key.shape[1] or key.shape[1] != value.shape[1]
-    may_flash = torch.backends.cuda.flash_sdp_enabled() and not before_ampere
-    if may_flash and _fits_flash(query, key, value, mask):
-        square = not is_causal or query.shape[2] == key.shape[2]
-        heads_fit = not grouped or (enable_gqa and query.shape[1] % key.shape[1] == 0)
-        if square and heads_fit:
-            return "flash"
+    square = not is_causal or query.shape[2] == key.shape[2]
+    heads_fit = not grouped or (enable_gqa and query.shape[1] % key.shape[1] == 0)
+    dims_fit = query.shape[3] == value.shape[3] <= _FLASH_HEAD_LIMIT
+    may_flash = torch.backends.cuda.flash_sdp_enabled() and not before_ampere and mask is None
+    if may_flash and query.dtype in _HALF and square and heads_fit and dims_fit:
+        return "flash"
     if torch.backends.cuda.mem_efficient_sdp_enabled() and not grouped:
         multiple = 8 if query.dtype in _HALF else 4
         aligned = query.shape[3] % multiple == 0 and value.shape[3] % multiple == 0
@@ -81,16 +87,6 @@ def _fusible(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
         and all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in tensors)
         and query.shape[3] == key.shape[3]
         and query.is_floating_point()
-    )
-
-
-def _fits_flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
-) -> bool:
-    return (
-        mask is None
-        and query.dtype in _HALF
-        and query.shape[3] == value.shape[3] <= _FLASH_HEAD_LIMIT
     )
 
 
@@ -112,34 +108,23 @@ def attend(
     assert isinstance(query, VirtualTensor)
     options = Options(*rest, **named)
     mask = options.attn_mask
+    gqa, before_ampere = options.enable_gqa, query.gpu.world.generation.before_ampere
     kernel = choose_kernel(
-        query,
-        key,
-        value,
-        mask,
+        *(query, key, value, mask),
         is_causal=options.is_causal,
-        enable_gqa=options.enable_gqa,
-        before_ampere=query.gpu.world.generation.before_ampere,
+        enable_gqa=gqa,
+        before_ampere=before_ampere,
     )
-    if not query.backing.is_meta and (
-        options.dropout_p or (mask is not None and mask.requires_grad)
-    ):
+    is_hard = options.dropout_p or (mask is not None and mask.requires_grad)
+    if not query.backing.is_meta and is_hard:
         kernel = "math"  # the fused kernel of the CPU can do neither
     if kernel == "flash":
         return _attend_flash(query, key, value, options)
     if kernel == "efficient":
         return _attend_efficient(query, key, value, options)
-    return _aten._scaled_dot_product_attention_math(
-        query,
-        key,
-        value,
-        _additive(mask, query),
-        options.dropout_p,
-        options.is_causal,
-        None,
-        scale=options.scale,
-        enable_gqa=options.enable_gqa,
-    )[0]
+    args = (query, key, value, _additive(mask, query), options.dropout_p, options.is_causal, None)
+    math_attention = _aten._scaled_dot_product_attention_math
+    return math_attention(*args, scale=options.scale, enable_gqa=gqa)[0]
 
 
 def _additive(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
@@ -167,18 +152,10 @@ def _attend_efficient(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options
 ) -> Any:
     bias = _bias(_additive(options.attn_mask, query), query, key)
-    needs_grad = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (query, key, value)
-    )
+    requires_grad = any(tensor.requires_grad for tensor in (query, key, value))
+    args = (query, key, value, bias, torch.is_grad_enabled() and requires_grad)
     return _aten._scaled_dot_product_efficient_attention(
-        query,
-        key,
-        value,
-        bias,
-        needs_grad,
-        options.dropout_p,
-        options.is_causal,
-        scale=options.scale,
+        *args, options.dropout_p, options.is_causal, scale=options.scale
     )[0]
 
 
@@ -207,7 +184,7 @@ def _flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shape, sizes = FlashShape(heads, key.shape[1], head_dim), (batch, tokens, key.shape[2])
         padded_head = _rounded(head_dim, 32 if head_dim <= 128 else 64)
         gpu.charge(*(PartBytes.of(shape, row, *sizes) for row in (4, 4 * padded_head)))
-    states = place(_seed(query), gpu), place(_scalar(query), gpu)
+    states = [place(state, gpu) for state in _random_states(query)]
     debug = place(query.new_empty(0), gpu)
     return *results, None, None, query.shape[2], key.shape[2], *states, debug
 
@@ -249,7 +226,7 @@ def _efficient(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     results = place(out, gpu), place(padded, gpu)
     # Without dropout they are on the host.
     has_dropout = len(args) > 5 and bool(args[5])
-    states = (_seed(query), _scalar(query)) if has_dropout else (query.new_empty(0),) * 2
+    states = _random_states(query) if has_dropout else [query.new_empty(0)] * 2
     if query.element_size() == 2 and value.shape[3] > _EFFICIENT_REGISTER_HEAD:
         # A head that doesn't fit the registers is accumulated in fp32 memory.
         gpu.charge(4 * out.numel())
@@ -265,7 +242,10 @@ def _efficient_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     )  # fmt: skip
     batch, heads, tokens, _ = query.shape
     grads = differentiate(inputs, grad, out, rows[..., :tokens])
-    results = _place_like(grads, tuple(map(_by_tokens, (query, key, value))), gpu)
+    swapped = (item.transpose(1, 2) for item in (query, key, value))
+    # All heads of a token lie side by side.
+    models = tuple(item.new_empty(item.shape).transpose(1, 2) for item in swapped)
+    results = _place_like(grads, models, gpu)
     bias_grad = place(torch.empty_like(bias), gpu) if needed[3] and bias is not None else None
     row_bytes = 4 * batch * heads * tokens
     if query.element_size() == 4:
@@ -293,11 +273,6 @@ def _accumulator_bytes(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     return 4 * numbers
 
 
-def _by_tokens(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of the same shape, with all heads of a token side by side."""
-    return tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
-
-
 def _place_like(
     results: tuple[torch.Tensor, ...], models: tuple[torch.Tensor, ...], gpu: VirtualGpu
 ) -> tuple[VirtualTensor, ...]:
@@ -308,12 +283,9 @@ def _place_like(
     )
 
 
-def _seed(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int64, device=like.device)
-
-
-def _scalar(like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros((), dtype=torch.int64, device=like.device)
+def _random_states(like: torch.Tensor) -> list[torch.Tensor]:
+    """Return the seed and the offset of a kernel's random numbers."""
+    return [torch.zeros(shape, dtype=torch.int64, device=like.device) for shape in ((2,), ())]
 
 
 def _rounded(length: int, multiple: int) -> int:
@@ -322,10 +294,13 @@ def _rounded(length: int, multiple: int) -> int:
 
 def install() -> None:
     """Register fused attention with torch, for the life of the process."""
-    handlers[_aten._scaled_dot_product_flash_attention.default] = _flash
-    handlers[_aten._scaled_dot_product_flash_attention_backward.default] = _flash_backward
-    handlers[_aten._scaled_dot_product_efficient_attention.default] = _efficient
-    handlers[_aten._scaled_dot_product_efficient_attention_backward.default] = _efficient_backward
+    for kind, forward, backward in (
+        ("flash", _flash, _flash_backward),
+        ("efficient", _efficient, _efficient_backward),
+    ):
+        name = f"_scaled_dot_product_{kind}_attention"
+        handlers[getattr(_aten, name).default] = forward
+        handlers[getattr(_aten, f"{name}_backward").default] = backward
     handlers[_aten.scaled_dot_product_attention.default] = below(attend)
     library = torch.library.Library("aten", "IMPL")
     library.impl("scaled_dot_product_attention", attend, "AutogradPrivateUse1")

@@ -46,12 +46,10 @@ class Inputs:
 
     def shared(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values with a head for every query head."""
-        if self.num_groups == 1:
-            return self.key, self.value
-        return (
-            self.key.repeat_interleave(self.num_groups, 1),
-            self.value.repeat_interleave(self.num_groups, 1),
-        )
+        key, value, groups = self.key, self.value, self.num_groups
+        if groups == 1:
+            return key, value
+        return key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
 
 
 def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,8 +64,8 @@ def attend(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     out, rows = _aten._scaled_dot_product_flash_attention_for_cpu(
         *padded, 0.0, inputs.is_causal, attn_mask=inputs.bias, scale=inputs.scale
     )
-    if out.shape[3] != head_dim:
-        out = _by_tokens(out[..., :head_dim])
+    if out.shape[3] != head_dim:  # all heads of a token side by side, as the fused kernels lay out
+        out = out[..., :head_dim].transpose(1, 2).contiguous().transpose(1, 2)
     return out, rows
 
 
@@ -90,11 +88,6 @@ def differentiate(
         _summed(inputs, key_grad[..., :query_dim]),
         _summed(inputs, value_grad[..., :head_dim]),
     )
-
-
-def _by_tokens(out: torch.Tensor) -> torch.Tensor:
-    """Lay an output out as the fused kernels do: all heads of a token side by side."""
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _equal_heads(inputs: Inputs) -> tuple[tuple[torch.Tensor, ...], int]:

@@ -75,23 +75,13 @@ def _casting(name: str, policy: str) -> Any:
         else:
             dtype = torch.float32 if policy == "full" else _widest(args)
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            if dtype_place is not None and _is_castable(args[0]):
-                # The operator makes its result in fp32 itself, unless the caller says otherwise.
-                return operator(*_with_dtype(args, kwargs, dtype_place, dtype), **kwargs)
-            return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
+            if dtype_place is None or not _is_castable(args[0]):
+                return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
+            # The operator makes its result in fp32 itself, unless the caller says otherwise.
+            named = dict(zip(names[1:], args[1:], strict=False)) | kwargs
+            return operator(args[0], **named | {"dtype": named.get("dtype") or dtype})
 
     return run
-
-
-def _with_dtype(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, dtype: torch.dtype
-) -> list[Any]:
-    values = list(args)
-    if place < len(values):
-        values[place] = values[place] or dtype
-    else:
-        kwargs["dtype"] = kwargs.get("dtype") or dtype
-    return values
 
 
 def install() -> None:

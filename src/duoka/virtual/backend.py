@@ -135,21 +135,17 @@ def register() -> None:
     global _registered
     with _lock:
         if not _registered:
-            _check_torch()
             _register()
             _registered = True
 
 
-def _check_torch() -> None:
+def _register() -> None:
     holder = torch._C._get_privateuse1_backend_name()
     if holder != PLACE:
         raise VirtualDeviceError(
             f"the backend {holder!r} holds torch's one place for additional devices",
             hint="start a process without it to use virtual GPUs",
         )
-
-
-def _register() -> None:
     backend_registration._setup_privateuseone_for_python_backend(backend_module=device_module)
     tensor.install_operators(operators.run)
     for module in (transfers, tensor, factories, cuda_only, temporaries, attention, autocast):

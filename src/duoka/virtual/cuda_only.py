@@ -27,14 +27,12 @@ def _histc(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Count integers too; the CPU counts only floating-point numbers."""
     plain, gpu = op_call.unwrap(func, args, kwargs)
     counted = plain.args[0]
-    if gpu.meta:
+    if counted.is_meta:
         # The number of bins is given: no value is needed for the shape.
         bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
-        if counted.is_meta:
-            return place(torch.empty(bins, dtype=counted.dtype, device="meta"), gpu)
-    if counted.is_floating_point():
-        return place(func(*plain.args, **plain.kwargs), gpu)
-    out = func(counted.double(), *plain.args[1:], **plain.kwargs)
+        return place(torch.empty(bins, dtype=counted.dtype, device="meta"), gpu)
+    countable = counted if counted.is_floating_point() else counted.double()
+    out = func(countable, *plain.args[1:], **plain.kwargs)
     return place(out.to(counted.dtype), gpu)
 
 

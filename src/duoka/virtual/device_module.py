@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -67,8 +66,7 @@ def init() -> None:
     """Nothing needs a start."""
 
 
-def _lazy_init() -> None:
-    pass
+_lazy_init = init
 
 
 def _is_in_bad_fork() -> bool:
@@ -97,19 +95,11 @@ class device:  # noqa: N801  (torch's own name for it)
 
     def __init__(self, device: Any) -> None:
         self._index = _index(device)
-        self._previous = 0
 
     def __enter__(self) -> None:
-        self._previous = thread.current_index
-        if self._index >= 0:
-            thread.current_index = self._index
+        self._previous = _exchange_device(self._index)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         thread.current_index = self._previous
 
 

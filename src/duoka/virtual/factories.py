@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 
 from . import known_values
-from .operators import run
+from .operators import run, run_whole
 from .tensor import VirtualTensor, place
 from .transfers import gpu_of
 from .world import VirtualGpu, arm, thread
@@ -44,23 +45,6 @@ def _ready(device: torch.device | None) -> VirtualGpu:
     return gpu_of(device)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
-    """Implement ``aten::copy_`` for tensors under construction.
-
-    In a thread that isn't armed yet, `torch.tensor` turns Python dispatch off, so that the copy to
-    the device comes here.
-    """
-    return run(torch.ops.aten.copy_.default, (target, source, non_blocking), {})
-
-
-def _read(tensor: torch.Tensor) -> Any:
-    """Implement ``aten::_local_scalar_dense`` for numbers that become part of a new tensor.
-
-    `torch.tensor` of a list with tensors in it reads each of them, with Python dispatch off.
-    """
-    return run(torch.ops.aten._local_scalar_dense.default, (tensor,), {})
-
-
 def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run operators called without dispatch to the tensor class.
 
@@ -89,8 +73,10 @@ def install() -> None:
     aten.impl("empty_strided", _factory("empty_strided"), "PrivateUse1")
     for name in ("zeros", "ones", "full"):
         aten.impl(name, _factory(name, known_values.keeps_constant), "PrivateUse1")
-    aten.impl("copy_", _copy, "PrivateUse1")
-    aten.impl("_local_scalar_dense", _read, "PrivateUse1")
+    # `torch.tensor` turns Python dispatch off while it builds a tensor: in a thread not armed
+    # yet the copy to the device comes here, and so does each read of a tensor in a list of numbers.
+    for name in ("copy_", "_local_scalar_dense"):
+        aten.impl(name, partial(run_whole, getattr(torch.ops.aten, name).default), "PrivateUse1")
     everything = torch.library.Library("_", "IMPL")
     everything.fallback(_fallback, "PrivateUse1")
     _libraries.extend((aten, everything))

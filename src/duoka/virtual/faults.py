@@ -36,8 +36,8 @@ class MixedDevicesError(RuntimeError):
         self.written = written
 
 
-_INDEXING = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"})
-_INDEXING |= {"_unsafe_index_put"}
+_INDEXING = frozenset({"index", "_unsafe_index", "_unsafe_index_put"})
+_INDEXING |= {"index_put", "index_put_", "_index_put_impl_"}
 _TWO_DEVICES = frozenset({"cat", "stack", "where", "mse_loss", "smooth_l1_loss", "huber_loss"})
 # Arguments that CUDA's operators take from the CPU.
 _ON_CPU = {
@@ -51,13 +51,9 @@ _SPOKEN = {"embedding": ("index_select", {"indices": "index"})}
 _READS_VALUE = frozenset({"fill", "fill_", "masked_fill", "masked_fill_"})
 _READS_VALUE |= {"index_fill", "index_fill_"}
 _OWN_WORDS = {
-    "masked_fill": "mask",
-    "masked_fill_": "mask",
-    "masked_select": "mask",
-    "index_fill": "index",
-    "index_fill_": "index",
-    "index_add": "source",
-    "index_add_": "source",
+    **dict.fromkeys(("masked_fill", "masked_fill_", "masked_select"), "mask"),
+    **dict.fromkeys(("index_fill", "index_fill_"), "index"),
+    **dict.fromkeys(("index_add", "index_add_"), "source"),
 }
 
 
@@ -65,23 +61,21 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     """Let a call pass whose tensors are on several devices if CUDA would; raise as CUDA does."""
     name = func._schema.name.removeprefix("aten::")
     tensors = list(_named_tensors(func, args, kwargs))
-    written = {
-        argument.name
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    }
+    arguments = [part for part in func._schema.arguments if part.alias_info is not None]
+    written = {argument.name for argument in arguments if argument.alias_info.is_write}
     if name in _INDEXING:
         _check_indexing(func, tensors, written)
         return
-    scalars_pass = torch.Tag.pointwise in func.tags or name == "where"
-    scalars_pass = scalars_pass or name.startswith("_foreach")
+    scalars_pass = torch.Tag.pointwise in func.tags or name.startswith("_foreach")
     checked_tensors = [
         (argument, tensor)
         for argument, tensor in tensors
-        if not (scalars_pass and _is_cpu_scalar(tensor) and argument not in written)
-        and not (_ON_CPU.get(name) == argument and tensor.device.type == "cpu")
+        if not (_ON_CPU.get(name) == argument and tensor.device.type == "cpu")
         and not (name in _READS_VALUE and argument == "value" and tensor.dim() == 0)
-        and not (name == "where" and tensor.dim() == 0 and argument not in written)
+        and not (
+            (tensor.dim() == 0 and argument not in written)
+            and (name == "where" or (scalars_pass and tensor.device.type == "cpu"))
+        )
     ]
     _, base = checked_tensors[0]
     for argument, tensor in checked_tensors[1:]:
@@ -100,19 +94,17 @@ def _mixed(
 def _check_indexing(func: Any, tensors: list[tuple[str, torch.Tensor]], written: set[str]) -> None:
     _, self = tensors[0]
     for argument, tensor in tensors[1:]:
-        if argument == "indices":
-            if not _on_same_device(self, tensor) and tensor.device.type != "cpu":
-                text = (
-                    "indices should be either on cpu or on the same device as the indexed tensor "
-                    f"({self.device})"
-                )
-                raise _mixed(text, func, tensors, written)
-        elif not _on_same_device(self, tensor) and tensor.dim() > 0:
+        if _on_same_device(self, tensor):
+            continue
+        if argument == "indices" and tensor.device.type != "cpu":
+            text = "indices should be either on cpu or on the same device as the indexed tensor "
+            raise _mixed(f"{text}({self.device})", func, tensors, written)
+        if argument != "indices" and tensor.dim() > 0:
             raise _mixed(_two_devices(self, tensor), func, tensors, written)
 
 
 def _text(func: Any, name: str, argument: str, base: torch.Tensor, tensor: torch.Tensor) -> str:
-    if name in _OWN_WORDS and argument == _OWN_WORDS[name]:
+    if argument == _OWN_WORDS.get(name):
         return (
             f"{name}: expected self and {argument} to be on the same device, but got {argument} "
             f"on {tensor.device} and self on {base.device}"
@@ -143,10 +135,6 @@ def _on_same_device(base: torch.Tensor, tensor: torch.Tensor) -> bool:
     if isinstance(base, VirtualTensor) and isinstance(tensor, VirtualTensor):
         return base.gpu is tensor.gpu
     return base.device == tensor.device
-
-
-def _is_cpu_scalar(tensor: torch.Tensor) -> bool:
-    return tensor.dim() == 0 and tensor.device.type == "cpu"
 
 
 def _named_tensors(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +19,7 @@ import torch
 from duoka.base.model_code import is_model_code
 from duoka.errors import VirtualDeviceError
 
-from .world import thread
+from .world import thread_state
 
 if TYPE_CHECKING:
     from .tensor import VirtualTensor
@@ -44,19 +44,14 @@ KNOWN_CONSTANT_BYTES = 2**20
 T = TypeVar("T")
 _aten = torch.ops.aten
 # Their result's shape comes from values, or they return a value: no meta kernel can answer.
-_NEEDS_VALUES = frozenset(
-    {
-        _aten.nonzero.default,
-        _aten.masked_select.default,
-        _aten._unique2.default,
-        _aten.unique_dim.default,
-        _aten.unique_consecutive.default,
-        _aten.repeat_interleave.Tensor,
-        _aten.bincount.default,
-        _aten.equal.default,
-        _aten._local_scalar_dense.default,
-    }
-)
+_NEEDS_VALUES = {_aten.repeat_interleave.Tensor} | {
+    getattr(_aten, name).default
+    for name in (
+        *("nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"),
+        *("equal", "_local_scalar_dense"),
+    )
+}
+_MASK_DTYPES = (torch.bool, torch.uint8)
 # Operators whose result may be larger than their operands: shaped first, then computed.
 _GROW = frozenset({"repeat", "constant_pad_nd", "tile", "one_hot", "_pad_enum"})
 # What operators return on meta tensors is worked out once for each combination of shapes: layers
@@ -128,6 +123,11 @@ def forget(tensor: VirtualTensor) -> None:
         current(tensor)
 
 
+# operands          shape depends on values        result
+# all known         any                            computed, if small; else unknown
+# some unknown      no   (add, matmul, softmax)    shape alone, by PyTorch's meta kernels
+# some unknown      yes  (nonzero, item)           UnknownValueError
+# known mask        x[mask] with unknown x         shape alone: the mask's positions are known
 def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool = False) -> Any:
     """Run a call whose arguments are known, unknown or both."""
     # All known: computed. Some unknown: only shapes are inferred, unless the shape itself is in the
@@ -138,13 +138,14 @@ def execute(func: Any, args: list[Any], kwargs: dict[str, Any], *, writes: bool 
     if func in _NEEDS_VALUES:
         raise unknown_value(str(func))
     name = func._schema.name[6:]
-    if name in _MASKED_WRITES and _has_unknown_mask(args[1]):
-        # Which elements are written is unknown, the shape is not.
-        return args[0] if writes else torch.empty_like(args[0], device="meta")
     if name in _INDEXING:
+        masks = [i for i in _tensors(args[1:2]) if i.is_meta and i.dtype in _MASK_DTYPES]
+        if name in _MASKED_WRITES and masks:
+            # Which elements are written is unknown, the shape is not.
+            return args[0] if writes else torch.empty_like(args[0], device="meta")
         args = [args[0], _positions(args[1]), *args[2:]]
     if num_known or name in _INDEXING:
-        args = [without_values(value) for value in args]
+        args = without_values(args)
         kwargs = {key: without_values(value) for key, value in kwargs.items()}
     try:
         return func(*args, **kwargs) if writes else _infer_shapes(func, args, kwargs)
@@ -186,14 +187,9 @@ def with_values(run: Callable[[str], T], num_bytes: Callable[[], int]) -> T:
     return run("cpu")
 
 
-@contextmanager
-def unknown_numbers_as(number: float) -> Iterator[None]:
+def unknown_numbers_as(number: float) -> AbstractContextManager[None]:
     """Answer reads of unknown floating-point numbers with this number, inside the scope."""
-    previous_number, thread.unknown_number = thread.unknown_number, number
-    try:
-        yield
-    finally:
-        thread.unknown_number = previous_number
+    return thread_state(unknown_number=number)
 
 
 def count(args: list[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -216,12 +212,9 @@ def _evaluate(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Compute a call whose operands are all known, unless the result would be too large."""
     if func in _NEEDS_VALUES or func.is_view or _is_small(func, args):
         return func(*args, **kwargs)
+    shapes = without_values(args), {key: without_values(value) for key, value in kwargs.items()}
     try:
-        shaped = _infer_shapes(
-            func,
-            [without_values(value) for value in args],
-            {key: without_values(value) for key, value in kwargs.items()},
-        )
+        shaped = _infer_shapes(func, *shapes)
     except (NotImplementedError, RuntimeError):
         return func(*args, **kwargs)
     results = shaped if isinstance(shaped, (list, tuple)) else (shaped,)
@@ -269,21 +262,14 @@ def _over(storage_of: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     return view_on_meta
 
 
-def _has_unknown_mask(indices: list[torch.Tensor | None]) -> bool:
-    return any(
-        index is not None and index.is_meta and index.dtype in (torch.bool, torch.uint8)
-        for index in indices
-    )
-
-
 def _positions(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """Turn known masks into the selected positions, whose shape is known."""
     positions: list[torch.Tensor | None] = []
     for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8) and not index.is_meta:
-            positions.extend(index.nonzero(as_tuple=True))
-        else:
-            positions.append(index)
+        is_known_mask = index is not None and not index.is_meta and index.dtype in _MASK_DTYPES
+        positions += (
+            index.nonzero(as_tuple=True) if index is not None and is_known_mask else [index]
+        )
     return positions
 
 
@@ -298,14 +284,11 @@ def _grouped_mm(
 
     left [tokens, in] or [groups, tokens, in]; right [groups, in, out] or [in, out].
     """
+    rows: tuple[int, ...] = left.shape[1:2] if right.dim() == 2 else left.shape[:-1]
     if left.dim() == 2 and right.dim() == 2:
         assert offs is not None, "groups of two matrices are given by offsets"
-        shape = [offs.shape[0], left.shape[0], right.shape[1]]
-    elif right.dim() == 2:
-        shape = [*left.shape[1:2], right.shape[1]]
-    else:
-        shape = [*left.shape[:-1], right.shape[-1]]
-    return left.new_empty(shape, dtype=out_dtype or left.dtype)
+        rows = (offs.shape[0], left.shape[0])
+    return left.new_empty((*rows, right.shape[-1]), dtype=out_dtype or left.dtype)
 
 
 _RULES: dict[Any, Any] = {torch.ops.aten._grouped_mm.default: _grouped_mm}

@@ -73,6 +73,11 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
+def run_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator with the arguments of its call, as torch's libraries pass them."""
+    return run(func, args, kwargs)
+
+
 def is_product(func: Any, args: tuple[Any, ...]) -> bool:
     """Return True if a call is a matrix product of cuBLAS, without empty operands."""
     packet = func.overloadpacket
@@ -99,21 +104,18 @@ def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
             failure = thread.failure
             if failure is not None:
                 raise failure from None
-            if "fork-based" in str(error):  # see `apart`
-                raise _too_late() from error
-            raise
+            if "fork-based" not in str(error):  # see `apart`
+                raise
+            raise VirtualDeviceError(
+                "beside CUDA, backward on virtual GPUs runs in a fork of this process, and no fork "
+                "can do backward once this process has done it on CUDA",
+                hint="plan and check before you train, or in another process: duoka plan, duoka "
+                "check",
+            ) from error
         finally:
             thread.failure = None
 
     return run_backward
-
-
-def _too_late() -> VirtualDeviceError:
-    return VirtualDeviceError(
-        "beside CUDA, backward on virtual GPUs runs in a fork of this process, and no fork can do "
-        "backward once this process has done it on CUDA",
-        hint="plan and check before you train, or in another process: duoka plan, duoka check",
-    )
 
 
 def make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,11 +153,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_inference_mode_enabled() and not args[0].is_inference():
         # A view of a normal tensor is a normal tensor, also in inference mode.
         with torch.inference_mode(False):
-            return _wrapped_view(func, args, kwargs)
-    return _wrapped_view(func, args, kwargs)
-
-
-def _wrapped_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return _view(func, args, kwargs)
     plain, _ = op_call.unwrap(func, args, kwargs)
     block = args[0].block
     out = func(*plain.args, **plain.kwargs)
@@ -165,6 +163,14 @@ def _wrapped_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return type(out)([wrap(item, block) for item in out])
 
 
+# An operator's schema tells everything that a handler of writes needs, for example
+#
+#   addmm_(Tensor(a!) self, Tensor mat1, Tensor mat2) -> Tensor(a!)      writes and returns self
+#   topk.values(…, *, Tensor(a!) values, Tensor(b!) indices) -> (Tensor(a!), Tensor(b!))
+#
+# Arguments with "!" are written; a result with the same letter is that argument itself, not a new
+# tensor. On a GPU with meta data a write of unknown values makes the written storage unknown, and
+# the arguments are unwrapped again, since their backing tensors have changed.
 class _Write:
     """The handler of an operator with written arguments, returned or not."""
 

@@ -6,13 +6,14 @@ sums, the scratch of cumulative sums and of the largest few) isn't counted.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from . import cuda_only
-from .operators import below, handlers, make, run
+from .operators import below, handlers, make, run_whole
 
 _aten = torch.ops.aten
 _SORTED_IN_SHARED_MEMORY = 4096
@@ -23,10 +24,28 @@ _WHOLE = ("silu_backward", "mish_backward")
 _libraries: list[torch.library.Library] = []
 
 
-def _safe_softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Charge the search for rows without any attention, after the softmax."""
+# Bytes of buffers beside a result, from the result and the arguments.
+_BUFFERS: dict[Any, Callable[[Any, Any], tuple[int, ...]]] = {
+    # The exponentials and their sums.
+    _aten.logsumexp.default: lambda out, args: (args[0].nbytes, out.nbytes),
+    # The random numbers, each for a weight.
+    _aten.multinomial.default: lambda out, args: (args[0].nbytes,),
+    # The search for rows without any attention, after the softmax.
+    _aten._safe_softmax.default: lambda out, args: (
+        *(out.numel(), out.numel() // max(out.shape[args[1]], 1)),
+        out.element_size(),
+    ),
+    # The copy of a broadcast mask, and the int64 positions counted over it.
+    _aten.masked_scatter.default: lambda out, args: (
+        0 if args[1].is_contiguous() and args[1].shape == out.shape else out.numel(),
+        8 * out.numel(),
+    ),
+}
+
+
+def _make_with_buffers(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = make(func, args, kwargs)
-    out.gpu.charge(out.numel(), out.numel() // max(out.shape[args[1]], 1), out.element_size())
+    out.gpu.charge(*_BUFFERS[func](out, args))
     return out
 
 
@@ -35,13 +54,6 @@ def _softmax_backward(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     result = cuda_only.softmax_backward(func, args, kwargs)
     result.gpu.charge(args[0].nbytes)
     return result
-
-
-def _logsumexp(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Charge the exponentials and their sums."""
-    out = make(func, args, kwargs)
-    out.gpu.charge(args[0].nbytes, out.nbytes)
-    return out
 
 
 def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,21 +71,6 @@ def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Charge the random numbers, each for a weight."""
-    out = make(func, args, kwargs)
-    out.gpu.charge(args[0].nbytes)
-    return out
-
-
-def _masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Charge the int64 positions counted over the mask, and the copy of a broadcast mask."""
-    out, mask = make(func, args, kwargs), args[1]
-    copied = [] if mask.is_contiguous() and mask.shape == out.shape else [out.numel()]
-    out.gpu.charge(*copied, 8 * out.numel())
-    return out
-
-
 def _softmax(name: str) -> Any:
     """Return a softmax with the conversion from half precision to fp32 inside the kernel."""
     kernel = getattr(_aten, f"_{name}").default
@@ -86,18 +83,11 @@ def _softmax(name: str) -> Any:
     return softmax
 
 
-def _run_whole(func: Any, *args: Any, **kwargs: Any) -> Any:
-    return run(func, args, kwargs)
-
-
 def install() -> None:
     """Register the operators of this module with torch, for the life of the process."""
-    handlers[_aten._safe_softmax.default] = _safe_softmax
+    handlers.update(dict.fromkeys(_BUFFERS, _make_with_buffers))
     handlers[_aten._softmax_backward_data.default] = _softmax_backward
-    handlers[_aten.logsumexp.default] = _logsumexp
     handlers[_aten.sort.default] = handlers[_aten.sort.stable] = _sort
-    handlers[_aten.multinomial.default] = _multinomial
-    handlers[_aten.masked_scatter.default] = _masked_scatter
     library = torch.library.Library("aten", "IMPL")
     for name in ("softmax", "log_softmax"):
         softmax = _softmax(name)
@@ -107,5 +97,5 @@ def install() -> None:
         # Registered for the backend, it is no longer taken apart before it comes to the tensors.
         whole = getattr(_aten, name).default
         handlers[whole] = make
-        library.impl(name, partial(_run_whole, whole), "PrivateUse1")
+        library.impl(name, partial(run_whole, whole), "PrivateUse1")
     _libraries.append(library)

@@ -48,11 +48,7 @@ class VirtualTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         return _runner(func, args, kwargs or {})
 
@@ -125,15 +121,14 @@ class VirtualTensor(torch.Tensor):
         """The storage, as far as its identity and size."""
         return VirtualStorage(self.block)
 
-    def _typed_storage(self) -> Any:
+    def storage(self) -> Any:
+        """Refuse: see `untyped_storage`."""
         raise VirtualDeviceError(
             "a virtual GPU's storage has no address in this process",
             hint="use untyped_storage() for its identity and size, or cpu() for its content",
         )
 
-    def storage(self) -> Any:
-        """Refuse: see `untyped_storage`."""
-        return self._typed_storage()
+    _typed_storage = storage
 
     def share_memory_(self) -> VirtualTensor:
         """Do nothing, as for a tensor on CUDA."""
@@ -151,10 +146,35 @@ class VirtualTensor(torch.Tensor):
         raise RuntimeError(f"cannot pin a tensor on {self.device}: only dense CPU tensors can be")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return _text_of(self)
+        backing = self.backing.detach()
+        notes = [f"device='{self.device}'"]
+        notes += ["no data"] if backing.is_meta else []
+        if self.grad_fn is not None:
+            notes.append(f"grad_fn=<{type(self.grad_fn).__name__}>")
+        elif self.requires_grad:
+            notes.append("requires_grad=True")
+        text = repr(backing).replace("device='meta', ", "")
+        text = f"{text[:-1]}, {', '.join(notes)})"
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        return f"Parameter containing:\n{text}" if is_parameter else text
 
+    # The form is torch's own for devices that Python can't give a storage to: the CPU copy and the
+    # name of the device. ``weights_only`` lets it pass, and ``map_location="cpu"`` works. Tensors
+    # that share memory share it in the file.
     def __reduce_ex__(self, proto: Any) -> Any:
-        return _reduce(self)
+        backing = self.backing.detach()
+        if backing.is_meta:
+            raise VirtualDeviceError(
+                f"a tensor of shape {tuple(self.shape)} on {self.device} has no numbers to save: "
+                "its GPU holds meta data",
+                hint='use virtual GPUs with data="cpu"',
+            )
+        rebuild: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
+        state = (backing.cpu(), self.dtype, str(self.device), self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            inner = _Reduced(rebuild, (*state[:3], False))
+            return torch._utils._rebuild_parameter, (inner, self.requires_grad, {})
+        return rebuild, state
 
     def __copy__(self) -> VirtualTensor:
         copy = wrap(self.backing.detach(), self.block)
@@ -200,12 +220,7 @@ class VirtualStorage:
         """The size in bytes."""
         return self._block.num_bytes
 
-    def size(self) -> int:
-        """The size in bytes."""
-        return self._block.num_bytes
-
-    def __len__(self) -> int:
-        return self._block.num_bytes
+    size = __len__ = nbytes
 
 
 def wrap(backing: torch.Tensor, block: StorageBlock) -> VirtualTensor:
@@ -275,27 +290,6 @@ def _deepcopy(tensor: VirtualTensor, memo: dict[int, Any]) -> VirtualTensor:
     return copy
 
 
-def _reduce(tensor: VirtualTensor) -> Any:
-    """Pickle a tensor as its CPU copy and the name of its device.
-
-    The form is torch's own for devices that Python can't give a storage to; ``weights_only`` lets
-    it pass, and ``map_location="cpu"`` works. Tensors that share memory share it in the file.
-    """
-    backing = tensor.backing.detach()
-    if backing.is_meta:
-        raise VirtualDeviceError(
-            f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} has no numbers to save: "
-            "its GPU holds meta data",
-            hint='use virtual GPUs with data="cpu"',
-        )
-    rebuild: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
-    state = (backing.cpu(), tensor.dtype, str(tensor.device), tensor.requires_grad)
-    if isinstance(tensor, torch.nn.Parameter):
-        inner = _Reduced(rebuild, (*state[:3], False))
-        return torch._utils._rebuild_parameter, (inner, tensor.requires_grad, {})
-    return rebuild, state
-
-
 def _restore(storage: Any, location: str) -> None:
     if location.startswith((NAME, PLACE)):
         raise VirtualDeviceError(
@@ -317,19 +311,3 @@ class _Reduced:
 
     def __reduce__(self) -> Any:
         return self._call
-
-
-def _text_of(tensor: VirtualTensor) -> str:
-    """Format a tensor as torch formats tensors on a device."""
-    backing = tensor.backing.detach()
-    notes = [f"device='{tensor.device}'"]
-    if backing.is_meta:
-        notes.append("no data")
-    if tensor.grad_fn is not None:
-        notes.append(f"grad_fn=<{type(tensor.grad_fn).__name__}>")
-    elif tensor.requires_grad:
-        notes.append("requires_grad=True")
-    text = repr(backing).replace("device='meta', ", "")
-    text = f"{text[:-1]}, {', '.join(notes)})"
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    return f"Parameter containing:\n{text}" if is_parameter else text

@@ -16,24 +16,13 @@ from .world import VirtualGpu, active_world, thread
 
 _aten = torch.ops.aten
 _CONSTANT = frozenset(
-    {
-        _aten.zeros_like.default,
-        _aten.ones_like.default,
-        _aten.full_like.default,
-        _aten.new_zeros.default,
-        _aten.new_ones.default,
-        _aten.new_full.default,
-    }
+    getattr(_aten, name).default
+    for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 )
+_RANDOM_OR_EMPTY = ("empty_like", "rand_like", "randn_like", "randint_like", "new_empty")
 _LIKE = (
-    *_CONSTANT,
-    _aten.empty_like.default,
-    _aten.rand_like.default,
-    _aten.randn_like.default,
-    _aten.randint_like.default,
-    _aten.randint_like.low_dtype,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
+    *(*_CONSTANT, _aten.randint_like.low_dtype, _aten.new_empty_strided.default),
+    *(getattr(_aten, name).default for name in _RANDOM_OR_EMPTY),
 )
 
 
@@ -49,16 +38,25 @@ def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor: VirtualTensor = args[0]
     plain, gpu = op_call.unwrap(func, args, kwargs)
     backing = plain.args[0]
-    options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-    device = kwargs.get("device")
+    device, options = _split(kwargs)
     if device is not None and not is_virtual(device):
         if backing.is_meta and device.type != "meta":
             raise known_values.unknown_value(f"a copy of {tuple(tensor.shape)} to {device}")
         return func(backing, device=device, **options)
-    target = gpu_of(device, gpu)
-    return place(func(backing, **options), target)
+    return place(func(backing, **options), gpu_of(device, gpu))
 
 
+def _split(kwargs: dict[str, Any]) -> tuple[torch.device | None, dict[str, Any]]:
+    """Split options into the device and those that the backing tensor takes."""
+    options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    return kwargs.get("device"), options
+
+
+# from \ to    known               unknown             GPU with real data
+# known        copied              shape alone         copied
+# unknown      target is forgotten shape alone         error: no data
+#
+# A copy of unknown values to the CPU is a read, and raises UnknownValueError.
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy between any two devices, as on CUDA; the destination's dtype holds."""
     target, source = args[0], args[1]
@@ -85,8 +83,7 @@ def _backing(tensor: torch.Tensor) -> torch.Tensor:
 
 def _make_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     plain, gpu = op_call.unwrap(func, args, kwargs)
-    options = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-    device = kwargs.get("device")
+    device, options = _split(kwargs)
     if device is not None and not is_virtual(device):
         return func(*plain.args, device=device, **options)
     target = gpu_of(device, gpu)
@@ -128,9 +125,9 @@ def install() -> None:
     handlers[_aten.copy_.default] = _copy
     for operator in _LIKE:
         handlers[operator] = _make_like
-    for overload in ("source_Tensor", "source_Tensor_storage_offset", "source_Storage"):
-        handlers[getattr(_aten.set_, overload)] = _set
-    handlers[_aten.set_.source_Storage_storage_offset] = _set
+    for source in ("source_Tensor", "source_Storage"):
+        for overload in (source, f"{source}_storage_offset"):
+            handlers[getattr(_aten.set_, overload)] = _set
     handlers[_aten._local_scalar_dense.default] = _read
     handlers[_aten.is_pinned.default] = lambda *_: False
     handlers[_aten.record_stream.default] = lambda *_: None

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -74,6 +74,17 @@ class _ThreadState(threading.local):
 thread = _ThreadState()
 
 
+@contextmanager
+def thread_state(**values: Any) -> Iterator[None]:
+    """Set some of this thread's state inside the scope."""
+    previous = {name: getattr(thread, name) for name in values}
+    vars(thread).update(values)
+    try:
+        yield
+    finally:
+        vars(thread).update(previous)
+
+
 # Both switches are torch's own and belong to one thread. ``torch.tensor(..., device="vgpu:0")``
 # works only when new data is lifted to a device after it was built on the CPU; and backward must
 # run in the calling thread, because a device guard written in Python knows one device only.
@@ -89,19 +100,16 @@ def arm() -> None:
 @contextmanager
 def armed() -> Iterator[None]:
     """Set the switches for this thread inside the scope: CUDA's backward wants its own threads."""
-    old = (
-        torch._C._only_lift_cpu_tensors(),
-        torch._C._is_multithreading_enabled(),
-        thread.armed,
-    )
-    thread.armed = False
+    lifts_cpu_alone = torch._C._only_lift_cpu_tensors()
+    is_multithreaded = torch._C._is_multithreading_enabled()
+    was_armed, thread.armed = thread.armed, False
     arm()
     try:
         yield
     finally:
-        torch._C._set_only_lift_cpu_tensors(old[0])
-        torch._C._set_multithreading_enabled(old[1])
-        thread.armed = old[2]
+        torch._C._set_only_lift_cpu_tensors(lifts_cpu_alone)
+        torch._C._set_multithreading_enabled(is_multithreaded)
+        thread.armed = was_armed
 
 
 class VirtualGpu:
@@ -205,16 +213,15 @@ class VirtualGpu:
             self.allocator.free(self._pending.popleft())
 
     def _out_of_memory_text(self, failure: OutOfCapacity) -> str:
-        capacity = failure.capacity_bytes or 0
-        free = max(0, capacity - failure.reserved_bytes)
-        idle = failure.reserved_bytes - failure.allocated_bytes
+        capacity, reserved = failure.capacity_bytes or 0, failure.reserved_bytes
+        allocated = failure.allocated_bytes
+        sizes = (failure.requested_bytes, capacity, max(0, capacity - reserved), reserved)
+        requested, total, free, used = map(format_bytes, sizes)
         return (
-            f"vgpu out of memory. Tried to allocate {format_bytes(failure.requested_bytes)}. "
-            f"GPU {self.index} has a total capacity of {format_bytes(capacity)} of which "
-            f"{format_bytes(free)} is free. This process has "
-            f"{format_bytes(failure.reserved_bytes)} memory in use. Of the allocated memory "
-            f"{format_bytes(failure.allocated_bytes)} is allocated by PyTorch, and "
-            f"{format_bytes(idle)} is reserved by PyTorch but unallocated."
+            f"vgpu out of memory. Tried to allocate {requested}. GPU {self.index} has a total "
+            f"capacity of {total} of which {free} is free. This process has {used} memory in use. "
+            f"Of the allocated memory {format_bytes(allocated)} is allocated by PyTorch, and "
+            f"{format_bytes(reserved - allocated)} is reserved by PyTorch but unallocated."
         )
 
 
@@ -350,20 +357,18 @@ class World:
             gpu.empty_cache()
 
 
-class _Process:
-    """The process-wide world."""
-
-    world: World | None = None
-
-
 def set_process_world(world: World) -> None:
     """Set the world of all threads without their own."""
-    _Process.world = world
+    global _process_world
+    _process_world = world
+
+
+_process_world: World | None = None
 
 
 def active_world() -> World:
     """Return the world of factories in this thread."""
-    world = thread.world or _Process.world
+    world = thread.world or _process_world
     if world is None:
         raise VirtualDeviceError(
             "there are no virtual GPUs", hint="call duoka.virtual.set_gpus([...]) first"
@@ -373,40 +378,26 @@ def active_world() -> World:
 
 def num_gpus() -> int:
     """Count the GPUs of the active world: none when there is no world."""
-    world = thread.world or _Process.world
+    world = thread.world or _process_world
     return 0 if world is None else len(world.gpus)
 
 
 @contextmanager
 def use_world(world: World) -> Iterator[World]:
     """Let factories in this thread use `world` inside the scope."""
-    previous, thread.world = thread.world, world
-    index, thread.current_index = thread.current_index, 0
-    try:
+    with thread_state(world=world, current_index=0):
         yield world
-    finally:
-        thread.world, thread.current_index = previous, index
 
 
-@contextmanager
-def observe(listener: Listener) -> Iterator[None]:
+def observe(listener: Listener) -> AbstractContextManager[None]:
     """Report this thread's work on virtual GPUs to `listener`, inside the scope.
 
     Inside of another's scope that one hears nothing meanwhile. A free is heard in the thread in
     which it happens.
     """
-    outer, thread.listener = thread.listener, listener
-    try:
-        yield
-    finally:
-        thread.listener = outer
+    return thread_state(listener=listener)
 
 
-@contextmanager
-def settled_by(arbiter: Arbiter | None) -> Iterator[None]:
+def settled_by(arbiter: Arbiter | None) -> AbstractContextManager[None]:
     """Let `arbiter` settle operations with mixed devices in this thread, inside the scope."""
-    outer, thread.arbiter = thread.arbiter, arbiter
-    try:
-        yield
-    finally:
-        thread.arbiter = outer
+    return thread_state(arbiter=arbiter)

@@ -9,15 +9,7 @@ from hub_server import COMMIT, HubServer
 
 from duoka.checkpoint.checkpoint import Checkpoint
 
-from .conftest import (
-    CONFIG,
-    NAME,
-    TOKEN,
-    fetch_it,
-    is_right,
-    open_it,
-    refused,
-)
+from .conftest import NAME, TOKEN, fetch_it, is_right, open_it, refused
 
 # ── who may ask ──
 
@@ -51,22 +43,6 @@ def test_a_wrong_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_token_is_wanted(hub: HubServer) -> None:
-    hub.next("api", hub_server.status(401))
-    message = f"{hub.url} doesn't let you read org/model: there is no token"
-    assert refused(open_it) == (message, LOG_IN)
-
-
-def test_a_token_without_the_permission(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub.next("config.json", hub_server.status(403))
-    assert refused(open_it) == (
-        f"{hub.url} doesn't let you read config.json of {NAME}@{COMMIT}: the token is wrong, has "
-        "expired, or lacks the permission",
-        LOG_IN,
-    )
-
-
 def test_a_gated_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos[NAME].gated = True
     message = "org/model is gated: its authors must grant you access"
@@ -84,17 +60,6 @@ def test_no_such_revision(hub: HubServer) -> None:
         f"{hub.url} has no such revision: org/model@v9",
         "give a branch, a tag or a commit",
     )
-
-
-def test_no_such_file(hub: HubServer) -> None:
-    hub.next("config.json", hub_server.status(404, X_Error_Code="EntryNotFound"))
-    message = f"{hub.url} has no such file: config.json of {NAME}@{COMMIT}"
-    assert refused(open_it)[0] == message
-
-
-def test_a_repository_without_a_config(hub: HubServer) -> None:
-    del hub.repos[NAME].files["config.json"]
-    assert refused(open_it)[0] == f"{NAME}@{COMMIT} holds no config.json"
 
 
 NO_HUB = "try again; is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?"
@@ -129,13 +94,3 @@ def test_names_that_lead_out_of_the_cache_are_left_alone(hub: HubServer, tmp_pat
     hub.repos[NAME].files |= {"../../../evil.json": b"{}", "/evil.json": b"{}", "..": b"{}"}
     fetch_it()
     assert not list(tmp_path.rglob("evil.json"))
-
-
-def test_a_web_page_instead_of_a_file(hub: HubServer) -> None:
-    hub.next("config.json", hub_server.html)
-    assert refused(open_it) == (
-        f"{hub.url} answers with something else than it told of to the request for config.json of "
-        f"{NAME}@{COMMIT}",
-        NO_HUB,
-    )
-    assert open_it().config == CONFIG

@@ -5,9 +5,7 @@ import pytest
 from duoka.checkpoint.hub import HubName, parse_name
 from duoka.errors import UsageError
 
-from .conftest import (
-    NAME,
-)
+from .conftest import NAME
 
 # ── names ──
 

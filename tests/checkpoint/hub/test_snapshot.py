@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,24 +86,6 @@ def test_a_server_without_ranges_is_refused(hub: HubServer) -> None:
     assert "something else than it told of" in refused(open_it)[0]
 
 
-def test_a_local_directory_wins(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org").mkdir()
-    on_disk(hub, tmp_path / "org" / "model")
-    assert open_it().path == Path("org/model")
-    assert hub.requests == []
-
-
-def test_revisions(hub: HubServer) -> None:
-    other = "f" * 40
-    hub.repos[NAME].revisions["v1"] = other
-    assert Checkpoint.open(NAME, revision="v1").source == f"{NAME}@{other}"
-    assert Checkpoint.open(f"{NAME}@v1").source == f"{NAME}@{other}"
-    assert Checkpoint.open(f"{NAME}@{COMMIT}").source == f"{NAME}@{COMMIT}"
-
-
 def test_code_is_fetched_only_if_trusted(hub: HubServer) -> None:
     auto_map = {"AutoModel": "modeling.Model", "AutoConfig": "modeling.Config"}
     files = hub.repos[NAME].files
@@ -114,13 +95,6 @@ def test_code_is_fetched_only_if_trusted(hub: HubServer) -> None:
     assert not any("modeling.py" in request.path for request in hub.requests)
     trusted = Checkpoint.open(NAME, trust_remote_code=True)
     assert trusted.remote_code == (("modeling.py", hashlib.sha256(b"x = 1\n").hexdigest()),)
-
-
-def test_a_pickle_on_the_hub(hub: HubServer) -> None:
-    hub.repos[NAME].files = {"config.json": b"{}", "pytorch_model.bin": b"never opened"}
-    checkpoint = open_it()
-    assert (checkpoint.format, checkpoint.tensors) == ("bin", None)
-    assert hub.storage_requests == []
 
 
 # ── loading ──
@@ -143,19 +117,6 @@ def test_fetching(hub: HubServer, waits: list[float]) -> None:
     assert hub.requests == []
     path = huggingface_hub.try_to_load_from_cache(NAME, SHARD, revision=COMMIT)
     assert path == str(checkpoint.path / SHARD)
-
-
-def test_what_is_no_tokenizer_is_not_downloaded(hub: HubServer) -> None:
-    hub.repos[NAME].files["books.txt"] = b"all of them"
-    hub.repos[NAME].lies["books.txt"] = {"size": 10**11}
-    assert not any(file.name == "books.txt" for file in fetch_it().path.iterdir())
-
-
-def test_storage_without_xet_where_xet_is_on(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
-    assert is_right(fetch_it())
 
 
 def test_what_another_program_downloaded_is_verified_once(
@@ -246,20 +207,6 @@ def test_offline_with_blobs_that_models_share(
     shared.write_bytes(bytes(shared.stat().st_size))
     refused(checkpoint.fetch)
     assert not shared.exists()
-
-
-def test_offline_with_a_cache_without_links(
-    hub: HubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    download_by_huggingface_hub(hub)
-    for pointer in open_it().path.iterdir():
-        if pointer.is_symlink():
-            blob = pointer.resolve()
-            pointer.unlink()
-            blob.rename(pointer)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("DUOKA_CACHE", os.environ["DUOKA_CACHE"] + "-other")
-    assert is_right(fetch_it())
 
 
 def test_the_disk_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

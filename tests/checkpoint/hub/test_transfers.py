@@ -14,17 +14,7 @@ import huggingface_hub
 import pytest
 from hub_server import COMMIT, HubServer
 
-from .conftest import (
-    ATTEMPTS,
-    CONFIG,
-    NAME,
-    SHARD,
-    fetch_it,
-    is_right,
-    open_it,
-    refused,
-    some_files,
-)
+from .conftest import ATTEMPTS, NAME, SHARD, fetch_it, is_right, open_it, refused, some_files
 
 # ── files ──
 
@@ -56,12 +46,6 @@ def test_a_connection_that_always_breaks_off(hub: HubServer) -> None:
     assert is_right(fetch_it())
 
 
-def test_a_storage_without_ranges_begins_again(hub: HubServer) -> None:
-    checkpoint = open_it()
-    hub.next("storage", hub_server.break_off(20), hub_server.ignore_ranges)
-    assert is_right(checkpoint.fetch())
-
-
 def test_a_wrong_hash(hub: HubServer) -> None:
     checkpoint = open_it()
     hub.next("storage", hub_server.spoil)
@@ -73,12 +57,6 @@ def test_a_wrong_hash(hub: HubServer) -> None:
     assert not list((checkpoint.path.parents[1] / "blobs").glob("*.incomplete"))
     assert "tokenizer.model" in open_it().missing
     assert is_right(fetch_it())
-
-
-def test_a_small_file_with_a_wrong_hash(hub: HubServer) -> None:
-    hub.next("config.json", hub_server.spoil)
-    assert "config.json of" in refused(open_it)[0]
-    assert open_it().config == CONFIG
 
 
 def test_another_length_than_was_told(hub: HubServer) -> None:

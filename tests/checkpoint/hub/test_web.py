@@ -7,16 +7,7 @@ import huggingface_hub
 import pytest
 from hub_server import COMMIT, HubServer
 
-from .conftest import (
-    ATTEMPTS,
-    CONFIG,
-    NAME,
-    TOKEN,
-    fetch_it,
-    is_right,
-    open_it,
-    refused,
-)
+from .conftest import ATTEMPTS, NAME, TOKEN, fetch_it, open_it, refused
 
 # ── too much, too often, out of order ──
 
@@ -43,21 +34,6 @@ def test_a_hub_in_trouble(hub: HubServer, code: int, waits: list[float]) -> None
     assert message == f"{hub.url} answers with status {code} to the request for org/model"
     assert hint.startswith("try again later")
     assert waits[3:] == [1, 2, 4, 8]
-
-
-def test_a_status_that_nobody_expects(hub: HubServer) -> None:
-    hub.next("api", hub_server.status(418))
-    message = f"{hub.url} answers with status 418 to the request for org/model"
-    assert refused(open_it)[0] == message
-
-
-@pytest.mark.parametrize("place", ["config.json", "head", "storage"])
-def test_a_download_that_is_put_off(hub: HubServer, place: str) -> None:
-    checkpoint = open_it()
-    (checkpoint.path / "config.json").unlink()
-    (checkpoint.path.parents[1] / "blobs" / hub.repos[NAME].etag("config.json")).unlink()
-    hub.next(place, hub_server.status(429, Retry_After="3"), hub_server.status(503))
-    assert is_right(checkpoint.fetch())
 
 
 @pytest.mark.parametrize(
@@ -109,12 +85,6 @@ def test_a_connection_that_is_refused(hub: HubServer, waits: list[float]) -> Non
     assert waits == []
 
 
-def test_a_name_that_no_one_has(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://user:pw@hub.invalid")
-    message, _ = refused(open_it)
-    assert message.startswith("http://hub.invalid can't be reached for org/model: ")
-
-
 # ── redirects ──
 
 
@@ -125,12 +95,6 @@ def test_the_token_goes_to_the_hub_alone(hub: HubServer, monkeypatch: pytest.Mon
     assert all(request.has_token for request in hub.requests)
     assert hub.storage_requests
     assert not any(request.has_token for request in hub.storage_requests)
-
-
-def test_a_redirect_within_the_hub_is_followed(hub: HubServer) -> None:
-    path = f"/{NAME}/resolve/main/config.json"
-    hub.next("config.json", hub_server.redirect(path))
-    assert open_it().config == CONFIG
 
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://x/y", "http://[", "//:99999/", ""])

@@ -21,29 +21,13 @@ from duoka.errors import CheckpointError
 from duoka.models.text.tokenizer import load_tokenizer, special_id
 
 TEXTS = [
-    *(
-        "",
-        " ",
-        "  two  spaces  ",
-        "\n\n\t tabs\r\n",
-        "你好，世界！",
-        "日本語 한국어 ไทย العربية हिन्दी",
-    ),
-    *(
-        "👩‍👩‍👧‍👦🏳️‍🌈😀",
-        "def f(x):\n    return x ** 2  # ok\n",
-        "ﬁ Å Å ½ ①",
-        "▁▁ a▁b",
-        "1234567890 3.14e-10",
-    ),
-    *(
-        "<|user|>\n hi",
-        "[gMASK]sop<sop></s><unk><0x0A><|endoftext|>",
-        "\x00\x01\u200b\u202e",
-        "a" * 300,
-    ),
-    *(" " * 100, "I'll we'RE don't", "𝕳𝖊𝖑𝖑𝖔", "！？。，、；：", "\ufeffBOM"),
-]
+    "", " ", "  two  spaces  ", "\n\n\t tabs\r\n", "你好，世界！",
+    "日本語 한국어 ไทย العربية हिन्दी",
+    "👩‍👩‍👧‍👦🏳️‍🌈😀", "def f(x):\n    return x ** 2  # ok\n", "ﬁ Å Å ½ ①", "▁▁ a▁b",
+    "1234567890 3.14e-10", "<|user|>\n hi", "[gMASK]sop<sop></s><unk><0x0A><|endoftext|>",
+    "\x00\x01\u200b\u202e", "a" * 300, " " * 100, "I'll we'RE don't", "𝕳𝖊𝖑𝖑𝖔",
+    "！？。，、；：", "\ufeffBOM",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -219,12 +203,6 @@ def test_added_tokens_of_glm4_must_count_on(shared_data: Path, tmp_path: Path) -
         load_tokenizer(directory, {"model_type": "chatglm"})
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no tokenizer") as caught:
-        load_tokenizer(tmp_path, {"model_type": "chatglm"})
-    assert caught.value.hint
-
-
 def train(directory: Path, **options: Any) -> Path:
     text = directory / "text.txt"
     words = "two cards are better than one 两张卡 比 一张 好 " + "".join(map(chr, range(33, 127)))
@@ -267,7 +245,9 @@ def test_files_that_are_far_too_large(name: str, tmp_path: Path) -> None:
         load_tokenizer(tmp_path, {"model_type": "llama"})
 
 
-def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", ["chatglm", "llama"])
+def test_a_directory_without_a_tokenizer(model_type: str, tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match="holds no tokenizer"):
-            load_tokenizer(directory, {"model_type": "llama"})
+        with pytest.raises(CheckpointError, match="holds no tokenizer") as caught:
+            load_tokenizer(directory, {"model_type": model_type})
+        assert caught.value.hint

@@ -7,13 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from staged import WORKLOAD, staged
+from staged import WORKLOAD, renamed, staged
 from tiny import Costs, fleet, made_up
 
 from duoka.errors import UsageError
 from duoka.forecast.workload import Workload
-from duoka.hardware.fleet import Fleet
-from duoka.planner.plan import Plan
 from duoka.planner.request import PlanProblem
 from duoka.planner.solve import find_plan
 from duoka.serve.vllm import VllmOptions, commands, parse_nodes
@@ -116,28 +114,12 @@ def test_the_profile_gives_the_bytes_of_a_cache_that_isnt_paged() -> None:
     profile = made_up([1 << 20] * 12, Costs(cache=4096))
     workload = Workload(prompt_tokens=1000, new_tokens=24, dtype="bfloat16")
     plan = find_plan(profile, PlanProblem(fleet=fleet(160, 120), workload=workload, use_all=True))
-    plan = renamed(replace(plan, source="model"), "cuda")
+    cuda = {name: name.replace("vgpu", "cuda") for name in plan.fleet.names}
+    plan = renamed(replace(plan, source="model"), cuda)
     (command,) = commands(plan, OPTIONS, profile)
     assert int(options_of(command.arguments)["--kv-cache-memory-bytes"]) > 65 * 16 * 4096
     (command,) = commands(plan, OPTIONS)
     assert "--kv-cache-memory-bytes" not in command.arguments
-
-
-def renamed(plan: Plan, kind: str) -> Plan:
-    """The same plan for GPUs of another kind."""
-    names = {name: f"{kind}:{name.partition(':')[2]}" for name in plan.fleet.names}
-    fleet = Fleet(
-        devices=tuple(replace(device, name=names[device.name]) for device in plan.fleet.devices)
-    )
-    entries = tuple((name, names[device]) for name, device in plan.placement.entries)
-    devices = tuple(replace(stage, device=names[stage.device]) for stage in plan.forecast.devices)
-    return replace(
-        plan,
-        fleet=fleet,
-        placement=replace(plan.placement, entries=entries),
-        forecast=replace(plan.forecast, devices=devices),
-        binding_device=names[plan.binding_device],
-    )
 
 
 def test_weights_that_the_plan_quantizes_are_refused() -> None:
@@ -147,8 +129,9 @@ def test_weights_that_the_plan_quantizes_are_refused() -> None:
 
 
 def test_virtual_gpus_are_refused() -> None:
+    plan = renamed(staged([3, 2]), {"cuda:0": "vgpu:0", "cuda:1": "vgpu:1"})
     with pytest.raises(UsageError, match=r"virtual GPUs \(vgpu:0, vgpu:1\)"):
-        commands(renamed(staged([3, 2]), "vgpu"), OPTIONS)
+        commands(plan, OPTIONS)
 
 
 def test_vllms_own_quantization_may_be_asked_for() -> None:

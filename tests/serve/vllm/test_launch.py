@@ -215,19 +215,20 @@ def test_one_that_ignores_sigterm_is_killed(
     launched.assert_nothing_is_left()
 
 
-def test_one_that_dies_at_the_start_is_told(
-    launched: Launch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("behaviour", "code", "text"),
+    [
+        ({"dies": 3}, 3, "torch.OutOfMemoryError: CUDA out of memory."),
+        ({"gpus": 2}, 2, "no such GPU: 0,1,2"),
+    ],
+    ids=["out of memory", "GPUs that the machine hasn't"],
+)
+def test_one_that_ends_at_the_start_is_told(
+    launched: Launch, capfd: pytest.CaptureFixture[str], behaviour: Any, code: int, text: str
 ) -> None:
-    with pytest.raises(MachineError, match="exit code 3 before it answered"):
-        launched.run(behaviour={"dies": 3})
-    assert "torch.OutOfMemoryError: CUDA out of memory." in capfd.readouterr().err
-
-
-def test_what_vllm_refuses_is_told(launched: Launch, capfd: pytest.CaptureFixture[str]) -> None:
-    """The stand-in can refuse: here GPUs that the machine hasn't."""
-    with pytest.raises(MachineError, match=r"exit code 2 before"):
-        launched.run(behaviour={"gpus": 2})
-    assert "no such GPU: 0,1,2" in capfd.readouterr().err
+    with pytest.raises(MachineError, match=f"exit code {code} before it answered"):
+        launched.run(behaviour=behaviour)
+    assert text in capfd.readouterr().err
 
 
 def test_one_that_never_answers_is_ended(launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ import pytest
 from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from staged import staged
+from staged import rearranged, renamed, staged
 
 from duoka.errors import UsageError
 from duoka.hardware.fleet import Fleet
+from duoka.planner.plan import Plan
 from duoka.report.export.stages import read_pipeline
 from duoka.serve.vllm.nodes import Node, devices_by_node, parse_nodes
 
@@ -65,19 +66,7 @@ def test_every_stage_is_on_one_machine_and_in_order(nodes: int, uses: int, spare
     plan = staged([2] * len(numbers), gpus=",".join(["8GiB"] * len(numbers)))
     wide = Fleet.parse(",".join(["8GiB"] * (nodes * (uses + spare))))
     names = dict(zip(plan.devices, (f"cuda:{number}" for number in numbers), strict=True))
-    entries = tuple((name, names[device]) for name, device in plan.placement.entries)
-    plan = replace(
-        plan,
-        fleet=wide,
-        placement=replace(plan.placement, entries=entries),
-        forecast=replace(
-            plan.forecast,
-            devices=tuple(
-                replace(stage, device=names[stage.device]) for stage in plan.forecast.devices
-            ),
-        ),
-        binding_device=names[plan.binding_device],
-    )
+    plan = replace(renamed(plan, names), fleet=wide)
     machines = tuple(Node(address=f"m{node}", num_gpus=uses + spare) for node in range(nodes))
     parts = devices_by_node(read_pipeline(plan, "vLLM"), machines)
     assert [node for node, _ in parts] == list(machines)
@@ -85,52 +74,40 @@ def test_every_stage_is_on_one_machine_and_in_order(nodes: int, uses: int, spare
         assert [device.name for device in devices] == [f"cuda:{gpu}" for gpu in range(uses)]
 
 
-def refusal(counts: list[int], nodes: str) -> str:
+def refusal(plan: Plan, nodes: str) -> str:
     with pytest.raises(UsageError) as error:
-        devices_by_node(read_pipeline(staged(counts), "vLLM"), parse_nodes(nodes))
+        devices_by_node(read_pipeline(plan, "vLLM"), parse_nodes(nodes))
     assert error.value.hint
     return str(error.value)
 
 
 def test_machines_with_unequal_numbers_of_stages_are_refused() -> None:
     """vLLM divides the ranks by the machines (`vllm/config/parallel.py`, `local_world_size`)."""
-    told = refusal([4, 3, 2], "a=2,b=1")
+    told = refusal(staged([4, 3, 2]), "a=2,b=1")
     assert "a 2 GPUs, b 1 GPU" in told
 
 
 def test_a_gpu_beyond_all_machines_is_refused() -> None:
-    assert "uses cuda:3, and the machines have 3 GPUs" in refusal([4, 3, 2, 1], "a=2,b=1")
+    assert "uses cuda:3, and the machines have 3 GPUs" in refusal(staged([4, 3, 2, 1]), "a=2,b=1")
 
 
 def order_of(numbers: list[int], nodes: str) -> str:
     """The refusal of a plan whose stages are on these GPUs."""
     plan = staged([2] * len(numbers))
     names = dict(zip(plan.devices, (f"cuda:{number}" for number in numbers), strict=True))
-    by_name = {stage.device: stage for stage in plan.forecast.devices}
-    plan = replace(
-        plan,
-        placement=replace(
-            plan.placement,
-            entries=tuple((name, names[device]) for name, device in plan.placement.entries),
-        ),
-        forecast=replace(
-            plan.forecast, devices=tuple(by_name[names[device]] for device in plan.devices)
-        ),
-    )
-    with pytest.raises(UsageError) as error:
-        devices_by_node(read_pipeline(plan, "vLLM"), parse_nodes(nodes))
-    return str(error.value)
+    entries = [(name, names[device]) for name, device in plan.placement.entries]
+    return refusal(rearranged(plan, entries), nodes)
 
 
-def test_a_plan_that_comes_back_to_a_machine_is_refused() -> None:
-    told = order_of([0, 2, 1, 3], "a=2,b=2")
-    assert told.endswith("the plan has: a 1 GPU, b 1 GPU, a 1 GPU, b 1 GPU")
-
-
-def test_a_plan_that_begins_elsewhere_is_refused() -> None:
-    told = order_of([2, 3, 0, 1], "a=2,b=2")
+@pytest.mark.parametrize(
+    ("numbers", "uses"),
+    [([0, 2, 1, 3], "a 1 GPU, b 1 GPU, a 1 GPU, b 1 GPU"), ([2, 3, 0, 1], "b 2 GPUs, a 2 GPUs")],
+    ids=["it comes back to a machine", "it begins elsewhere"],
+)
+def test_a_plan_in_another_order_of_machines_is_refused(numbers: list[int], uses: str) -> None:
+    told = order_of(numbers, "a=2,b=2")
     assert "begins on the first machine, a," in told
-    assert told.endswith("the plan has: b 2 GPUs, a 2 GPUs")
+    assert told.endswith(f"the plan has: {uses}")
 
 
 def test_detected_gpus_are_of_this_machine_alone() -> None:

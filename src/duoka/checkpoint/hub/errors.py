@@ -25,7 +25,7 @@ from huggingface_hub.errors import (
 from duoka.base.web import http
 from duoka.errors import CheckpointError
 
-from .repo_name import HubFile
+from .repo_name import HubName
 
 T = TypeVar("T")
 
@@ -42,16 +42,14 @@ def endpoint() -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def query(hub_file: HubFile, request: Callable[[], T]) -> T:
+def query(name: HubName, request: Callable[[], T]) -> T:
     """Make a request, with retries; raise CheckpointError for errors of the Hub."""
     for wait_seconds in (*WAITS_SECONDS, None):
         try:
             return request()
-        except CheckpointError:
-            raise
         except Exception as error:  # of httpx, huggingface_hub or the disk; unknown ones go on
             if wait_seconds is None or not _is_transient(error):
-                translated = _translate(error, hub_file)
+                translated = _translate(error, name)
                 if translated is None:
                     raise
                 # Without the cause: the addresses of large files are signed, as a password is.
@@ -125,20 +123,20 @@ _MESSAGES: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-def _translate(error: BaseException, hub_file: HubFile) -> CheckpointError | None:
+def _translate(error: BaseException, name: HubName) -> CheckpointError | None:
     """Translate an error; return None for errors unrelated to the Hub."""
     # huggingface_hub reports an absent file of its cache; the cause tells more.
     while isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, OfflineModeIsEnabled):
-        return offline_error(hub_file)
+        return offline_error(name)
     if isinstance(error, OSError) and error.errno is not None:
         return None
     status, token = _status(error), get_token()
     values = {
         "hub": endpoint(),
-        "wanted": hub_file,
-        "repo": hub_file.name.repo,
+        "wanted": name,
+        "repo": name.repo,
         "error": str(error) or "no answer in time",
         "status": status,
         "token": "the token is wrong, has expired, or lacks the permission"
@@ -153,10 +151,10 @@ def _translate(error: BaseException, hub_file: HubFile) -> CheckpointError | Non
     return None
 
 
-def offline_error(hub_file: HubFile) -> CheckpointError:
+def offline_error(name: HubName) -> CheckpointError:
     """Make the error for an absent file or repository while HF_HUB_OFFLINE is set."""
-    place = "not in the cache" if hub_file.file else "neither a directory here, nor in the cache"
+    place = "not in the cache" if name.file else "neither a directory here, nor in the cache"
     return CheckpointError(
-        f"{hub_file} is {place}, and the Hub may not be asked: HF_HUB_OFFLINE is set",
+        f"{name} is {place}, and the Hub may not be asked: HF_HUB_OFFLINE is set",
         hint="unset HF_HUB_OFFLINE to download it",
     )

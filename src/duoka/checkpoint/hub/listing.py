@@ -26,11 +26,11 @@ from duoka.errors import CheckpointError, FormatError
 from ..directory import CHAT_TEMPLATES
 from ..headers import is_plain_name
 from .errors import endpoint, query
-from .repo_name import COMMIT, HubFile, HubName
+from .repo_name import COMMIT, HubName
 
 _MOST_BYTES = 32 * 2**20
 _ETAG = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
-_CHUNK_BYTES = 2**22
+
 _SHA256_LENGTH = 64
 
 
@@ -56,7 +56,7 @@ class Listing:
 def query_listing(name: HubName) -> Listing:
     """Query the Hub for a repository's files, and keep the answer: a commit never changes."""
     info = query(
-        HubFile(name=name),
+        name,
         lambda: HfApi(library_name="duoka").model_info(
             name.repo,
             revision=name.revision,
@@ -64,14 +64,14 @@ def query_listing(name: HubName) -> Listing:
             timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
         ),
     )
-    commit, problem = str(info.sha), ""
-    if not COMMIT.fullmatch(commit):
-        problem = f"doesn't tell the commit of {name}"
-    elif COMMIT.fullmatch(name.revision) and commit != name.revision:
-        problem = f"tells of commit {commit} instead of {name}"
-    if problem:
+    commit = str(info.sha)
+    is_commit = COMMIT.fullmatch(commit)
+    if not is_commit or (COMMIT.fullmatch(name.revision) and commit != name.revision):
+        problem = (
+            f"tells of commit {commit} instead of" if is_commit else "doesn't tell the commit of"
+        )
         hint = "is HF_ENDPOINT the address of a Hub?"
-        raise CheckpointError(f"{endpoint()} {problem}", hint=hint)
+        raise CheckpointError(f"{endpoint()} {problem} {name}", hint=hint)
     files = {file.name: file for file in _select(info.siblings or ())}
     listing = Listing(commit=commit, files=files)
     for revision in {name.revision, commit}:
@@ -93,8 +93,7 @@ def kept_listing(name: HubName) -> Listing | None:
 
 
 def _path(repo: str, revision: str) -> Path:
-    names = (quote(part, safe="") for part in (repo, f"{revision}.json"))
-    return cache_directory().joinpath("hub", *names)
+    return cache_directory() / "hub" / quote(repo, safe="") / quote(f"{revision}.json", safe="")
 
 
 def _select(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
@@ -108,7 +107,7 @@ def _select(siblings: Iterable[Any]) -> Iterator[RemoteFile]:
             yield RemoteFile(name=name, num_bytes=size, etag=etag)
 
 
-def is_right(path: Path, file: RemoteFile) -> bool:
+def has_known_hash(path: Path, file: RemoteFile) -> bool:
     """Return True if a file's content has its hash; read only changed files.
 
     A file without a known hash is accepted.
@@ -118,24 +117,19 @@ def is_right(path: Path, file: RemoteFile) -> bool:
     stamp = Stamp.of(path.stat())
     key = hashlib.sha256(repr((str(path.resolve()), tuple(stamp), file.etag)).encode())
     marker = cache_directory() / "verified" / key.hexdigest()
-    if marker.exists():
-        return True
-    if not has_right_hash(path, file):
-        return False
-    with suppress(OSError):
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
-    return True
+    is_right = marker.exists() or has_right_hash(path, file)
+    if is_right:
+        with suppress(OSError):
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+    return is_right
 
 
 def has_right_hash(path: Path, file: RemoteFile) -> bool:
     """Read a file and compare its hash."""
-    if len(file.etag) == _SHA256_LENGTH:
-        digest = hashlib.sha256()
-    else:
-        # Git's name of a blob: no proof against attackers, but against accidents.
-        digest = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
+    # Git's name of a blob: no proof against attackers, but against accidents.
+    blob = hashlib.sha1(b"blob %d\0" % file.num_bytes, usedforsecurity=False)
     with open_regular(path) as opened:
-        while chunk := opened.read(_CHUNK_BYTES):
-            digest.update(chunk)
+        is_sha256 = len(file.etag) == _SHA256_LENGTH
+        digest = hashlib.file_digest(opened, hashlib.sha256 if is_sha256 else lambda: blob)
     return digest.hexdigest() == file.etag

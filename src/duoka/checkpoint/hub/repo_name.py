@@ -17,24 +17,15 @@ MAIN = "main"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """A repository on the Hub, as "org/name", and a revision: a branch, tag or commit."""
+    """A repository on the Hub, as "org/name", a branch, tag or commit, and perhaps a file."""
 
     repo: str
     revision: str = MAIN
-
-    def __str__(self) -> str:
-        return self.repo if self.revision == MAIN else f"{self.repo}@{self.revision}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HubFile:
-    """A file of a repository, or, without a file name, the repository, as messages name it."""
-
-    name: HubName
     file: str = ""
 
     def __str__(self) -> str:
-        return f"{self.file} of {self.name}" if self.file else str(self.name)
+        repository = self.repo if self.revision == MAIN else f"{self.repo}@{self.revision}"
+        return f"{self.file} of {repository}" if self.file else repository
 
 
 def parse_name(text: str, revision: str | None = None) -> HubName | None:

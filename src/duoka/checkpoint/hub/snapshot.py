@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from huggingface_hub import (
     is_offline_mode,
     try_to_load_from_cache,
 )
+from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import (  # type: ignore[attr-defined]
     build_hf_headers,
     hf_raise_for_status,
@@ -40,8 +42,8 @@ from ..headers import (
     read_header,
 )
 from .errors import endpoint, offline_error, query
-from .listing import Listing, RemoteFile, is_right, kept_listing, query_listing
-from .repo_name import COMMIT, HubFile, HubName
+from .listing import Listing, RemoteFile, has_known_hash, kept_listing, query_listing
+from .repo_name import COMMIT, HubName
 
 # Most headers are shorter than this; a longer one takes a second request.
 _FIRST_BYTES = 2**16
@@ -61,7 +63,7 @@ def _list_cache(name: HubName) -> Listing:
     """List the files of a revision in huggingface_hub's cache, whoever downloaded them."""
     config = try_to_load_from_cache(name.repo, "config.json", revision=name.revision)
     if not isinstance(config, str):
-        raise offline_error(HubFile(name=name))
+        raise offline_error(name)
     snapshot = Path(config).parent
     # A file is a link to a blob named after its hash. Only the first link is followed: the blob
     # may be a link itself, to a blob that models share, under another name.
@@ -91,19 +93,11 @@ class HubSnapshot:
 
     def __init__(self, repo: str, listing: Listing) -> None:
         self._name = HubName(repo=repo, revision=listing.commit)
+        self.source = str(self._name)
         self._files = listing.files
         self._cache = Path(constants.HF_HUB_CACHE).expanduser()
-
-    @property
-    def path(self) -> Path:
-        """The directory of fetched files in huggingface_hub's cache."""
-        repo = "--".join(["models", *self._name.repo.split("/")])
-        return self._cache / repo / "snapshots" / self._name.revision
-
-    @property
-    def source(self) -> str:
-        """Repository and commit, as "org/name@commit"."""
-        return str(self._name)
+        folder = repo_folder_name(repo_id=repo, repo_type="model")
+        self.path = self._cache / folder / "snapshots" / listing.commit
 
     def names(self) -> frozenset[str]:
         """Return the names of the checkpoint's files in the repository."""
@@ -126,11 +120,8 @@ class HubSnapshot:
 
     def headers(self, names: Sequence[str]) -> dict[str, dict[str, TensorInfo]]:
         """Read the headers of safetensors files; of absent files fetch the headers alone."""
-        pool = ThreadPoolExecutor(_HEADERS_AT_ONCE)
-        try:
+        with ThreadPoolExecutor(_HEADERS_AT_ONCE) as pool:
             return dict(zip(names, pool.map(self._header, names), strict=True))
-        finally:  # after an error, or Ctrl-C, the remaining requests are dropped
-            pool.shutdown(wait=False, cancel_futures=True)
 
     def missing(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the names of files not yet on this machine."""
@@ -163,8 +154,8 @@ class HubSnapshot:
             done += self.size(name)
             report(0)
 
-    def _hub_file(self, name: str) -> HubFile:
-        return HubFile(name=self._name, file=name)
+    def _hub_file(self, name: str) -> HubName:
+        return replace(self._name, file=name)
 
     def _is_here(self, name: str) -> bool:
         """Return True for a file of the right length within the cache."""
@@ -196,7 +187,7 @@ class HubSnapshot:
     def _verify(self, name: str) -> None:
         """Remove a file whose content is wrong, with its blob, and raise CheckpointError."""
         path, file = self.path / name, self._files[name]
-        if self._is_here(name) and is_right(path, file):
+        if self._is_here(name) and has_known_hash(path, file):
             return
         shared_blob = path.resolve() if is_inside(path, self.path) else path
         for place in (path, self.path.parents[1] / "blobs" / file.etag, shared_blob):

@@ -8,6 +8,7 @@ no linear layers: no kernel for several experts at once takes them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 import torch
@@ -25,30 +26,30 @@ _LEAST_STACK = 3  # dimensions of a stack of experts
 def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
     """Quantize the linear layers of a model without weights."""
     require(scheme)
-    excluded = _excluded(model)
+    excluded = frozenset(HfQuantizer.get_modules_to_not_convert(model))
     # Without data, weights of one shape become equal: quantizing a single one is enough.
     templates: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
     for name, module, key in _matrices(model):
         parameter = module.get_parameter(key)
-        if _reason(model, scheme, name, excluded) is None:
-            shape = parameter.shape, parameter.dtype
-            if parameter.is_meta and shape in templates:
-                tensor = empty_on(templates[shape], parameter.device)
-            else:
-                tensor = quantize(parameter.detach(), scheme)
-            if parameter.is_meta:
-                templates[shape] = tensor
-            weight = nn.Parameter(tensor, requires_grad=False)
-            # The layout for tensor cores is always bfloat16; the processor's has the model's type.
-            let_compute_in(weight, parameter.dtype)
-            module.register_parameter(key, weight)
+        if _reason(model, scheme, name, excluded) is not None:
+            continue
+        shape = parameter.shape, parameter.dtype
+        if parameter.is_meta and shape in templates:
+            tensor = empty_on(templates[shape], parameter.device)
+        else:
+            tensor = quantize(parameter.detach(), scheme)
+        templates.setdefault(shape, tensor)
+        weight = nn.Parameter(tensor, requires_grad=False)
+        # The layout for tensor cores is always bfloat16; the processor's has the model's type.
+        let_compute_in(weight, parameter.dtype)
+        module.register_parameter(key, weight)
 
 
 def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
     """Return notes for people on a quantized model."""
-    excluded = _excluded(model)
+    excluded = frozenset(HfQuantizer.get_modules_to_not_convert(model))
     original_bytes = quantized_bytes = count = 0
-    reasons: dict[str, int] = {}
+    reasons: Counter[str] = Counter()
     for name, module, key in _matrices(model):
         parameter = module.get_parameter(key)
         if is_composed(parameter):
@@ -56,8 +57,7 @@ def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
             original_bytes += parameter.numel() * computes_in(parameter).itemsize
             quantized_bytes += num_bytes(parameter)
         else:
-            reason = _reason(model, scheme, name, excluded) or "others"
-            reasons[reason] = reasons.get(reason, 0) + 1
+            reasons[_reason(model, scheme, name, excluded) or "others"] += 1
     unquantized = "; ".join(f"{reason} ({number})" for reason, number in reasons.items())
     if not count:
         return (f"Nothing is quantized to {scheme}: {unquantized}.",)
@@ -94,14 +94,6 @@ def _reason(
         return "routers"
     if parameter.dtype != model.dtype and parameter.dtype == torch.float32:
         return "what the architecture keeps in float32"
-    return _misshapen(scheme, parameter)
-
-
-def _excluded(model: PreTrainedModel) -> frozenset[str]:
-    return frozenset(HfQuantizer.get_modules_to_not_convert(model))
-
-
-def _misshapen(scheme: Scheme, parameter: torch.Tensor) -> str | None:
     rows, columns = parameter.shape
     if scheme == "int4" and (rows % ROWS or columns % GROUPS[-1]):
         return f"shapes that int4 doesn't take (rows in {ROWS}s, columns in {GROUPS[-1]}s)"

@@ -25,6 +25,10 @@ from duoka.virtual import VirtualTensor
 _COPIES = (torch.ops.aten.detach.default, torch.ops.aten.clone.default)
 
 
+# PyTorch calls a tensor subclass at two levels. `__torch_function__` sees `F.linear` before it is
+# decomposed: the products with their own kernels end there. What reaches `__torch_dispatch__` is an
+# ATen operator: detach, clone and copies to a device are applied to each inner tensor; any other
+# operator would need the numbers, and is left to the subclass (`viewed`).
 class Composed(Tensor):
     """A weight of several plain tensors on a device, by name.
 
@@ -80,11 +84,7 @@ class Composed(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in cls.products:
             return cls.product(func, args, kwargs or {})
@@ -93,11 +93,7 @@ class Composed(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         weight, device = args[0], (kwargs or {}).get("device")
         if isinstance(weight, Composed):
@@ -144,21 +140,10 @@ def empty_on(tensor: Tensor, device: torch.device) -> Tensor:
 class StoredWeight(Composed):
     """A weight without numbers, made of the stored tensors."""
 
-    products = frozenset(
-        {
-            F.linear,
-            torch.matmul,
-            torch.mm,
-            torch.bmm,
-            torch.addmm,
-            torch.baddbmm,
-            Tensor.matmul,
-            Tensor.__matmul__,
-            Tensor.__rmatmul__,
-            F.grouped_mm,
-            getattr(torch, "_grouped_mm", F.grouped_mm),  # an older name of it
-        }
-    )
+    products = frozenset({F.linear, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm})
+    products |= {Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__}
+    # The second one is an older name of the first.
+    products |= {F.grouped_mm, getattr(torch, "_grouped_mm", F.grouped_mm)}
 
     @classmethod
     def product(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,7 +15,6 @@ are no public interface: `require` tries them before anything is quantized.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -41,18 +40,9 @@ ROWS = 16
 _COLUMNS = 1024  # the tensor cores' kernel for int4 takes a multiple of so many
 _TILES = 8  # of the tensor cores' layout; torchao has no other number
 _TILED, _OPAQUE = "Int4TilePackedTo4dTensor", "Int4OpaqueTensor"
-_SCHEMES: dict[str, Scheme] = {
-    "Int8Tensor": "int8",
-    _TILED: "int4",
-    _OPAQUE: "int4",
-    "Nf4Weight": "nf4",
-}
+_SCHEMES: dict[str, Scheme] = {"Int8Tensor": "int8", "Nf4Weight": "nf4"}
+_SCHEMES |= {_TILED: "int4", _OPAQUE: "int4"}
 _MADE_FROM = "_duoka_made_from"
-_PACKAGES: Mapping[Scheme, tuple[str, str]] = {
-    "int8": ("torchao", "quantize"),
-    "int4": ("torchao", "quantize"),
-    "nf4": ("bitsandbytes", "bnb"),
-}
 _TESTED = {"torch": "2.11 and 2.13", "torchao": "0.18", "bitsandbytes": "0.50"}
 
 
@@ -65,15 +55,12 @@ def quantize(weight: Tensor, scheme: Scheme) -> Tensor:
         return result
     if scheme == "nf4":
         return Nf4Weight.of(weight)
-    return _opaque(weight) if weight.device.type == "cpu" else _tiled(weight)
-
-
-def _opaque(weight: Tensor) -> Tensor:
-    """Quantize a weight to int4, in the processor's layout."""
+    if weight.device.type != "cpu":
+        return _tiled(weight)
     from torchao.prototype.quantization.int4 import Int4OpaqueTensor
 
-    result: Tensor = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
-    return result
+    opaque: Tensor = Int4OpaqueTensor.from_hp(weight, [1, group_of(weight.shape[1])])
+    return opaque
 
 
 def _tiled(weight: Tensor) -> Tensor:
@@ -168,17 +155,17 @@ class Nf4Weight(Composed):
 
 
 def _linear(inputs: Tensor, weight: Nf4Weight, bias: Tensor | None = None) -> Tensor:
-    if inputs.numel() == inputs.shape[-1]:
-        product: Tensor = torch.ops.bitsandbytes.gemm_4bit(
-            inputs, weight.packed, list(weight.shape), weight.absmax, BLOCK, "nf4", bias
-        )
-        return product
-    return F.linear(inputs, weight.unpacked(inputs.dtype), bias)
+    if inputs.numel() > inputs.shape[-1]:
+        return F.linear(inputs, weight.unpacked(inputs.dtype), bias)
+    product: Tensor = torch.ops.bitsandbytes.gemm_4bit(
+        inputs, weight.packed, list(weight.shape), weight.absmax, BLOCK, "nf4", bias
+    )
+    return product
 
 
 def require(scheme: Scheme) -> None:
     """Refuse to quantize where the package is missing or too different."""
-    package, extra = _PACKAGES[scheme]
+    package, extra = ("bitsandbytes", "bnb") if scheme == "nf4" else ("torchao", "quantize")
     if find_spec(package) is None:
         raise UsageError(
             f"{scheme} weights need {package}, which isn't installed",

@@ -76,11 +76,11 @@ class CallReader(CharacterReader):
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__()
         self.schemas = schemas
+        self.num_started_calls = 0
         self.num_calls = 0
-        self.num_whole_calls = 0
         self.is_open = False
         self._arguments: list[str] = []
-        # Parts since the last `pop_parts`; neighbours of one kind and call are one entry, whose
+        # Parts since the last `_pop_parts`; neighbours of one kind and call are one entry, whose
         # texts are joined once, so that a long part costs no more per character.
         self._parts: list[tuple[PartKind, int, list[str]]] = []
 
@@ -88,10 +88,10 @@ class CallReader(CharacterReader):
 
     def start(self, name: str) -> None:
         """Add the start of a call; NoCall if there is no tool of the name."""
-        if name not in self.schemas or self.num_calls == MOST_CALLS:
+        if name not in self.schemas or self.num_started_calls == MOST_CALLS:
             self.stop()
         self.is_open, self._arguments = True, []
-        self.num_calls += 1
+        self.num_started_calls += 1
         self.add("tool_name", name)
 
     def add_arguments(self, text: str) -> None:
@@ -105,7 +105,7 @@ class CallReader(CharacterReader):
             self.stop()
         self.is_open = False
         self.forget()
-        self.num_whole_calls += 1
+        self.num_calls += 1
 
     def add_call(self, name: str, arguments: str) -> None:
         """Add a whole call."""
@@ -117,17 +117,11 @@ class CallReader(CharacterReader):
 
     def add(self, kind: PartKind, text: str) -> None:
         """Add a part, or more of the last one."""
-        call = self.num_calls - 1 if kind.startswith("tool") else 0
+        call = self.num_started_calls - 1 if kind.startswith("tool") else 0
         if kind == "tool_name" or not self._parts or self._parts[-1][:2] != (kind, call):
             self._parts.append((kind, call, []))
         self._parts[-1][2].append(text)
         self._taken.clear()
-
-    def pop_parts(self) -> list[AnswerPart]:
-        """Return the new parts."""
-        parts = [AnswerPart(kind, "".join(texts), call) for kind, call, texts in self._parts]
-        self._parts.clear()
-        return parts
 
     def attempt(self, script: Script, marker: str) -> Characters:
         """Follow a script; return its text if that is no call, but content."""
@@ -143,22 +137,13 @@ class CallReader(CharacterReader):
         self.is_open = False
         return text
 
-    @property
-    def has_again(self) -> bool:
-        """Return True if there are characters to be taken again."""
-        return bool(self._again)
-
-    def drop(self) -> None:
-        """Forget the characters to be taken again."""
-        self._again.clear()
-
     def forget(self) -> None:
         """Forget the characters taken so far."""
         self._taken.clear()
         self._size = 0
 
 
-class AnswerReader:
+class AnswerReader(CallReader):
     """Reads one answer; see `AnswerFormat.reader`.
 
     Parameters
@@ -188,24 +173,19 @@ class AnswerReader:
         is_parallel: bool = True,
         keeps_space: bool = False,
     ) -> None:
+        super().__init__(schemas)
         self._form = form if schemas else None
         self._turn = form.turn if form else ""
         self._reasoning = reasoning
         self._is_reasoning = is_reasoning
         self._is_forced, self._is_parallel, self._is_cut = is_forced, is_parallel, False
         self._keeps_space = keeps_space
-        self._calls = CallReader(schemas)
         self._space: list[str] = []
         self._has_text = False
         self._first_characters = _match_first(())
         self._add_plain: Callable[[str], None] | None = None
         self._script = self._read()
         next(self._script)
-
-    @property
-    def num_calls(self) -> int:
-        """The number of whole calls."""
-        return self._calls.num_whole_calls
 
     def feed(self, text: str) -> list[AnswerPart]:
         """Take more of the text; return the new parts."""
@@ -225,8 +205,8 @@ class AnswerReader:
     def finish(self, *, is_cut: bool = False) -> list[AnswerPart]:
         """End the text; return the remaining parts. A call cut by a limit leaves no content."""
         self._is_cut = is_cut
-        if not self._calls.has_ended:
-            self._calls.has_ended = True
+        if not self.has_ended:
+            self.has_ended = True
             try:
                 self._script.send("")
             except StopIteration:
@@ -236,7 +216,14 @@ class AnswerReader:
         return self._pop_parts()
 
     def _pop_parts(self) -> list[AnswerPart]:
-        return [part for part in self._calls.pop_parts() if self._is_parallel or not part.call]
+        """Return the new parts."""
+        parts = [
+            AnswerPart(kind, "".join(texts), call)
+            for kind, call, texts in self._parts
+            if self._is_parallel or not call
+        ]
+        self._parts.clear()
+        return parts
 
     def _read(self) -> Script:
         """Read an answer: perhaps reasoning, then messages and calls."""
@@ -270,10 +257,10 @@ class AnswerReader:
 
     def _attempt(self, marker: str) -> Script:
         assert self._form is not None, "markers are a form's"
-        script, num_calls = self._form.read(self._calls, marker), self._calls.num_calls
-        text = yield from self._calls.attempt(script, marker)
-        if self._is_cut and (marker or self._calls.num_calls > num_calls):
-            self._calls.drop()
+        script, num_started = self._form.read(self, marker), self.num_started_calls
+        text = yield from self.attempt(script, marker)
+        if self._is_cut and (marker or self.num_started_calls > num_started):
+            self._again.clear()
         else:
             self._say(text)
 
@@ -285,10 +272,10 @@ class AnswerReader:
         text = ""
         self._first_characters = _match_first(markers)
         while True:
-            self._add_plain = None if text or self._calls.has_again else say
-            char = yield from self._calls.take()
+            self._add_plain = None if text or self._again else say
+            char = yield from self.take()
             self._add_plain = None
-            self._calls.forget()
+            self.forget()
             if not char:
                 break
             text += char
@@ -310,14 +297,14 @@ class AnswerReader:
         """Add a text, without the white space at both ends of content and of reasoning."""
         if self._keeps_space:
             if text:
-                self._calls.add(kind, text)
+                self.add(kind, text)
             return
         # White space waits in `_space` until text follows it; at the end it is dropped.
         solid = text.rstrip() if self._has_text else text.strip()
         if self._is_forced and kind == "content":
             return  # calls, and the marks around them
         if solid:
-            self._calls.add(kind, "".join(self._space) + solid)
+            self.add(kind, "".join(self._space) + solid)
             self._space, self._has_text = [], True
         if self._has_text:
             trailing = text[len(text.rstrip()) :]

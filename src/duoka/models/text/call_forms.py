@@ -43,7 +43,7 @@ def _read_object(calls: CallReader) -> Script:
         else:
             value = yield from calls.json_value(char)
             if key == "name":
-                name = _require_text(calls, json.loads(value))
+                name = json.loads(value) if value.startswith('"') else calls.stop()
             elif key == "arguments":
                 arguments = json.loads(value) if value.startswith('"') else value
                 if not is_json_object(arguments):
@@ -72,10 +72,6 @@ def _read_key(calls: CallReader, char: str, keys: set[str]) -> Characters:
     keys.add(key)
     yield from calls.expect(":")
     return key
-
-
-def _require_text(calls: CallReader, value: object) -> str:
-    return value if isinstance(value, str) else calls.stop()
 
 
 def _read_name(calls: CallReader, char: str) -> Characters:

@@ -35,16 +35,6 @@ _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def encode_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None = None,
-    images: PromptImages | None = None,
-) -> list[int]:
-    """Return the ids of a prompt by the tokenizer's chat template."""
-    return _encode(tokenizer, messages, tools, images=images).ids
-
-
 def encode_answer(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[ChatMessage],
@@ -57,8 +47,8 @@ def encode_answer(
     first stop token and this token, or the part that the template marks by ``{% generation %}``.
     Where the template writes no stop token, one is added.
     """
-    question = _encode(tokenizer, messages[:-1], tools)
-    chat = _encode(tokenizer, messages, tools, is_prompt=False)
+    question = encode_chat(tokenizer, messages[:-1], tools)
+    chat = encode_chat(tokenizer, messages, tools, is_prompt=False)
     answer = chat.text.removeprefix(question.text)
     is_changed = answer == chat.text or _solid(messages[-1].content) not in _solid(answer)
     if is_changed:
@@ -71,7 +61,10 @@ def encode_answer(
     says = _marked_by_template(tokenizer, messages, tools, ids) or [True] * len(ids)
     stop = next((at for at in range(start, len(ids)) if ids[at] in stop_ids), len(ids))
     if stop == len(ids):
-        ids, says = [*ids, _end_id(tokenizer, stop_ids)], [*says, True]
+        ends = [end for end in (tokenizer.eos_token_id, *stop_ids) if isinstance(end, int)]
+        if not ends:
+            raise CheckpointError("the tokenizer has no token that ends a text")
+        ids, says = [*ids, ends[0]], [*says, True]
     says[stop] = True
     return ids[: stop + 1], [False] * start + says[start : stop + 1]
 
@@ -79,13 +72,6 @@ def encode_answer(
 def _solid(text: str) -> str:
     """Drop the white space of a text: templates strip some."""
     return "".join(text.split())
-
-
-def _end_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> int:
-    for number in (tokenizer.eos_token_id, *stop_ids):
-        if isinstance(number, int):
-            return number
-    raise CheckpointError("the tokenizer has no token that ends a text")
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
@@ -117,23 +103,29 @@ def _marked_by_template(
     return [bool(mark) for mark in encoded["assistant_masks"]]
 
 
-class _Encoded(NamedTuple):
+class EncodedChat(NamedTuple):
+    """A chat as text and as token ids."""
+
     text: str
     ids: list[int]
 
 
-def _encode(
+def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None,
     *,
     images: PromptImages | None = None,
     is_prompt: bool = True,
-) -> _Encoded:
+) -> EncodedChat:
     """Render messages and encode them, with or without the beginning of an answer."""
     special = _Special(tokenizer)
-    special.refuse_in_tools(tools or ())
-    special.refuse_in_calls(messages)
+    calls = [call for message in messages for call in message.calls]
+    for tool in tools or ():
+        tool_function(tool)  # refuses another form
+    # Templates write tools and calls in many ways.
+    special.refuse(list(tools or ()), "a tool's description")
+    special.refuse([[call.name, call.arguments] for call in calls], "a tool call")
     contents = [message.content for message in messages]
     marks = _Marks(messages)
     images_shown = images_of(messages)
@@ -149,9 +141,9 @@ def _encode(
         assert images is not None, "a format without it refuses images"
         if is_imitated or any(map(images.is_imitated, contents)):
             raise _imitation_error()
-        return _Encoded(text, images.prompt(text, images_shown))
+        return EncodedChat(text, images.prompt(text, images_shown))
     if not is_imitated:
-        return _Encoded(text, _ids(tokenizer, text))
+        return EncodedChat(text, _ids(tokenizer, text))
     # The template may write contents as they are, or stripped; in any other way, the marks don't
     # tell the place of a content.
     for written in (contents, [content.strip() for content in contents]):
@@ -165,7 +157,7 @@ def _encode(
         tokenizer, marks.fill(marked, harmless)
     ):
         raise _imitation_error()
-    return _Encoded(text, special.ids_in_parts(marked, marks, written))
+    return EncodedChat(text, special.ids_in_parts(marked, marks, written))
 
 
 class _Marks:
@@ -205,18 +197,8 @@ class _Special:
         self._texts = sorted((t.content for t in added if t.special), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
 
-    def refuse_in_tools(self, tools: Sequence[Tool]) -> None:
-        """Raise UsageError for a special token in a tool: templates write tools in many ways."""
-        for tool in tools:
-            tool_function(tool)  # refuses another form
-        self._refuse(list(tools), "a tool's description")
-
-    def refuse_in_calls(self, messages: Sequence[ChatMessage]) -> None:
-        """Raise UsageError for a special token in a call of a tool."""
-        calls = [call for message in messages for call in message.calls]
-        self._refuse([[call.name, call.arguments] for call in calls], "a tool call")
-
-    def _refuse(self, value: object, what: str) -> None:
+    def refuse(self, value: object, what: str) -> None:
+        """Raise UsageError for a special token in a JSON value."""
         for text in _texts(value):
             match = self._pattern.search(text)
             if match is not None:

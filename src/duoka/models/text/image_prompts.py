@@ -7,7 +7,8 @@ supported, and neither is code of a checkpoint.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -181,16 +182,13 @@ def image_settings(processor_class: Any) -> dict[str, Any]:
 
 def _load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase, model_type: str) -> Any:
     """Load the processor of a checkpoint, or of its family."""
-    _look_at_files(directory)
-    try:
+    with _reading(directory):
         known: Any = getattr(transformers, _PROCESSORS[model_type])
         settings, _ = known.get_processor_dict(directory, local_files_only=True)
         parts = {"tokenizer": tokenizer, "image_processor": _image_processor(directory)}
         names = known.get_attributes()
         images_only: Any = type(known.__name__, (_ImagesOnly, known), {"__init__": known.__init__})
         return images_only.from_args_and_dict([parts.get(name) for name in names], settings)
-    except Exception as error:
-        raise _unloadable(directory, error) from error
 
 
 def _load_square_processor(directory: Path, side: int) -> Any:
@@ -198,15 +196,11 @@ def _load_square_processor(directory: Path, side: int) -> Any:
 
     The source is GLM-4V's published tokenizer, which scales without cutting.
     """
-    if not (directory / "preprocessor_config.json").is_file():
-        return transformers.CLIPImageProcessorPil(
-            size={"height": side, "width": side}, do_center_crop=False
-        )
-    _look_at_files(directory)
-    try:
-        return _image_processor(directory)
-    except Exception as error:
-        raise _unloadable(directory, error) from error
+    if (directory / "preprocessor_config.json").is_file():
+        with _reading(directory):
+            return _image_processor(directory)
+    size = {"height": side, "width": side}
+    return transformers.CLIPImageProcessorPil(size=size, do_center_crop=False)
 
 
 class _ImagesOnly:
@@ -225,19 +219,20 @@ def _image_processor(directory: Path) -> Any:
     )
 
 
-def _look_at_files(directory: Path) -> None:
+@contextmanager
+def _reading(directory: Path) -> Iterator[None]:
+    """Raise CheckpointError without the settings of an image processor, or for damaged ones."""
     if not any((directory / name).is_file() for name in _SETTINGS):
         raise CheckpointError(
             f"{directory} says nothing of how its images are processed",
             hint=f"its {' or '.join(_SETTINGS)} belongs into the same directory",
         )
-
-
-def _unloadable(directory: Path, error: Exception) -> CheckpointError:
-    missing = isinstance(error, ImportError)
-    return CheckpointError(
-        f"no image processor could be loaded from {directory}: {first_line(error)}",
-        hint="install what it asks for, built for this torch"
-        if missing
-        else f"its {' or '.join(_SETTINGS)} may be damaged, or made for other versions",
-    )
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"no image processor could be loaded from {directory}: {first_line(error)}",
+            hint="install what it asks for, built for this torch"
+            if isinstance(error, ImportError)
+            else f"its {' or '.join(_SETTINGS)} may be damaged, or made for other versions",
+        ) from error

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,7 @@ from duoka.errors import CheckpointError, UsageError
 
 from .answer_format import AnswerFormat
 from .call_forms import LineForm
-from .chat_template import encode_answer, encode_template, text_ids
+from .chat_template import encode_answer, encode_chat, text_ids
 from .image_prompts import ImageFormat, ImagePrompt, PromptImages, SquareImages, images_of
 from .messages import (
     ChatMessage,
@@ -136,16 +136,14 @@ class _RoleFormat(ChatFormat):
 
     _start: ClassVar[tuple[str, str]]
     _form: ClassVar[LineForm]
+    # Writes a call as the content of a message.
+    _write_call: Callable[[ToolCall], str]
     images: SquareImages | None
 
     @property
     @abstractmethod
     def _end(self) -> str:
         """The token at the end of a text."""
-
-    @abstractmethod
-    def _write_call(self, call: ToolCall) -> str:
-        """Write a call as the content of a message."""
 
     @abstractmethod
     def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
@@ -223,13 +221,11 @@ class ChatGLM3Format(_RoleFormat):
 
     _start = ("[gMASK]", "sop")
     _form = LineForm("python")
+    _write_call = staticmethod(write_python_call)
 
     @property
     def _end(self) -> str:
         return str(self.tokenizer.eos_token)
-
-    def _write_call(self, call: ToolCall) -> str:
-        return write_python_call(call)
 
     def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
         return f"{leading}\n{_json([tool_function(tool) for tool in tools])}"
@@ -244,9 +240,7 @@ class GLM4Format(_RoleFormat):
     _start = ("[gMASK]", "<sop>")
     _form = LineForm("json")
     _end = "<|endoftext|>"
-
-    def _write_call(self, call: ToolCall) -> str:
-        return write_json_call(call)
+    _write_call = staticmethod(write_json_call)
 
     def _describe_tools(self, leading: str, tools: Sequence[Tool]) -> str:
         # These headings are part of the published format; the model was trained on them.
@@ -280,17 +274,12 @@ class ChatGLM2Format(ChatFormat):
     ) -> list[int]:
         """See `ChatFormat`. A message of the system stands before the first round."""
         last_is_answerable(messages)
-        return self._ids(messages, tools, "\n\n答：")
+        return self.written(messages, tools, "\n\n答：")
 
     def written(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None, end: str = ""
     ) -> list[int]:
-        """Return the ids of messages, without the beginning of an answer to them."""
-        return self._ids(messages, tools, "")
-
-    def _ids(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None, end: str
-    ) -> list[int]:
+        """Return the ids of messages, with an end such as the beginning of an answer to them."""
         if tools:
             raise UsageError("ChatGLM2 was not trained to call tools")
         text, questions, last_role = "", 0, ""
@@ -351,7 +340,7 @@ class TemplateFormat(ChatFormat):
         last_is_answerable(messages, takes_images=self.images is not None)
         if self.tokenizer.chat_template is not None:
             with self._lock:
-                return encode_template(self.tokenizer, messages, tools, self.images)
+                return encode_chat(self.tokenizer, messages, tools, images=self.images).ids
         if images_of(messages):
             raise UsageError("this model has no chat template, so no images can be shown to it")
         if tools:

@@ -78,6 +78,11 @@ _PLACES = ("", ".utils", ".pytorch_utils", ".generation", ".integrations")
 _NO_NAME = re.compile(r"cannot import name '(\w+)'")
 
 
+# A module is run again after each failed import, with one more name in `gone`: an import inside of
+# `try` handles its own failure, so only names whose absence ends the module get a stand-in.
+#
+#   from transformers.onnx import OnnxConfig   → ImportError: transformers.onnx   → gone, run again
+#                                              → _Gone("OnnxConfig"), can be inherited from
 def execute(run: Callable[[], None], names: dict[str, Any]) -> None:
     """Run a module of such code in `names`; imports that fail get stand-ins."""
     gone: set[str] = set()

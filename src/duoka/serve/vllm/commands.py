@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 
 from duoka.errors import UsageError
 from duoka.forecast.profile import Profile
-from duoka.hardware.device import Device
 from duoka.planner.plan import Plan
 from duoka.report.export import common
 from duoka.report.export.text import format_command
@@ -110,70 +109,54 @@ def commands(
     plan = plan.lasting()  # other machines have another working directory
     command = read_command(plan, profile)
     code = ("--trust-remote-code",) if options.trust_remote_code else ()
+    listening = (
+        ("--served-model-name", served_name(plan, options)),
+        ("--host", options.host),
+        ("--port", str(options.port)),
+        ("--shutdown-timeout", str(DRAIN_SECONDS)),
+    )
     # Of an option that is there twice vLLM takes the last one: the plan's come after a person's.
     head = NodeCommand(
         address=options.host,
         words=("serve", command.model, *options.arguments, *code),
-        options=(*command.options, *_listening(plan, options)),
+        options=(*command.options, *listening),
         environment=tuple(command.environment),
     )
-    _refuse_decided(head, options)
-    if len(options.nodes) < 2:
-        return (head,)
-    parts = devices_by_node(command.pipeline, options.nodes)
-    return tuple(
-        replace(
-            head,
-            address=node.address,
-            words=(*head.words, "--headless") if rank else head.words,
-            options=(
-                *(command.options if rank else head.options),
-                *_joining(parts[0][0], rank, len(parts)),
-            ),
-            environment=_environment_there(command, devices),
-        )
-        for rank, (node, devices) in enumerate(parts)
-    )
-
-
-def _refuse_decided(command: NodeCommand, options: VllmOptions) -> None:
-    """Refuse further arguments for options of the plan or of duoka."""
-    for name, _ in command.options:
+    for name, _ in head.options:
         if name in options.argument_names:
             raise UsageError(
                 f"{name} can't be given to vLLM here: the plan or an option of duoka's decides it",
                 hint="plan for what you want (--context, --batch, --gpus), say --host, --port or "
                 "--name, or run vLLM yourself: duoka plan --export vllm",
             )
+    return _on_nodes(head, command, options.nodes) if len(options.nodes) > 1 else (head,)
 
 
-def _environment_there(
-    command: VllmCommand, devices: Sequence[Device]
-) -> tuple[tuple[str, str], ...]:
-    """Return the plan's environment on a machine, where its GPUs have other numbers."""
+def _on_nodes(
+    head: NodeCommand, command: VllmCommand, nodes: Sequence[Node]
+) -> tuple[NodeCommand, ...]:
+    """Return the command of each machine; only the first one answers requests."""
+    parts = devices_by_node(command.pipeline, nodes)
+    # On a machine its GPUs have other numbers than in the plan.
     shared = [pair for pair in command.environment if not pair[0].startswith("CUDA_")]
-    return (*common.visible_environment(NAME, devices), *shared)
-
-
-def _joining(head: Node, rank: int, num_nodes: int) -> list[tuple[str, str]]:
-    """Return the options by which a machine finds the others."""
-    return [
-        ("--distributed-executor-backend", "mp"),
-        ("--nnodes", str(num_nodes)),
-        ("--node-rank", str(rank)),
-        ("--master-addr", head.address),
-        ("--master-port", _MASTER_PORT),
-    ]
-
-
-def _listening(plan: Plan, options: VllmOptions) -> list[tuple[str, str]]:
-    """Return the options of the address and the model's name."""
-    return [
-        ("--served-model-name", served_name(plan, options)),
-        ("--host", options.host),
-        ("--port", str(options.port)),
-        ("--shutdown-timeout", str(DRAIN_SECONDS)),
-    ]
+    commands = []
+    for rank, (node, devices) in enumerate(parts):
+        joining = (
+            ("--distributed-executor-backend", "mp"),
+            ("--nnodes", str(len(parts))),
+            ("--node-rank", str(rank)),
+            ("--master-addr", parts[0][0].address),
+            ("--master-port", _MASTER_PORT),
+        )
+        commands.append(
+            NodeCommand(
+                address=node.address,
+                words=(*head.words, "--headless") if rank else head.words,
+                options=(*(command.options if rank else head.options), *joining),
+                environment=(*common.visible_environment(NAME, devices), *shared),
+            )
+        )
+    return tuple(commands)
 
 
 def served_name(plan: Plan, options: VllmOptions) -> str:
