@@ -19,8 +19,9 @@ demo: $(STAMP)
 	$(BIN)/duoka demo
 
 # One thread per worker: the workers are the parallelism. A worker that has nothing left to do takes
-# over tests of another, so that no large file keeps one busy at the end.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+# over tests of another, so that no large file keeps one busy at the end. Bytecode is kept whatever
+# the environment says: processes that tests start would compile every module again.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 QUICK = -m "not slow and not nightly" --hypothesis-profile quick
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -73,6 +74,17 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             item.add_marker("process")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection() -> Iterator[None]:
+    """Exclude modules and tests from garbage collection: `duoka.load` collects each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def _leave_to_the_night(items: list[pytest.Function]) -> None:
     """Mark tests of `turns.NIGHTLY`, and slow cases of a test whose turn it isn't."""
     others = []
@@ -129,14 +141,20 @@ def published_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of this test run, which its workers share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def own_cache(shared_directory: Path) -> Iterator[Path]:
     """Profiles are cached in a directory of this test run, not in the user's.
 
     Its workers share it: what one has traced, the other needn't.
     """
-    base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "profiles"
+    directory = shared_directory / "profiles"
     directory.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DUOKA_CACHE", str(directory))
@@ -152,10 +170,12 @@ def own_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def forking_python(shared_directory: Path) -> Path:
     """A program to call in Python's place: torch and transformers are imported already."""
-    with fork_server.forking_python(tmp_path_factory.mktemp("forks")) as program:
-        yield program
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    return fork_server.forking_python(
+        shared_directory / "forks", os.getppid() if is_worker else os.getpid()
+    )
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _TESTS = str(Path(__file__).parent)
@@ -42,34 +42,46 @@ _PRELOAD = (
 )
 
 
-@contextmanager
-def forking_python(directory: Path) -> Iterator[Path]:
-    """A program that is called as Python is, while the scope lasts."""
+def forking_python(directory: Path, run: int) -> Path:
+    """Return a program that is called as Python is.
+
+    Processes that name the same directory share the server. It ends with `run`, a process.
+    """
     address, client = directory / "socket", directory / "python"
-    client.write_text(
-        f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {_TESTS!r})\n"
-        f"import fork_client\nfork_client.main({str(address)!r})\n"
-    )
-    client.chmod(0o700)
+    try:
+        directory.mkdir()
+    except FileExistsError:
+        while not client.exists():
+            time.sleep(0.01)
+        return client
     with socket.socket(socket.AF_UNIX) as listener, (directory / "log").open("w") as log:
         # Clients that come early wait.
         listener.bind(str(address))
         listener.listen()
-        server = subprocess.Popen(
-            [sys.executable, __file__, str(listener.fileno()), str(client)],
-            stdin=subprocess.PIPE,
+        subprocess.run(
+            [sys.executable, __file__, str(listener.fileno()), str(client), str(run)],
+            stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             pass_fds=[listener.fileno()],
             start_new_session=True,
+            check=True,
         )
-    with server:
-        yield client
-        server.kill()
+    begun = directory / "begun"
+    begun.write_text(
+        f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {_TESTS!r})\n"
+        f"import fork_client\nfork_client.main({str(address)!r})\n"
+    )
+    begun.chmod(0o700)
+    begun.rename(client)
+    return client
 
 
-def serve(listener: socket.socket, client_path: str) -> None:
-    """Run a program for each connection, until there is no parent any more."""
+def serve(listener: socket.socket, client_path: str, run: int) -> None:
+    """Run a program for each connection, while `run` lasts."""
+    end = os.pidfd_open(run)
+    if os.fork():
+        os._exit(0)  # nobody waits for the server
     with importlib.import_module("duoka.base.quiet").quiet_libraries():  # CUDA must not start
         for name in _PRELOAD:
             importlib.import_module(name)
@@ -77,12 +89,13 @@ def serve(listener: socket.socket, client_path: str) -> None:
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        ready, _, _ = select.select([listener, 0], [], [])
-        if 0 in ready:
+        ready, _, _ = select.select([listener, end], [], [])
+        if end in ready:
             return
         client, _ = listener.accept()
         if not os.fork():
             listener.close()
+            os.close(end)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             _run(client)
         client.close()
@@ -171,4 +184,4 @@ def _run_as_python(arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], int(sys.argv[3]))

@@ -34,8 +34,6 @@ from duoka.runtime.call.learner import Learner
 from duoka.runtime.dispatch.dispatch import dispatch
 from duoka.tracing import TraceSpec, profile_training
 
-_EVERYWHERE = (0, 2**40)
-
 
 def load(tokens: int, batch: int = 1, **training: Any) -> Workload:
     """A workload that trains."""
@@ -74,9 +72,7 @@ def made_up(layers: Sequence[Layer]) -> Profile:
         ),
         kinds=tuple(kinds),
         regimes=tuple(
-            Regime(
-                phase=phase, is_batched=pads, query=_EVERYWHERE, past=_EVERYWHERE, keys=_EVERYWHERE
-            )
+            Regime(phase=phase, is_batched=pads)
             for pads in (False, True)
             for phase in TRAINING_PHASES
         ),
@@ -140,11 +136,14 @@ def traced(name: str, conditions: Conditions) -> Profile:
         training=conditions.training,
     )
     build = functools.partial(build_model, name, conditions.quantize)
-    profile, is_regular = profile_training(
-        build, TraceSpec(fingerprint=name, conditions=conditions), workload
-    )
-    assert is_regular
-    return profile
+    spec = TraceSpec(fingerprint=name, conditions=conditions)
+
+    def trace() -> Profile:
+        profile, is_regular = profile_training(build, spec, workload)
+        assert is_regular
+        return profile
+
+    return tiny.shared_profile(spec, trace)
 
 
 def stages_of(profile: Profile, cuts: Sequence[int]) -> list[list[int]]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import pytest
 
 from duoka.forecast import replay
-from duoka.forecast.alloc_events import DROP, KEEP, MALLOC, MULTIPLY, RELEASE
 from duoka.forecast.allocator import OutOfCapacity, rounded_bytes, segment_bytes
 from duoka.forecast.device_memory import CompiledMemory, PlainMemory
 from duoka.forecast.profile import Key, buffer_bytes, evaluate
@@ -157,22 +156,24 @@ class _Plain:
         sizes = replay.sizes(block, step)
         slots: list[Piece | None] = [*self.kept[block]]
         born = []
-        for code, number, other in replay.events(block, step):
-            if code == MALLOC:
-                self.alive[block, number] = self.malloc(sizes[other])
-            elif code == KEEP:
-                born.append(self.malloc(sizes[other], cached=True))
-            elif code == DROP:
-                dropped = slots[number]
-                assert dropped is not None
-                slots[number] = None
-                self.free(dropped, cached=True)
-            elif code == MULTIPLY:
+        trace, number = replay.trace(block, step), 0
+        for position, ref in enumerate(trace.events):
+            if position == trace.matmul_at:
                 self.multiply()
-            elif code == RELEASE:
-                self.release((block - number, other))
+            if ref is None and number in trace.retained:
+                born.append(self.malloc(sizes[number], cached=True))
+            elif ref is None:
+                self.alive[block, number] = self.malloc(sizes[number])
+            elif ref.origin == "kept":
+                dropped = slots[ref.index]
+                assert dropped is not None
+                slots[ref.index] = None
+                self.free(dropped, cached=True)
             else:
-                self.release((number, other))
+                self.release(replay.key_of(block, ref, step))
+            number += ref is None
+        if trace.matmul_at == len(trace.events):
+            self.multiply()
         self.kept[block] = [slot for slot in slots if slot is not None] + born
 
     def multiply(self) -> None:

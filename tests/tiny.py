@@ -7,7 +7,9 @@ with sizes that are easy to reckon with, and costs no tracing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 
 from duoka import Fleet, Placement, Plan, Workload, models, virtual
+from duoka.base.files import cache_directory, write_whole
+from duoka.base.serialization import from_dict, to_dict
 from duoka.forecast.profile import (
     MONOMIALS,
     AllocationTrace,
@@ -36,7 +40,6 @@ from duoka.runtime.image_inputs import prompts_for
 from duoka.tracing import Irregular, TraceSpec, trace, trace_workload
 
 MIB = 2**20
-ENDLESS = 2**40
 PHASES: tuple[Phase, ...] = ("prefill", "extend", "decode")
 
 _SIZES: dict[str, Any] = {
@@ -152,9 +155,22 @@ _PLAIN = Conditions()
 @functools.cache
 def regular(name: str, conditions: Conditions = _PLAIN) -> Profile:
     """The profile of a small model, for all workloads."""
-    model = models.build(CONFIGS[name], dtype=torch.bfloat16)
     spec = TraceSpec(fingerprint=name, max_context_tokens=8192, conditions=conditions)
-    return trace(model, spec)
+    return shared_profile(
+        spec, lambda: trace(models.build(CONFIGS[name], dtype=torch.bfloat16), spec)
+    )
+
+
+def shared_profile(spec: TraceSpec, make: Callable[[], Profile]) -> Profile:
+    """The profile that a worker of this test run has made of a model under these conditions."""
+    name = hashlib.sha256(repr(spec).encode()).hexdigest()
+    path = cache_directory() / "shared" / f"{name}.json"
+    if path.exists():
+        return from_dict(Profile, json.loads(path.read_text()))
+    profile = make()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(to_dict(profile)))
+    return profile
 
 
 def profile_for(name: str, workload: Workload) -> Profile:
@@ -233,7 +249,6 @@ def made_up(
         streams = tied is None and index not in tied_to.values()
         name = f"block.{index}"
         blocks.append(ProfileBlock(modules=(name,), kind=number, tied_to=tied, streams=streams))
-    everywhere = (0, ENDLESS)
     return Profile(
         fingerprint="made up",
         model="MadeUp",
@@ -241,9 +256,7 @@ def made_up(
         blocks=tuple(blocks),
         kinds=tuple(kinds),
         regimes=tuple(
-            Regime(phase=phase, is_batched=pads, query=everywhere, past=everywhere, keys=everywhere)
-            for phase in PHASES
-            for pads in (False, True)
+            Regime(phase=phase, is_batched=pads) for phase in PHASES for pads in (False, True)
         ),
         max_context_tokens=max_context_tokens,
         tensor_names=tuple((name,) for name in _weight_names(weights, tied_to)),

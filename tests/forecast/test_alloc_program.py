@@ -17,18 +17,10 @@ from hypothesis import strategies as st
 from replaying import MEMORIES, NewMemory, Peaks, only_compiled, plain_run, replays_on
 from tiny import MIB
 
-from duoka.forecast.alloc_events import (
-    DROP,
-    KEEP,
-    MALLOC,
-    RELEASE,
-    RELEASE_FAR,
-    AllocEvents,
-    Event,
-)
+from duoka.forecast.alloc_events import AllocEvents
 from duoka.forecast.alloc_program import StageCompiler, StageProgram
 from duoka.forecast.device_memory import CompiledMemory, PlainMemory, sizes_of
-from duoka.forecast.profile import Key, Profile
+from duoka.forecast.profile import AllocationTrace, Key, Profile, Ref
 from duoka.forecast.replay import Replay
 from duoka.forecast.replay_training import replay_of
 from duoka.forecast.stage_bytes import StageBytes
@@ -122,24 +114,34 @@ def test_repeated_moves_are_those_of_each_block(name: str, monkeypatch: pytest.M
 
 
 def compiled(
-    events: list[Event], num_kept: int, alive: Sequence[Key] = (), num_sizes: int = 0
+    events: Sequence[Ref | None],
+    retained: tuple[int, ...] = (),
+    num_kept: int = 0,
+    alive: Sequence[Key] = (),
 ) -> StageProgram:
     """What block 7 does, alone on its device, that has so many caches before."""
     trace = SimpleNamespace(
         profile=SimpleNamespace(blocks={7: SimpleNamespace(kind=0)}),
-        trace=lambda block, step: SimpleNamespace(sizes=range(num_sizes), reads=()),
-        events=lambda block, step: events,
+        trace=lambda block, step: AllocationTrace(
+            sizes=(), events=tuple(events), retained=retained
+        ),
+        first_number=lambda block, step: 0,
+        key_of=lambda block, ref, step: Profile.key_of(cast(Profile, None), block, ref, 0),
     )
     compiler = StageCompiler(cast(AllocEvents, trace), 0, {7: num_kept}, alive=alive)
     compiler.run(range(7, 8))
     return compiler.program()
 
 
+BEFORE = Ref(origin="earlier", index=3, back=1)
+INPUT = Ref(origin="input", index=0)
+
+
 @on_both
 def test_by_hand(new_memory: NewMemory) -> None:
     """A small request, a large one, a cache; then the large one ends."""
     memory = new_memory(None)
-    program = compiled([(MALLOC, 0, 0), (MALLOC, 1, 1), (KEEP, 2, 2), (RELEASE, 0, 1)], 0)
+    program = compiled([None, None, None, Ref(origin="own", index=1)], (2,))
     assert program.saved == ((7, 0),)
     assert program.num_kept == (1,)
     cache, left = memory.run(program.code, sizes_of([1000, 3 * MIB, 600]), [], program.live_out)
@@ -156,11 +158,8 @@ def test_what_others_made_and_what_was_kept_ends_too(new_memory: NewMemory) -> N
     memory = new_memory(None)
     caches = [memory.hold(size, cached=True) for size in (600, 5000)]
     alive = [memory.hold(1000) for _ in range(3)]
-    program = compiled(
-        [(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (DROP, 0, 0), (KEEP, 0, 0)],
-        2,
-        [(-1, 0), (6, 3), (6, 4)],
-    )
+    kept = Ref(origin="kept", index=0)
+    program = compiled([BEFORE, INPUT, kept, None], (0,), 2, [(-1, 0), (6, 3), (6, 4)])
     assert program.saved == ((6, 4),)
     assert program.num_kept == (2,)
     found = memory.run(program.code, sizes_of([700]), [*caches, *alive], program.live_out)
@@ -169,7 +168,7 @@ def test_what_others_made_and_what_was_kept_ends_too(new_memory: NewMemory) -> N
 
 
 def test_an_end_of_what_isnt_there_is_nothing() -> None:
-    assert compiled([(RELEASE, 1, 3), (RELEASE_FAR, -1, 0), (RELEASE, 0, 9)], 0).code == b""
+    assert compiled([BEFORE, INPUT, Ref(origin="own", index=9)]).code == b""
 
 
 def test_one_program_serves_all_steps_of_a_kind() -> None:

@@ -1,17 +1,12 @@
-"""The rules of CUDA's caching allocator, one by one, and what holds after any history."""
+"""The rules of CUDA's caching allocator, one by one; `test_device_memory` has any history."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import duoka
 from duoka.errors import CheckpointError, UsageError
 from duoka.forecast.allocator import (
-    Allocation,
     CachingAllocator,
     OutOfCapacity,
     refuse_options,
@@ -134,52 +129,6 @@ def test_peaks_start_again_from_what_is_in_use() -> None:
     allocator.reset_peak()
     assert allocator.max_allocated_bytes == kept.size == MIB
     assert allocator.max_reserved_bytes == allocator.reserved_bytes == 2 * MIB
-
-
-@st.composite
-def histories(draw: st.DrawFn) -> list[int]:
-    """Steps: a positive number is a request of so many bytes, a negative one frees a block."""
-    return draw(
-        st.lists(
-            st.one_of(st.integers(1, 3 * MIB), st.integers(1, 60 * MIB), st.integers(-50, -1)),
-            max_size=60,
-        )
-    )
-
-
-@given(histories(), st.one_of(st.none(), st.integers(MIB, 200 * MIB)))
-def test_after_any_history_the_books_balance(steps: list[int], capacity: int | None) -> None:
-    allocator = CachingAllocator(capacity)
-    live: list[tuple[Allocation, int]] = []
-    for step in steps:
-        if step > 0:
-            try:
-                live.append((allocator.malloc(step), step))
-            except OutOfCapacity:
-                assert capacity is not None
-        elif live:
-            allocator.free(live.pop(-step % len(live))[0])
-        _check(allocator, live, capacity)
-    for block, _ in live:
-        allocator.free(block)
-    assert allocator.allocated_bytes == 0
-    allocator.empty_cache()
-    assert allocator.reserved_bytes == 0
-
-
-def _check(
-    allocator: CachingAllocator, live: list[tuple[Allocation, int]], capacity: int | None
-) -> None:
-    assert allocator.allocated_bytes == sum(block.size for block, _ in live)
-    assert allocator.allocated_bytes <= allocator.reserved_bytes <= allocator.max_reserved_bytes
-    assert allocator.allocated_bytes <= allocator.max_allocated_bytes
-    assert capacity is None or allocator.reserved_bytes <= capacity
-    spans = sorted((block.address, block.address + block.size) for block, _ in live)
-    for (_, stop), (start, _) in pairwise(spans):
-        assert stop <= start
-    for block, requested in live:
-        assert requested <= block.size
-        assert block.size - rounded_bytes(requested) <= MIB
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

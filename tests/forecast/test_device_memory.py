@@ -259,39 +259,27 @@ def numbers(*values: int) -> bytes:
     ("method", "arguments", "error"),
     [
         ("hold", (), TypeError),
-        ("hold", ("512",), TypeError),
         ("hold", (1.5,), TypeError),
-        ("hold", (None,), TypeError),
         ("release", (), TypeError),
-        ("release", (None,), TypeError),
         ("release", ([0, 512, 512],), TypeError),
         ("release", ((0, 512),), TypeError),
-        ("release", ((0, 512, 512.0),), TypeError),
         ("release", ((0, 512, 2**63),), OverflowError),
         ("release", ((0, 0, 0),), ValueError),  # a block without a byte
-        ("release", ((0, 512, 0),), ValueError),
         ("release", ((0, 512, 513),), ValueError),  # more was asked for than there is
         ("release", ((0, 1536, 1536),), ValueError),  # its end is free
         ("release", ((512, 512, 512),), ValueError),  # free
         ("release", ((0, 2**62, 512),), ValueError),
-        ("release", ((-512, 1024, 512),), ValueError),
         ("release", ((-(2**63), 2**63 - 1, 1),), ValueError),
-        ("release", ((2**63 - 1, 2**63 - 1, 2**63 - 1),), ValueError),
         ("release", ((2 * MIB, 512, 512),), ValueError),  # between segments
         ("release", ((2 * MIB + 512, 512, 512),), ValueError),  # of the other pool
         ("run", (b"", b"", []), TypeError),
-        ("run", ("", b"", [], ()), TypeError),
         ("run", (bytearray(24), b"", [], ()), TypeError),
         ("run", (b"", b"", (), ()), TypeError),
-        ("run", (b"", b"", [], []), TypeError),
         ("run", (b"", b"", [1], ()), TypeError),
         ("run", (b"", b"", [(0, 512, 2**63)], ()), OverflowError),
-        ("run", (bytes(23), b"", [], ()), ValueError),
         ("run", (b"", bytes(9), [], ()), ValueError),
         ("run", (numbers(-1, 0, 0), numbers(1), [], ()), ValueError),
         ("run", (numbers(1, 0, 0), numbers(1), [], ()), ValueError),
-        ("run", (numbers(2**63 - 1, 0, 0), numbers(1), [], ()), ValueError),
-        ("run", (numbers(0, 1, 0), numbers(1), [], ()), ValueError),
         ("run", (numbers(0, 2**63 - 1, 0), numbers(1), [], ()), ValueError),
         ("run", (numbers(0, -2, 0), numbers(1), [], ()), ValueError),
         ("run", (numbers(0, 0, 0), b"", [], ()), ValueError),
@@ -299,9 +287,7 @@ def numbers(*values: int) -> bytes:
         ("run", (b"", b"", [], (0,)), ValueError),
         ("run", (b"", b"", [None], (0,)), TypeError),
         ("run", (b"", b"", [], (-1,)), ValueError),
-        ("run", (b"", b"", [], (2**63 - 1,)), ValueError),
         ("run", (b"", b"", [], (2**70,)), OverflowError),
-        ("run", (b"", b"", [], ("0",)), TypeError),
         ("free_blocks", (1,), TypeError),
     ],
 )

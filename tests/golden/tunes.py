@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -50,8 +51,8 @@ def write(made: Path) -> None:
     root = Path.cwd() / "tunes"
     root.mkdir()
     torch.set_num_threads(1)
-    with fork_server.forking_python(root) as program:
-        records.write(made / "losses.txt", dict(_runs(root, program)))
+    program = fork_server.forking_python(root / "forks", os.getpid())
+    records.write(made / "losses.txt", dict(_runs(root, program)))
 
 
 def _runs(root: Path, program: Path) -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ WORK = Workload(prompt_tokens=12, new_tokens=4, prefill_chunk_tokens=None)
 
 
 def splits(model: PreTrainedModel, inputs: dict[str, Any]) -> Iterator[Placement]:
-    """Two and three stages of duoka's blocks."""
+    """Two stages of duoka's blocks, and three."""
     profile = trace_call(without_data(model), TraceSpec(fingerprint="test"), inputs)
     blocks = profile.blocks
     for bounds in ((1 / 2,), (1 / 3, 2 / 3)):
@@ -67,20 +67,18 @@ def is_clean(model: PreTrainedModel, inputs: dict[str, Any], use: dict[str, Any]
     labels = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     training = {**inputs, "labels": labels}
     training.pop("decoder_input_ids", None)
-    for placement in splits(model, inputs):
-        for report in (
-            duoka.check(model, placement, **use),
-            duoka.check(model, placement, inputs=training, train=True),
-        ):
-            assert report.stop is None
-            assert report.faults == ()
-            assert report.ok
+    uses = (use, {"inputs": training, "train": True})
+    for placement, each in zip(splits(model, inputs), uses, strict=True):
+        report = duoka.check(model, placement, **each)
+        assert report.stop is None
+        assert report.faults == ()
+        assert report.ok
     assert state(model) == before
     assert all(torch.equal(value, numbers[name]) for name, value in model.state_dict().items())
 
 
 def check(family: Family) -> None:
-    """Check a language model, for generation and for training."""
+    """Check a language model, for generation in two stages and for training in three."""
     model = family.model()
     is_clean(model, families.inputs(model), {"workload": WORK})
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from duoka import Fleet, Placement, Workload, models, virtual
 from duoka.errors import ModelError
-from duoka.forecast.profile import Profile
+from duoka.forecast.profile import ENDLESS, Profile
 from duoka.forecast.replay import Replay
 from duoka.models.quantization import parts, quantize_model
 from duoka.planner.request import PlanProblem
@@ -114,7 +114,7 @@ def test_windows_divide_the_regimes() -> None:
     crossing = [past for past, (start, _) in ranges if start == 512 and past[1] <= 512]
     assert crossing == [(1, 512)]
     plain = tiny.regular("tied")
-    assert {regime.keys for regime in plain.regimes} == {(0, tiny.ENDLESS)}
+    assert {regime.keys for regime in plain.regimes} == {(0, ENDLESS)}
 
 
 def test_full_and_sliding_layers_are_of_different_kinds() -> None:

@@ -237,6 +237,13 @@ def _is_module(model: object) -> TypeIs[nn.Module]:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
+def _traced(workload: Workload, problem: PlanProblem) -> Workload:
+    """Return the workload to trace for: of several sequences to find the largest batch."""
+    if problem.largest != "batch":
+        return workload
+    return replace(workload, batch=max(2, workload.batch))
+
+
 def _plan_module(
     model: nn.Module, problem: PlanProblem, inputs: Inputs | None, *, suggest: bool
 ) -> Plan:
@@ -251,7 +258,7 @@ def _plan_module(
         )
     is_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     workload = whole_prompt(problem.workload, is_encoder=is_encoder)
-    profile = profile_module(model, workload, inputs)
+    profile = profile_module(model, _traced(workload, problem), inputs)
     if inputs is not None:
         workload = Workload(prompt_tokens=1, new_tokens=1, gpu_generation=workload.gpu_generation)
     dtype = profile.dtype if profile.dtype in DTYPE_BYTES else "auto"
@@ -260,7 +267,7 @@ def _plan_module(
         module = whole_prompt(module, is_encoder=is_encoder)
         if module.conditions == profile.conditions:
             return profile
-        return profile_module(model, module, None) if module.images else None
+        return profile_module(model, _traced(module, problem), None) if module.images else None
 
     return answer(
         profile,

@@ -5,7 +5,6 @@ It knows neither stages nor devices, nor what an allocator makes of the events.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .device_memory import sizes_of
@@ -23,11 +22,6 @@ from .profile import (
     rules_of,
 )
 from .workload import Workload, refuse_short
-
-MALLOC, KEEP, RELEASE, DROP, RELEASE_FAR, MULTIPLY = range(6)
-Event = tuple[int, int, int]
-"""A code with two numbers: allocate (number, index of its size), keep (number, index of its size),
-release (blocks back, number), drop (slot, 0), release far (block, number), multiply (0, 0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +49,6 @@ class AllocEvents:
         self._sizes: dict[tuple[int, int], list[int]] = {}
         self._rules: dict[int, Rules] = {}  # by the trace, which the profile keeps
         self._packed: dict[tuple[int, int], bytes] = {}
-        self._events: dict[tuple[int, int], list[Event]] = {}
         self._foreign_frees: dict[tuple[int, int], tuple[Ref, ...]] = {}
         self.steps = self._schedule()
 
@@ -77,13 +70,6 @@ class AllocEvents:
                 self._rules[id(trace)], self.steps[step].values
             ).tolist()
         return self._sizes[key]
-
-    def events(self, block: int, step: int) -> list[Event]:
-        """Return the events of a block in a step."""
-        key = (self.profile.blocks[block].kind, self.steps[step].regime)
-        if key not in self._events:
-            self._events[key] = list(self._read_trace(block, step))
-        return self._events[key]
 
     def packed_sizes(self, block: int, step: int) -> bytes:
         """Return `sizes` as a program takes them."""
@@ -117,26 +103,6 @@ class AllocEvents:
         In a backward pass it goes on where the forward pass, step 0, has ended.
         """
         return len(self.trace(block, 0).sizes) if self.is_backward(step) else 0
-
-    def _read_trace(self, block: int, step: int) -> Iterator[Event]:
-        # In the names of a trace, not of its block: kinds stand for many blocks.
-        trace = self.trace(block, step)
-        caches = frozenset(trace.retained)
-        number = start = self.first_number(block, step)
-        for position, ref in enumerate(trace.events):
-            if position == trace.matmul_at:
-                yield MULTIPLY, 0, 0
-            if ref is None:
-                yield KEEP if number in caches else MALLOC, number, number - start
-                number += 1
-            elif ref.origin == "kept":
-                yield DROP, ref.index, 0
-            elif ref.origin in ("own", "earlier"):
-                yield RELEASE, ref.back, ref.index
-            else:
-                yield RELEASE_FAR, *self.key_of(block, ref, step)
-        if trace.matmul_at == len(trace.events):
-            yield MULTIPLY, 0, 0
 
     def _kind(self, block: int) -> BlockKind:
         return self.profile.kinds[self.profile.blocks[block].kind]

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .alloc_events import DROP, KEEP, MALLOC, MULTIPLY, RELEASE, AllocEvents
+from .alloc_events import AllocEvents
 from .device_memory import FREE, sizes_of
 from .profile import Key, Rule, evaluate
 
@@ -196,28 +196,37 @@ class StageCompiler:
         )
 
     def _run_block(self, block: int) -> None:
-        first_size = self._first_sizes[self.events.profile.blocks[block].kind]
+        events, trace = self.events, self.events.trace(block, self.step)
+        number = events.first_number(block, self.step)
+        size = self._first_sizes[events.profile.blocks[block].kind]
+        retained = frozenset(trace.retained)
         caches: list[int | None] = [*self._caches[block]]
         new_caches: list[int] = []
-        for code, number, operand in self.events.events(block, self.step):
-            if code == MALLOC:
-                self.alive[block, number] = self._allocate(first_size + operand)
-            elif code == RELEASE:
-                self.release((block - number, operand))
-            elif code == KEEP:
-                new_caches.append(self._allocate(first_size + operand, is_cached=True))
-            elif code == DROP:
-                slot = caches[number]
+        for position, ref in enumerate(trace.events):
+            if position == trace.matmul_at:
+                self._take_workspace()
+            if ref is None:
+                register = self._allocate(size, is_cached=number in retained)
+                if number in retained:
+                    new_caches.append(register)
+                else:
+                    self.alive[block, number] = register
+                number, size = number + 1, size + 1
+            elif ref.origin == "kept":
+                slot = caches[ref.index]
                 assert slot is not None, "a cache entry is dropped twice"
-                caches[number] = None
+                caches[ref.index] = None
                 self._code.extend((slot, FREE, True))
-            elif code == MULTIPLY:
-                if self._workspace_bytes and not self._takes_workspace:
-                    self._allocate_copy((float(self._workspace_bytes),))
-                    self._takes_workspace = True
             else:
-                self.release((number, operand))
+                self.release(events.key_of(block, ref, self.step))
+        if trace.matmul_at == len(trace.events):
+            self._take_workspace()
         self._caches[block] = [slot for slot in caches if slot is not None] + new_caches
+
+    def _take_workspace(self) -> None:
+        if self._workspace_bytes and not self._takes_workspace:
+            self._allocate_copy((float(self._workspace_bytes),))
+            self._takes_workspace = True
 
     def _allocate(self, size: int, *, is_cached: bool = False) -> int:
         """Allocate by the index of a size, and return the register."""

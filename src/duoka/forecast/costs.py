@@ -175,6 +175,9 @@ class Costs:
         if key in self._narrow:
             return None
         if key not in self._peaks:
+            # Where the search leaves room, a replay pauses once it reserves more than is usable:
+            # the stage is ruled out, and its peak is never needed. A later search without room
+            # asks for all of the budget, and the same replay goes on where it paused.
             replay, usable = self._replay_at(place), self.usable_bytes(budget_bytes)
             peaks = replay.run(blocks, budget_bytes, usable_bytes=usable)
             if replay.is_paused(blocks, budget_bytes):

@@ -118,6 +118,8 @@ def evaluate_all(rules: Rules, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
     return np.asarray(np.minimum(exact, END_OF_ADDRESSES), np.int64)
 
 
+ENDLESS = 2**40
+"""More tokens than any step has."""
 Key = tuple[int, int]
 """A block and the number of an allocation in its trace, or -1 - that in an earlier step's; block -1
 stands for the model's inputs."""
@@ -183,10 +185,10 @@ class Regime:
     """
 
     phase: Phase
-    is_batched: bool
-    query: tuple[int, int]
-    past: tuple[int, int]
-    keys: tuple[int, int]
+    is_batched: bool = False
+    query: tuple[int, int] = (0, ENDLESS)
+    past: tuple[int, int] = (0, ENDLESS)
+    keys: tuple[int, int] = (0, ENDLESS)
     aligned: bool | None = None
     carried: tuple[tuple[int, int], ...] = ()
 

@@ -90,6 +90,9 @@ class Chain:
         """Return blocks of a block's kind with makers of `ref` of all kinds."""
         if ref.origin != "earlier":
             return [block]
+        # A bound stands for all blocks of a kind. Two of them may have makers of different kinds,
+        # which leave tensors of different sizes: with one block for each kind of maker, the least
+        # size is found without a look at all blocks.
         kinds, key = self.profile.blocks, (self.profile.blocks[block].kind, ref.back)
         if key not in self._likes:
             likes = {kinds[index - ref.back].kind: index for index in self._of_kind[key[0]]}

@@ -16,9 +16,6 @@ from duoka.runtime.dispatch.place_tensors import empty_modules
 from .blocks import ModuleGroup, find_containers
 from .published_names import by_block
 
-ENDLESS = 2**40
-EVERYWHERE = (0, ENDLESS)
-
 CALLER = ModuleGroup(names=(), owners=())
 """What a caller does with what the model returns: `generate` samples from the logits of a step."""
 
@@ -84,13 +81,10 @@ def as_profile(
                 streams=group.streams and may_stream,
             )
         )
-    first_parameter = next(iter(model.parameters()), None)
     return Profile(
         fingerprint=spec.fingerprint,
         model=type(model).__name__,
-        dtype="float32"
-        if first_parameter is None
-        else str(first_parameter.dtype).removeprefix("torch."),
+        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         blocks=tuple(blocks),
         kinds=tuple(kinds),
         regimes=tuple(regime for regime, _ in regimes),
@@ -122,12 +116,6 @@ def weights_and_ties(
             # Ties join: a head may share its weight with one block and its bias with another.
             mine, theirs = first_of[block_by_tensor[id(tensor)]], first_of[block]
             low, high = min(mine, theirs), max(mine, theirs)
-            first_of = [
-                low if first_parameter == high else first_parameter for first_parameter in first_of
-            ]
-    ties = {
-        block: first_parameter
-        for block, first_parameter in enumerate(first_of)
-        if first_parameter != block
-    }
+            first_of = [low if partner == high else partner for partner in first_of]
+    ties = {block: partner for block, partner in enumerate(first_of) if partner != block}
     return [tuple(item) for item in sizes], ties

@@ -265,6 +265,8 @@ class _Solver:
         return rule
 
     def _exact(self, values: tuple[int, ...]) -> Rule | None:
+        # The first basis that meets all samples has the rule. Many tensors have equal sizes at all
+        # samples, so that most columns have been solved before.
         if values not in self._known:
             rules = (basis.solve(values) for basis in self._bases)
             self._known[values] = next((rule for rule in rules if rule is not None), None)

@@ -52,7 +52,7 @@ def profile_checkpoint(checkpoint: Checkpoint, workload: Workload) -> Profile:
             conditions=workload.conditions,
         )
         build = partial(build_model, checkpoint, workload)
-        profile, regular = _trace(build, spec, workload)
+        profile, regular = _trace(build, spec, workload, batched=True)
         # Where parts keep another type, the first parameter may be one of them.
         if (layers := profile.outline.joined_layers) is not None:
             notes = (*notes, f"{joined_note(layers)}.")
@@ -72,28 +72,30 @@ def profile_module(
             partial(parameter_bytes, model),
         )
     refuse_without_generation(model)
-    return _trace(lambda: without_data(model), spec, workload)[0]
+    # Nobody keeps it for other workloads, and rules for several sequences are most of the work.
+    batched = workload.batch > 1
+    return _trace(lambda: without_data(model), spec, workload, batched=batched)[0]
 
 
 def _trace(
-    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
+    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload, *, batched: bool
 ) -> tuple[Profile, bool]:
     """Trace for all workloads and return True with the profile, or for this workload and False."""
     return virtual.with_values(
-        lambda data: _trace_with(build, replace(spec, data=data), workload),
+        lambda data: _trace_with(build, replace(spec, data=data), workload, batched=batched),
         lambda: parameter_bytes(build()),
     )
 
 
 def _trace_with(
-    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
+    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload, *, batched: bool
 ) -> tuple[Profile, bool]:
     if workload.training is not None:
-        return virtual.apart(profile_training, build, spec, workload)
+        return virtual.apart(profile_training, build, spec, workload, batched=batched)
     if workload.is_paged:
         return trace_serving(build(), spec), True
     with suppress(Irregular):
-        profile = trace(build(), spec)
+        profile = trace(build(), spec, batched=batched)
         if profile.answers(workload.batch):
             return profile, True
     return trace_workload(build(), spec, list(with_chunks(workload))), False

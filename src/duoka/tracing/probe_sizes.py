@@ -34,7 +34,9 @@ def plain_runs(is_batched: bool, start: int, stop: int) -> Iterator[ProbeRun]:
     """Yield the runs to record: for each phase more samples than its rules have coefficients."""
     low = _ceiled(start + 1)
     step = _floored((stop - low) // 11)
-    # In a full window rules have one coefficient more.
+    # Prefills of 0, 2, 5 and 7 elevenths of the range, each followed by chunks of so many: q, k and
+    # qk have to be linearly independent over the samples of each phase. In a full window rules have
+    # one coefficient more.
     plans = ((0, (1, 3)), (2, (2,)), (5, (3, 2) if start else (3,)), (7, (1,)))
     for batch in (2, 3) if is_batched else (1,):
         for (past, queries), odd in zip(plans, _ODD, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
 from typing import Any
 
@@ -18,7 +18,7 @@ from duoka.runtime.call.stepper import Stepper
 from duoka.runtime.dispatch.arguments import to_device
 from duoka.runtime.image_inputs import prompts_for
 
-from .assemble import EVERYWHERE, RegimeTraces, TraceSpec
+from .assemble import RegimeTraces, TraceSpec
 from .blocks import find_groups
 from .fit import RecordedStep, Unlike
 from .probe_sizes import ProbeRun, crossing_runs, image_runs, plain_runs
@@ -32,12 +32,16 @@ _FILLED_TOKENS = 128
 _MOST_CHUNKS = 28
 
 
-def trace(model: nn.Module, spec: TraceSpec) -> Profile:
-    """Record the steps of a causal language model, and return rules for all workloads."""
+def trace(model: nn.Module, spec: TraceSpec, *, batched: bool = True) -> Profile:
+    """Record the steps of a causal language model, and return rules for all workloads.
+
+    Without `batched` the rules are for a single sequence: two thirds of the steps to record are of
+    several.
+    """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise Irregular("what an encoder and its decoder cost depends on two lengths")
     tracer = GenerationTracer(model, spec)
-    return tracer.trace(tracer.rules, tracer.irregular)
+    return tracer.trace(partial(tracer.rules, batched=batched), tracer.irregular)
 
 
 def trace_workload(model: nn.Module, spec: TraceSpec, workloads: Sequence[Workload]) -> Profile:
@@ -70,7 +74,7 @@ class _CallTracer(Tracer):
         """Yield the regime of the call."""
         with self.recorder as recorder:
             sample = RecordedStep("prefill", 1, 0, 0, recorder.record(self._call))
-        yield self.fit(_regime("prefill", is_batched=False), [sample])
+        yield self.fit(Regime(phase="prefill"), [sample])
 
     def _call(self) -> None:
         args, kwargs = self.inputs
@@ -98,14 +102,14 @@ class GenerationTracer(Tracer):
         conditions = self.spec.conditions
         return Stepper(self.model, batch, self.device, conditions=conditions, prompts=self.prompts)
 
-    def rules(self) -> Iterator[RegimeTraces]:
+    def rules(self, *, batched: bool) -> Iterator[RegimeTraces]:
         """Yield regimes for every possible step, in order of precedence."""
         cells = list(self.ranges())
         if self.spec.conditions.image_chunk_tokens is not None:
             raise Unlike("what a chunk costs depends on which images are in it")
         yield from self._regimes(cells, is_batched=False)
-        if self.spec.conditions.vision_batch is not None:
-            return  # the batch decides on the passes
+        if not batched or self.spec.conditions.vision_batch is not None:
+            return  # with a vision batch, the batch decides on the passes
         try:
             yield from list(self._regimes(cells, is_batched=True))
         except Unlike:
@@ -159,13 +163,15 @@ class GenerationTracer(Tracer):
                 sample = self._recorded(stepper, phase, query)
                 self.has_cache = True
                 keys = (earlier + 1, sample.keys + 1)
-                yield self.fit(
-                    _regime(phase, is_batched, query=(query, query + 1), keys=keys), [sample]
+                regime = Regime(
+                    phase=phase, is_batched=is_batched, query=(query, query + 1), keys=keys
                 )
+                yield self.fit(regime, [sample])
                 earlier = sample.keys
                 if earlier == workload.prompt_tokens:
                     for sample in self._released(stepper):
-                        yield self.fit(_regime("release", is_batched, query=(0, 1)), [sample])
+                        regime = Regime(phase="release", is_batched=is_batched, query=(0, 1))
+                        yield self.fit(regime, [sample])
 
     def _recorded(self, stepper: Stepper, phase: Phase, tokens: int) -> RecordedStep:
         """Record a step of so many tokens, or of so many images."""
@@ -193,20 +199,19 @@ class GenerationTracer(Tracer):
         runs = list(plain_runs(is_batched, start, high))
         if self.prompts is not None:
             runs = list(image_runs(runs, self.least_tokens))
-        # A single aligned run checks that rules hold for aligned lengths as well; where they don't,
-        # all runs are recorded at aligned lengths, too.
-        samples = _Samples(runs, self._record)
-        for phase in dict.fromkeys(sample.phase for sample in samples.all):
+        samples, complete = self._record_aligned(runs)
+        for phase in dict.fromkeys(sample.phase for sample in samples):
             if phase == "encode":
-                yield from self._passes(samples.all, is_batched)
+                yield from self._passes(samples, is_batched)
                 continue
-            yield from self._split(_regime(phase, is_batched, keys=(start, stop)), samples)
+            regime = Regime(phase=phase, is_batched=is_batched, keys=(start, stop))
+            yield from self.split([regime], samples, complete)
 
     def _passes(self, samples: Sequence[RecordedStep], is_batched: bool) -> Iterator[RegimeTraces]:
         """Yield the regimes of the passes that encode images."""
         encoding = [sample for sample in samples if sample.phase == "encode"]
         if self.spec.conditions.vision_batch is None:  # one pass, with all images of the batch
-            yield self.fit(_regime("encode", is_batched), encoding)
+            yield self.fit(Regime(phase="encode", is_batched=is_batched), encoding)
             return
         for keys in dict.fromkeys(sample.keys for sample in encoding):
             equal_passes = [sample for sample in encoding if sample.keys == keys]
@@ -216,21 +221,29 @@ class GenerationTracer(Tracer):
         self, is_batched: bool, earlier: tuple[int, int], later: tuple[int, int]
     ) -> Iterator[RegimeTraces]:
         """Yield the regime of steps from a range into a later range."""
+        # A chunk that begins inside of a sliding window and ends beyond it: its first queries see
+        # all keys, its last ones a window of them. Masks and caches are as in neither range, so
+        # that such steps have rules of their own, except where the later range is too short.
         high = min(later[1], self.longest + 1, later[0] + PROBED_TOKENS)
         if high - later[0] < _SHORTEST_RANGE:
             return
-        samples = _Samples(list(crossing_runs(is_batched, earlier, (later[0], high))), self._record)
+        runs = list(crossing_runs(is_batched, earlier, (later[0], high)))
         past = (max(earlier[0], 1), earlier[1])
-        yield from self._split(_regime("extend", is_batched, past=past, keys=later), samples)
+        regime = Regime(phase="extend", is_batched=is_batched, past=past, keys=later)
+        yield from self.split([regime], *self._record_aligned(runs))
 
-    def _split(self, regime: Regime, samples: _Samples) -> Iterator[RegimeTraces]:
-        """Yield the regime, or two if costs depend on the alignment of masks."""
-        with suppress(Unlike):
-            yield self.fit(regime, samples.all)
-            return
-        samples.complete()
-        for aligned in (False, True):
-            yield self.fit(replace(regime, aligned=aligned), samples.where(aligned))
+    def _record_aligned(
+        self, runs: Sequence[ProbeRun]
+    ) -> tuple[list[RecordedStep], Callable[[], None]]:
+        """Record runs and an aligned one; return a function, too, that adds the others aligned."""
+        first_run, *rest = (run.aligned() for run in runs)
+        samples = self._record([*runs, first_run])
+
+        @cache
+        def complete() -> None:
+            samples.extend(self._record(rest))
+
+        return samples, complete
 
     def _record(self, runs: Iterable[ProbeRun]) -> list[RecordedStep]:
         samples: list[RecordedStep] = []
@@ -253,26 +266,6 @@ class GenerationTracer(Tracer):
         return samples
 
 
-class _Samples:
-    """The samples of a range of lengths: unaligned lengths, and some aligned ones."""
-
-    def __init__(
-        self, runs: Sequence[ProbeRun], record: Callable[[list[ProbeRun]], list[RecordedStep]]
-    ) -> None:
-        first_run, *self._rest = (run.aligned() for run in runs)
-        self._record = record
-        self.all = record([*runs, first_run])
-
-    def complete(self) -> None:
-        """Add the remaining aligned samples."""
-        self.all += self._record(self._rest)
-        self._rest = []
-
-    def where(self, aligned: bool) -> list[RecordedStep]:
-        """Return the samples with aligned, or with unaligned keys."""
-        return [sample for sample in self.all if sample.is_aligned == aligned]
-
-
 def _choose_chunks(chunks: Sequence[tuple[int, int]], *, has_images: bool) -> list[tuple[int, int]]:
     """Choose the chunks to record: the first two and the last two, of prompts with images more.
 
@@ -293,18 +286,7 @@ def _decodes(workload: Workload) -> list[tuple[int, int]]:
     return [(1, past) for past in decodes]
 
 
-def _regime(
-    phase: Phase,
-    is_batched: bool,
-    *,
-    query: tuple[int, int] = EVERYWHERE,
-    past: tuple[int, int] = EVERYWHERE,
-    keys: tuple[int, int] = EVERYWHERE,
-) -> Regime:
-    return Regime(phase=phase, is_batched=is_batched, query=query, past=past, keys=keys)
-
-
 def _pass_regime(sample: RecordedStep, is_batched: bool) -> Regime:
     """Return the regime of a pass over so many images, after so many others."""
     query, keys = (sample.query, sample.query + 1), (sample.keys, sample.keys + 1)
-    return _regime("encode", is_batched, query=query, keys=keys)
+    return Regime(phase="encode", is_batched=is_batched, query=query, keys=keys)

@@ -6,18 +6,18 @@ memory follows from their size and the cache's alone (`forecast.serving`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from torch import nn
 
 from duoka.errors import ModelError
-from duoka.forecast.profile import Phase, Profile, Regime
+from duoka.forecast.profile import ENDLESS, Phase, Profile, Regime
 from duoka.forecast.serving import FIRST, Capacity, StepSize, serving_monomials
 from duoka.runtime.call.paged_model import PagedModel, reads_pages
 from duoka.runtime.draw import draw_in_every_way
 
-from .assemble import ENDLESS, EVERYWHERE, RegimeTraces, TraceSpec
+from .assemble import RegimeTraces, TraceSpec
 from .blocks import find_groups
 from .fit import RecordedStep, Unlike
 from .tracer import Tracer
@@ -75,16 +75,8 @@ class _ServingTracer(Tracer):
                 first, later = self._record(number, size)
                 firsts.append(first)
                 samples.append(later)
-            yield self._fit("serve", query, samples)
-        yield self._fit("start", (1, 2), firsts)
-
-    def _fit(
-        self, phase: Phase, query: tuple[int, int], samples: Sequence[RecordedStep]
-    ) -> RegimeTraces:
-        return self.fit(
-            Regime(phase=phase, is_batched=False, query=query, past=EVERYWHERE, keys=EVERYWHERE),
-            samples,
-        )
+            yield self.fit(Regime(phase="serve", query=query), samples)
+        yield self.fit(Regime(phase="start", query=(1, 2)), firsts)
 
     def _stepper(self, number: int) -> PagedModel:
         sequences, context, pages = _CACHES[number % len(_CACHES)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -23,7 +24,7 @@ from duoka.models.trainable import WITHOUT_CHECKPOINTING
 from duoka.runtime.call.learner import Learner
 from duoka.runtime.prepare_training import prepare_for_training
 
-from .assemble import EVERYWHERE, RegimeTraces, TraceSpec, weights_and_ties
+from .assemble import RegimeTraces, TraceSpec, weights_and_ties
 from .blocks import ModuleGroup, find_groups
 from .fit import RecordedStep, Unlike
 from .tracer import LOOKED_AT_TOKENS, PROBED_TOKENS, Irregular, Tracer, running
@@ -36,7 +37,7 @@ _TILE = 128
 
 
 def profile_training(
-    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload
+    build: Callable[[], nn.Module], spec: TraceSpec, workload: Workload, *, batched: bool = True
 ) -> tuple[Profile, bool]:
     """Return a profile for all workloads and True, or, without rules, for this and False."""
     model = build()
@@ -44,15 +45,20 @@ def profile_training(
         parameter = next(p for p in model.parameters() if p.is_floating_point())
         workload = workload.resolved(dtype=str(parameter.dtype).removeprefix("torch."))
     try:
-        return trace_training(model, spec, workload), True
+        return trace_training(model, spec, workload, batched=batched), True
     except Irregular:
         return trace_training_workload(build(), spec, workload), False
 
 
-def trace_training(model: nn.Module, spec: TraceSpec, workload: Workload) -> Profile:
-    """Record the training of a model, and return rules for all micro-batches."""
+def trace_training(
+    model: nn.Module, spec: TraceSpec, workload: Workload, *, batched: bool = True
+) -> Profile:
+    """Record the training of a model, and return rules for all micro-batches.
+
+    Without `batched` they are micro-batches of a single sequence.
+    """
     tracer = TrainingTracer(model, spec, workload)
-    return tracer.trace(tracer.rules, tracer.irregular)
+    return tracer.trace(partial(tracer.rules, batched=batched), tracer.irregular)
 
 
 def trace_training_workload(model: nn.Module, spec: TraceSpec, workload: Workload) -> Profile:
@@ -89,16 +95,18 @@ class TrainingTracer(Tracer):
             groups = _join_recomputed(self.model, groups)
         self.observe(groups)
 
-    def rules(self) -> Iterator[RegimeTraces]:
+    def rules(self, *, batched: bool) -> Iterator[RegimeTraces]:
         """Yield regimes for every micro-batch."""
-        for is_batched in (False, True):
+        for is_batched in (False, True) if batched else (False,):
             for start, stop in self.ranges():
                 yield from self._cell(is_batched, start, stop)
 
     def points(self) -> list[RegimeTraces]:
         """Return regimes for the workload's micro-batches."""
         batch, tokens = self.workload.batch, self.workload.prompt_tokens
-        return self._fit(batch > 1, (tokens, tokens + 1), self._record([(batch, tokens)]))
+        samples = self._record([(batch, tokens)])
+        regimes = _regimes(batch > 1, (tokens, tokens + 1))
+        return [self.fit(regime, samples) for regime in regimes]
 
     def _cell(self, is_batched: bool, start: int, stop: int) -> Iterator[RegimeTraces]:
         """Yield the regimes of one range, for one sequence or several."""
@@ -110,34 +118,12 @@ class TrainingTracer(Tracer):
         aligned = [
             (batch, -(-length // ALIGNED_TOKENS) * ALIGNED_TOKENS) for batch, length in sizes
         ]
-        # As in generation: one aligned length checks the rules of the others.
-        odd, probe = self._record(sizes), self._record(aligned[:1])
-        try:
-            yield from self._fit(is_batched, (start, stop), [*odd, *probe])
-            return
-        except Unlike:
-            probe += self._record(aligned[1:])
-        yield from self._fit(is_batched, (start, stop), odd, aligned=False)
-        yield from self._fit(is_batched, (start, stop), probe, aligned=True)
+        samples = [*self._record(sizes), *self._record(aligned[:1])]
 
-    def _fit(
-        self,
-        is_batched: bool,
-        keys: tuple[int, int],
-        samples: Sequence[RecordedStep],
-        *,
-        aligned: bool | None = None,
-    ) -> list[RegimeTraces]:
-        """Fit the regimes of all phases."""
-        regime = Regime(
-            phase="forward",
-            is_batched=is_batched,
-            query=keys,
-            past=EVERYWHERE,
-            keys=keys,
-            aligned=aligned,
-        )
-        return [self.fit(replace(regime, phase=phase), samples) for phase in TRAINING_PHASES]
+        def complete() -> None:
+            samples.extend(self._record(aligned[1:]))
+
+        yield from self.split(_regimes(is_batched, (start, stop)), samples, complete)
 
     def _record(self, sizes: Sequence[tuple[int, int]]) -> list[RecordedStep]:
         """Record micro-batches of these batches and lengths."""
@@ -202,6 +188,14 @@ class TrainingTracer(Tracer):
         for block, model_block in enumerate(model_blocks):
             pairs = zip(self.groups[block].owners, self.groups[model_block].owners, strict=True)
             self.trained |= {owner: self.trained[model] for owner, model in pairs}
+
+
+def _regimes(is_batched: bool, keys: tuple[int, int]) -> list[Regime]:
+    """Return the regimes of all phases in a range of lengths."""
+    return [
+        Regime(phase=phase, is_batched=is_batched, query=keys, keys=keys)
+        for phase in TRAINING_PHASES
+    ]
 
 
 def _join_recomputed(model: nn.Module, groups: Sequence[ModuleGroup]) -> list[ModuleGroup]:

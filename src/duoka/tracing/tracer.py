@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
 from threading import RLock
@@ -22,14 +22,14 @@ from duoka import virtual
 from duoka.base.model_code import where_raised
 from duoka.errors import ModelError
 from duoka.forecast.flash_splits import FlashShape
-from duoka.forecast.profile import IMAGE_PHASES, Profile, Regime
+from duoka.forecast.profile import ENDLESS, IMAGE_PHASES, Profile, Regime
 from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.models.quantization import parts
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.place_tensors import invent_values, place
 from duoka.runtime.image_inputs import ImagePrompts
 
-from .assemble import CALLER, ENDLESS, RegimeTraces, TraceSpec, as_profile
+from .assemble import CALLER, RegimeTraces, TraceSpec, as_profile
 from .blocks import ModuleGroup, find_groups
 from .fit import RecordedStep, Unlike, fit
 from .published_names import name_tensors
@@ -112,6 +112,29 @@ class Tracer:
         shapes = None if regime.phase in IMAGE_PHASES else self.shapes
         traces, carried = fit(phase_samples, shapes)
         return replace(regime, carried=carried), traces
+
+    def split(
+        self,
+        regimes: Sequence[Regime],
+        samples: Sequence[RecordedStep],
+        complete: Callable[[], None],
+    ) -> list[RegimeTraces]:
+        """Fit regimes to their samples, or two for each if costs depend on the alignment of masks.
+
+        A single aligned sample among unaligned ones checks that rules hold for both. Where they
+        don't, `complete` adds the samples at all aligned sizes.
+        """
+        with suppress(Unlike):
+            return [self.fit(regime, samples) for regime in regimes]
+        complete()
+        return [
+            self.fit(
+                replace(regime, aligned=aligned),
+                [sample for sample in samples if sample.is_aligned == aligned],
+            )
+            for aligned in (False, True)
+            for regime in regimes
+        ]
 
     def profile(self, regimes: Sequence[RegimeTraces]) -> Profile:
         """Return the profile with these regimes."""
