@@ -159,8 +159,8 @@ class InlineExecutor:
             if self.is_paged:
                 return self._compute(chunks)
             # Each chunk by itself: none is ever computed again.
-            each = [self._compute([chunk]) for chunk in chunks]
-            return [part if isinstance(part, Exception) else part[0] for part in each]
+            results = [self._compute([chunk]) for chunk in chunks]
+            return [part if isinstance(part, Exception) else part[0] for part in results]
         finally:
             self._busy_seconds += time.perf_counter() - begin
 

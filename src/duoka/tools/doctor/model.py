@@ -11,7 +11,7 @@ from pathlib import Path
 from duoka.base.progress import say
 from duoka.base.units import format_bytes, format_count
 from duoka.checkpoint.checkpoint import Checkpoint
-from duoka.checkpoint.hub.listing import RemoteFile, is_right
+from duoka.checkpoint.hub.listing import RemoteFile, has_known_hash
 from duoka.errors import InfeasibleError
 from duoka.planner.plan import Plan
 
@@ -57,7 +57,7 @@ def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
     for file, digest in hashes:
         say(f"comparing the hash of {file.name}")
         published = RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag=digest)
-        if not is_right(file, published):
+        if not has_known_hash(file, published):
             text = f"{file.name} isn't what was published"
             advice = "fetch it again: remove the file and run the download once more"
             yield Finding("error", text, "it is damaged", advice)
