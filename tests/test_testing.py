@@ -77,7 +77,7 @@ def test_a_fault_is_told_with_the_report() -> None:
         assert_device_safe(Residual(), inputs=(X,))
     text = str(caught.value)
     assert text.startswith(
-        "the model doesn't run on 2 devices, split as 'first' … on cuda:0, 'second' … on cuda:1\n"
+        "the model fails on 2 devices, split as 'first' … on cuda:0, 'second' … on cuda:1\n"
     )
     assert "return first + self.second(first)" in text
     assert "test_testing.py:" in text

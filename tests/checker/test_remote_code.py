@@ -177,8 +177,11 @@ def test_a_package_that_is_missing(directory: Path) -> None:
             "the code needs nosuchpackage, which isn't installed",
         ),
         ("import sklearn.nothing", "pip install scikit-learn"),
-        ("import configuration_pebble", "it has to say `from .configuration_pebble import …`"),
-        ("from .missing_pebble import x", "missing_pebble.py is missing beside the code: fetch it"),
+        ("import configuration_pebble", "must use `from .configuration_pebble import …`"),
+        (
+            "from .missing_pebble import x",
+            "missing_pebble.py is missing beside the code: download it",
+        ),
     ):
         edited(directory, "helpers_pebble.py", "import torch\n", f"import torch\n{line}\n")
         report = checked(directory)

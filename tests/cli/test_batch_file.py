@@ -137,7 +137,7 @@ def test_what_has_no_pages_is_answered_in_batches(
     sizes = ["--gpus", "virtual:64MiB", *LENGTHS]
     done = program("generate", state, *sizes, "--file", file, "--out", tmp_path / "state.jsonl")
     assert done.returncode == 0, done.stderr
-    assert "MambaForCausalLM can't read from pages: 3 prompts at a time" in done.stderr
+    assert "MambaForCausalLM doesn't support a paged KV cache (3 prompts at a time)" in done.stderr
     assert len(read(tmp_path / "state.jsonl")) == 3
 
 

@@ -81,8 +81,8 @@ def test_an_error_is_one_message_and_a_hint(command: str, hub: HubServer, progra
     assert (done.returncode, done.stdout) == (4, "")
     assert without_progress(done.stderr) == (
         "error: org/tiny is gated: its authors must grant you access\n"
-        "hint: ask for it at https://huggingface.co/org/tiny; "
-        "for what isn't public log in: hf auth login\n"
+        "hint: ask for it at https://huggingface.co/org/tiny; for private repositories log in: "
+        "hf auth login\n"
     )
 
 
@@ -91,7 +91,7 @@ def test_a_wrong_file_stops_before_anything_is_loaded(hub: HubServer, program: P
     hub.next("storage", hub_server.spoil)
     done = program("generate", NAME, *GPUS, *SIZES, "-p", "x")
     assert (done.returncode, done.stdout) == (4, "")
-    assert "has another content" in done.stderr
+    assert "differs from the content that" in done.stderr
 
 
 def test_no_token_is_shown_with_debug(

@@ -305,11 +305,11 @@ def test_a_grammar_that_takes_too_much_ends_its_answer_alone(engine: Engine) -> 
     heavy = Grammar.lark("\n".join(["start: r0", *doubled, 'r40: "a"']))
     streams = [engine.submit(text) for text in prompts(3)]
     bad = engine.submit("What?", SamplingParams(grammar=heavy))
-    with pytest.raises(UsageError, match="can't go on by its lark"):
+    with pytest.raises(UsageError, match="can't continue under its lark"):
         bad.result()
     assert all(stream.result().tokens for stream in streams)
     assert engine.num_free_pages == engine.capacity.pages
-    with pytest.raises(UsageError, match="no token that is text"):
+    with pytest.raises(UsageError, match="no text token satisfies it"):
         engine.submit("What?", SamplingParams(grammar=Grammar.lark('start: <|user|> "a"')))
 
 

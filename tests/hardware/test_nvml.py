@@ -144,7 +144,7 @@ def test_this_process_is_not_among_the_others(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("code", "message", "hint"),
     [
-        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "libnvidia-ml.so.1. is not here", "--gpus all"),
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "libnvidia-ml.so.1. was not found", "--gpus all"),
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "not loaded", "modprobe nvidia"),
         (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "another version", "restart the machine"),
         (pynvml.NVML_ERROR_NO_PERMISSION, "Insufficient Permissions", "nvidia-smi"),

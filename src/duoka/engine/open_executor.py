@@ -37,7 +37,7 @@ def open_executor(
     """
     if plan.workload.training is not None:
         raise UsageError(
-            "the plan is for training, and the engine generates", hint="plan without training"
+            "the plan is for training, and the engine only generates", hint="plan without training"
         )
     warm_up = warm_up if plan.workload.is_paged else "first"
     capacity = capacity_of(plan)
@@ -91,8 +91,8 @@ def _routes(plan: Plan, opened: OpenedModel) -> Routes:
     """Return the tensors sent between a plan's stages; UsageError if stages cannot be processes."""
     if len(plan.devices) == 1:
         raise UsageError(
-            "a process for each GPU is wanted, and the plan has one GPU",
-            hint="plan for several, with --use-all if one is enough, or leave processes out",
+            "one process per GPU is requested, and the plan uses one GPU",
+            hint="plan for several GPUs (--use-all), or omit processes",
         )
     model = opened.model
     reasons = {
@@ -104,7 +104,7 @@ def _routes(plan: Plan, opened: OpenedModel) -> Routes:
     }
     reason = next((name for name, holds in reasons.items() if holds), None)
     if reason is not None:
-        raise UsageError(f"a model with {reason} runs in one process", hint="leave processes out")
+        raise UsageError(f"a model with {reason} runs in one process", hint="omit processes")
     if any(name.startswith("vgpu") for name in plan.devices):  # torch has to know their names
         devices.materialise(plan.fleet)
     return find_step_routes(model, plan.placement)

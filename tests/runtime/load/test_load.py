@@ -308,7 +308,7 @@ def test_a_file_cut_short_while_it_is_read(form: str, tmp_path: Path) -> None:
     ("content", "match"),
     [
         ([torch.zeros(1)], "holds list, not a dict"),
-        ({"epoch": 3, "model": {}}, "2 entries that are no tensors: 'epoch', 'model'"),
+        ({"epoch": 3, "model": {}}, "2 entries that are not tensors: 'epoch', 'model'"),
     ],
     ids=["list", "trainer state"],
 )
