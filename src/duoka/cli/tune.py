@@ -231,7 +231,7 @@ def _refuse_together(options: TuneOptions) -> None:
         shape = "lora_rank", "lora_alpha", "lora_target"
         options.refuse(*shape, beside="--adapter, which has its own settings", hint=either)
     if options.steps is not None:
-        options.refuse("epochs", beside="--steps", hint="they both set the length")
+        options.refuse("epochs", beside="--steps", hint="use one of them")
     if options.eval_every is not None and not options.eval_data:
         raise UsageError("--eval-every needs --eval", hint="--eval DATA")
 
