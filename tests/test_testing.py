@@ -93,7 +93,7 @@ def test_a_placement_is_taken_as_it_is() -> None:
 
 
 def test_a_model_of_one_part_is_refused() -> None:
-    with pytest.raises(UsageError, match="too few parts for 2 or 3 stages"):
+    with pytest.raises(UsageError, match="too few modules for 2 or 3 stages"):
         assert_device_safe(nn.Linear(8, 8), inputs=(X,))
 
 

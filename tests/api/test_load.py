@@ -91,7 +91,7 @@ def test_a_changed_checkpoint_is_refused(
 def test_missing_weights_are_refused(plan: duoka.Plan, tmp_path: Path, reads: list[str]) -> None:
     moved = copied(plan, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="no weights"):
+    with pytest.raises(CheckpointError, match="no weight files"):
         duoka.load(moved)
     assert reads == []
 
@@ -214,7 +214,7 @@ def test_a_loaded_plan_runs_remote_code_only_when_asked_for(
     save_file(state, remote / "model.safetensors")
     trusted = Checkpoint.open(remote, trust_remote_code=True)
     plan = duoka.plan(trusted, TWO, LOAD)
-    with pytest.raises(duoka.errors.ModelError, match="that code may not run"):
+    with pytest.raises(duoka.errors.ModelError, match="that code isn't allowed to run"):
         duoka.load(plan)
     loaded = duoka.load(plan, trust_remote_code=True)
     assert type(loaded).__name__ == "PebbleForCausalLM"

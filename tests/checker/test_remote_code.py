@@ -118,7 +118,7 @@ OLD = [
         "hidden = self.embedding(input_ids)\n        masks = self.estimate_tokens({})\n",
         1,
         "AttributeError: .*estimate_tokens",
-        id="a method that is gone",
+        id="a method that is missing",
     ),
     pytest.param(
         "from transformers.modeling_outputs import CausalLMOutputWithPast\n",
@@ -127,7 +127,7 @@ OLD = [
         "find_pruneable_heads_and_indices({}, 1, 1, {})\n",
         2,
         "NotImplementedError: transformers.modeling_utils.find_pruneable_heads_and_indices of",
-        id="a name that is gone",
+        id="a name that is missing",
     ),
     pytest.param(
         "self.final_norm = nn.LayerNorm(config.width)\n",
@@ -156,7 +156,7 @@ def test_code_of_an_older_transformers(
         directory / "modeling_pebble.py",
         line,
     )
-    assert "other versions" in report.stop.hint
+    assert "other library versions" in report.stop.hint
 
 
 def test_a_hint_never_leads_to_other_code(directory: Path) -> None:

@@ -59,5 +59,5 @@ def test_types_are_known_without_importing_transformers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    assert "model_type 'llamma' is neither" in done.stdout
+    assert "model_type 'llamma' is supported neither" in done.stdout
     assert "did you mean 'llama'" in done.stdout

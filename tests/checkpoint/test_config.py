@@ -40,7 +40,7 @@ def test_numbers_beyond_every_model(key: str, value: int, limit: int, nested: bo
 
 
 def test_layers_times_experts() -> None:
-    assert "1000 layers of 10000 experts are more than the 2000000 modules" in refused(
+    assert "1000 layers of 10000 experts exceed the limit of 2000000 modules" in refused(
         {"num_hidden_layers": 1000, "n_routed_experts": 10_000}
     )
 
@@ -81,7 +81,7 @@ def test_published_configs(published_data: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"num_hidden_layers": 1e999}', "1e999 is larger than any number"),
+        ('{"num_hidden_layers": 1e999}', "1e999 doesn't fit in 64 bits"),
         ('{"a": NaN}', "NaN is not a JSON number"),
         ('{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         ("[" * 100_000, "not valid JSON"),

@@ -123,7 +123,7 @@ def test_directories_in_place_of_files(directory: Path) -> None:
     assert not Checkpoint.open(directory).has_weights
     (directory / "config.json").unlink()
     (directory / "config.json").mkdir()
-    assert "holds no config.json" in refused(directory)[0]
+    assert "has no config.json" in refused(directory)[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.model"])

@@ -20,7 +20,7 @@ def test_a_conversation_through_a_pipe(tiny: Path, program: Program) -> None:
     half = len(done.stdout) // 2
     assert done.stdout[:half] == done.stdout[half:]  # the same question without history
     assert "forgotten" in done.stderr
-    assert "/frob is no command" in done.stderr
+    assert "/frob is not a command" in done.stderr
     assert "Ctrl-C stops a generation" in done.stderr
 
 

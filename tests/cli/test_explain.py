@@ -81,7 +81,7 @@ def test_an_export_plans_in_stages_that_the_tool_takes(program: Program, tmp_pat
     done = program("plan", config, *gpus, "--export", "llama.cpp", "--save", saved)
     assert done.returncode == 0, done.stderr
     told = " ".join(done.stdout.replace("\n#  ", " ").split())
-    pins = told.partition("Pinned")[2].partition(". # ")[0].split()
+    pins = told.partition("Pinned: ")[2].partition(". # ")[0].split()
     assert pins[:2] == ["--pin", "model.embed_tokens=cuda:0"]
     split = done.stdout.rpartition("--tensor-split ")[2].split()[0]
     counts = [int(count) for count in split.split(",")]

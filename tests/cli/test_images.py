@@ -147,7 +147,7 @@ def test_a_picture_from_the_web(glm4v: Path, pictures: Path, program: Program, w
     assert fetched.stdout == read.stdout != ""
     said = f"/image {web}/red.png\n"  # nothing that is written in a chat is fetched
     done = program("chat", glm4v, *GPUS, "--image", pictures / "red.png", stdin=said)
-    assert "red.png' is an address" in done.stderr
+    assert "red.png' is a URL" in done.stderr
 
 
 @pytest.mark.parametrize(

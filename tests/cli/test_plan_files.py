@@ -145,7 +145,7 @@ def test_gpus_that_are_gone_or_too_full_are_told_and_replanned(
     detect(found(("GPU-b", 64), ("GPU-c", 64)))
     done = program("generate", "--plan", file, "-p", "hello")
     assert (done.returncode, done.stdout) == (3, "")
-    assert "GPU-a is gone" in done.stderr
+    assert "GPU-a is missing" in done.stderr
 
     detect(found(("GPU-b", 64), ("GPU-a", 1)))
     done = program("generate", "--plan", file, "-p", "hello")
@@ -185,7 +185,7 @@ def test_a_plan_from_another_machine_tells_what_is_here(
     recording = replay(monkeypatch, "fastest-first", visible=[1, 0])
     done = program("generate", "--plan", saved, "-p", "hello")
     assert (done.returncode, done.stdout) == (3, "")
-    assert f"cuda:1 NVIDIA GeForce RTX 3090 {there.uuid} is gone" in done.stderr
+    assert f"cuda:1 NVIDIA GeForce RTX 3090 {there.uuid} is missing" in done.stderr
     assert "use --replan to make a new plan for the current state" in done.stderr
     assert f"cuda:0  NVIDIA GeForce RTX 4090  {recording.uuids[1]}  has a budget of" in done.stderr
 

@@ -18,7 +18,7 @@ def test_copies_are_shown_and_kept_one_by_one(tiny: Path, program: Program, tmp_
     done = program("plan", tiny, *options, "--save", saved)
     assert done.returncode == 0
     assert "2 copies: at least" in done.stdout
-    assert "idle: vgpu:2" in done.stdout
+    assert "unused: vgpu:2" in done.stdout
     # One table for copies that differ in their GPU alone.
     assert "copy 1 of 2, identical ones: copy 2 on vgpu:1" in done.stdout
     assert done.stdout.count("budget") == 1

@@ -67,7 +67,7 @@ def test_a_line_has_a_grammar(tmp_path: Path) -> None:
         ({"temperature": True}, "its temperature is no number"),
         ({"temperature": 10**400}, "its temperature is not a 64-bit number"),
         ({"temperature": -1}, "temperature is -1; it must be 0 or more"),
-        ({"top_k": 1.5}, "its top_k is no whole number"),
+        ({"top_k": 1.5}, "its top_k is not a 64-bit integer"),
         ({"max_new_tokens": None}, "its max_new_tokens is no whole number"),
         ({"stop": "x"}, "its stop is not a list of strings"),
         ({"stop": [""]}, "stop is ('',); a stop string can't be empty"),

@@ -122,7 +122,7 @@ def test_prompts_that_begin_alike_share_pages(engine: Engine) -> None:
 
 
 def test_what_can_never_fit_is_refused_with_numbers(engine: Engine) -> None:
-    with pytest.raises(UsageError, match=r"70 tokens, and 16 new ones .* memory for 80 together"):
+    with pytest.raises(UsageError, match=r"70 tokens and 16 new tokens .* memory for 80 in total"):
         engine.submit([1] * 70, SamplingParams(max_new_tokens=16))
     with pytest.raises(UsageError, match="empty"):
         engine.submit([])

@@ -54,7 +54,7 @@ def test_a_person_is_told(plan: duoka.Plan) -> None:
     text = " ".join(plan_text(plan).split())
     assert f"{plan.workload.pages:,} pages of 16 tokens" in text
     assert "up to 20 requests" in text
-    assert "2 GPUs don't make it faster" in text
+    assert "more GPUs don't make it faster" in text
     assert "at once 20 requests of 128 tokens" in text
 
 

@@ -162,7 +162,7 @@ def test_conditions_leave_out_what_changes_sizes_only() -> None:
 
 def test_a_profile_refuses_workloads_under_other_conditions() -> None:
     profile = tiny.made_up([100, 100], tiny.Costs(cache=64))
-    with pytest.raises(UsageError, match=r"doesn't answer for cache int8 \(not dynamic\)"):
+    with pytest.raises(UsageError, match=r"doesn't cover cache int8 \(not dynamic\)"):
         Replay(profile, Workload(cache="int8", prefill_chunk_tokens=None))
 
 

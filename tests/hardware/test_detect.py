@@ -182,9 +182,7 @@ def test_a_gpu_in_mig_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_full_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "busy")
     assert Fleet.detect().names == ("cuda:1", "cuda:2")
-    hint = refused(
-        "0", "GPU 0 can't be used: 488.00 MiB are free, and 768.00 MiB are reserved for CUDA"
-    )
+    hint = refused("0", "GPU 0 can't be used: 488.00 MiB are free, and CUDA reserves 768.00 MiB")
     assert "end the programs that use it" in hint
     free = recording.data["devices"][2]["nvmlDeviceGetMemoryInfo_v2"]
     free["free"] = RESERVE_BYTES + STEP_BYTES - 1  # less than one step is nothing

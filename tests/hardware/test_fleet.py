@@ -156,7 +156,7 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("MyCard:", "has '', which is no memory"),
+        ("MyCard:", "has '', which is not a memory size"),
         ("MyCard:936GB/s", "has no memory"),
         ("MyCard:24GiB,24GiB", "two figures for its memory"),
         ("MyCard:24GiB,1GB/s,2GB/s", "two figures for its memory speed"),
@@ -190,7 +190,9 @@ def test_what_isnt_understood_is_told(text: str, message: str) -> None:
 
 
 def test_a_card_smaller_than_the_reserve() -> None:
-    with pytest.raises(FleetError, match=r"Tiny has 512\.00 MiB, and 768\.00 MiB are kept") as e:
+    with pytest.raises(
+        FleetError, match=r"Tiny has 512\.00 MiB, of which CUDA reserves 768\.00 MiB"
+    ) as e:
         Fleet.parse("Tiny:512MiB")
     assert '"512MiB"' in str(e.value.hint)
 

@@ -109,7 +109,7 @@ def test_a_published_model_takes_what_is_stored(tmp_path: Path, name: str) -> No
     work = workload_for(checkpoint, WORK)
     model = build_model(checkpoint, work)
     assert sum(num_bytes(each) for each in model.parameters()) == checkpoint.weight_bytes
-    with pytest.raises(UsageError, match="quantized already"):
+    with pytest.raises(UsageError, match="already quantized"):
         workload_for(checkpoint, replace(WORK, quantize="int8"))
 
 

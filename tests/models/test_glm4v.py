@@ -260,7 +260,7 @@ def test_text_is_that_of_glm_4() -> None:
 @torch.no_grad()
 def test_pictures_that_the_prompts_have_no_place_for(whole: Any) -> None:
     ids, mask, pixels = prompts()
-    with pytest.raises(UsageError, match="have 12 features, and the prompts 18 tokens"):
+    with pytest.raises(UsageError, match="have 12 features, and the prompts 18 image tokens"):
         whole(ids, attention_mask=mask, pixel_values=pixels[:2])
     with pytest.raises(UsageError, match="need input_ids"):
         whole(inputs_embeds=torch.zeros(1, 9, 24), pixel_values=pixels)

@@ -78,7 +78,11 @@ def test_a_pin_of_a_tied_block_is_one_of_its_partner() -> None:
         ({"pins": (("", "0"),)}, "no module or tensor ''", "lists the modules"),
         ({"pins": (("head", ""),)}, "'' is not a device", "vgpu:0, vgpu:1, vgpu:2"),
         ({"pins": (("haed", "0"),)}, "no module or tensor 'haed'", "did you mean head?"),
-        ({"pins": (("head", "vgpu:7"),)}, "'vgpu:7' is not a device", "vgpu:0, vgpu:1, vgpu:2"),
+        (
+            {"pins": (("head", "vgpu:7"),)},
+            "'vgpu:7' is not one of these GPUs",
+            "vgpu:0, vgpu:1, vgpu:2",
+        ),
         (
             {"pins": (("haed", "7"),)},
             "the pin haed=7: '7' is not one of these GPUs",

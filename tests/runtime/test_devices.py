@@ -103,7 +103,7 @@ def test_the_gpus_that_torch_sees() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_another_gpu_under_the_same_name_is_refused() -> None:
-    message = r"torch sees RTX 1 \(GPU-ab-1\), the plan has X \(GPU-ab-0\)"
+    message = r"torch has RTX 1 \(GPU-ab-1\), the plan has X \(GPU-ab-0\)"
     with pytest.raises(FleetError, match=message) as caught:
         materialise(gpu(1, "GPU-ab-0"))
     assert "CUDA_VISIBLE_DEVICES" in str(caught.value.hint)
@@ -113,7 +113,7 @@ def test_another_gpu_under_the_same_name_is_refused() -> None:
 def test_instances_are_known_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "visible_uuids", lambda: ("ab-9",))
     materialise(gpu(0, "MIG-ab-9"))
-    with pytest.raises(FleetError, match=r"torch sees RTX 0 .MIG-ab-9., the plan has X .MIG-ab-8"):
+    with pytest.raises(FleetError, match=r"torch has RTX 0 .MIG-ab-9., the plan has X .MIG-ab-8"):
         materialise(gpu(0, "MIG-ab-8"))
     with pytest.raises(FleetError, match="cuda:1 is another GPU"):
         materialise(gpu(1, "MIG-ab-9"))

@@ -94,7 +94,7 @@ def test_a_family_that_is_not_known() -> None:
 
 
 def test_code_that_reads_pixels_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"how Idefics2\w+ takes images of 100x80"):
+    with pytest.raises(ModelError, match=r"image inputs of Idefics2\w+ for images of 100x80"):
         towers.image_inputs(towers.build("idefics2"), [(100, 80)])
 
 

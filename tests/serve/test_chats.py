@@ -138,7 +138,7 @@ def test_limits_of_images() -> None:
         ChatMessages().read(turns(OPENAI))
     many = turns(image(png())) * 3
     assert len(ChatMessages(most_images=3).read(many)) == 3
-    with pytest.raises(UsageError, match="memory for 2 images, and there are more"):
+    with pytest.raises(UsageError, match="memory for 2 images, and the request has more"):
         ChatMessages(most_images=2).read(many)
     broken = turns(image("data:image/png;base64,AAAA"))
     with pytest.raises(UsageError, match="memory for 1 image, and"):  # the second isn't decoded

@@ -82,5 +82,5 @@ def test_what_cant_be_asked_is_refused(questions: QuestionReader) -> None:
 def test_an_endless_prompt_is_not_encoded(reader: PromptReader) -> None:
     questions = QuestionReader(reader, context_tokens=10)
     assert questions.read(Prompt(tokens=[1] * 11)).tokens == [1] * 11  # which is only counted
-    with pytest.raises(PromptTooLong, match="1000000 characters, and 10 tokens"):
+    with pytest.raises(PromptTooLong, match="1000000 characters, more than 10 tokens"):
         questions.read(Prompt(text="a" * 10**6))

@@ -159,7 +159,7 @@ def test_each_field_of_an_official_client_is_known_or_refused_by_name(path: str)
         (answer,) = post(path, {**body, name: "x"})
         error = answer.json()["error"]
         assert answer.status_code == 400
-        assert f"{name} is unknown here; " in error["message"]
+        assert f"{name} is not supported; " in error["message"]
         assert error.get("param", name) == name
 
 

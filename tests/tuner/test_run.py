@@ -91,7 +91,7 @@ Change = Callable[[Any], Any]
         (lambda c: c.update(format="duoka.plan"), "is of another version of duoka"),
         (lambda c: c.update(version=2), "is of another version of duoka"),
         (lambda c: c.pop("plans"), "has no plan"),
-        (lambda c: c["plans"].append(7), "the plan holds a JSON number"),
+        (lambda c: c["plans"].append(7), "the plan contains a JSON number"),
         (lambda c: c["plans"][1].pop("value"), "Plan.value: the field is missing"),
         (
             lambda c: c["plans"][0]["workload"].update(training=None, new_tokens=1),
@@ -330,7 +330,7 @@ def test_a_hint_says_what_there_is_to_go_on_from(directory: RunDirectory) -> Non
 def test_the_first_failure_is_the_reason(directory: RunDirectory) -> None:
     assert directory.failure() is None
     assert directory.fail(TrainingError("the loss is nan", hint="a lower --lr"))
-    assert not directory.fail(MachineError("the connection is gone"))
+    assert not directory.fail(MachineError("the connection is missing"))
     failure = directory.failure()
     assert type(failure) is DuokaError
     assert (str(failure), failure.hint) == ("the loss is nan", "a lower --lr")

@@ -98,8 +98,7 @@ def _measure(
             run()
         except torch.OutOfMemoryError as error:
             raise ProofError(
-                f"the plan exceeds a budget{where_raised(error)}: "
-                f"{_rename_devices(str(error), names)}",
+                f"the plan lacks memory{where_raised(error)}: {_rename_devices(str(error), names)}",
                 hint="make the plan again; if that fails in the same way, report a defect of duoka",
             ) from error
         except RuntimeError as error:

@@ -211,7 +211,7 @@ def test_a_model_too_big_for_real_numbers_is_not_proved(
     repairs: Repairs = repaired(build(load(write(tmp_path, MODEL)).Model), {"a": 0, "b": 1}, X)[1]
     [patch] = repairs
     assert not patch.proved
-    assert "160 B of weights are too much" in patch.reason
+    assert "160 B of weights are too large" in patch.reason
 
 
 def test_what_comes_up_when_others_are_cured_is_cured_too(tmp_path: Path) -> None:

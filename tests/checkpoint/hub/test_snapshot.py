@@ -214,6 +214,6 @@ def test_the_disk_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) 
         "duoka.checkpoint.hub.snapshot.shutil.disk_usage", lambda path: SimpleNamespace(free=2**18)
     )
     message, hint = refused(fetch_it, MachineError)
-    assert "needs 703.32 KiB more on the disk" in message
+    assert "needs 703.32 KiB more disk space" in message
     assert "has 256.00 KiB free" in message
     assert hint == "free some space, or set HF_HOME to a directory on another disk"

@@ -191,7 +191,7 @@ def test_another_class_that_needs_less_is_named(heron: MakeHeron) -> None:
 
 
 def test_chunks_are_refused(heron: MakeHeron) -> None:
-    with pytest.raises(duoka.errors.UsageError, match="in chunks of 8"):
+    with pytest.raises(duoka.errors.UsageError, match="chunks of 8"):
         duoka.plan(heron(), TWO, Workload(prompt_tokens=24, prefill_chunk_tokens=8))
 
 

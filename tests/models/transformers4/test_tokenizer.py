@@ -61,7 +61,7 @@ def test_it_answers_and_stops_where_the_model_ends(spoken: Path) -> None:
 
 def test_it_runs_only_where_it_is_trusted(spoken: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"tokenization_heron\.py, and that code isn't allowed to run"
+        CheckpointError, match=r"tokenization_heron\.py, which isn't allowed to run"
     ):
         duoka.tokenizer(spoken)
 

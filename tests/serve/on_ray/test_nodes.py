@@ -38,7 +38,7 @@ class Plan(SimpleNamespace):
 def plan_last(fleet: Fleet, are_alike: bool) -> Any:
     """A plan for the last GPU alone, where they are alike, and for all otherwise."""
     if fleet.budget_bytes < 2**30:
-        raise InfeasibleError("it misses the budget slightly")
+        raise InfeasibleError("it doesn't fit")
     return Plan(fleet=fleet, devices=fleet.names[-1:] if are_alike else fleet.names)
 
 

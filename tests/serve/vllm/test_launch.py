@@ -320,7 +320,7 @@ def test_a_python_that_isnt_there_or_has_no_vllm_is_told(
 def test_an_address_that_is_taken_is_told_before_anything_starts(launched: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(UsageError, match=f"127.0.0.1:{port} can't be had"):
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port} is not available"):
             launched.run(port=port)
     assert not launched.record.exists()
     assert launched.lines == []

@@ -26,7 +26,7 @@ def test_eight_3090_with_one_narrow_link(monkeypatch: pytest.MonkeyPatch, tmp_pa
         device["nvmlDeviceGetCurrPcieLinkWidth"] = 4 if index == 5 else 16
     found = findings(tmp_path, *GPUS)
     (narrow,) = (finding for finding in found["PCIe"] if finding.severity == "warning")
-    assert narrow.text == "GPU 5: 4 of 16 PCIe lanes"
+    assert narrow.text == "GPU 5: 4 of 16 PCIe lanes of PCIe"
     assert "4 times as long" in narrow.meaning
     drawn, busy = found["memory"]
     assert drawn.severity == "note"
@@ -197,8 +197,8 @@ def test_only_named_gpus_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         checks = diagnose(gpus, root=tmp_path).checks
         return " ".join(finding.text for check in checks for finding in check.findings)
 
-    for text in ("GPU 3: python3 (pid 4242)", "GPU 5: 4 of 16 lanes"):
+    for text in ("GPU 3: python3 (pid 4242)", "GPU 5: 4 of 16 PCIe lanes"):
         assert text in told(None)
         assert text not in told("1,2")
     assert "GPU 3: python3 (pid 4242)" in told("2,3")
-    assert "GPU 5: 4 of 16 lanes" in told("5")
+    assert "GPU 5: 4 of 16 PCIe lanes" in told("5")

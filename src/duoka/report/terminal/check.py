@@ -115,8 +115,8 @@ def _problems(report: CheckReport) -> Iterator[str]:
     for peak in report.memory:
         if peak.overflows:
             lacking = peak.reserved_bytes - (peak.budget_bytes or peak.reserved_bytes)
-            amount = f"lacks {format_bytes(lacking)}" if lacking > 0 else "overflows"
-            yield f"{peak.device} {amount}"
+            amount = f" by {format_bytes(lacking)}" if lacking > 0 else ""
+            yield f"{peak.device} exceeds its budget{amount}"
 
 
 def _of_map(faults: Faults) -> str:

@@ -109,7 +109,7 @@ def explain_neighbors(explanation: Explanation, device: str) -> Iterator[str]:
 
 def _describe_loss(change: BoundaryMove, now: dict[str, Share]) -> str:
     what, taker = name_modules(change.modules), change.taker
-    if trouble := _trouble(taker, f"the memory of {taker.device}", taker.device):
+    if trouble := _trouble(taker, f"fragmentation on {taker.device}", taker.device):
         return f"with {what} {trouble}"
     added_bytes = taker.requested_bytes - now[taker.device].requested_bytes
     headroom = now[taker.device].headroom_bytes
@@ -125,13 +125,13 @@ def _describe_gain(change: BoundaryMove) -> str:
         f"it would need {format_bytes(taker.requested_bytes)} of {format_bytes(taker.budget_bytes)}"
     )
     added = f"{name_modules(change.modules)} of {change.giver.device}"
-    return f"with {added} {_trouble(taker, 'its memory', 'it') or needs}"
+    return f"with {added} {_trouble(taker, 'fragmentation', 'it') or needs}"
 
 
 def _trouble(share: Share, memory: str, device: str) -> str:
     if share.is_fragmented:
-        return f"{memory} would be too fragmented"
-    return f"{device} would have too little room left" if share.is_tight else ""
+        return f"{memory} would exceed its budget"
+    return f"{device} would have too little headroom" if share.is_tight else ""
 
 
 def _judgement(change: BoundaryMove, explanation: Explanation) -> str:

@@ -27,7 +27,7 @@ from .words import modules_of, name_modules
 
 _TABLE_COLUMNS = 72  # with fewer there is a list instead
 _WIDEST_BAR = 60
-_CHOSEN = {"given": "as given", "balance": "balanced", "order": "filled in order"}
+_CHOSEN = {"given": "device map", "balance": "balanced", "order": "filled in order"}
 _SPEEDS = ("memory_bytes_per_second", "flops_per_second")
 
 
