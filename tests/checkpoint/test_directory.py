@@ -144,7 +144,7 @@ def test_what_git_lfs_leaves(directory: Path, name: str) -> None:
 def test_aria2_fills_holes_in_a_file_of_full_length(directory: Path) -> None:
     control = directory / "model.safetensors.aria2"
     control.touch()
-    message = f"{directory / 'model.safetensors'} is incomplete: {control.name} lies beside it"
+    message = f"{directory / 'model.safetensors'} is incomplete: {control.name} exists beside it"
     assert refused(directory) == (message, WAIT)
 
 

@@ -20,7 +20,7 @@ def test_copies_are_shown_and_kept_one_by_one(tiny: Path, program: Program, tmp_
     assert "2 copies: at least" in done.stdout
     assert "unused: vgpu:2" in done.stdout
     # One table for copies that differ in their GPU alone.
-    assert "copy 1 of 2, identical ones: copy 2 on vgpu:1" in done.stdout
+    assert "replica 1 of 2, identical ones: replica 2 on vgpu:1" in done.stdout
     assert done.stdout.count("budget") == 1
     plans = [duoka.Plan.load(tmp_path / f"chat-{number}.plan") for number in (1, 2)]
     assert [plan.devices for plan in plans] == [("vgpu:0",), ("vgpu:1",)]

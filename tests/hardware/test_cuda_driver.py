@@ -66,7 +66,7 @@ def test_gpus_are_seen_in_the_drivers_order() -> None:
         ("cuInit", 803, "different versions", "restart"),
         ("cuInit", 802, "not ready", "nvidia-fabricmanager"),
         ("cuInit", 34, "stub", "LD_LIBRARY_PATH"),
-        ("cuInit", 101, "a device is not valid", "CUDA_VISIBLE_DEVICES name a GPU twice"),
+        ("cuInit", 101, "a device is not valid", "CUDA_VISIBLE_DEVICES lists no GPU twice"),
         ("cuInit", 7777, "unknown error .CUresult 7777", "restart"),
         ("cuDeviceGetCount", 999, "while counting", "nvidia-smi"),
         ("cuDeviceGet", 101, "while opening cuda:0", "restart"),

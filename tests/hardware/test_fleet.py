@@ -160,7 +160,7 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
         ("MyCard:936GB/s", "has no memory"),
         ("MyCard:24GiB,24GiB", "two figures for its memory"),
         ("MyCard:24GiB,1GB/s,2GB/s", "two figures for its memory speed"),
-        ("MyCard:24GiB,RTX4090", "has 'RTX4090', which is no memory"),
+        ("MyCard:24GiB,RTX4090", "has 'RTX4090', which is not a memory size"),
         ("MyCard:24GiB,0TFLOPs", "has '0TFLOPs'"),
         ("MyCard:24GiB,0GB/s", "not a positive size"),
         ("MyCard:99999999999TiB", r"more than 1024\.00 TiB"),

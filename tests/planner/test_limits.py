@@ -76,7 +76,7 @@ def test_a_pin_of_a_tied_block_is_one_of_its_partner() -> None:
     ("values", "message", "hint"),
     [
         ({"pins": (("", "0"),)}, "no module or tensor ''", "lists the modules"),
-        ({"pins": (("head", ""),)}, "'' is not a device", "vgpu:0, vgpu:1, vgpu:2"),
+        ({"pins": (("head", ""),)}, "'' is not one of these GPUs", "vgpu:0, vgpu:1, vgpu:2"),
         ({"pins": (("haed", "0"),)}, "no module or tensor 'haed'", "did you mean head?"),
         (
             {"pins": (("head", "vgpu:7"),)},

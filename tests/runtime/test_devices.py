@@ -115,7 +115,7 @@ def test_instances_are_known_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> N
     materialise(gpu(0, "MIG-ab-9"))
     with pytest.raises(FleetError, match=r"torch has RTX 0 .MIG-ab-9., the plan has X .MIG-ab-8"):
         materialise(gpu(0, "MIG-ab-8"))
-    with pytest.raises(FleetError, match="cuda:1 is another GPU"):
+    with pytest.raises(FleetError, match="cuda:1 is a different GPU"):
         materialise(gpu(1, "MIG-ab-9"))
 
 

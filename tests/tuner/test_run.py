@@ -84,7 +84,7 @@ Change = Callable[[Any], Any]
     ("damage", "problem"),
     [
         (b"", "not valid JSON"),
-        (b"[]", "holds a JSON list; expected an object"),
+        (b"[]", "contains a JSON list; expected an object"),
         (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         (b"{}", "is of another version of duoka, or damaged"),
         (b"\xff{}", "it is not UTF-8 text: byte 0 is 0xff"),

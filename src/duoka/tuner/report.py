@@ -120,9 +120,9 @@ def _device(layout: Layout, number: int, steps: Sequence[dict[str, Any]]) -> Dev
 def _advice(skipped_share: float) -> tuple[str, ...]:
     if skipped_share <= _MANY_SKIPPED:
         return ()
-    share = "nothing was learnt: all" if skipped_share == 1 else f"{skipped_share:.0%} of all"
-    overflow = "as gradients overflowed float16: --dtype bfloat16 has no such limit"
-    return (f"{share} steps were skipped, {overflow}",)
+    share = "nothing was trained: all" if skipped_share == 1 else f"{skipped_share:.0%} of all"
+    overflow = "because gradients overflowed float16; use --dtype bfloat16"
+    return (f"{share} steps were skipped {overflow}",)
 
 
 def render_report(report: RunReport) -> RenderableType:

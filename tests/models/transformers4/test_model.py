@@ -182,7 +182,7 @@ def test_what_no_plan_spreads_is_not_clean(heron: MakeHeron) -> None:
 def test_another_class_that_needs_less_is_named(heron: MakeHeron) -> None:
     work, small = Workload(prompt_tokens=2000, dtype="float32"), "virtual:2x4MiB"
     checkpoint = heron(model_type="llama", **LLAMA)
-    note = "duoka's class of this model does (omit --trust-remote-code)"
+    note = "duoka's class of this model does"
     placement = {"": "vgpu:0"}
     report = duoka.check(checkpoint, placement, workload=work, fleet=small)
     assert any(note in it for it in report.notes)

@@ -266,7 +266,7 @@ def test_llama_cpp_deals_just_the_planned_layers(further: int, counts: list[int]
 def test_llama_cpp_is_told_where_embeddings_are() -> None:
     told = " ".join(str(export(staged([3, 2]), "llama.cpp")).split())
     # One name, so one place: create_tensor asks the overrides before it looks for the output's.
-    assert r"--override-tensor 'token_embd\.weight=CUDA0' " in told
+    assert r"'token_embd\.weight=CUDA0' places it, and a tied head" in told
     assert "quantized file needs less" in told
 
 

@@ -90,7 +90,7 @@ def test_no_rows(tmp_path: Path, chat: ChatFormat) -> None:
     with pytest.raises(UsageError, match="at least 2"):
         read_dataset([path], chat, seq_length=1)
     (tmp_path / "b.txt").write_bytes(b"abc\n\xff")
-    with pytest.raises(UsageError, match=r"b\.txt:1: it is no text in UTF-8: byte"):
+    with pytest.raises(UsageError, match=r"b\.txt:1: it is not UTF-8 text: byte"):
         read_dataset([tmp_path / "b.txt"], chat, seq_length=2)
 
 

@@ -39,7 +39,7 @@ def refuse_packing(config: PretrainedConfig) -> None:
         raise UsageError(
             f"{config.model_type} isn't known to separate packed samples: tokens would attend to "
             "other samples",
-            hint="train without --pack",
+            hint="train without --packing",
         )
 
 
