@@ -59,9 +59,6 @@ NIGHTLY = {
         "tests/serve/test_server.py::test_an_engine_that_dies_is_told_and_started_again",
         "tests/serve/test_pool.py",
     ),
-    "tests/serve/test_server.py::test_streams_that_a_lost_terminal_cuts_are_told": (
-        "tests/serve/test_server.py::test_a_second_ctrl_c_waits_for_nobody",
-    ),
     # Half a minute of two processes.
     f"{_PREEMPTED}[paged-True]": (
         _PREEMPTED,
