@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -72,17 +71,6 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             item.fixturenames.append("own_workspaces")
         if "process" in getattr(item, "fixturenames", ()):
             item.add_marker("process")
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection() -> Iterator[None]:
-    """Exclude modules and tests from garbage collection: `duoka.load` collects each time."""
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _leave_to_the_night(items: list[pytest.Function]) -> None:
