@@ -141,7 +141,7 @@ def test_a_budget_that_is_too_small_is_refused(plan: Plan) -> None:
                 for d in plan.fleet.devices
             )
             smaller = replace(plan, fleet=replace(plan.fleet, devices=devices))
-            with pytest.raises(ProofError, match=f"overflows.*{forecast.device} has a total"):
+            with pytest.raises(ProofError, match=f"lacks memory.*{forecast.device} has a total"):
                 prove(smaller, build())
 
 
