@@ -175,7 +175,7 @@ def test_what_goes_with_a_map() -> None:
         replace(ask({"": 0}, 600), use_all=True),
         replace(ask({"": 0}, 600), objective="headroom"),
     ):
-        with pytest.raises(UsageError, match="nothing is left to optimise"):
+        with pytest.raises(UsageError, match="have no effect"):
             find_plan(LAYERS, problem)
     with pytest.raises(UsageError, match="supports 512"):
         find_plan(replace(LAYERS, max_context_tokens=512), ask({"": 0}, 600))

@@ -337,7 +337,7 @@ def _tokens(options: PlanOptions, training: Training | None, limit: int | None) 
     new = options.most_new_tokens
     if training is not None:
         hint = "use --context for the sequence length"
-        options.refuse("new_tokens", beside="training, which has no answers", hint=hint)
+        options.refuse("new_tokens", beside="training, which generates nothing", hint=hint)
         new = 0
     elif new is None:
         new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)

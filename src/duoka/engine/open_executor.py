@@ -97,14 +97,14 @@ def _routes(plan: Plan, opened: OpenedModel) -> Routes:
     model = opened.model
     reasons = {
         "images": plan.workload.images,
-        "a cache of the kind 'int8'": plan.workload.cache == "int8",
+        "an int8 cache without pages": plan.workload.cache == "int8",
         "offloaded weights": plan.offloaded,
-        "a checkpoint that was published quantized": method_of(opened.checkpoint.config),
-        "more than keys and values in its cache, or attention of its own": not reads_pages(model),
+        "a quantized checkpoint": method_of(opened.checkpoint.config),
+        "state other than keys and values, or its own attention": not reads_pages(model),
     }
     reason = next((name for name, holds in reasons.items() if holds), None)
     if reason is not None:
-        raise UsageError(f"a model with {reason} runs in one process", hint="omit processes")
+        raise UsageError(f"a model with {reason} needs a single process", hint="omit processes")
     if any(name.startswith("vgpu") for name in plan.devices):  # torch has to know their names
         devices.materialise(plan.fleet)
     return find_step_routes(model, plan.placement)

@@ -58,22 +58,22 @@ def _refuse_decided(problem: PlanProblem) -> None:
     for is_given, decided, hint in (
         (
             problem.use_all or problem.objective != "auto",
-            "which GPUs are used, and how: nothing is left to optimise",
+            "the GPUs: objective and use_all have no effect",
             "omit the map, or the objective and use_all",
         ),
         (
             problem.constraints.demands,
-            "where every module goes, and so would a strategy or pins",
+            "the place of every module: a strategy or pins conflict with it",
             "omit the map, or change it",
         ),
         (
             problem.constraints.offload,
-            "where every module computes, and what is offloaded is duoka's to decide",
+            "where modules run: it can't be combined with offload",
             "omit the map, or the offload",
         ),
     ):
         if is_given:
-            raise UsageError(f"a device map says {decided}", hint=hint)
+            raise UsageError(f"a device map already decides {decided}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,9 +108,7 @@ class Plan:
             and modules.issuperset(self.offloaded)
         )
         if not is_consistent:
-            raise FormatError(
-                "its devices, modules, workload and fingerprints contradict themselves"
-            )
+            raise FormatError("its devices, modules, workload and fingerprints are inconsistent")
 
     @property
     def device_map(self) -> dict[str, str]:
@@ -161,7 +159,7 @@ class Plan:
             data["request"].setdefault("most_new_tokens", None)
         elif type(version) is not int or version != _VERSION:
             is_newer = type(version) is int and version > _VERSION
-            newer = "a newer duoka made it: update this one, or " if is_newer else ""
+            newer = "update duoka, or " if is_newer else ""
             raise FormatError(
                 f"the plan has version {str(version)[:40]}; this duoka reads version {_VERSION}",
                 hint=f"{newer}make the plan again",

@@ -30,7 +30,7 @@ ProfileFor = Callable[[Workload], Profile | None]
 _BITS = {"int8": 8, "int4": 4, "nf4": 4}
 _USUAL_RANK = Training().lora_rank
 _QUALITY = "some accuracy (`duoka bench --quality FILE{}` measures it)"
-_WEIGHTS = "weights in {bits} bit ({scheme}): {weights} instead of {unquantized}", _QUALITY
+_WEIGHTS = "{bits}-bit weights ({scheme}): {weights} instead of {unquantized}", _QUALITY
 # What changes, by the kind of the suggestion: its words, with numbers of the plan, and its cost.
 _KNOBS = {
     "context": ("{context}", ""),

@@ -313,7 +313,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     is_current = content.get("version") == _VERSION and has_form
     if is_current and all(map(is_plain_name, content["files"])):
         return content
-    raise CheckpointError(f"{path / _MANIFEST} is of another version of duoka, or damaged")
+    raise CheckpointError(
+        f"{path / _MANIFEST} is damaged, or was written by another version of duoka"
+    )
 
 
 def _refuse_others(path: Path, stored: Mapping[str, str], forms: Mapping[str, str]) -> None:

@@ -151,7 +151,7 @@ class RunDirectory:
         content = parse_json_object(text, str(self._run))
         try:
             if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
-                raise FormatError("it is of another version of duoka, or damaged")
+                raise FormatError("it is damaged, or was written by another version of duoka")
             plans = tuple(Plan.from_json(json.dumps(plan)) for plan in content.get("plans") or ())
             if not plans or any(plan.workload.training is None for plan in plans):
                 raise FormatError("it has no plan, or one that isn't for training")

@@ -185,7 +185,7 @@ def test_without_planned_pictures_text_alone_is_answered(
 
 
 def test_what_was_not_planned_for_is_refused(seeing: duoka.Plan, llama: Path) -> None:
-    with pytest.raises(UsageError, match="images runs in one process"):
+    with pytest.raises(UsageError, match="images needs a single process"):
         Engine(seeing, processes=True)
     with Engine(seeing) as engine:
         params = SamplingParams(max_new_tokens=1)
@@ -197,7 +197,7 @@ def test_what_was_not_planned_for_is_refused(seeing: duoka.Plan, llama: Path) ->
         ):
             engine.submit([5] * 97, params)
     plan = duoka.plan(llama, "virtual:2x256MiB", replace(WORK, cache="int8"), use_all=True)
-    with pytest.raises(UsageError, match="'int8' runs in one process"):
+    with pytest.raises(UsageError, match="an int8 cache without pages needs a single process"):
         Engine(plan, processes=True)
 
 

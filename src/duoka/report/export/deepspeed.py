@@ -32,8 +32,8 @@ from itertools import pairwise
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-# `layers` is the model as a list: its embedding, its layers, its norm and head, each
-# taking what the one before returns.
+# `layers` is the model as a list: embedding, layers, norm and head; each
+# takes the output of the previous one.
 boundaries = {boundaries(pipeline)!r}
 stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(boundaries)]
 model = PipelineModule(
