@@ -72,7 +72,7 @@ def changed(plan: Plan, **values: Any) -> str:
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
     with pytest.raises(FormatError, match="reads version 7") as caught:
         Plan.from_json(changed(plan, version=version))
-    newer = "a newer duoka made it: update this one, or " if version == 8 else ""
+    newer = "update duoka, or " if version == 8 else ""
     assert caught.value.hint == f"{newer}make the plan again"
 
 
