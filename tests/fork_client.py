@@ -57,7 +57,7 @@ def receive(stream: socket.socket, size: int) -> bytes:
     while len(data) < size:
         part = stream.recv(size - len(data))
         if not part:
-            sys.exit("the server of forks is gone; its log lies beside the program")
+            sys.exit("the server of forks is missing; its log lies beside the program")
         data += part
     return bytes(data)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 PROGRESS = re.compile(
-    r"^(reading the checkpoint|importing torch|planning|looking for what would fit instead"
-    r"|tracing \S+( in training)?( with [\w ]+)? \(once; the next plan takes a second\)"
+    r"^(reading the checkpoint|importing torch|planning|searching suggestions"
+    r"|tracing \S+( in training)?( with [\w ]+)? \(once; later plans use the cached profile\)"
     r"|running the model on virtual GPUs|proving the plan on virtual GPUs|reading the weights"
     r"|repairing, and proving it)\n",
     re.MULTILINE,

@@ -82,7 +82,7 @@ def _options(commands: dict[str, Any]) -> list[list[str]]:
 
 def _exit_codes() -> list[list[str]]:
     """The codes of the program's own help, explained by the docstring of their error class."""
-    errors = [cls for cls in vars(duoka.errors).values() if hasattr(cls, "exit_code")]
+    errors = [cls for cls in vars(duoka.errors).values() if getattr(cls, "exit_code", 1) != 1]
     meanings = {str(cls.exit_code): inspect.getdoc(cls).partition("\n")[0] for cls in errors}
     text = re.sub(r"\s+", " ", _EPILOG).partition("Exit codes: ")[2].rstrip(".")
     entries = [re.match(r"(\d+(?:, \d+)*) (.*)", part).groups() for part in text.split("; ")]

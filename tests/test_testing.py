@@ -77,7 +77,7 @@ def test_a_fault_is_told_with_the_report() -> None:
         assert_device_safe(Residual(), inputs=(X,))
     text = str(caught.value)
     assert text.startswith(
-        "the model doesn't run on 2 devices, split as 'first' … on cuda:0, 'second' … on cuda:1\n"
+        "the model fails on 2 devices, split as 'first' … on cuda:0, 'second' … on cuda:1\n"
     )
     assert "return first + self.second(first)" in text
     assert "test_testing.py:" in text
@@ -93,7 +93,7 @@ def test_a_placement_is_taken_as_it_is() -> None:
 
 
 def test_a_model_of_one_part_is_refused() -> None:
-    with pytest.raises(UsageError, match="too few parts for 2 or 3 stages"):
+    with pytest.raises(UsageError, match="too few modules for 2 or 3 stages"):
         assert_device_safe(nn.Linear(8, 8), inputs=(X,))
 
 

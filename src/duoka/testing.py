@@ -73,18 +73,18 @@ def _placements(
 ) -> Iterator[tuple[Where, str]]:
     """Yield the placements to try, with a description of each."""
     if placement is not None:
-        yield placement, "the model doesn't run on this placement"
+        yield placement, "the model fails on this placement"
         return
     numbers = [devices] if isinstance(devices, int) else devices
     trials = [(number, split) for number in numbers for split in iter_splits(model, number)]
     if not trials:
         raise UsageError(
-            f"{type(model).__name__} has too few parts for "
+            f"{type(model).__name__} has too few modules for "
             f"{' or '.join(str(number) for number in numbers)} stages",
             hint="give a placement: assert_device_safe(model, {'encoder': 0, 'head': 1}, …)",
         )
     for number, split in trials:
-        yield split, f"the model doesn't run on {number} devices, split as {_shown(split)}"
+        yield split, f"the model fails on {number} devices, split as {_shown(split)}"
 
 
 def _shown(split: dict[str, int]) -> str:

@@ -136,7 +136,7 @@ def test_what_a_plan_for_training_is_loaded_as(chatglm: Path) -> None:
     whole = load(chatglm, THREE, method="full", master_weights=True, dtype="bfloat16")
     assert {parameter.dtype for parameter in whole.parameters()} == {torch.float32}
     assert all(parameter.requires_grad for parameter in whole.parameters())
-    with pytest.raises(UsageError, match="the plan is for training, and the engine generates"):
+    with pytest.raises(UsageError, match="the plan is for training, and the engine only generates"):
         duoka.Engine(
             duoka.plan(chatglm, ONE, Workload(prompt_tokens=32, new_tokens=0, training=Training()))
         )

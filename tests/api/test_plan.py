@@ -110,7 +110,7 @@ def test_what_inputs_go_with(model: PreTrainedModel, checkpoint: Path) -> None:
     for given, workload in ((checkpoint, None), (model, LOAD)):
         with pytest.raises(UsageError, match="example inputs"):
             duoka.plan(given, TWO, workload, inputs=inputs)
-    with pytest.raises(UsageError, match="Residual generates no text") as caught:
+    with pytest.raises(UsageError, match="Residual is not a text generation model") as caught:
         duoka.plan(Residual(), TWO)
     assert "inputs=" in str(caught.value.hint)
 

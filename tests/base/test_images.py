@@ -83,9 +83,9 @@ NOISE = Image.effect_noise((99, 99), 50)
     ("content", "reason"),
     [
         (b"", "it is empty"),
-        (b"What is NVLink?", "no picture that is known"),
-        (b"<!doctype html><title>404</title>", "no picture that is known"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "no picture that is known"),
+        (b"What is NVLink?", "not a supported image"),
+        (b"<!doctype html><title>404</title>", "not a supported image"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not a supported image"),
         (encoded(NOISE)[:1999], "damaged: image file is truncated"),
         (encoded(NOISE.convert("RGB"), "JPEG")[:999], "damaged: image file is truncated"),
         (png_of(60_000, 60_000), "more than 67108864 pixels"),

@@ -16,7 +16,7 @@ def test_a_name_is_chosen() -> None:
 def test_all_else_is_refused_with_what_is_known(text: str) -> None:
     with pytest.raises(UsageError, match=r"colour .+ is unknown") as caught:
         choose("colour", text, KNOWN)
-    assert caught.value.hint == "known are green, red"
+    assert caught.value.hint == "supported: green, red"
 
 
 def test_names_that_contain_a_name() -> None:

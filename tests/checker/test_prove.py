@@ -141,7 +141,7 @@ def test_a_budget_that_is_too_small_is_refused(plan: Plan) -> None:
                 for d in plan.fleet.devices
             )
             smaller = replace(plan, fleet=replace(plan.fleet, devices=devices))
-            with pytest.raises(ProofError, match=f"overflows.*{forecast.device} has a total"):
+            with pytest.raises(ProofError, match=f"lacks memory.*{forecast.device} has a total"):
                 prove(smaller, build())
 
 
@@ -149,7 +149,7 @@ def test_a_longer_workload_than_planned_is_refused(plan: Plan) -> None:
     needed = {d.device: d.allocated_bytes for d in plan.forecast.devices}
     devices = tuple(replace(d, budget_bytes=needed[d.name]) for d in plan.fleet.devices)
     load = replace(plan.workload, prompt_tokens=6000, prefill_chunk_tokens=None)
-    with pytest.raises(ProofError, match="overflows"):
+    with pytest.raises(ProofError, match="lacks memory"):
         prove(replace(plan, fleet=replace(plan.fleet, devices=devices), workload=load), build())
 
 
@@ -181,7 +181,7 @@ def test_a_plan_for_training_is_proved_by_training() -> None:
         assert told.reserved_bytes == found.reserved_bytes
 
     small = tuple(replace(each, budget_bytes=each.budget_bytes // 4) for each in fleet.devices)
-    with pytest.raises(ProofError, match="overflows"):
+    with pytest.raises(ProofError, match="lacks memory"):
         prove(replace(plan, fleet=Fleet(devices=small)), model)
 
 

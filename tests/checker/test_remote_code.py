@@ -118,7 +118,7 @@ OLD = [
         "hidden = self.embedding(input_ids)\n        masks = self.estimate_tokens({})\n",
         1,
         "AttributeError: .*estimate_tokens",
-        id="a method that is gone",
+        id="a method that is missing",
     ),
     pytest.param(
         "from transformers.modeling_outputs import CausalLMOutputWithPast\n",
@@ -127,7 +127,7 @@ OLD = [
         "find_pruneable_heads_and_indices({}, 1, 1, {})\n",
         2,
         "NotImplementedError: transformers.modeling_utils.find_pruneable_heads_and_indices of",
-        id="a name that is gone",
+        id="a name that is missing",
     ),
     pytest.param(
         "self.final_norm = nn.LayerNorm(config.width)\n",
@@ -156,7 +156,7 @@ def test_code_of_an_older_transformers(
         directory / "modeling_pebble.py",
         line,
     )
-    assert "other versions" in report.stop.hint
+    assert "other library versions" in report.stop.hint
 
 
 def test_a_hint_never_leads_to_other_code(directory: Path) -> None:
@@ -177,8 +177,11 @@ def test_a_package_that_is_missing(directory: Path) -> None:
             "the code needs nosuchpackage, which isn't installed",
         ),
         ("import sklearn.nothing", "pip install scikit-learn"),
-        ("import configuration_pebble", "it has to say `from .configuration_pebble import …`"),
-        ("from .missing_pebble import x", "missing_pebble.py is missing beside the code: fetch it"),
+        ("import configuration_pebble", "must use `from .configuration_pebble import …`"),
+        (
+            "from .missing_pebble import x",
+            "missing_pebble.py is missing beside the code: download it",
+        ),
     ):
         edited(directory, "helpers_pebble.py", "import torch\n", f"import torch\n{line}\n")
         report = checked(directory)

@@ -360,7 +360,7 @@ def test_scripted_modules_are_refused() -> None:
 
 @pytest.mark.parametrize("device", ["disk", -1, None, True, "cuda:x"])
 def test_what_is_no_device_is_refused(device: Any) -> None:
-    with pytest.raises(PlacementError, match="is no device"):
+    with pytest.raises(PlacementError, match="is not a device"):
         check(lambda m, x: m.a(x), {**MAP, "b": device})
 
 

@@ -241,7 +241,7 @@ def test_a_directory_has_no_revision(directory: Path) -> None:
 
 def test_wrong_kinds_of_path(directory: Path) -> None:
     (directory / "config.json").unlink()
-    assert "holds no config.json" in str(refused(directory))
+    assert "has no config.json" in str(refused(directory))
     save_file({"w": np.zeros(1)}, directory / "model.safetensors")
     assert "neither a directory nor a config" in str(refused(directory / "model.safetensors"))
 
@@ -271,7 +271,7 @@ def test_every_missing_shard_is_named(sharded: Path) -> None:
         },
     )
     error = refused(sharded)
-    assert "of which 2 are not there: y.safetensors, z.safetensors" in str(error)
+    assert "and 2 are missing: y.safetensors, z.safetensors" in str(error)
     assert error.hint is not None
 
 
@@ -286,4 +286,4 @@ def test_index_and_shards_must_agree(sharded: Path) -> None:
     write_index(sharded, {"a": 2, "b": 1})
     assert "2 tensors are not in the file" in str(refused(sharded))
     save_file({"a": np.zeros(1), "b": np.zeros(1)}, sharded / "model-00002-of-00002.safetensors")
-    assert "'a' stands in two files" in str(refused(sharded))
+    assert "'a' occurs in two files" in str(refused(sharded))

@@ -36,13 +36,11 @@ def refused(config: dict[str, Any], num_tensors: int | None = None) -> str:
 def test_numbers_beyond_every_model(key: str, value: int, limit: int, nested: bool) -> None:
     config = {"text_config": [{"deep": {key: value}}]} if nested else {key: value}
     shown = value if abs(value) < 10**30 else "a number of more than 30 digits"
-    assert refused(config) == (
-        f"config.json: {key} is {shown}; duoka builds models with 0 to {limit}"
-    )
+    assert refused(config) == (f"config.json: {key} is {shown}; duoka supports 0 to {limit}")
 
 
 def test_layers_times_experts() -> None:
-    assert "1000 layers of 10000 experts are more than the 2000000 modules" in refused(
+    assert "1000 layers of 10000 experts exceed the limit of 2000000 modules" in refused(
         {"num_hidden_layers": 1000, "n_routed_experts": 10_000}
     )
 
@@ -50,7 +48,7 @@ def test_layers_times_experts() -> None:
 def test_more_layers_than_tensors() -> None:
     config = {"num_hidden_layers": 28}
     assert refused(config, 27) == (
-        "config.json speaks of 28 layers, and the weights have 27 tensors"
+        "config.json declares 28 layers, but the weights have only 27 tensors"
     )
     configs.check_config(config, num_tensors=28, source="config.json")
 
@@ -83,9 +81,9 @@ def test_published_configs(published_data: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"num_hidden_layers": 1e999}', "1e999 is larger than any number"),
-        ('{"a": NaN}', "NaN is no JSON number"),
-        ('{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ('{"num_hidden_layers": 1e999}', "1e999 doesn't fit in 64 bits"),
+        ('{"a": NaN}', "NaN is not a JSON number"),
+        ('{"a": 1, "a": 2}', "the key 'a' occurs twice"),
         ("[" * 100_000, "not valid JSON"),
         ('{"a":' * 100_000, "not valid JSON"),
         ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),

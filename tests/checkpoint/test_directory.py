@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from duoka.checkpoint.checkpoint import Checkpoint
 from duoka.errors import CheckpointError
 
-WAIT = "wait until the download is done, or start it again"
+WAIT = "wait until the download ends, or start it again"
 POINTER = (
     b"version https://git-lfs.github.com/spec/v1\n"
     b"oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
@@ -57,8 +57,8 @@ def test_a_link_out_of_the_directory(directory: Path, name: str, exists: bool) -
     (directory / name).unlink(missing_ok=True)
     (directory / name).symlink_to("../secret")
     assert refused(directory) == (
-        f"{directory / name} is a link to {target}, which is outside of the checkpoint's directory",
-        "copy the file there, or give the directory that holds it",
+        f"{directory / name} is a link to {target}, outside the checkpoint's directory",
+        "copy the file there, or give the directory that contains it",
     )
 
 
@@ -70,7 +70,7 @@ def test_links_out_by_detours(directory: Path) -> None:
     assert "x.json is a link to" in refused(directory)[0]
     (directory / "x.json").unlink()
     (directory / "x.json").symlink_to("/etc/passwd")
-    assert "is a link to /etc/passwd, which is outside" in refused(directory)[0]
+    assert "is a link to /etc/passwd, outside" in refused(directory)[0]
     (directory / "x.json").unlink()
     (directory / "x.json").symlink_to("x.json")
     assert Checkpoint.open(directory).has_weights  # as a link to nothing
@@ -123,7 +123,7 @@ def test_directories_in_place_of_files(directory: Path) -> None:
     assert not Checkpoint.open(directory).has_weights
     (directory / "config.json").unlink()
     (directory / "config.json").mkdir()
-    assert "holds no config.json" in refused(directory)[0]
+    assert "has no config.json" in refused(directory)[0]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "tokenizer.model"])
@@ -133,8 +133,8 @@ def test_what_git_lfs_leaves(directory: Path, name: str) -> None:
         (directory / "other").rename(directory / "model.safetensors")
     (directory / name).write_bytes(POINTER)
     assert refused(directory) == (
-        f"{directory / name} is not the file, but the pointer that git-lfs puts in its place",
-        f"fetch the files: git -C {directory} lfs pull",
+        f"{directory / name} is a git-lfs pointer, not the file itself",
+        f"download the files: git -C {directory} lfs pull",
     )
 
 
@@ -144,7 +144,7 @@ def test_what_git_lfs_leaves(directory: Path, name: str) -> None:
 def test_aria2_fills_holes_in_a_file_of_full_length(directory: Path) -> None:
     control = directory / "model.safetensors.aria2"
     control.touch()
-    message = f"{directory / 'model.safetensors'} is not complete: {control.name} lies beside it"
+    message = f"{directory / 'model.safetensors'} is incomplete: {control.name} exists beside it"
     assert refused(directory) == (message, WAIT)
 
 
@@ -155,8 +155,8 @@ def test_pickles_shorter_than_their_index_says(directory: Path) -> None:
     (directory / "pytorch_model-1.bin").write_bytes(bytes(999))
     message, _ = refused(directory)
     assert message == (
-        f"{directory} is incomplete: its index speaks of 1000 bytes of weights, and the 1 files "
-        "have 999"
+        f"{directory} is incomplete: its index declares 1000 bytes of weights, and the 1 files "
+        "contain 999"
     )
     (directory / "pytorch_model-1.bin").write_bytes(bytes(1000))
     assert Checkpoint.open(directory).format == "bin"

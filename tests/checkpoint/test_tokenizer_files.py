@@ -25,7 +25,7 @@ def test_a_tokenizer_that_is_missing(chatglm: Path) -> None:
     (chatglm / "tokenizer.model").unlink()
     for file in chatglm.glob("token*"):
         file.unlink()
-    with pytest.raises(CheckpointError, match="holds no tokenizer") as caught:
+    with pytest.raises(CheckpointError, match="has no tokenizer") as caught:
         refuse_unreadable(Checkpoint.open(chatglm))
     assert caught.value.hint
 

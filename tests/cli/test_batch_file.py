@@ -78,7 +78,7 @@ def test_a_line_can_ask_for_its_own_form(model: Path, program: Program, tmp_path
     write(file, [{"prompt": "a", "top_k": "many"}])
     done = program("generate", model, *SIZES, "--file", file, "--out", tmp_path / "other.jsonl")
     assert done.returncode == 2
-    assert "prompts.jsonl:1: its top_k is no whole number" in done.stderr
+    assert "prompts.jsonl:1: its top_k is not a 64-bit integer" in done.stderr
 
 
 def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
@@ -89,7 +89,7 @@ def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
     sizes = ["--gpus", "virtual:64MiB", "--context", "128", "--new-tokens", "120", "--batch", "2"]
     done = program("generate", model, *sizes, "--file", file, "--out", out)
     assert done.returncode == 2
-    assert "; there is memory for" in done.stderr
+    assert "; the plan has memory for" in done.stderr
     assert not out.exists()
 
 
@@ -137,7 +137,7 @@ def test_what_has_no_pages_is_answered_in_batches(
     sizes = ["--gpus", "virtual:64MiB", *LENGTHS]
     done = program("generate", state, *sizes, "--file", file, "--out", tmp_path / "state.jsonl")
     assert done.returncode == 0, done.stderr
-    assert "MambaForCausalLM can't read from pages: 3 prompts at a time" in done.stderr
+    assert "MambaForCausalLM doesn't support a paged KV cache (3 prompts at a time)" in done.stderr
     assert len(read(tmp_path / "state.jsonl")) == 3
 
 

@@ -20,8 +20,8 @@ def test_a_conversation_through_a_pipe(tiny: Path, program: Program) -> None:
     half = len(done.stdout) // 2
     assert done.stdout[:half] == done.stdout[half:]  # the same question without history
     assert "forgotten" in done.stderr
-    assert "/frob is no command" in done.stderr
-    assert "Ctrl-C stops an answer" in done.stderr
+    assert "/frob is not a command" in done.stderr
+    assert "Ctrl-C stops a generation" in done.stderr
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ def test_pasted_lines_are_one_question(terminal: Terminal) -> None:
 def test_a_question_that_is_too_long_does_not_end_it(tiny: Path, program: Program) -> None:
     done = program("chat", tiny, *GPUS, *SIZES, stdin=f"{'What? ' * 200}\nhello\n")
     assert done.returncode == 0
-    assert "tokens; there is memory for 64" in done.stderr
+    assert "tokens; the plan has memory for 64" in done.stderr
     assert len(done.stdout) > 1
 
 
@@ -68,7 +68,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(terminal: Terminal) -> None
     terminal.wait_for(r"stopped\s[^>]*> ")
     time.sleep(1)  # a signal just before the prompt's blocking read would wait for a key
     terminal.send("\x03")
-    terminal.wait_for(r"/exit leaves\s[^>]*> ")
+    terminal.wait_for(r"/exit quits\s[^>]*> ")
     terminal.send("/clear\n")
     terminal.wait_for(r"forgotten\s[^>]*> ")
     terminal.send("/exit\n")

@@ -108,7 +108,7 @@ def test_all_is_well(tiny: Path, program: Program) -> None:
     assert first.startswith("✓ ")
     ran = done.stdout.splitlines()[2]
     assert ran.startswith("float32 · batch 1 · context 96 (64 + 32 new)")
-    assert "memory at its peak" in done.stdout
+    assert "peak memory" in done.stdout
     assert "fault 1" not in done.stdout
 
 
@@ -218,7 +218,7 @@ def test_nothing_to_fix(tiny: Path, program: Program, tmp_path: Path) -> None:
     assert done.returncode == 0
     assert not output.exists()
     assert done.stdout.splitlines()[-1] == (
-        "nothing to repair: the check found no fault in the model's code"
+        "nothing to fix: the check found no fault in the model's code"
     )
     assert "repairing" not in done.stderr
 
@@ -232,7 +232,7 @@ def test_code_that_cannot_be_planned_is_checked_all_the_same(
     assert done.returncode == 13
     told = " ".join(done.stdout.split())
     assert "torch.ones(1, 32)" in told
-    assert "note: the model can't be planned, so its modules were dealt to the devices" in told
+    assert "note: the model can't be planned; its modules were assigned to the devices" in told
 
 
 @pytest.mark.slow

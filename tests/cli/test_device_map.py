@@ -65,8 +65,8 @@ def test_a_map_is_planned(tiny: Path, program: Program, write: Write, tmp_path: 
         "plan", tiny, *FLEET, *SIZES, "--device-map", write(COMPLETE), "--save-device-map", saved
     )
     assert (done.returncode, without_progress(done.stderr)) == (0, f"saved to {saved}\n")
-    assert "as given" in done.stdout
-    assert "crosses between devices 3 times" in " ".join(done.stdout.split())
+    assert "device map" in done.stdout
+    assert "cross devices 3 times" in " ".join(done.stdout.split())
     assert json.loads(saved.read_text()) == NATIVE
     again = program("plan", tiny, *FLEET, *SIZES, "--device-map", saved)
     assert again.stdout == done.stdout
@@ -109,7 +109,7 @@ def test_what_does_not_fit(tiny: Path, program: Program, write: Write) -> None:
     done = program("plan", tiny, *small, *SIZES, "--device-map", device_map)
     assert done.returncode == 7
     assert "vgpu:1 needs" in done.stderr
-    assert "duoka's own plan instead of the map" in done.stderr
+    assert "duoka's plan instead of the map" in done.stderr
 
 
 def test_options_that_contradict_a_map(tiny: Path, program: Program, write: Write) -> None:
@@ -117,7 +117,7 @@ def test_options_that_contradict_a_map(tiny: Path, program: Program, write: Writ
     for extra in (("--use-all",), ("--objective", "headroom")):
         done = program("plan", tiny, *FLEET, *SIZES, "--device-map", path, *extra)
         assert done.returncode == 2
-        assert "nothing is left to optimise" in done.stderr
+        assert "have no effect" in done.stderr
 
 
 def test_a_saved_plan_of_a_map_is_made_again(

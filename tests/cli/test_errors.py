@@ -112,7 +112,7 @@ def test_secrets_are_not_shown(text: str) -> None:
 HARMLESS = [
     "File huggingface_hub/hf_api.py, in hf_hub_download",
     "the tokenizer has no special token <|user|>",
-    "the prompt has 8 tokens; there is memory for 1",
+    "the prompt has 8 tokens; the plan has memory for 1",
     "new_tokens=8, max_tokens: 32, num_tokens = 7",
     "https://huggingface.co/org/model can't be reached",
     "model.layers.0.self_attn.k_proj.weight",

@@ -41,8 +41,8 @@ def test_two_of_eight(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPa
     shown = program("plan", tiny, *SIZES, "--use-all", "--gpus", "2,3").stdout
     words = " ".join(shown.split())
     assert (
-        "cuda:2: NVIDIA GeForce RTX 3090 at 00000000:3D:00.0, 23.69 GiB free of 24.00 GiB, "
-        "less 771.00 MiB kept for CUDA"
+        "cuda:2: NVIDIA GeForce RTX 3090 at 00000000:3D:00.0, 23.69 GiB free of 24.00 GiB, less "
+        "771.00 MiB reserved for CUDA"
     ) in words
     assert "cuda:3: NVIDIA GeForce RTX 3090 at 00000000:3E:00.0, 18.81 GiB free" in words
     assert max(map(len, shown.splitlines())) <= 80
@@ -71,7 +71,7 @@ def test_no_driver(tiny: Path, program: Program, monkeypatch: pytest.MonkeyPatch
     replay(monkeypatch, "no-driver")
     for arguments in (["--gpus", "2,3"], []):
         told = refused(program, tiny, *arguments)
-        assert "libnvidia-ml.so.1) is not here" in told
+        assert "libnvidia-ml.so.1) was not found" in told
         assert "virtual:2x24GiB" in told
 
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_used_is_there(program: Program, monkeypatch: pytest.Monk
     replay(monkeypatch, "fell-off")
     lost = [gpu for gpu in json.loads(program("gpus", "--json").stdout)["gpus"] if gpu["trouble"]]
     assert [gpu["name"] for gpu in lost] == ["1", "3"]
-    assert "1 can't be used: it doesn't answer: GPU is lost" in program("gpus").stdout
+    assert "1 can't be used: it doesn't respond: GPU is lost" in program("gpus").stdout
     replay(monkeypatch, "no-driver")
     done = program("gpus")
     assert (done.returncode, done.stdout) == (3, "")

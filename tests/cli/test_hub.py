@@ -81,8 +81,8 @@ def test_an_error_is_one_message_and_a_hint(command: str, hub: HubServer, progra
     assert (done.returncode, done.stdout) == (4, "")
     assert without_progress(done.stderr) == (
         "error: org/tiny is gated: its authors must grant you access\n"
-        "hint: ask for it at https://huggingface.co/org/tiny; "
-        "for what isn't public log in: hf auth login\n"
+        "hint: request access at https://huggingface.co/org/tiny; for private repositories log "
+        "in: hf auth login\n"
     )
 
 
@@ -91,7 +91,7 @@ def test_a_wrong_file_stops_before_anything_is_loaded(hub: HubServer, program: P
     hub.next("storage", hub_server.spoil)
     done = program("generate", NAME, *GPUS, *SIZES, "-p", "x")
     assert (done.returncode, done.stdout) == (4, "")
-    assert "has another content" in done.stderr
+    assert "differs from the content that" in done.stderr
 
 
 def test_no_token_is_shown_with_debug(
@@ -177,7 +177,7 @@ def home_made(hub: HubServer) -> Repo:
 def test_code_does_not_run_unless_asked_for(home_made: Repo, program: Program) -> None:
     done = program("plan", "org/own", *GPUS)
     assert done.returncode == 5
-    assert "runs only with --trust-remote-code" in done.stderr
+    assert "needs --trust-remote-code" in done.stderr
 
 
 def test_code_is_shown_before_it_runs(home_made: Repo, program: Program) -> None:
@@ -185,7 +185,7 @@ def test_code_is_shown_before_it_runs(home_made: Repo, program: Program) -> None
     assert done.returncode == 0, done.stderr
     digest = hashlib.sha256(CODE.encode()).hexdigest()
     first, second, *_ = without_progress(done.stderr).splitlines()
-    assert first.startswith(f"code that comes with org/own@{COMMIT} may run, adapted from")
+    assert first.startswith(f"code of org/own@{COMMIT} is allowed to run, adapted from")
     assert second == f"  own.py  sha256 {digest}"
 
 
@@ -195,4 +195,4 @@ def test_code_from_another_repository_is_refused(home_made: Repo, program: Progr
     home_made.files["config.json"] = json.dumps(config).encode()
     done = program("plan", "org/own", *GPUS, "--trust-remote-code")
     assert done.returncode == 5
-    assert "asks for 'other/repo--own.Model', which is no code of its own" in done.stderr
+    assert "refers to 'other/repo--own.Model', which is code of another repository" in done.stderr

@@ -77,11 +77,11 @@ def test_a_chat_about_pictures(
     done = program("chat", glm4v, *GPUS, "--image", "noise.png", stdin=said)
     assert done.returncode == 0
     assert "on vgpu:0, vgpu:1, vgpu:2" in done.stderr
-    assert "red.png, 60x56: it is shown with your next question" in done.stderr
+    assert "red.png, 60x56: added to your next question" in done.stderr
     assert "the oldest 1 round(s) were left out" in done.stderr  # planned for one picture
     assert "'absent.png' can't be read: No such file" in done.stderr
-    assert "'text.txt' can't be read: it is no picture" in done.stderr
-    assert "/image names no file" in done.stderr
+    assert "'text.txt' can't be read: it is not a supported image" in done.stderr
+    assert "/image needs a file" in done.stderr
     assert "2 images in a prompt; the plan has memory for 1" in done.stderr
     answers = [
         program("generate", glm4v, *GPUS, "--image", name, *ASKED).stdout
@@ -147,13 +147,13 @@ def test_a_picture_from_the_web(glm4v: Path, pictures: Path, program: Program, w
     assert fetched.stdout == read.stdout != ""
     said = f"/image {web}/red.png\n"  # nothing that is written in a chat is fetched
     done = program("chat", glm4v, *GPUS, "--image", pictures / "red.png", stdin=said)
-    assert "red.png' is an address" in done.stderr
+    assert "red.png' is a URL" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("path", "reason"),
     [
-        ("page", "can't be read: it is no picture that is known here"),
+        ("page", "can't be read: it is not a supported image"),
         ("absent", "can't be fetched: the server answers with status 404"),
         ("huge", "can't be fetched: it has more than 3.91 KiB"),
     ],
@@ -172,7 +172,7 @@ def test_training_with_images_is_planned_and_checked_alike(program: Program, glm
     asked = (glm4v, "--train", "lora", "--gpus", "virtual:2x64MiB", "--context", "128")
     planned = program("plan", *asked, "--images", "1", "--image-size", "56x56", "--use-all")
     assert planned.returncode == 0, planned.stderr
-    told = "training LoRA of rank 8 · 1 x 128 tokens · 1 image of 56x56"
+    told = "LoRA training, rank 8 · 1 x 128 tokens · 1 image of 56x56"
     assert told in planned.stdout
     checked = program("check", *asked, "--image", "56x56")
     assert checked.returncode == 0, checked.stdout
@@ -180,4 +180,4 @@ def test_training_with_images_is_planned_and_checked_alike(program: Program, glm
     assert "note:" not in checked.stdout
     refused = program("plan", *asked, "--images", "1", "--vision-batch", "1")
     assert refused.returncode == 2
-    assert "vision_batch is 1, and duoka doesn't forecast training with it" in refused.stderr
+    assert "vision_batch is 1, which is not supported in training" in refused.stderr

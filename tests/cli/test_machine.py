@@ -28,7 +28,7 @@ from duoka.forecast.device_memory import PlainMemory
         (OSError(errno.EROFS, "Read-only file system", "/x"), "Read-only", "written"),
         (OSError(errno.EMFILE, "Too many open files"), "Too many open files", "ulimit"),
         (OSError(errno.EIO, "Input/output error"), "Input/output error", "disk"),
-        (MemoryError(), "memory of this machine", "--context"),
+        (MemoryError(), "this machine", "--context"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), "memory", "--batch"),
         (ModuleNotFoundError("No module named 'peft'", name="peft"), "'peft'", "install peft"),
         (

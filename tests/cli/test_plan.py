@@ -60,7 +60,7 @@ def test_a_config_that_is_not_of_the_weights_is_refused(
     (copy / "config.json").write_text(json.dumps(config | {"ffn_hidden_size": 128}))
     done = program("plan", copy, *GPUS, *SIZES)
     assert (done.returncode, done.stdout) == (9, "")
-    assert "tensors have another shape" in done.stderr
+    assert "tensors have a different shape" in done.stderr
 
 
 # ── many requests ──

@@ -56,7 +56,7 @@ def test_a_plan_for_another_checkpoint_is_refused(
     for command in (["plan"], ["generate", "-p", "hello"]):
         done = program(*command, other, "--plan", saved)
         assert (done.returncode, done.stdout) == (10, "")
-        assert "made for another checkpoint than" in done.stderr
+        assert "has changed since the plan was made; different" in done.stderr
         assert "--replan" in done.stderr
     assert saved.read_bytes() == before
 
@@ -145,12 +145,12 @@ def test_gpus_that_are_gone_or_too_full_are_told_and_replanned(
     detect(found(("GPU-b", 64), ("GPU-c", 64)))
     done = program("generate", "--plan", file, "-p", "hello")
     assert (done.returncode, done.stdout) == (3, "")
-    assert "GPU-a is gone" in done.stderr
+    assert "GPU-a is missing" in done.stderr
 
     detect(found(("GPU-b", 64), ("GPU-a", 1)))
     done = program("generate", "--plan", file, "-p", "hello")
     assert done.returncode == 3
-    assert "can give 1.00 MiB now, and the plan needs" in done.stderr
+    assert "has 1.00 MiB available, and the plan needs" in done.stderr
 
     done = program("plan", "--plan", file, "--replan")
     assert done.returncode == 0, done.stderr
@@ -185,9 +185,9 @@ def test_a_plan_from_another_machine_tells_what_is_here(
     recording = replay(monkeypatch, "fastest-first", visible=[1, 0])
     done = program("generate", "--plan", saved, "-p", "hello")
     assert (done.returncode, done.stdout) == (3, "")
-    assert f"cuda:1 NVIDIA GeForce RTX 3090 {there.uuid} is gone" in done.stderr
-    assert "--replan makes a new plan for what is there now" in done.stderr
-    assert f"cuda:0  NVIDIA GeForce RTX 4090  {recording.uuids[1]}  can give" in done.stderr
+    assert f"cuda:1 NVIDIA GeForce RTX 3090 {there.uuid} is missing" in done.stderr
+    assert "use --replan to make a new plan for the current state" in done.stderr
+    assert f"cuda:0  NVIDIA GeForce RTX 4090  {recording.uuids[1]}  has a budget of" in done.stderr
 
 
 def test_memory_is_given_back_before_it_is_measured(

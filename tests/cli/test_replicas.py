@@ -18,9 +18,9 @@ def test_copies_are_shown_and_kept_one_by_one(tiny: Path, program: Program, tmp_
     done = program("plan", tiny, *options, "--save", saved)
     assert done.returncode == 0
     assert "2 copies: at least" in done.stdout
-    assert "idle: vgpu:2" in done.stdout
+    assert "unused: vgpu:2" in done.stdout
     # One table for copies that differ in their GPU alone.
-    assert "copy 1 of 2, and others like it: copy 2 on vgpu:1" in done.stdout
+    assert "replica 1 of 2, identical ones: replica 2 on vgpu:1" in done.stdout
     assert done.stdout.count("budget") == 1
     plans = [duoka.Plan.load(tmp_path / f"chat-{number}.plan") for number in (1, 2)]
     assert [plan.devices for plan in plans] == [("vgpu:0",), ("vgpu:1",)]
@@ -51,5 +51,5 @@ def test_the_largest_context_is_planned(tiny: Path, program: Program) -> None:
 @pytest.mark.parametrize("text", ["", "0", "two", "-1", "1.5", "99999", "٣"])
 def test_numbers_of_copies(text: str) -> None:
     assert read_number("3") == 3
-    with pytest.raises(UsageError, match="no number of copies"):
+    with pytest.raises(UsageError, match="not a number of replicas"):
         read_number(text)

@@ -24,7 +24,7 @@ def test_nothing_there_is_no_error(program: Program, monkeypatch: pytest.MonkeyP
         done = program("top", *arguments)
         assert (done.returncode, done.stderr) == (0, "")
         assert "no NVIDIA GPU: NVIDIA's management library" in done.stdout
-        assert "no process of duoka's runs for this user" in done.stdout
+        assert "this user runs no duoka process" in done.stdout
 
 
 def test_a_machine_as_json(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +50,8 @@ def test_rows(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.process
 def test_at_a_terminal_ctrl_c_leaves(environment: dict[str, str]) -> None:
     started = Terminal(["top", "--interval", "0.1"], environment)
-    started.wait_for(r"Ctrl-C ends")
-    started.wait_for(r"Ctrl-C ends")
+    started.wait_for(r"Ctrl-C quits")
+    started.wait_for(r"Ctrl-C quits")
     started.send("\x03")
     assert started.process.wait(timeout=60) == 0
     started.close()

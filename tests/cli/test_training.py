@@ -26,7 +26,7 @@ def test_a_plan_for_training_is_shown_and_kept(
     said = ("--train", "full", "--micro-batches", "4", "--schedule", "1f1b", "--use-all")
     done = program("plan", tiny, *GPUS, *SEQUENCE, *said, "--save", saved)
     assert done.returncode == 0, done.stderr
-    assert "training all weights · 1 x 96 tokens" in done.stdout
+    assert "full training · 1 x 96 tokens" in done.stdout
     assert "gradients" in done.stdout
     assert "optimizer" in done.stdout
     assert "KV cache" not in done.stdout
@@ -71,7 +71,7 @@ def test_earlier_names_of_options_are_taken_and_told() -> None:
         assert len(notes) == told
     assert notes == []
     assert complete_arguments(["tune", "--method", "lora"])[1] == [
-        "--method is --train now, and goes with the next release"
+        "--method is --train now; the old name will be removed in the next release"
     ]
 
 

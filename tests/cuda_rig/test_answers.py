@@ -95,7 +95,7 @@ def test_commands_detect_plan_load_and_answer(
 @pytest.mark.slow
 def test_quality_is_measured_within_the_budget(chatglm: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text("What is a GPU? Two of them hold what one does not. ")
+    text.write_text("What is a GPU? Two of them fit what one does not. ")
 
     def measured(fleet: Fleet) -> Quality:
         windows = Windows(context_tokens=32)

@@ -29,7 +29,7 @@ def test_what_arrives_where() -> None:
     ways = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)]
     assert [arrives(*way) for way in ways] == [False, False, True, True, True, True]
     assert copy_fault("cuda:0", "cuda:1") == "zeros arrive"
-    assert copy_fault("cuda:1", "cuda:0") == "65536 of 65536 numbers arrive as others"
+    assert copy_fault("cuda:1", "cuda:0") == "65536 of 65536 numbers are corrupted"
 
 
 def test_tensors_go_around() -> None:
@@ -54,7 +54,7 @@ def test_a_model_says_so_once_when_it_is_spread() -> None:
         duoka.dispatch(model, where, outputs="stay")
     assert [text.partition(" when")[0] for text in said] == [
         "cuda:0 → cuda:1: zeros arrive",
-        "cuda:1 → cuda:0: 65536 of 65536 numbers arrive as others",
+        "cuda:1 → cuda:0: 65536 of 65536 numbers are corrupted",
     ]
     assert torch.cuda.memory_reserved(1) == 2 * 2**20  # of its weights alone
     answer = model(torch.arange(4.0))

@@ -33,15 +33,15 @@ def test_planted_defects() -> None:
     found = diagnosed()
     assert found["copies"] == [
         ("error", "cuda:0 → cuda:1: zeros arrive"),
-        ("error", "cuda:2 → cuda:1: 65536 of 65536 numbers arrive as others"),
+        ("error", "cuda:2 → cuda:1: 65536 of 65536 numbers are corrupted"),
     ]
     # No kernel of the rig computes anything, which isn't hidden either.
     assert [text[8:] for _, text in found["matrices"]] == [
-        "a product of matrices in bfloat16 fails: it is off by 100%"
+        "a bfloat16 matrix product is wrong: it is off by 100%"
     ] * 3
     assert found["memory"][0] == ("warning", "GPU 1: python (pid 4242) has 1.00 GiB")
     assert found["health"] == [
-        ("warning", "GPU 2: slowed down by its temperature (the hardware's limit)")
+        ("warning", "GPU 2: throttled by its temperature (the hardware's limit)")
     ]
 
 
@@ -65,4 +65,4 @@ def test_a_card_that_this_torch_has_no_kernels_for(capsys: pytest.CaptureFixture
     checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     (finding,) = checks["torch"]["findings"]  # of both GPUs
     assert "has compute capability 5.0, and this torch has kernels for" in finding["text"]
-    assert checks["copies"]["findings"][-1]["text"].startswith("bytes arrive between 2 ordered")
+    assert checks["copies"]["findings"][-1]["text"].startswith("copies are right between 2 ordered")

@@ -174,7 +174,7 @@ def test_an_interrupted_load_leaves_nothing(small: Path) -> None:
 def test_memory_that_was_taken_meanwhile_is_told(small: Path) -> None:
     plan = duoka.plan(small, Fleet.detect("1"), SHORT)
     held = torch.empty(1000 * MIB, dtype=torch.uint8, device="cuda:1")
-    with pytest.raises(FleetError, match="doesn't fit the GPUs that are here"):
+    with pytest.raises(FleetError, match="doesn't fit the GPUs of this machine"):
         duoka.load(plan)
     del held  # what the allocator keeps of it is given back
     assert next(duoka.load(plan).parameters()).device == torch.device("cuda:1")

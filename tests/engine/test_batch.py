@@ -62,15 +62,15 @@ def test_a_line_has_a_grammar(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"heat": 1}, "'heat' is unknown; known are prompt, messages, id, frequency_penalty"),
-        ({"temperature": "hot"}, "its temperature is no number"),
-        ({"temperature": True}, "its temperature is no number"),
-        ({"temperature": 10**400}, "its temperature is no number of 64 bits"),
-        ({"temperature": -1}, "temperature is -1; it must be 0 or more"),
-        ({"top_k": 1.5}, "its top_k is no whole number"),
-        ({"max_new_tokens": None}, "its max_new_tokens is no whole number"),
-        ({"stop": "x"}, "its stop is no list of texts"),
-        ({"stop": [""]}, "stop is ('',); a text to stop at can't be empty"),
+        ({"heat": 1}, "'heat' is unknown; supported: prompt, messages, id, frequency_penalty"),
+        ({"temperature": "hot"}, "its temperature is not a 64-bit number"),
+        ({"temperature": True}, "its temperature is not a 64-bit number"),
+        ({"temperature": 10**400}, "its temperature is not a 64-bit number"),
+        ({"temperature": -1}, "temperature is -1; it must be at least 0"),
+        ({"top_k": 1.5}, "its top_k is not a 64-bit integer"),
+        ({"max_new_tokens": None}, "its max_new_tokens is not a 64-bit integer"),
+        ({"stop": "x"}, "its stop is not a list of strings"),
+        ({"stop": [""]}, "stop is ('',); a stop string can't be empty"),
         ({"response_format": {"type": "xml"}}, "response_format is {'type': 'xml'}"),
     ],
 )
@@ -89,7 +89,7 @@ def test_answers_belong_to_what_was_asked(tmp_path: Path) -> None:
     with AnswerFile(out, read(file, {"temperature": 1, "prompt": "a"})) as answers:
         assert answers.answered == {0}
     for row in ({"prompt": "a", "temperature": 2}, {"prompt": "a"}):
-        with pytest.raises(UsageError, match="something else than answers to these prompts"):
+        with pytest.raises(UsageError, match="something other than answers to these prompts"):
             AnswerFile(out, read(file, row))
     # Files of answers from before lines had parameters still belong to their prompts.
     assert (

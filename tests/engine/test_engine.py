@@ -122,11 +122,11 @@ def test_prompts_that_begin_alike_share_pages(engine: Engine) -> None:
 
 
 def test_what_can_never_fit_is_refused_with_numbers(engine: Engine) -> None:
-    with pytest.raises(UsageError, match=r"70 tokens, and 16 new ones .* memory for 80 together"):
+    with pytest.raises(UsageError, match=r"70 tokens and 16 new tokens .* memory for 80 in total"):
         engine.submit([1] * 70, SamplingParams(max_new_tokens=16))
     with pytest.raises(UsageError, match="empty"):
         engine.submit([])
-    with pytest.raises(DuokaError, match="token 9999 is unknown"):
+    with pytest.raises(DuokaError, match="token 9999 is invalid"):
         engine.submit([1, 9999])
     assert engine.submit([1] * 64, SamplingParams(max_new_tokens=16)).result().prompt_tokens == 64
 
@@ -305,11 +305,11 @@ def test_a_grammar_that_takes_too_much_ends_its_answer_alone(engine: Engine) -> 
     heavy = Grammar.lark("\n".join(["start: r0", *doubled, 'r40: "a"']))
     streams = [engine.submit(text) for text in prompts(3)]
     bad = engine.submit("What?", SamplingParams(grammar=heavy))
-    with pytest.raises(UsageError, match="can't go on by its lark"):
+    with pytest.raises(UsageError, match="can't continue under its lark"):
         bad.result()
     assert all(stream.result().tokens for stream in streams)
     assert engine.num_free_pages == engine.capacity.pages
-    with pytest.raises(UsageError, match="no token that is text"):
+    with pytest.raises(UsageError, match="no text token satisfies it"):
         engine.submit("What?", SamplingParams(grammar=Grammar.lark('start: <|user|> "a"')))
 
 

@@ -235,7 +235,7 @@ def test_special_tokens_are_never_text(
     matcher, _ = compiler.start(Grammar.regex(r"(?s:.)+"))
     assert not special & {*tokens_of(matcher)}
     for name in ("<|user|>", f"<[{stop}]>"):
-        with pytest.raises(UsageError, match="no token that is text"):
+        with pytest.raises(UsageError, match="no text token satisfies it"):
             compiler.start(Grammar.lark(f'start: {name} "a"'))
 
 
@@ -269,8 +269,8 @@ REFUSED: list[tuple[Any, str]] = [
     (lambda: Grammar.json_schema({"type": "strin"}), "Invalid type: strin"),
     (lambda: Grammar.json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
     (lambda: Grammar.json_schema({"$ref": "http://localhost/x"}), "does not fetch resources"),
-    (lambda: Grammar.json_schema('{"a": 1, "a": 2}'), "the key 'a' stands twice"),
-    (lambda: Grammar.json_schema("[1"), "is no JSON object"),
+    (lambda: Grammar.json_schema('{"a": 1, "a": 2}'), "the key 'a' occurs twice"),
+    (lambda: Grammar.json_schema("[1"), "is not a JSON object"),
     (lambda: Grammar.json_schema('{"a":' * 5000 + "1" + "}" * 5000), "nested too deeply"),
     (lambda: Grammar.json_schema('{"items":' * 200 + "{}" + "}" * 200), "recursion limit"),
     (lambda: Grammar.json_schema({"a": {1}}), "not JSON serializable"),
@@ -312,13 +312,13 @@ def test_a_tokenizer_whose_bytes_are_unknown_is_refused() -> None:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(" "), "removed")
     backend.decoder = decoders.WordPiece()
     words = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]")
-    with pytest.raises(UsageError, match="can't be held to a grammar"):
+    with pytest.raises(UsageError, match="can't be constrained by a grammar"):
         GrammarCompiler(words, [], None).start(Grammar.regex("a"))
 
 
 def test_without_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UsageError, match="need llguidance, which isn't installed") as refusal:
+    with pytest.raises(UsageError, match="needs llguidance, which isn't installed") as refusal:
         Grammar.json_object()
     assert refusal.value.hint == 'pip install "duoka[grammar]"'
 

@@ -144,5 +144,5 @@ def test_the_proof_runs_the_worst_step(plan: duoka.Plan) -> None:
     lacking = [
         replace(device, budget_bytes=device.budget_bytes - 2**20) for device in plan.fleet.devices
     ]
-    with pytest.raises(ProofError, match="overflows"):
+    with pytest.raises(ProofError, match="lacks memory"):
         prove(plan.move_to({device.name: device for device in lacking}), model)

@@ -64,14 +64,16 @@ def test_it_is_explained_and_the_next_answer_comes(tmp_path: Path) -> None:
     assert "GPU 1 has" in asked
     assert place.startswith("asked for by transformers/models/glm/modeling_glm.py:")
     assert ", in model.layers." in place
-    assert filled.startswith("on vgpu:1 now, and as planned: weights ")
-    assert others.startswith("others have ")
+    assert filled.startswith("on vgpu:1 now (planned): weights ")
+    assert others.startswith("other programs use")
     stage = plan.forecast.devices[1]
     assert error.available_bytes["vgpu:1"] < stage.reserved_bytes
     # With so little on one of them another cut is found.
     look_for_ways(error, plan_request)
     assert error.hint is not None
-    assert error.hint.startswith("there is a plan for what there is now (vgpu:0 256.00 MiB, vgpu:1")
+    assert error.hint.startswith(
+        "plan with the memory that is free now: --gpus vgpu:0 256.00 MiB, vgpu:1"
+    )
     # With as little on both none is, but there are ways.
     error.available_bytes["vgpu:0"] = error.available_bytes["vgpu:1"]
     look_for_ways(error, plan_request)

@@ -186,7 +186,7 @@ def test_a_process_that_is_stopped_while_nobody_asks_ends_the_engine(
         with pytest.raises(queue.Empty):  # it is looked at, and shows signs of life
             failures.get(timeout=2.5)
         os.kill(executor._workers._processes[1].pid, signal.SIGSTOP)
-        with pytest.raises(WorkerError, match="vgpu:1 shows no sign of life for 2 s"):
+        with pytest.raises(WorkerError, match="vgpu:1 hasn't responded for 2 s"):
             raise failures.get(timeout=30)
         assert executor._workers.exit_codes(10).keys() == {0, 1}
 
@@ -201,7 +201,7 @@ def test_a_process_that_is_stopped_while_it_loads_is_told(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("STOPPED_IN_LOAD", "1")
     before = open_files()
-    with pytest.raises(WorkerError, match="vgpu:1 shows no sign of life for 4 s"):
+    with pytest.raises(WorkerError, match="vgpu:1 hasn't responded for 4 s"):
         Engine(plan, processes=True)
     assert open_files() == before
 
@@ -289,7 +289,7 @@ def test_nothing_is_left_where_a_process_cannot_load_its_part(
 def test_one_gpu_has_no_processes(plan: Any, tmp_path: Path) -> None:
     path = tuning.write_model("llama", tmp_path / "llama")
     alone = duoka.plan(path, "virtual:256MiB", WORK)
-    with pytest.raises(UsageError, match="the plan has one GPU"):
+    with pytest.raises(UsageError, match="the plan uses one GPU"):
         Engine(alone, processes=True)
 
 
@@ -340,7 +340,7 @@ def test_memory_that_is_short_is_enough_for_smaller_steps(
 @pytest.mark.parametrize(
     ("token", "kind", "said"),
     [
-        (HANG, WorkerError, "nothing has come of a step for 5 seconds"),
+        (HANG, WorkerError, "a step hasn't finished within 5 seconds"),
         (LOSE[0], GpuLostError, "vgpu:0 has failed: CUDA error: unspecified launch failure\n"),
         (LOSE[1], GpuLostError, "vgpu:1 has failed: CUDA error: unspecified launch failure\n"),
     ],

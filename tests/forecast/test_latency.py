@@ -212,9 +212,9 @@ def test_impossible_times_are_refused(number: float) -> None:
         [("vgpu:0", 0, 5)], Fleet(devices=(gpu(),))
     )
     assert found is not None
-    with pytest.raises(FormatError, match="is no time"):
+    with pytest.raises(FormatError, match="is not a valid duration"):
         replace(found, total_seconds=number)
-    with pytest.raises(FormatError, match="is no time"):
+    with pytest.raises(FormatError, match="is not a valid duration"):
         replace(found.stages[0], decode_seconds=number)
 
 

@@ -124,7 +124,7 @@ def test_a_budget_that_is_too_small() -> None:
 
 
 def test_a_profile_for_training_answers_for_nothing_else() -> None:
-    with pytest.raises(UsageError, match="doesn't answer for training"):
+    with pytest.raises(UsageError, match="doesn't cover training"):
         TrainingReplay(PROFILE, load(1, method="lora"))
 
 

@@ -54,7 +54,7 @@ def test_a_person_is_told(plan: duoka.Plan) -> None:
     text = " ".join(plan_text(plan).split())
     assert f"{plan.workload.pages:,} pages of 16 tokens" in text
     assert "up to 20 requests" in text
-    assert "2 GPUs don't make it faster" in text
+    assert "more GPUs don't make it faster" in text
     assert "at once 20 requests of 128 tokens" in text
 
 
@@ -68,8 +68,10 @@ def test_a_person_is_told_where_one_group_is_faster(plan: duoka.Plan) -> None:
     assert [load.is_grouped for load in loads] == [True, False, True, True]
     assert loads[1].best_tokens_per_second == loads[1].serial_tokens_per_second
     text = " ".join(plan_text(uneven).split())
-    assert re.search(r" 4 at once stay in one .* 4 in 2 groups would get 0\.\d\d times that", text)
-    assert "20 in 2 groups, each on another GPU, get 1." in text
+    assert re.search(
+        r" 4 concurrent requests stay in one .* 4 in 2 groups would get 0\.\d\d times that", text
+    )
+    assert "20 in 2 groups, each on another GPU, reach 1." in text
 
 
 def test_steps_of_prompts_take_what_the_plan_says(plan: duoka.Plan) -> None:
@@ -89,7 +91,7 @@ def test_steps_of_prompts_take_what_the_plan_says(plan: duoka.Plan) -> None:
 
 
 def test_no_load_is_told_that_cannot_be() -> None:
-    with pytest.raises(FormatError, match="no time"):
+    with pytest.raises(FormatError, match="not a valid duration"):
         ServingSpeed(requests=1, tokens_per_second=-1.0, serial_tokens_per_second=1.0)
-    with pytest.raises(FormatError, match="no time"):
+    with pytest.raises(FormatError, match="not a valid duration"):
         StepSeconds(fixed_seconds=1.0, token_seconds=float("nan"), pair_seconds=0.0)

@@ -169,9 +169,9 @@ def test_every_name_and_product_leads_to_its_card(card: Card) -> None:
     ],
 )
 def test_names_of_several_cards_are_refused_with_all(text: str, choices: str) -> None:
-    with pytest.raises(UsageError, match=rf"can be several GPUs: .*{choices}\n") as caught:
+    with pytest.raises(UsageError, match=f"matches several GPUs: .*{choices}") as caught:
         catalogue.find_card(text)
-    assert caught.value.hint == "write one of these names"
+    assert caught.value.hint == "use one of these names"
     assert not catalogue.is_card(text)
 
 
@@ -185,7 +185,7 @@ def test_names_of_several_cards_are_refused_with_all(text: str, choices: str) ->
     ],
 )
 def test_an_unknown_card_is_told_with_the_nearest(text: str, nearest: str) -> None:
-    with pytest.raises(UsageError, match=f"nearest are .*{nearest}") as caught:
+    with pytest.raises(UsageError, match=f"similar names: .*{nearest}") as caught:
         catalogue.find_card(text)
     assert '--gpus "MyCard:24GiB,936GB/s,71TFLOPs"' in str(caught.value.hint)
 

@@ -62,15 +62,15 @@ def test_gpus_are_seen_in_the_drivers_order() -> None:
 @pytest.mark.parametrize(
     ("function", "result", "message", "hint"),
     [
-        ("cuInit", 999, "it doesn't start: an unknown error", "nvidia-smi"),
+        ("cuInit", 999, "while starting: an unknown error", "nvidia-smi"),
         ("cuInit", 803, "different versions", "restart"),
         ("cuInit", 802, "not ready", "nvidia-fabricmanager"),
         ("cuInit", 34, "stub", "LD_LIBRARY_PATH"),
-        ("cuInit", 101, "a device is not valid", "CUDA_VISIBLE_DEVICES name a GPU twice"),
-        ("cuInit", 7777, "doesn't know .CUresult 7777", "restart"),
-        ("cuDeviceGetCount", 999, "doesn't count", "nvidia-smi"),
-        ("cuDeviceGet", 101, "doesn't give cuda:0", "restart"),
-        ("cuDeviceGetUuid_v2", 46, "doesn't identify cuda:0", "restart"),
+        ("cuInit", 101, "a device is not valid", "CUDA_VISIBLE_DEVICES lists no GPU twice"),
+        ("cuInit", 7777, "unknown error .CUresult 7777", "restart"),
+        ("cuDeviceGetCount", 999, "while counting", "nvidia-smi"),
+        ("cuDeviceGet", 101, "while opening cuda:0", "restart"),
+        ("cuDeviceGetUuid_v2", 46, "while identifying cuda:0", "restart"),
     ],
 )
 def test_a_driver_that_fails(function: str, result: int, message: str, hint: str) -> None:
@@ -149,7 +149,7 @@ def test_a_forked_child_can_use_cuda_after_asking(tmp_path: Path) -> None:
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-isnt-there.so.1")
-    with pytest.raises(FleetError, match="is not here") as caught:
+    with pytest.raises(FleetError, match="was not found") as caught:
         cuda_driver.visible_uuids()
     assert "NVIDIA_DRIVER_CAPABILITIES" in str(caught.value.hint)
 

@@ -82,7 +82,7 @@ def test_a_hidden_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cuda_driver.VARIABLE, "0,1")
     hint = refused("2,3", "GPU 2 can't be used: it is hidden .* by CUDA_VISIBLE_DEVICES='0,1'")
     advice, _, *lines = hint.splitlines()
-    assert advice.startswith("leave CUDA_VISIBLE_DEVICES out, or name it there: GPU-")
+    assert advice.startswith("unset CUDA_VISIBLE_DEVICES, or add the GPU to it: GPU-")
     assert len(lines) == 8
     assert [line.count("  hidden") for line in lines] == [0, 0, 1, 1, 1, 1, 1, 1]
     monkeypatch.delenv(cuda_driver.VARIABLE)
@@ -129,7 +129,7 @@ def test_an_ambiguous_beginning_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "eight-3090")
     hint = refused("2,8", "there is no GPU 8")
-    assert "a budget needs its unit, as in 24GiB" in hint
+    assert "a budget needs a unit, as in 24GiB" in hint
     for index, uuid in enumerate(recording.uuids):
         assert f"  {index}  NVIDIA GeForce RTX 3090  {uuid}" in hint
     assert "18.81 GiB free of 24.00 GiB  used by python3 (pid 4242, 4.87 GiB)" in hint
@@ -144,15 +144,15 @@ def test_what_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doubles_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "eight-3090")
     for text in ("2,3,2", f"2,{recording.uuids[2]}", "02,2"):
-        refused(text, "GPU 2 is named twice")
-    refused(",".join(["1"] * 1000), "GPU 1 is named twice")
+        refused(text, "GPU 2 is listed twice")
+    refused(",".join(["1"] * 1000), "GPU 1 is listed twice")
 
 
 def test_a_card_that_fell_off_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "fell-off", visible=[0, 2])
     assert Fleet.detect().names == ("cuda:0", "cuda:1")
     assert Fleet.detect("2").names == ("cuda:1",)
-    hint = refused("0,1", "GPU 1 can't be used: it doesn't answer: GPU is lost")
+    hint = refused("0,1", "GPU 1 can't be used: it doesn't respond: GPU is lost")
     assert "dmesg" in hint
     indices = [line.split()[0] for line in hint.splitlines()[2:]]
     assert indices == ["0", "1", "2", "3"]
@@ -182,10 +182,8 @@ def test_a_gpu_in_mig_mode(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_full_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     recording = replay(monkeypatch, "busy")
     assert Fleet.detect().names == ("cuda:1", "cuda:2")
-    hint = refused(
-        "0", "GPU 0 can't be used: 488.00 MiB are free, and 768.00 MiB are kept for CUDA"
-    )
-    assert "end what uses it" in hint
+    hint = refused("0", "GPU 0 can't be used: 488.00 MiB are free, and CUDA reserves 768.00 MiB")
+    assert "end the programs that use it" in hint
     free = recording.data["devices"][2]["nvmlDeviceGetMemoryInfo_v2"]
     free["free"] = RESERVE_BYTES + STEP_BYTES - 1  # less than one step is nothing
     refused("2", r"GPU 2 can't be used: 832\.00 MiB are free")
@@ -198,7 +196,7 @@ def test_full_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_that_isnt_told(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "unified-gb10")
-    assert "  memory unknown" in refused("0", "the driver doesn't tell its memory")
+    assert "  memory unknown" in refused("0", "the driver doesn't report its memory")
     refused(None, "no GPU can be used")
 
 
@@ -218,8 +216,8 @@ def test_a_lost_gpu_that_keeps_cuda_from_all(monkeypatch: pytest.MonkeyPatch) ->
 
     replay(monkeypatch, "fell-off")
     monkeypatch.setattr(cuda_driver, "visible_uuids", fail)
-    message = r"fails; there is no answer from GPU 1 \(GPU is lost\), GPU 3 \(GPU is lost\)"
-    assert "name the others by their UUIDs in CUDA_VISIBLE_DEVICES" in refused(None, message)
+    message = r"fails; no response from GPU 1 \(GPU is lost\), GPU 3 \(GPU is lost\)"
+    assert "list the others by UUID in CUDA_VISIBLE_DEVICES" in refused(None, message)
     replay(monkeypatch, "busy")
     monkeypatch.setattr(cuda_driver, "visible_uuids", fail)
     assert refused(None, r"^CUDA's driver fails\n") == "restart"
@@ -238,7 +236,7 @@ def test_bfloat16_by_compute_capability_or_catalogue(monkeypatch: pytest.MonkeyP
 def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "no-driver")
     for which in (None, "2,3"):
-        hint = refused(which, "libnvidia-ml.so.1.* is not here")
+        hint = refused(which, "libnvidia-ml.so.1.* was not found")
         assert "virtual:2x24GiB" in hint
 
 
@@ -285,7 +283,7 @@ def test_nvidias_own_bindings(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
     )
-    assert "FleetError: GPU 2 can't be used: it doesn't answer: GPU is lost" in done.stderr
+    assert "FleetError: GPU 2 can't be used: it doesn't respond: GPU is lost" in done.stderr
     told, machine = json.loads(done.stdout)
     fleet = from_dict(Fleet, told)
     assert fleet.names == ("cuda:0", "cuda:1")

@@ -156,23 +156,23 @@ def test_the_figures_of_a_card_end_at_a_plus() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("MyCard:", "has '', which is no memory"),
-        ("MyCard:936GB/s", "doesn't say how much memory"),
+        ("MyCard:", "has '', which is not a memory size"),
+        ("MyCard:936GB/s", "has no memory"),
         ("MyCard:24GiB,24GiB", "two figures for its memory"),
         ("MyCard:24GiB,1GB/s,2GB/s", "two figures for its memory speed"),
-        ("MyCard:24GiB,RTX4090", "has 'RTX4090', which is no memory"),
+        ("MyCard:24GiB,RTX4090", "has 'RTX4090', which is not a memory size"),
         ("MyCard:24GiB,0TFLOPs", "has '0TFLOPs'"),
         ("MyCard:24GiB,0GB/s", "not a positive size"),
         ("MyCard:99999999999TiB", r"more than 1024\.00 TiB"),
-        ("\x1b[31m:24GiB", "is not a name for a card"),
-        ("cuda:0", "'cuda:0' is torch's name for a device"),
-        ("virtual:virtual:24GiB", "'virtual' is not a name for a card"),
-        ("RTX4095", "the nearest are RTX 4090"),
-        ("910B", "no GPU '910B' is in the catalogue; the nearest are A10"),
+        ("\x1b[31m:24GiB", "is not a valid card"),
+        ("cuda:0", "'cuda:0' is a PyTorch device name"),
+        ("virtual:virtual:24GiB", "'virtual' is not a valid card name"),
+        ("RTX4095", "similar names: RTX 4090"),
+        ("910B", "no GPU '910B' is in the catalogue; similar names: A10"),
         ("8x910B", "no GPU '910B' is in the catalogue"),
-        ("H100x8", "'H100' can be several GPUs: H100-PCIe"),
-        ("4090 48G", "no GPU '4090 48G' is in the catalogue; the nearest are RTX 4090"),
-        ("A100", "can be several GPUs: A100-40GB-PCIe"),
+        ("H100x8", "'H100' matches several GPUs: H100-PCIe"),
+        ("4090 48G", "no GPU '4090 48G' is in the catalogue; similar names: RTX 4090"),
+        ("A100", "matches several GPUs: A100-40GB-PCIe"),
         ("2,24GiB", "names a GPU of this machine .'2'. beside other ones"),
         ("RTX4090+GPU-8932f937", "names a GPU of this machine .'GPU-8932f937'."),
         ("virtual:2", "a GPU of this machine .'2'. beside virtual ones"),
@@ -190,7 +190,9 @@ def test_what_isnt_understood_is_told(text: str, message: str) -> None:
 
 
 def test_a_card_smaller_than_the_reserve() -> None:
-    with pytest.raises(FleetError, match=r"Tiny has 512\.00 MiB, and 768\.00 MiB are kept") as e:
+    with pytest.raises(
+        FleetError, match=r"Tiny has 512\.00 MiB, of which CUDA reserves 768\.00 MiB"
+    ) as e:
         Fleet.parse("Tiny:512MiB")
     assert '"512MiB"' in str(e.value.hint)
 
@@ -303,7 +305,10 @@ def test_what_links_and_fleets_refuse() -> None:
         replace(link, target="cuda:0")
     with pytest.raises(FleetError, match="-1"):
         replace(link, latency_seconds=-1.0)
-    for devices, message in (((), "no device to use"), ((first, first), "cuda:0 stands twice")):
+    for devices, message in (
+        ((), "the fleet has no device"),
+        ((first, first), "cuda:0 occurs twice"),
+    ):
         with pytest.raises(FleetError, match=message):
             Fleet(devices=devices)
 

@@ -51,5 +51,5 @@ def test_the_cpu_is_in_the_fleet_when_a_map_names_it() -> None:
 
 def test_memory_that_nobody_can_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("duoka.planner.limits.available_bytes", lambda: None)
-    with pytest.raises(FleetError, match="isn't known"):
+    with pytest.raises(FleetError, match="unknown"):
         fleet_for(FLEET, DeviceMap.of("cpu"))

@@ -31,14 +31,14 @@ def test_budgets(given_: Any, names: tuple[str, ...], budgets: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("given_", "kind", "text"),
     [
-        ("10GiB", UsageError, "a mapping from devices to sizes, not str"),
-        ({0: True}, UsageError, "which is no size"),
-        ({0: -1}, UsageError, "which is no size"),
+        ("10GiB", UsageError, "must map devices to sizes, not be of type str"),
+        ({0: True}, UsageError, "which is not a size"),
+        ({0: -1}, UsageError, "which is not a size"),
         ({0: "much"}, UsageError, "is not a size"),
-        ({0: 0}, FleetError, "no device"),
+        ({0: 0}, FleetError, "not one of these GPUs"),
         ({0: 1, "disk": "100GB"}, FleetError, "doesn't offload"),
-        ({"mps": 5}, FleetError, "no device"),
-        ({True: 5}, FleetError, "no device"),
+        ({"mps": 5}, FleetError, "not one of these GPUs"),
+        ({True: 5}, FleetError, "not one of these GPUs"),
         ({"0": 5, 0: 6}, FleetError, "twice"),
     ],
 )

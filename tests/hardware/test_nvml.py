@@ -144,11 +144,11 @@ def test_this_process_is_not_among_the_others(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("code", "message", "hint"),
     [
-        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "libnvidia-ml.so.1. is not here", "--gpus all"),
+        (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, "libnvidia-ml.so.1. was not found", "--gpus all"),
         (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, "not loaded", "modprobe nvidia"),
         (pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH, "another version", "restart the machine"),
         (pynvml.NVML_ERROR_NO_PERMISSION, "Insufficient Permissions", "nvidia-smi"),
-        (pynvml.NVML_ERROR_UNKNOWN, "doesn't answer: Unknown Error", "nvidia-smi"),
+        (pynvml.NVML_ERROR_UNKNOWN, "doesn't respond: Unknown Error", "nvidia-smi"),
     ],
 )
 def test_without_an_answer_the_error_says_what_to_do(
@@ -216,7 +216,7 @@ def test_a_session_is_open_while_one_watches(name: str, monkeypatch: pytest.Monk
     watch.close()
     assert recording.open_sessions == 0
     recording.data["nvmlDeviceGetCount"] = {"error": pynvml.NVML_ERROR_UNKNOWN}
-    with pytest.raises(FleetError, match="doesn't answer: Unknown Error"):
+    with pytest.raises(FleetError, match="doesn't respond: Unknown Error"):
         nvml.NvmlSession()
     assert recording.open_sessions == 0
 

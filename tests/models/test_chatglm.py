@@ -253,7 +253,7 @@ def test_query_length_scaling_can_be_stated(reference: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"position_encoding_2d": True}, "first generation"),
+        ({"position_encoding_2d": True}, "different"),
         ({"rmsnorm": False}, "rmsnorm"),
         ({"multi_query_attention": False}, "multi_query_attention"),
         ({"add_bias_linear": True}, "add_bias_linear"),

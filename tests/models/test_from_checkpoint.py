@@ -89,7 +89,7 @@ def test_auto_is_the_first_that_fits(glm: Checkpoint, budget: str, chosen: str) 
 
 def test_a_model_that_is_there_already_is_not_quantized() -> None:
     model = models.build(tiny.CONFIGS["glm"], dtype=torch.bfloat16)
-    with pytest.raises(UsageError, match="is for checkpoints"):
+    with pytest.raises(UsageError, match="applies to checkpoints"):
         duoka.plan(model, "virtual:1GiB", Workload(quantize="int8"))
 
 
@@ -109,13 +109,13 @@ def test_a_published_model_takes_what_is_stored(tmp_path: Path, name: str) -> No
     work = workload_for(checkpoint, WORK)
     model = build_model(checkpoint, work)
     assert sum(num_bytes(each) for each in model.parameters()) == checkpoint.weight_bytes
-    with pytest.raises(UsageError, match="quantized already"):
+    with pytest.raises(UsageError, match="already quantized"):
         workload_for(checkpoint, replace(WORK, quantize="int8"))
 
 
 def test_a_published_model_needs_its_headers(tmp_path: Path) -> None:
     config = published.write(tmp_path, "gptq") / "config.json"
-    with pytest.raises(ModelError, match="nothing says how many bytes"):
+    with pytest.raises(ModelError, match="the sizes of"):
         duoka.plan(config, "virtual:1GiB", WORK)
 
 
@@ -153,7 +153,7 @@ def test_a_published_one_has_its_type_and_stays_on_gpus(tmp_path: Path) -> None:
     path = published.write(tmp_path, "awq")
     with pytest.raises(UsageError, match=r"\(AWQ\) for float16; it can't compute"):
         duoka.plan(path, "virtual:64MiB", replace(WORK, dtype="float32"))
-    with pytest.raises(UsageError, match="such weights can't lie in the host's memory"):
+    with pytest.raises(UsageError, match="such weights can't be offloaded"):
         duoka.plan(path, "virtual:64MiB", WORK, constraints=Constraints(offload=True))
 
 
@@ -163,5 +163,5 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     (path / "config.json").write_text(
         text.replace('"num_hidden_layers": 3', '"num_hidden_layers": 2')
     )
-    with pytest.raises(ModelError, match="have no place"):
+    with pytest.raises(ModelError, match="don't belong to"):
         duoka.plan(path, "virtual:1GiB", WORK)

@@ -157,7 +157,7 @@ def test_a_cache_of_its_own_kind_stays() -> None:
 def test_nothing_to_keep_in_8_bit(name: str, argument: str) -> None:
     model = built(name)
     assert cache_name(model) == argument
-    with pytest.raises(UsageError, match="none of its layers keeps the keys and values of all"):
+    with pytest.raises(UsageError, match="none of its layers stores the keys and values of all"):
         new_cache(model, "int8")
 
 

@@ -27,7 +27,7 @@ def test_a_plan_differs_in_nothing_from_itself() -> None:
     found = compare(plan, plan)
     assert found.same
     assert found.moves == ()
-    assert printed(found) == "the plans say the same\n"
+    assert printed(found) == "the plans are equal\n"
 
 
 def test_what_differs_comes_first() -> None:
@@ -92,7 +92,7 @@ def test_seconds_are_told_where_they_are_known() -> None:
         ("tokens_per_second", None, 1.25),
     )
     text = " ".join(printed(found, 80).split())
-    assert "from beginning to end unknown 3.00 s" in text
+    assert "total time unknown 3.00 s" in text
     assert "tokens per second unknown 1.2" in text
 
 

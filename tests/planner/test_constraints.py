@@ -34,7 +34,7 @@ def test_constraints_survive_their_json_form() -> None:
     ("values", "message"),
     [
         ({"strategy": "even"}, "strategy 'even' is unknown"),
-        ({"pins": (("lm_head", "cuda:0"), ("lm_head", "cuda:1"))}, "lm_head is said twice"),
+        ({"pins": (("lm_head", "cuda:0"), ("lm_head", "cuda:1"))}, "lm_head is given twice"),
         ({"reserve": (("cuda:0", 0),)}, "the reserve of cuda:0 is 0 bytes"),
         ({"reserve": (("cuda:0", -5),)}, "the reserve of cuda:0 is -5 bytes"),
     ],

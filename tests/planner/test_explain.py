@@ -164,7 +164,7 @@ def test_a_map_by_hand_is_explained_as_far_as_it_goes() -> None:
     problem = PlanProblem(fleet=gpus, workload=WORKLOAD, device_map=DeviceMap.of(zigzag))
     found = explain(find_plan(PROFILE, problem), PROFILE)
     assert (found.objective, found.changes, len(found.crossings)) == ("given", (), 11)
-    assert named(found, "the most headroom, on as few GPUs").fits
+    assert named(found, "the most headroom, on the fewest GPUs").fits
     halves = {f"block.{number}": int(number > 3) for number in range(12)}
     problem = replace(problem, device_map=DeviceMap.of(halves))
     found = explain(find_plan(PROFILE, problem), PROFILE)
@@ -175,14 +175,14 @@ def test_without_a_profile_it_is_said() -> None:
     plan = planned(fleet(100, 96))
     with pytest.raises(UsageError, match="no profile of MadeUp in the cache"):
         explain(plan)
-    with pytest.raises(FormatError, match="another checkpoint"):
+    with pytest.raises(FormatError, match="has changed since the plan was made; different"):
         explain(plan, replace(PROFILE, fingerprint="other"))
 
 
 def test_a_plan_that_places_too_little_is_refused() -> None:
     plan = planned(fleet(100, 96))
     short = replace(plan.placement, entries=(*plan.placement.entries[1:],))
-    with pytest.raises(FormatError, match=r"says nothing of block\.0"):
+    with pytest.raises(FormatError, match=r"has no placement of block\.0"):
         explain(replace(plan, placement=short), PROFILE)
 
 

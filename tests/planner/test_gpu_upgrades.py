@@ -30,7 +30,7 @@ def test_no_smaller_card_would_do(gpus: str) -> None:
     ways = found(gpus)
     assert [way.new_bytes for way in ways] == sorted(way.new_bytes for way in ways)
     assert any(way.text.startswith("one more card with") for way in ways)
-    assert any("in the place of" in way.text for way in ways)
+    assert any("instead of" in way.text for way in ways)
     for way in ways:
         assert find_plan(LARGE, PlanProblem(fleet=Fleet.parse(way.gpus), workload=LOAD)).devices
         name = way.gpus.rpartition(",")[2]

@@ -75,11 +75,19 @@ def test_a_pin_of_a_tied_block_is_one_of_its_partner() -> None:
 @pytest.mark.parametrize(
     ("values", "message", "hint"),
     [
-        ({"pins": (("", "0"),)}, "no module or tensor ''", "shows its modules"),
-        ({"pins": (("head", ""),)}, "'' is no device", "vgpu:0, vgpu:1, vgpu:2"),
-        ({"pins": (("haed", "0"),)}, "no module or tensor 'haed'", "the nearest: head"),
-        ({"pins": (("head", "vgpu:7"),)}, "'vgpu:7' is no device", "vgpu:0, vgpu:1, vgpu:2"),
-        ({"pins": (("haed", "7"),)}, "the pin haed=7: '7' is no device", "the devices are"),
+        ({"pins": (("", "0"),)}, "no module or tensor ''", "lists the modules"),
+        ({"pins": (("head", ""),)}, "'' is not one of these GPUs", "vgpu:0, vgpu:1, vgpu:2"),
+        ({"pins": (("haed", "0"),)}, "no module or tensor 'haed'", "did you mean head?"),
+        (
+            {"pins": (("head", "vgpu:7"),)},
+            "'vgpu:7' is not one of these GPUs",
+            "vgpu:0, vgpu:1, vgpu:2",
+        ),
+        (
+            {"pins": (("haed", "7"),)},
+            "the pin haed=7: '7' is not one of these GPUs",
+            "the devices are",
+        ),
         ({"pins": (("head.a", "0"), ("head.b", "1"))}, "of the same block, on vgpu:0", "one"),
     ],
 )
@@ -105,9 +113,9 @@ def test_what_is_reserved_is_taken_off_the_budget() -> None:
 
 
 def test_a_reserve_that_leaves_nothing_is_refused() -> None:
-    with pytest.raises(FleetError, match=r"its budget is 100.00 MiB: nothing remains"):
+    with pytest.raises(FleetError, match=r"whose budget is 100.00 MiB: no memory remains"):
         usable(FLEET, Constraints(reserve=(("vgpu:0", 100 * MIB),)))
-    with pytest.raises(UsageError, match="no device"):
+    with pytest.raises(UsageError, match="not one of these GPUs"):
         usable(FLEET, Constraints(reserve=(("cuda:5", MIB),)))
-    with pytest.raises(UsageError, match="reserve of vgpu:0 is said twice"):
+    with pytest.raises(UsageError, match="reserve of vgpu:0 is given twice"):
         usable(FLEET, Constraints(reserve=(("vgpu:0", MIB), ("0", MIB))))

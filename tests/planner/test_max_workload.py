@@ -143,11 +143,11 @@ def test_the_plan_says_what_was_asked() -> None:
     assert plan.workload.context_tokens % 64 == 0
     assert plan.workload.new_tokens == 40
     tokens = plan.workload.context_tokens
-    reason = f"The longest context that fits is {tokens} tokens, in steps of 64: memory is what"
+    reason = f"The longest context that fits is {tokens} tokens (in steps of 64): memory is"
     assert plan.why[0].text.startswith(reason)
     batch = find_plan(LAYERS, ask(240, 200, largest="batch"))
     assert batch.why[0].text.startswith(
-        f"The largest batch that fits 740 tokens each is {batch.workload.batch}: memory"
+        f"The largest batch of 740 tokens each is {batch.workload.batch}: memory"
     )
     more = replace(LOAD, prompt_tokens=plan.workload.prompt_tokens + 64)
     assert not solve(LAYERS, PlanProblem(fleet=tiny.fleet(240, 200), workload=more))
@@ -157,7 +157,7 @@ def test_the_models_limit_is_one_of_the_contexts() -> None:
     profile = replace(LAYERS, max_context_tokens=1000)
     plan = find_plan(profile, ask(2000))
     assert plan.workload.context_tokens == 1000
-    assert plan.why[0].text == "The longest context is 1000 tokens: the model was made for no more."
+    assert plan.why[0].text == "The longest context is 1000 tokens, the limit of the model."
 
 
 def test_what_a_profile_does_not_know_is_told() -> None:
@@ -176,8 +176,8 @@ def test_contexts_are_finer_where_they_are_short() -> None:
 
 def questions() -> Iterator[tuple[PlanProblem, str]]:
     mapped = replace(ask(400), device_map=DeviceMap.of({"": "vgpu:0"}))
-    yield mapped, "where duoka places the modules"
-    yield ask(400, load=replace(LOAD, new_tokens=9_000)), "leave no room for a prompt"
+    yield mapped, "a device map"
+    yield ask(400, load=replace(LOAD, new_tokens=9_000)), "leave no tokens for a prompt"
 
 
 @pytest.mark.parametrize(("problem", "message"), list(questions()), ids=["map", "new"])

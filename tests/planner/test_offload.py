@@ -73,8 +73,8 @@ def test_layers_are_offloaded_rather_than_a_large_head() -> None:
     assert plan.offloaded == names(4, 5, 6)
     assert plan.forecast.host_bytes == 120 * MIB
     assert plan.forecast.devices[0].weight_bytes == 320 * MIB
-    assert any("120.00 MiB; with less there nothing fits" in reason.text for reason in plan.why)
-    assert any("so much memory isn't known" in reason.text for reason in plan.why)
+    assert any("120.00 MiB of weights" in reason.text for reason in plan.why)
+    assert any("CPU memory is not checked" in reason.text for reason in plan.why)
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -239,5 +239,5 @@ def test_more_than_the_host_has_is_refused_before_anything_is_read(
     work = Workload(prompt_tokens=300, new_tokens=20)
     plan = plan_model(checkpoint, "virtual:44MiB", work, constraints=OFFLOAD)
     monkeypatch.setattr("duoka.hardware.host.available_bytes", lambda: 1000)
-    with pytest.raises(FleetError, match="of weights in the host's memory, and 1000 B"):
+    with pytest.raises(FleetError, match="of weights to CPU memory, and only 1000 B"):
         load(plan)

@@ -121,7 +121,9 @@ def test_the_largest_batch_is_there_at_once(model: Path, profile: Profile) -> No
     fitting = [batch for batch in range(1, 2 * number) if needed(batch) <= budget]
     assert number == max(fitting) > WORK.batch
     assert plan.forecast.serving_speeds == ()  # virtual GPUs have none
-    with pytest.raises(UsageError, match="how many there are is decided"):
+    with pytest.raises(
+        UsageError, match="the objective pages maximizes the number of pages, which is fixed here"
+    ):
         duoka.plan(model, "virtual:28MiB", WORK, largest="batch", objective="pages")
 
 
@@ -156,7 +158,7 @@ def test_steps_shrink_where_large_ones_do_not_fit() -> None:
 
 @pytest.mark.slow
 def test_pages_are_an_objective_of_paged_caches_alone(model: Path) -> None:
-    with pytest.raises(UsageError, match="the objective pages is for a paged cache"):
+    with pytest.raises(UsageError, match="the objective pages needs a paged KV cache"):
         duoka.plan(model, "virtual:64MiB", replace(WORK, cache="dynamic"), objective="pages")
     with pytest.raises(UsageError, match="pages is 7"):
         replace(WORK, cache="dynamic", pages=7)

@@ -33,7 +33,7 @@ def test_check_lists_all_that_is_missing_and_unknown() -> None:
 
 
 def test_doubled_names_are_refused_at_once() -> None:
-    with pytest.raises(PlacementError, match="2 names are placed twice: a, b") as caught:
+    with pytest.raises(PlacementError, match="2 names have two devices: a, b") as caught:
         Placement(entries=(("a", "cpu"), ("b", "cpu"), ("a", "cuda:0"), ("b", "cpu"), ("c", "cpu")))
     assert caught.value.doubled == ("a", "b")
 

@@ -72,7 +72,7 @@ def changed(plan: Plan, **values: Any) -> str:
 def test_another_version_is_refused(plan: Plan, version: Any) -> None:
     with pytest.raises(FormatError, match="reads version 7") as caught:
         Plan.from_json(changed(plan, version=version))
-    newer = "a newer duoka made it: update this one, or " if version == 8 else ""
+    newer = "update duoka, or " if version == 8 else ""
     assert caught.value.hint == f"{newer}make the plan again"
 
 
@@ -118,8 +118,8 @@ def test_a_damaged_plan_is_refused_with_the_place(
     [
         *((text, "JSON") for text in ("", "{", "\x00\x01", "[" * 100_000, "[]", "3", "NaN")),
         ('{"format": "duoka.plan", ', "JSON"),
-        ("{}", "no plan"),
-        ('{"format": "duoka.profile", "version": 1}', "no plan"),
+        ("{}", "not a duoka plan"),
+        ('{"format": "duoka.profile", "version": 1}', "not a duoka plan"),
     ],
 )
 def test_what_is_no_plan_is_refused(text: str, message: str) -> None:
@@ -255,14 +255,14 @@ def test_every_difference_is_told_at_once(detected: Plan) -> None:
     with pytest.raises(FleetError) as caught:
         detected.on_fleet(here)
     told = str(caught.value)
-    assert "cuda:0 RTX 4090 GPU-a is gone, hidden, or full" in told
-    assert "cuda:1 RTX 3060 GPU-b can give 10.00 MiB now" in told
+    assert "cuda:0 RTX 4090 GPU-a is missing, hidden, or full" in told
+    assert "cuda:1 RTX 3060 GPU-b has 10.00 MiB available" in told
     assert told.endswith("are missing")
     assert str(caught.value.hint).splitlines() == [
-        "--replan makes a new plan for what is there now",
+        "use --replan to make a new plan for the current state",
         "here are",
-        "  cuda:0  GPU-b  can give 10.00 MiB",
-        "  cuda:1  GPU-x  can give 500.00 MiB",
+        "  cuda:0  GPU-b  has a budget of 10.00 MiB",
+        "  cuda:1  GPU-x  has a budget of 500.00 MiB",
     ]
 
 
@@ -271,7 +271,7 @@ def test_declared_gpus_are_found_by_name_and_other_devices_stay(plan: Plan) -> N
     declared = Plan.from_json(plan.to_json().replace("vgpu", "cuda"))
     here = Fleet(devices=(card("cuda:0", 200, "GPU-a"), card("cuda:1", 200, "GPU-b")))
     assert [d.uuid for d in declared.on_fleet(here).fleet.devices] == ["GPU-a", "GPU-b"]
-    with pytest.raises(FleetError, match="cuda:1 is gone"):
+    with pytest.raises(FleetError, match="cuda:1 is missing"):
         declared.on_fleet(Fleet(devices=(card("cuda:0", 200, "GPU-a"),)))
 
 
@@ -310,13 +310,15 @@ def test_a_smaller_card_than_the_declared_one(monkeypatch: pytest.MonkeyPatch) -
     plan = find_plan(profile, PlanProblem(fleet=Fleet.parse("RTX 3090"), workload=workload))
     smaller = card("cuda:0", 7000, "GPU-a", "NVIDIA GeForce RTX 4060")
     monkeypatch.setattr(Fleet, "detect", lambda which=None: Fleet(devices=(smaller,)))
-    with pytest.raises(FleetError, match=r"cuda:0 RTX 3090 can give 6\.84 GiB now") as caught:
+    with pytest.raises(FleetError, match=r"cuda:0 RTX 3090 has 6\.84 GiB available") as caught:
         plan.on_this_machine()
-    assert "  cuda:0  NVIDIA GeForce RTX 4060  GPU-a  can give 6.84 GiB" in str(caught.value.hint)
+    assert "  cuda:0  NVIDIA GeForce RTX 4060  GPU-a  has a budget of 6.84 GiB" in str(
+        caught.value.hint
+    )
 
 
 def test_another_checkpoint_is_refused(plan: Plan) -> None:
     plan.refuse_other(plan.fingerprint, "glm")
-    with pytest.raises(FormatError, match="another checkpoint than glm is now") as caught:
+    with pytest.raises(FormatError, match="glm has changed since the plan was made") as caught:
         plan.refuse_other("another", "glm")
     assert "--replan" in str(caught.value.hint)

@@ -33,7 +33,9 @@ def test_maps_in_both_conventions() -> None:
     assert map_of(plan, "checkpoint", profile) == {
         f"old.{name}": device for name, device in plan.device_map.items()
     }
-    with pytest.raises(UsageError, match="those of code that the checkpoint doesn't bring"):
+    with pytest.raises(
+        UsageError, match="the checkpoint has no code of its own, and so no other names"
+    ):
         export(plan, "accelerate", profile, names="checkpoint")
     coded = replace(plan, model="ChatGLMForCausalLM")
     text = export(coded, "accelerate", profile, names="checkpoint").text
@@ -42,7 +44,7 @@ def test_maps_in_both_conventions() -> None:
     # transformers 4, for which such code was written, hands `dtype` on to the model's class.
     assert " torch_dtype=torch." in text
     assert " dtype=torch." in export(coded, "accelerate", profile).text
-    with pytest.raises(UsageError, match="vllm is told no names"):
+    with pytest.raises(UsageError, match="vllm has no option for module names"):
         export(plan, "vllm", profile, names="checkpoint")
     with pytest.raises(UsageError, match="in the cache to tell names by"):
         needed_profile(plan, "to tell names by")

@@ -104,7 +104,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 def test_one_gpu_when_one_suffices() -> None:
     plan = find_plan(LAYERS, ask(300, 1000, 600))
     assert plan.devices == ("vgpu:1",)
-    assert any("One GPU suffices: vgpu:1" in reason.text for reason in plan.why)
+    assert any("One GPU is enough: vgpu:1" in reason.text for reason in plan.why)
 
 
 def test_all_gpus_when_asked() -> None:
@@ -179,10 +179,10 @@ def test_what_was_demanded_is_told_where_it_matters() -> None:
         problem = PlanProblem(fleet=fleet, workload=Workload(), constraints=constraints)
         return " ".join(reason.text for reason in find_plan(profile, problem).why)
 
-    unused = "As asked, 300.00 MiB of vgpu:0 were to stay free; it isn't used."
+    unused = "vgpu:0 is not used; 300.00 MiB of it were reserved."
     assert unused in why(400, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
     assert unused not in why(900, 400, reserve=(("vgpu:0", 300 * tiny.MIB),))
-    assert "Nothing is offloaded" in why(400, offload=True)
+    assert "No weights are offloaded" in why(400, offload=True)
     assert "offloaded" not in why(400)
 
 

@@ -24,7 +24,7 @@ def test_a_reason_survives_its_json_form(kind: str) -> None:
 
 def test_the_sentence_has_the_numbers() -> None:
     (reason,) = gpus_reason(2, 3, "cuda:0", is_limited=False, lack_room=False)
-    assert reason.text == "2 of 3 GPUs are needed; no single one holds the workload."
+    assert reason.text == "2 of 3 GPUs are needed: no single GPU fits the workload."
     assert (reason.values["used"], reason.values["gpus"]) == (2, 3)
 
 

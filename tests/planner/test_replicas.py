@@ -180,11 +180,15 @@ def test_more_copies_than_fit() -> None:
 @pytest.mark.parametrize(
     ("values", "number", "message"),
     [
-        ({"constraints": Constraints(pins=(("block.0", "0"),))}, "auto", "a pin is for one copy"),
+        (
+            {"constraints": Constraints(pins=(("block.0", "0"),))},
+            "auto",
+            "a pin applies to a single replica",
+        ),
         ({"constraints": Constraints(strategy="balanced")}, "auto", "the strategy balanced"),
         ({"constraints": Constraints(offload=True)}, "auto", "offloading is for one copy"),
-        ({"largest": "context"}, "auto", "the largest context is for one"),
-        ({}, 9, "9 copies of a model on 2 devices"),
+        ({"largest": "context"}, "auto", "the largest context applies to a single replica"),
+        ({}, 9, "9 replicas of a model on 2 devices"),
         ({}, 0, "0 copies of a model"),
     ],
 )

@@ -43,8 +43,8 @@ def profile_for(workload: Workload) -> Profile:
     ("budget", "chosen", "reason"),
     [
         (400, "none", None),
-        (300, "int8", "The weights become int8: unquantized they don't fit."),
-        (230, "int4", "The weights become int4: unquantized or in int8 they don't fit."),
+        (300, "int8", "Weights are quantized to int8: unquantized they don't fit."),
+        (230, "int4", "Weights are quantized to int4: unquantized or in int8 they don't fit."),
     ],
 )
 @pytest.mark.parametrize("offload", [False, True])
@@ -77,7 +77,7 @@ def test_weights_are_offloaded_where_four_bits_do_not_fit(checkpoint: Checkpoint
     assert plan.workload.quantize == "none"
     assert plan.offloaded
     assert plan.why[0].text == (
-        "Some weights leave the GPUs: unquantized or in int8 or in int4 they don't fit."
+        "Some weights are offloaded: unquantized or in int8 or in int4 they don't fit."
     )
 
 
@@ -87,6 +87,6 @@ def test_a_checkpoint_that_is_quantized_already_is_no_base_for_training(tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     checkpoint = Checkpoint.open(tmp_path / "config.json")
     workload = Workload(prompt_tokens=9, new_tokens=0, training=Training())
-    with pytest.raises(UsageError, match="is quantized already") as refused:
+    with pytest.raises(UsageError, match="is already quantized") as refused:
         workload_for(checkpoint, workload)
-    assert "take the 16-bit checkpoint, with --quantize nf4" in (refused.value.hint or "")
+    assert "use the 16-bit checkpoint with --quantize nf4" in (refused.value.hint or "")

@@ -47,7 +47,7 @@ def test_a_second_gpu_is_taken_for_room() -> None:
     assert not any(map(is_tight, close.forecast.devices))
     (reason,) = close.why
     assert reason.text == (
-        "2 of 2 GPUs are needed; no single one holds the workload with room to spare."
+        "2 of 2 GPUs are needed: no single GPU fits the workload with the recommended headroom."
     )
 
 
@@ -80,7 +80,7 @@ def test_where_nothing_leaves_room_it_is_told() -> None:
     plan = planned(stage.reserved_bytes / MIB + 1)
     assert any(map(is_tight, plan.forecast.devices))
     assert "little-room" in told(plan)
-    assert plan.why[-1].text.endswith("; no placement that fits leaves so much on each.")
+    assert plan.why[-1].text.endswith("; no placement that fits leaves more on every GPU.")
 
 
 def test_a_map_runs_in_the_largest_chunk_that_leaves_room() -> None:

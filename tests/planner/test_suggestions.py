@@ -180,7 +180,7 @@ def test_offload_tells_what_it_costs() -> None:
     load = replace(LOAD, prompt_tokens=700, batch=1)
     problem = replace(problem, fleet=Fleet(devices=(fleet,)), workload=load, gpus="345MiB")
     way = next(way for way in refused(problem).ways_out if way.kind == "offload")
-    assert way.text.startswith("120.00 MiB of weights in the CPU's memory")
+    assert way.text.startswith("120.00 MiB of weights offloaded to CPU memory")
     assert "about 0.0052 s" in way.text
     asked = replace(problem, constraints=Constraints(offload=True))
     assert answer(LAYERS, asked).offloaded

@@ -63,9 +63,9 @@ def test_everything_is_told() -> None:
         "94.00 MiB of 100.00 MiB",
         "vgpu:0 → vgpu:1: 1.00 KiB a token",
         "Not used: vgpu:2 (budget 4.00 MiB)",
-        "Optimised was headroom",
+        "Objective: headroom",
         "2 GPUs and not 1",
-        "No less: with block.6 the memory of vgpu:1 would be too fragmented",
+        "No fewer modules: with block.6 fragmentation on vgpu:1 would exceed its budget",
         "equal numbers of layers",
     ):
         assert wanted in page.text, wanted
@@ -163,7 +163,7 @@ def test_training_has_its_own_kinds() -> None:
         ),
     )
     text = Page(render_page(plan)).text
-    for wanted in ("training LoRA of rank 8", "4 micro-batches, gpipe", "gradients 1.00 GiB"):
+    for wanted in ("LoRA training, rank 8", "4 micro-batches, gpipe", "gradients 1.00 GiB"):
         assert wanted in text
     usual = Page(render_page(staged([3, 2]))).text
     assert "gradients" not in usual

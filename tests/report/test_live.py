@@ -79,7 +79,7 @@ def test_a_directory_that_is_open_to_others_is_not_used(mode: int) -> None:
     for use in (read_memory, lambda: publish_memory([DEVICE], "b")):
         with pytest.raises(MachineError, match="is open to others") as refused:
             use()
-        assert str(refused.value.hint).startswith("remove it")
+        assert str(refused.value.hint).startswith("delete it")
     withdraw_memory("a")
     assert sorted(live_directory().iterdir()) == [file_of()]
 

@@ -128,7 +128,7 @@ def test_messages_link_to_related_locations(tmp_path: Path) -> None:
     text = result["message"]["text"]
     assert "torch.cat of tensors on cuda:0 and cuda:1" in text
     assert "Expected all tensors to be on the same device" in text
-    assert "[caches on cuda:0 comes from here](1)" in text
+    assert "[caches on cuda:0 was created here](1)" in text
     assert "](2)" in text
 
 
@@ -179,6 +179,6 @@ def test_every_name_at_fault_is_told(tmp_path: Path) -> None:
     run = run_of(CheckReport(model="m", devices=("cuda:0",), completeness=found), tmp_path)
     [told] = run["invocations"][0]["toolConfigurationNotifications"]
     assert told["message"]["text"] == (
-        "The device map is incomplete: no device for a; not there b; two devices for c; "
-        "cut in two d; no such device, for e."
+        "The device map is incomplete: no device for a; not there b; two devices for c; split in "
+        "two d; no such device for e."
     )

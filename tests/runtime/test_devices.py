@@ -66,7 +66,7 @@ def test_the_cpu_has_no_allocator_to_ask() -> None:
 
 def test_without_cuda_the_hint_is_virtual_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(FleetError, match="cuda:0 is not there for torch: it sees no CUDA GPU") as e:
+    with pytest.raises(FleetError, match="torch has no cuda:0: it sees no CUDA GPU") as e:
         materialise(Fleet.parse("24GiB"))
     assert "virtual:" in str(e.value.hint)
 
@@ -97,13 +97,13 @@ def gpu(number: int, uuid: str) -> Fleet:
 def test_the_gpus_that_torch_sees() -> None:
     materialise(Fleet.parse("1GiB,1GiB"))
     materialise(gpu(1, "GPU-AB-1"))
-    with pytest.raises(FleetError, match="cuda:2 is not there for torch: it sees 2"):
+    with pytest.raises(FleetError, match="torch has no cuda:2: it sees 2"):
         materialise(Fleet.parse("1GiB,1GiB,1GiB"))
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_another_gpu_under_the_same_name_is_refused() -> None:
-    message = r"torch sees RTX 1 \(GPU-ab-1\), the fleet has X \(GPU-ab-0\)"
+    message = r"torch has RTX 1 \(GPU-ab-1\), the plan has X \(GPU-ab-0\)"
     with pytest.raises(FleetError, match=message) as caught:
         materialise(gpu(1, "GPU-ab-0"))
     assert "CUDA_VISIBLE_DEVICES" in str(caught.value.hint)
@@ -113,9 +113,9 @@ def test_another_gpu_under_the_same_name_is_refused() -> None:
 def test_instances_are_known_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "visible_uuids", lambda: ("ab-9",))
     materialise(gpu(0, "MIG-ab-9"))
-    with pytest.raises(FleetError, match=r"torch sees RTX 0 .MIG-ab-9., the fleet has X .MIG-ab-8"):
+    with pytest.raises(FleetError, match=r"torch has RTX 0 .MIG-ab-9., the plan has X .MIG-ab-8"):
         materialise(gpu(0, "MIG-ab-8"))
-    with pytest.raises(FleetError, match="cuda:1 is another GPU"):
+    with pytest.raises(FleetError, match="cuda:1 is a different GPU"):
         materialise(gpu(1, "MIG-ab-9"))
 
 

@@ -90,11 +90,11 @@ def test_a_family_that_is_not_known() -> None:
     model = Strange(LlamaConfig(vocab_size=10, hidden_size=4, num_attention_heads=1))
     with pytest.raises(ModelError, match="no image processor") as caught:
         towers.image_inputs(model, [(10, 10)])
-    assert "inputs yourself" in (caught.value.hint or "")
+    assert "inputs explicitly" in (caught.value.hint or "")
 
 
 def test_code_that_reads_pixels_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"how Idefics2\w+ takes images of 100x80"):
+    with pytest.raises(ModelError, match=r"image inputs of Idefics2\w+ for images of 100x80"):
         towers.image_inputs(towers.build("idefics2"), [(100, 80)])
 
 

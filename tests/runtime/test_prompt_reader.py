@@ -52,7 +52,11 @@ def test_a_model_without_eyes_is_shown_nothing(reader: PromptReader) -> None:
 def test_tokens_beyond_the_embedding_are_refused() -> None:
     refuse_beyond([1, 63], 64)
     for token in (64, -1):
-        with pytest.raises(UsageError, match=f"token {token} is unknown: this model's are 0 to 63"):
+        with pytest.raises(
+            UsageError, match=f"token {token} is invalid; the token ids of this model are 0 to 63"
+        ):
             refuse_beyond([1, token], 64)
-    with pytest.raises(UsageError, match="token -1 is unknown: this model's are from 0 on"):
+    with pytest.raises(
+        UsageError, match="token -1 is invalid; the token ids of this model are from 0 on"
+    ):
         refuse_beyond([-1], None)

@@ -198,13 +198,13 @@ def test_an_answer_can_be_sent_back() -> None:
          "messages.0.content.0.text: "),
         ({"messages": [{"role": "user", "content": [
             {"type": "tool_use", "id": "a", "name": "f", "input": {}}]}]},
-         "a block of type tool_use has no place in a message of role user"),
+         "a block of type tool_use isn't allowed in a message of role user"),
         ({"messages": [{"role": "assistant", "content": [
             {"type": "tool_result", "tool_use_id": "a"}]}]},
-         "a block of type tool_result has no place in a message of role assistant"),
+         "a block of type tool_result isn't allowed in a message of role assistant"),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice is not in tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "needs a name"),
         ({"tools": [TOOL], "tool_choice": {"type": "auto", "name": "weather"}}, "has no name"),
         ({"stop_sequences": ["a"] * 17}, "stop_sequences: "),

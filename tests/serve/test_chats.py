@@ -110,13 +110,13 @@ def test_another_form_is_refused(messages: Any) -> None:
 REFUSED: list[tuple[Any, str]] = [
     ([OPENAI[0]] * 4097, "a list of 1 to 4096"),
     ([OPENAI[0], {"role": "tool", "content": "x", "tool_call_id": "call_9"}],
-     r"messages\[1\]: it is the result of the call .*, which no message before"),
-    ([{"role": "assistant", "tool_calls": [call("c", "f", "[]")]}], "no arguments in JSON"),
+     r"messages\[1\]: it is the result of the call .*, which no earlier message"),
+    ([{"role": "assistant", "tool_calls": [call("c", "f", "[]")]}], "no JSON arguments"),
     ([{"role": "assistant", "tool_calls": [call("c", "f", '{"a": "\\ud800"}')]}], "surrogate"),
-    (image("https://example.com/x.png"), "taken from the request alone"),
-    (image("file:///etc/passwd"), "taken from the request alone"),
-    (image("data:image/png;base64,%%%"), "no base64"),
-    (image("data:image/png;base64,AAAA"), "no picture"),
+    (image("https://example.com/x.png"), "in the request are"),
+    (image("file:///etc/passwd"), "in the request are"),
+    (image("data:image/png;base64,%%%"), "not base64"),
+    (image("data:image/png;base64,AAAA"), "not a supported image"),
     (image(png((17000, 1))), "too large"),
 ]  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_limits_of_images() -> None:
         ChatMessages().read(turns(OPENAI))
     many = turns(image(png())) * 3
     assert len(ChatMessages(most_images=3).read(many)) == 3
-    with pytest.raises(UsageError, match="memory for 2 images, and there are more"):
+    with pytest.raises(UsageError, match="memory for 2 images, and the request has more"):
         ChatMessages(most_images=2).read(many)
     broken = turns(image("data:image/png;base64,AAAA"))
     with pytest.raises(UsageError, match="memory for 1 image, and"):  # the second isn't decoded

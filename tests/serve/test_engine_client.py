@@ -76,7 +76,7 @@ def test_the_third_death_is_the_last_and_each_start_waits_longer() -> None:
     assert client.state == "failed"
     assert client.num_deaths == 3
     assert client.reason is not None
-    assert "3 times within ten minutes; the last time: its connection was lost" in client.reason
+    assert "3 times within ten minutes; last reason: its connection was lost" in client.reason
     assert len(client.lives) == 1
 
 
@@ -172,7 +172,7 @@ def test_an_engine_that_hangs_is_ended_and_started_again(monkeypatch: pytest.Mon
         async with asyncio.timeout(30):
             error = await question
         assert (error.status, error.code, error.retry_after) == (503, "engine_died", 5)
-        assert "it hung: it said nothing for 2 seconds" in error.text
+        assert "no response for 2 seconds" in error.text
         assert await until_ready(client) != first
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)

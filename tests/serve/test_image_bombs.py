@@ -50,14 +50,17 @@ LARGE = encoded(Image.new("1", (8000, 8000)))
 CASES: dict[str, tuple[list[dict[str, Any]], str]] = {
     "20,000 x 20,000 pixels": (asked(encoded(Image.new("1", (20_000, 20_000)))), "67108864 pixels"),
     "truncated": (asked(NOISE[: len(NOISE) // 2]), "it is damaged"),
-    "a page": (asked(b"<!doctype html><svg onload=alert(1)>"), "no picture that is known"),
-    "a program": (asked(b"\x7fELF" + bytes(100)), "no picture that is known"),
-    "PostScript": (asked(b"%!PS-Adobe-3.0 EPSF-3.0\n"), "no picture that is known"),
-    "JPEG 2000": (asked(encoded(Image.new("RGB", (60, 56)), "JPEG2000")), "no picture that is"),
-    "a huge URL that is none": (asked_at("data:image/png;base64," + "A" * 2**24), "no picture"),
-    "no image": (asked_at("data:text/html;base64,AAAA"), "from the request alone"),
-    "at an address": (asked_at("http://127.0.0.1/"), "with --allow-image-urls"),
-    "in a file": (asked_at("file:///etc/passwd"), "from the request alone"),
+    "a page": (asked(b"<!doctype html><svg onload=alert(1)>"), "not a supported image"),
+    "a program": (asked(b"\x7fELF" + bytes(100)), "not a supported image"),
+    "PostScript": (asked(b"%!PS-Adobe-3.0 EPSF-3.0\n"), "not a supported image"),
+    "JPEG 2000": (asked(encoded(Image.new("RGB", (60, 56)), "JPEG2000")), "not a supported image"),
+    "a huge URL that is none": (
+        asked_at("data:image/png;base64," + "A" * 2**24),
+        "not a supported image",
+    ),
+    "no image": (asked_at("data:text/html;base64,AAAA"), "in the request are"),
+    "stop it with `serve shutdown -y`": (asked_at("http://127.0.0.1/"), "with --allow-image-urls"),
+    "in a file": (asked_at("file:///etc/passwd"), "in the request are"),
     "many large ones": (asked(*[LARGE] * 64), "memory for 1 image, and there are more"),
 }
 ANIMATED = asked(encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]))

@@ -270,4 +270,4 @@ def test_a_key_lets_any_name_in(key: str | None, status: int) -> None:
     if status == 403:
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("permission_error", "unknown_host")
-        assert "'evil.test' isn't answered" in error["message"]
+        assert "'evil.test' is rejected" in error["message"]

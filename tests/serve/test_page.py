@@ -248,7 +248,7 @@ def test_pictures_that_are_too_many_or_none(page: Page, server: FakeServer, tmp_
     page.click("#attached button")
     page.wait("document.querySelectorAll('#attached img').length === 3")
     text = tmp_path / "text.png"
-    text.write_text("no picture")
+    text.write_text("not a supported image")
     page.choose_files("#files", [text])
     page.wait_text("#notice", "text.png is no image")
     assert page.count("#attached img") == 3

@@ -82,7 +82,7 @@ def test_no_more_wait_than_may() -> None:
     async def run() -> None:
         pool = pool_of(1, max_queue=1)
         requests = [await open_request(pool, 1) for _ in range(3)]
-        with pytest.raises(HttpError, match="at most 3 can") as raised:
+        with pytest.raises(HttpError, match="the limit is 3") as raised:
             pool.submit(REQUEST, 1)
         assert (raised.value.status, raised.value.code) == (429, "queue_full")
         assert raised.value.headers == {"Retry-After": "5"}

@@ -68,9 +68,9 @@ def test_a_single_call_is_told_where_no_more_are_wanted(questions: QuestionReade
 
 def test_what_cant_be_asked_is_refused(questions: QuestionReader) -> None:
     forced = Prompt(messages=CHAT, tools=[TOOL], must_call=True)
-    with pytest.raises(UsageError, match="can't be a call and have a response_format"):
+    with pytest.raises(UsageError, match="response_format"):
         questions.read(forced, {"response_format": {"type": "json_object"}})
-    with pytest.raises(UsageError, match="no tool is offered"):
+    with pytest.raises(UsageError, match="tools is empty"):
         questions.read(Prompt(messages=CHAT, must_call=True))
     with pytest.raises(UsageError, match=r"messages\[0\]"):
         questions.read(Prompt(messages=[Turn(role="tool", content="hi", call_id="x")]))
@@ -82,5 +82,5 @@ def test_what_cant_be_asked_is_refused(questions: QuestionReader) -> None:
 def test_an_endless_prompt_is_not_encoded(reader: PromptReader) -> None:
     questions = QuestionReader(reader, context_tokens=10)
     assert questions.read(Prompt(tokens=[1] * 11)).tokens == [1] * 11  # which is only counted
-    with pytest.raises(PromptTooLong, match="1000000 characters, and 10 tokens"):
+    with pytest.raises(PromptTooLong, match="1000000 characters, more than 10 tokens"):
         questions.read(Prompt(text="a" * 10**6))

@@ -50,7 +50,7 @@ def fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]
         fetches.append((address, limits))
         await asyncio.sleep(0)
         if "private" in address:
-            raise UsageError(f"the picture {address!r} can't be fetched: it is private")
+            raise UsageError(f"the image {address!r} can't be fetched: it is private")
         return address.encode()
 
     monkeypatch.setattr(web, "fetch", fetch)
@@ -90,7 +90,7 @@ def test_a_refusal_has_a_status_of_its_own(
     monkeypatch.setattr(remote_images, "_MOST_REQUESTS", 0)
     (answer,), asks = post(path, {**FORMS[path], "stream": stream})
     assert (answer.status_code, answer.headers["Retry-After"], asks) == (429, "5", [])
-    assert "are being fetched already" in answer.json()["error"]["message"]
+    assert "are already" in answer.json()["error"]["message"]
 
 
 def test_several_share_the_limits(fetches: list[Any]) -> None:
@@ -108,7 +108,10 @@ def test_several_share_the_limits(fetches: list[Any]) -> None:
     ("said", "reason"),
     [
         (messages_of("http://private.test"), "can't be fetched: it is private"),
-        (messages_of(*(f"{URL}?{n}" for n in range(17))), "17 images are to be fetched; at most"),
+        (
+            messages_of(*(f"{URL}?{n}" for n in range(17))),
+            "17 image URLs in a request; the limit is",
+        ),
     ],
     ids=["private", "many"],
 )

@@ -159,7 +159,7 @@ def test_each_field_of_an_official_client_is_known_or_refused_by_name(path: str)
         (answer,) = post(path, {**body, name: "x"})
         error = answer.json()["error"]
         assert answer.status_code == 400
-        assert f"{name} is unknown here; " in error["message"]
+        assert f"{name} is not supported; " in error["message"]
         assert error.get("param", name) == name
 
 
@@ -196,18 +196,18 @@ def test_wrong_types_are_refused_or_answered_and_never_a_fault(served: Served, n
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "UTF-16": ('{"a": 1}'.encode("utf-16"), "no UTF-8: .* byte 0xff in position 0"),
+    "UTF-16": ('{"a": 1}'.encode("utf-16"), "not UTF-8: .* byte 0xff in position 0"),
     "UTF-16 without a mark": ('{"a": 1}'.encode("utf-16-le"), r"not valid JSON: .*line 1 column 2"),
-    "UTF-32": ('{"a": 1}'.encode("utf-32"), "no UTF-8: .* byte 0xff in position 0"),
+    "UTF-32": ('{"a": 1}'.encode("utf-32"), "not UTF-8: .* byte 0xff in position 0"),
     "UTF-32, big": ('{"a": 1}'.encode("utf-32-be"), "not valid JSON: .*line 1 column 1"),
-    "half a pair": (b'{"messages": "\\udc00"}', "no UTF-8: .*surrogates not allowed"),
-    "Latin-1": ('{"messages": "é"}'.encode("latin-1"), "no UTF-8: .* byte 0xe9 in position 14"),
+    "half a pair": (b'{"messages": "\\udc00"}', "not UTF-8: .*surrogates not allowed"),
+    "Latin-1": ('{"messages": "é"}'.encode("latin-1"), "not UTF-8: .* byte 0xe9 in position 14"),
     "no colon": (b'{"messages":\n [{"role" 1}]}', r"not valid JSON: .*line 2 column 11"),
     "nothing": (b"", "not valid JSON: .*line 1 column 1"),
-    "a list": (b"[]", "an object is needed"),
-    "NaN": (b'{"temperature": NaN}', "NaN is no JSON number"),
+    "a list": (b"[]", "expected an object"),
+    "NaN": (b'{"temperature": NaN}', "NaN is not a JSON number"),
     "infinity": (b'{"temperature": 1e999}', "1e999 is larger"),
-    "twice": (b'{"n": 1, "n": 2}', "the key 'n' stands twice"),
+    "twice": (b'{"n": 1, "n": 2}', "the key 'n' occurs twice"),
 }
 
 
@@ -235,7 +235,7 @@ def test_another_content_type_is_named(kind: str) -> None:
     headers = {"Content-Type": kind} if kind else {}
     (answer,) = post(CHAT, None, content=json.dumps({"messages": HI}), headers=headers)
     assert answer.status_code == 415
-    message = f"Content-Type is {kind or 'missing'}; send JSON, and say application/json"
+    message = f"Content-Type is {kind or 'missing'}; send JSON with Content-Type: application/json"
     assert answer.json()["error"]["message"] == message
 
 
@@ -258,7 +258,7 @@ def test_a_defect_within_a_stream_is_told() -> None:
     assert answer.status_code == 200
     last = json.loads(answer.text.strip().rpartition("data: ")[2])
     assert last["error"]["code"] == "internal_error"
-    assert last["error"]["message"] == "a defect of duoka's: ZeroDivisionError"
+    assert last["error"]["message"] == "a defect in duoka: ZeroDivisionError"
 
 
 def refused(served: Served, path: str, body: Any) -> tuple[int, str, str | None]:
@@ -273,7 +273,7 @@ def test_an_image_for_a_model_of_text_is_refused_as_such(served: Served) -> None
         body = {"messages": [{"role": "user", "content": [image]}]}
         code, text, param = refused(served, CHAT, body)
         assert (code, param) == (400, "messages")
-        assert text == "messages[0]: this model takes no images; leave the images out"
+        assert text == "messages[0]: this model takes no images; omit the images"
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_token_that_no_model_has_is_the_clients_error(
 ) -> None:
     code, text, at = refused(served, path, body)
     assert (code, at) == (400, param)
-    assert text.startswith("token 1000000 is unknown: this model's are 0 to ")
+    assert text.startswith("token 1000000 is invalid; the token ids of this model are 0 to ")
 
 
 def test_what_an_engine_refuses_names_its_field(served: Served) -> None:

@@ -242,7 +242,7 @@ def test_an_engine_that_cant_be_opened_ends_the_server(llama: Path, tmp_path: Pa
         check=False,
     )
     assert done.returncode == 4, done.stderr
-    assert "holds no adapter" in done.stderr
+    assert "has no adapter" in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
 

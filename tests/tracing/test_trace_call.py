@@ -56,7 +56,9 @@ def test_labels_and_classifiers_are_spread(head: str, extra: dict[str, torch.Ten
 
 def test_a_checkpoint_that_generates_no_text_is_refused_in_words(tmp_path: Path) -> None:
     transformers.LlamaForSequenceClassification(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="LlamaForSequenceClassification generates no text"):
+    with pytest.raises(
+        UsageError, match="LlamaForSequenceClassification is not a text generation model"
+    ):
         duoka.plan(tmp_path, "virtual:2x64MiB", duoka.Workload(prompt_tokens=32, new_tokens=8))
 
 
@@ -64,7 +66,7 @@ def test_a_body_without_its_head_is_refused_in_words(tmp_path: Path) -> None:
     transformers.LlamaModel(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
     with pytest.raises(LoadError, match=r"missing from it: lm_head\.weight") as caught:
         duoka.plan(tmp_path, "virtual:2x64MiB", duoka.Workload(prompt_tokens=32, new_tokens=8))
-    assert "head included" in str(caught.value.hint)
+    assert "including the head" in str(caught.value.hint)
 
 
 PLACES = torch.tensor([[1]]), torch.tensor([[3]])

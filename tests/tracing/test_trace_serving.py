@@ -66,5 +66,5 @@ def test_work_is_that_of_a_step_without_ways_to_draw() -> None:
 
 def test_what_cant_read_pages_is_refused() -> None:
     for name in ("t5", "mamba"):
-        with pytest.raises(ModelError, match="can't read from pages"):
+        with pytest.raises(ModelError, match="doesn't support a paged KV cache"):
             profile_of(name)

@@ -143,7 +143,7 @@ def test_it_goes_where_it_is_to_go(write: Write, tmp_path: Path) -> None:
 def test_a_run_without_a_step_is_refused(write: Write) -> None:
     with pytest.raises(UsageError, match="has no step yet") as refused:
         plot_run(write(0))
-    assert refused.value.hint == "look again after its first one"
+    assert refused.value.hint == "try again after the first step"
 
 
 def test_a_place_that_cant_be_written_is_refused(write: Write, tmp_path: Path) -> None:
@@ -153,6 +153,6 @@ def test_a_place_that_cant_be_written_is_refused(write: Write, tmp_path: Path) -
 
 def test_matplotlib_may_be_absent(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pictures need matplotlib") as refused:
+    with pytest.raises(UsageError, match="plots need matplotlib") as refused:
         plot_run(write(2))
     assert refused.value.hint == 'pip install "duoka[plot]"'

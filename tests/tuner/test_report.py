@@ -120,8 +120,13 @@ def test_what_the_schedule_allows(
     ("number", "skipped", "advice"),
     [
         (20, 2, None),
-        (20, 3, "15% of all steps were skipped, as gradients overflowed float16: --dtype bfloat16"),
-        (2, 2, "nothing was learnt: all steps were skipped, as gradients overflowed float16"),
+        (
+            20,
+            3,
+            "15% of all steps were skipped because gradients overflowed float16; use --dtype "
+            "bfloat16",
+        ),
+        (2, 2, "nothing was trained: all steps were skipped because gradients overflowed float16"),
     ],
 )
 def test_skipped_steps_are_counted(
@@ -155,13 +160,13 @@ def test_a_run_that_was_moved(make: Make) -> None:
     report = make_report(after, lines[:5])
     assert (report.steps, report.step_seconds, report.forecast_step_seconds) == (5, 8.0, None)
     assert report.devices == report.advice == ()
-    assert printed(report, 80) == ["5 steps, loss 4.0000 → 0.8000; a step took 8.0 s; 12 tokens/s"]
+    assert printed(report, 80) == ["5 steps, loss 4.0000 → 0.8000; step time 8.0 s; 12 tokens/s"]
 
 
 def test_a_run_of_one_step(make: Make) -> None:
     layout = make(seconds=0.05)
     assert printed(make_report(layout, metrics(layout, 1)), 120)[0] == (
-        "1 step, loss 4.0000; a step took 2.0 s, forecast 50 ms; 50 tokens/s"
+        "1 step, loss 4.0000; step time 2.0 s, forecast 50 ms; 50 tokens/s"
     )
 
 
@@ -189,6 +194,6 @@ def test_it_is_readable_in_a_terminal(make: Make, columns: int, sizes: int) -> N
             *label.split(), f"{busy}%", "89%", "1.00", "1.00", f"{size:.2f}", "1.00",
         ]  # fmt: skip
     text = " ".join(rows[4:])
-    assert text.startswith("in GiB; busy is what a GPU didn't wait for other stages")
+    assert text.startswith("in GiB; busy: fraction of time not waiting for other stages")
     assert all(len(line) <= columns for line in (head, rule, *rows))
     assert not any("…" in line for line in (head, *rows))

@@ -20,7 +20,7 @@ from duoka.tuner.reporter import RunReporter
 from duoka.tuner.run import RunDirectory
 
 RESUMED = Resumed(
-    path=Path("/[run]/step-000040"), step=40, state={}, refused=("/[run]/step-000050 is cut off",)
+    path=Path("/[run]/step-000040"), step=40, state={}, refused=("/[run]/step-000050 is truncated",)
 )
 COLOURS, CONTROLS = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
@@ -88,8 +88,8 @@ def test_the_speed_is_that_of_the_last_ten_steps(tmp_path: Path, layout: Layout)
 def test_what_isnt_a_step_is_said(tmp_path: Path, layout: Layout) -> None:
     metrics = [*steps(layout, range(41, 42), is_skipped=True), {"step": 41, "eval_loss": 2.25}]
     assert shown(tmp_path, metrics, num_steps=1000, resumed=RESUMED) == [
-        "passed over: /[run]/step-000050 is cut off",
-        "going on after step 40, from /[run]/step-000040",
+        "skipped: /[run]/step-000050 is truncated",
+        "resuming after step 40, from /[run]/step-000040",
         "step 41 was skipped: gradients overflowed float16",
         "step 41: evaluation loss 2.2500",
     ]
@@ -103,7 +103,7 @@ def test_a_bar_has_loss_and_speed(tmp_path: Path, layout: Layout) -> None:
 
 def test_the_bar_of_a_resumed_run_begins_where_it_goes_on(tmp_path: Path) -> None:
     lines = shown(tmp_path, [{"step": 40, "eval_loss": 2.25}], resumed=RESUMED, columns=80)
-    assert "going on after step 40, from /[run]/step-000040" in lines
+    assert "resuming after step 40, from /[run]/step-000040" in lines
     assert "step 40: evaluation loss 2.2500" in lines
     assert " 40/100" in lines[-1]
 

@@ -412,7 +412,7 @@ def test_what_is_no_tensor_of_the_checkpoint_is_refused(tiny: Path, tmp_path: Pa
         write_merged(tmp_path / "m", base, parameters={"model.none.weight": torch.ones(2)})
     layer = LowRank(down=torch.ones(1, 7), up=torch.ones(5, 1), scaling=1)
     other = LoraAdapter(layers={"model.layers.0.mlp.down_proj": layer}, base="other")
-    with pytest.raises(LoadError, match="isn't for this model"):
+    with pytest.raises(LoadError, match="doesn't match this model"):
         write_merged(tmp_path / "m", base, adapter=other)
     assert list(tmp_path.iterdir()) == []
 

@@ -73,7 +73,7 @@ def test_the_model_has_to_be_the_one_that_was_planned_for(
     assert run.checkpoint().path == copied
     config = copied / "config.json"
     config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
-    with pytest.raises(FormatError, match="the plan was made for another checkpoint than"):
+    with pytest.raises(FormatError, match="the plan was made"):
         run.checkpoint()
 
 
@@ -84,14 +84,14 @@ Change = Callable[[Any], Any]
     ("damage", "problem"),
     [
         (b"", "not valid JSON"),
-        (b"[]", "holds a JSON list; an object is needed"),
-        (b'{"a": 1, "a": 2}', "the key 'a' stands twice"),
-        (b"{}", "is of another version of duoka, or damaged"),
-        (b"\xff{}", "it is no text in UTF-8: byte 0 is 0xff"),
-        (lambda c: c.update(format="duoka.plan"), "is of another version of duoka"),
-        (lambda c: c.update(version=2), "is of another version of duoka"),
+        (b"[]", "contains a JSON list; expected an object"),
+        (b'{"a": 1, "a": 2}', "the key 'a' occurs twice"),
+        (b"{}", "is damaged, or was written by another version of duoka"),
+        (b"\xff{}", "it is not UTF-8 text: byte 0 is 0xff"),
+        (lambda c: c.update(format="duoka.plan"), "was written by another version of duoka"),
+        (lambda c: c.update(version=2), "was written by another version of duoka"),
         (lambda c: c.pop("plans"), "has no plan"),
-        (lambda c: c["plans"].append(7), "the plan holds a JSON number"),
+        (lambda c: c["plans"].append(7), "the plan contains a JSON number"),
         (lambda c: c["plans"][1].pop("value"), "Plan.value: the field is missing"),
         (
             lambda c: c["plans"][0]["workload"].update(training=None, new_tokens=1),
@@ -123,7 +123,7 @@ def test_what_is_damaged_or_foreign_is_refused(
 def test_what_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=f"{name} is no directory of a run") as refused:
+    with pytest.raises(UsageError, match=f"{name} is not the directory of a run") as refused:
         RunDirectory(tmp_path / name).read()
     assert "`duoka tune --save`" in (refused.value.hint or "")
 
@@ -134,7 +134,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, name: str) -> None:
 def test_a_new_one_takes_no_place_that_is_taken(directory: RunDirectory, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (directory.path, tmp_path / "file"):
-        with pytest.raises(UsageError, match=f"{path} is there already") as refused:
+        with pytest.raises(UsageError, match=f"{path} already exists") as refused:
             RunDirectory(path).refuse_used()
         assert "--resume" in (refused.value.hint or "")
     inner = RunDirectory(tmp_path / "file" / "inner")
@@ -320,17 +320,17 @@ def test_an_evaluation_that_was_due_is_made_up_for(
 
 
 def test_a_hint_says_what_there_is_to_go_on_from(directory: RunDirectory) -> None:
-    assert directory.way_on.startswith("nothing was saved: --resume begins again")
+    assert directory.way_on.startswith("nothing was saved: start again with --resume")
     (directory.checkpoints / ".step-000002.partial").mkdir(parents=True)
     assert directory.way_on.startswith("nothing was saved")
     (directory.checkpoints / "step-000002").mkdir()
-    assert directory.way_on == "the last checkpoint is whole: --resume goes on from it"
+    assert directory.way_on == "the last checkpoint is intact: continue from it with --resume"
 
 
 def test_the_first_failure_is_the_reason(directory: RunDirectory) -> None:
     assert directory.failure() is None
     assert directory.fail(TrainingError("the loss is nan", hint="a lower --lr"))
-    assert not directory.fail(MachineError("the connection is gone"))
+    assert not directory.fail(MachineError("the connection is missing"))
     failure = directory.failure()
     assert type(failure) is DuokaError
     assert (str(failure), failure.hint) == ("the loss is nan", "a lower --lr")

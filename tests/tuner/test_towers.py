@@ -93,7 +93,9 @@ def test_a_tower_is_left_as_it_was(
 
 
 def test_what_text_does_not_reach_is_no_target(run: Run, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"text reaches no module called fc1: .*vision") as refused:
+    with pytest.raises(
+        UsageError, match=r"text input reaches no module called fc1: .*vision"
+    ) as refused:
         run("llava", lora_target=("fc1",))
     assert "q_proj" in (refused.value.hint or "")
     assert "fc1" not in (refused.value.hint or "")

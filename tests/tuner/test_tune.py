@@ -178,12 +178,12 @@ def test_an_adapter_is_trained_on(gpus: str, run: Any) -> None:
 def test_an_adapter_of_another_model_is_refused(run: Any, tmp_path: Path) -> None:
     adapter = run("first", steps=1).result
     for more, message in (
-        ({"family": "large"}, "the adapter isn't for this model"),
-        ({"method": "full"}, "the method full has none"),
+        ({"family": "large"}, "the adapter doesn't match this model"),
+        ({"method": "full"}, "training"),
     ):
         with pytest.raises(DuokaError, match=message):
             run("second", adapter=adapter, **more)
-    with pytest.raises(DuokaError, match="holds no adapter"):
+    with pytest.raises(DuokaError, match="has no adapter"):
         run("second", adapter=tmp_path)
     assert not (tmp_path / "second").exists()
 
@@ -237,7 +237,7 @@ def test_a_run_goes_on_wherever_it_was_killed(
     _, said = process.communicate(timeout=120)
     assert process.returncode == TrainingError.exit_code
     assert "was ended by SIGKILL" in said
-    assert "--resume goes on" in said
+    assert "--resume" in said
     assert not (path / "adapter").exists()
 
     # The newest checkpoint is damaged as well: the one before serves, on one GPU and on three.

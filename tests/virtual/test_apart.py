@@ -95,7 +95,7 @@ def test_one_that_always_waits_is_an_error(lock: Any, tmp_path: Path) -> None:
         attempts.count()
         lock.acquire()
 
-    with pytest.raises(VirtualDeviceError, match="did nothing for 2 seconds, and another"):
+    with pytest.raises(VirtualDeviceError, match="made no progress for 2 seconds, twice"):
         in_fork(run, patience_seconds=2)
     assert attempts.count() == 3
 

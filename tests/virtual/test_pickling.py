@@ -98,5 +98,5 @@ def test_save_pretrained(tmp_path: Path, tied: bool) -> None:
 def test_meta_data_can_not_be_saved() -> None:
     with virtual.gpus([None], data="meta"):
         x = torch.rand(3, device="vgpu:0")
-    with pytest.raises(VirtualDeviceError, match="no numbers to save"):
+    with pytest.raises(VirtualDeviceError, match="no values to save"):
         pickle.dumps(x)

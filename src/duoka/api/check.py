@@ -41,11 +41,13 @@ from duoka.virtual import UnknownValueError
 from .plan import find_or_trace, plan
 
 _INPUTS = (Mapping, tuple, list, torch.Tensor)
-_DEALT = "the model can't be planned, so its modules were dealt to the devices by their bytes"
-_NO_PICTURE = (
-    "the model reads pictures, and none was given: --image 1120x1120 (images=[(1120, 1120)])"
+_DEALT = (
+    "the model can't be planned; its modules were assigned to the devices by their size in bytes"
 )
-_UNTRACED = "what must stay whole on one device isn't known"
+_NO_PICTURE = (
+    "the model takes images, and none was given: add --image 1120x1120 (images=[(1120, 1120)])"
+)
+_UNTRACED = "the modules that must stay whole on one device are unknown"
 
 Inputs = Mapping[str, Any] | tuple[Any, ...] | Callable[[nn.Module], Any]
 Where = Placement | Plan | DeviceMap | Mapping[str, Any] | str
@@ -126,8 +128,8 @@ def check(
     placement = placement if strategy is None else None
     if placement is None and fleet is None:
         raise UsageError(
-            "nothing says where the modules are",
-            hint='give a placement, or a fleet to plan for: fleet="virtual:2x24GiB"',
+            "neither a placement nor a fleet is given",
+            hint='give a placement, or a fleet to plan for, as fleet="virtual:2x24GiB"',
         )
     if not (inputs is None or callable(inputs) or isinstance(inputs, _INPUTS)):
         raise UsageError(
@@ -176,15 +178,15 @@ def _subject(
     if isinstance(model, nn.Module):
         if request.training not in (None, Training(method="full")):
             raise UsageError(
-                "a model that is given as an object is trained as it is: it gets no "
+                "a model given as an object is trained unchanged: duoka can't apply "
                 f"{request.training.method}",
-                hint="put adapters into it first, and say train=True",
+                hint="add adapters to the model first, then use train=True",
             )
         return _of_module(model, request)
     if request.inputs is not None:
         raise UsageError(
-            "example inputs are for a module that is given as an object",
-            hint="leave them out; a workload says what is run",
+            "example inputs apply to a module given as an object",
+            hint="omit them; the workload defines the inputs",
         )
     checkpoint = model if isinstance(model, Checkpoint) else Checkpoint.open(model)
     request = replace(request, training=native_training(checkpoint, request.training))
@@ -211,8 +213,8 @@ def _offloaded(subject: Subject, placement: Where | None) -> Subject:
         return subject
     if subject.train:
         raise UsageError(
-            "a model whose weights lie in the host's memory can't be trained, and the plan has "
-            f"{len(placement.offloaded)} modules there",
+            "a model with offloaded weights can't be trained, and the plan offloads "
+            f"{len(placement.offloaded)} modules",
             hint="plan without offload, or check generation",
         )
     return replace(subject, offloaded=placement.offloaded)
@@ -241,14 +243,14 @@ def _with_images(subject: Subject, sizes: Sequence[tuple[int, int]]) -> Subject:
         return subject
     if subject.inputs is not None:
         raise UsageError(
-            "example inputs say it all: images can't be given with them",
-            hint="put the pictures into the inputs",
+            "images can't be combined with example inputs",
+            hint="include the images in the inputs",
         )
     work, model = subject.workload, subject.model
     if not isinstance(model, PreTrainedModel):
         raise ModelError(
-            f"{subject.name} is no model of transformers: its images aren't known",
-            hint="put the pictures into the inputs",
+            f"{subject.name} is not a transformers model: its image format is unknown",
+            hint="include the images in the inputs",
         )
     prompt = ImagePrompts(model, sizes).inputs(work.batch, work.prompt_tokens)
     return replace(subject, prompt=prompt)
@@ -318,8 +320,8 @@ def _of_checkpoint(checkpoint: Checkpoint, request: _CheckRequest) -> Subject:
         request = replace(request, workload=workload_for(checkpoint, request.workload))
         if request.workload.quantize == "auto" and planned is not None:
             raise UsageError(
-                'quantize="auto" is for plans: what fits is not known of a map',
-                hint="say none, int8, int4 or nf4",
+                'quantize="auto" needs a plan: with a device map no search takes place',
+                hint="choose none, int8, int4 or nf4",
             )
     # Without a placement a plan decides. Where its code keeps all layers on one device, the layers
     # are dealt by bytes instead, so that the check sees boundaries; the plan is made all the same,
@@ -372,11 +374,12 @@ def _plan_of(checkpoint: Checkpoint, request: _CheckRequest) -> Plan | None:
             if training_plan is None or len(training_plan.devices) > 1 or not several:
                 return training_plan
             request.notes.append(
-                "such training can't be planned for several devices, where the model's code "
-                "meets labels that lie elsewhere: the placement is one for answering"
+                "this training can't be planned for several devices, because the model's code "
+                "combines labels with tensors on another device; the placement is one for "
+                "generation"
             )
         except InfeasibleError:
-            request.notes.append("such training doesn't fit: the placement is one for answering")
+            request.notes.append("this training doesn't fit; the placement is one for generation")
     return planned(workload)
 
 
@@ -391,8 +394,8 @@ def _are_dealt(checkpoint: Checkpoint, request: _CheckRequest) -> bool:
             layers = find_or_trace(checkpoint, request.workload).outline.joined_layers
     if layers is not None:
         request.notes.append(
-            f"the model's code joins what its layers make, so that a plan keeps {layers} on one "
-            'device; they were dealt to the devices, as device_map="auto" does'
+            f"the model's code combines the outputs of its layers, so a plan keeps {layers} on "
+            'one device; here they are split over the devices as device_map="auto" does'
         )
     return layers is not None
 

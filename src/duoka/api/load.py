@@ -119,9 +119,8 @@ class OpenedModel:
         """Open the model of a plan; refuse a plan of a model given as an object."""
         if not plan.source:
             raise CheckpointError(
-                "the plan was made for a model that was given as an object; there is nothing to "
-                "load",
-                hint="spread that model with duoka.dispatch(model, plan)",
+                "the plan was made for a model given as an object; there is no checkpoint to load",
+                hint="dispatch that model: duoka.dispatch(model, plan)",
             )
         checkpoint = Checkpoint.open(plan.source, trust_remote_code=trust_remote_code)
         return cls(checkpoint, plan.workload)
@@ -167,8 +166,8 @@ def prove_here(plan: Plan, opened: OpenedModel, download_progress: Progress | No
     checkpoint = opened.checkpoint
     if not checkpoint.has_weights:
         raise CheckpointError(
-            f"{plan.source} has no weights to load",
-            hint="plan for a directory that holds the weight files",
+            f"{plan.source} has no weight files",
+            hint="plan for a directory with the weight files",
         )
     _refuse_untrusted(plan, checkpoint)
     plan.refuse_other(checkpoint.fingerprint, plan.source)
@@ -204,8 +203,9 @@ def read_adapter_for(plan: Plan, adapter: str | os.PathLike[str]) -> LoraAdapter
     """Read a LoRA adapter for the weights of a plan."""
     if plan.workload.quantize != "none" or plan.offloaded:
         raise UsageError(
-            "an adapter is added to weights in full, and the plan quantizes or offloads them",
-            hint="merge it into a checkpoint (duoka tune --merge), and plan for that",
+            "an adapter can't be merged into quantized or offloaded weights, and the plan has "
+            "such weights",
+            hint="merge it into a checkpoint (duoka tune --merge), then plan that checkpoint",
         )
     return read_adapter(Path(adapter))
 
@@ -215,9 +215,9 @@ def _refuse_untrusted(plan: Plan, checkpoint: Checkpoint) -> None:
     is_other = plan.fingerprint != checkpoint.fingerprint
     if is_other and plan.request.trust_remote_code and not checkpoint.trust_remote_code:
         raise ModelError(
-            f"the plan was made with the model code that comes with {plan.source}, "
-            "and that code may not run",
-            hint="it runs only with --trust-remote-code (trust_remote_code=True)",
+            f"the plan was made with the model code of {plan.source}, and that code isn't allowed "
+            "to run",
+            hint="allow it with --trust-remote-code (trust_remote_code=True)",
         )
 
 

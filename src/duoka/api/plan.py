@@ -114,8 +114,8 @@ def plan(
     entries = None if device_map is None else DeviceMap.of(device_map)
     if inputs is not None and (workload is not None or not _is_module(model)):
         raise UsageError(
-            "example inputs are for a module, and are its workload",
-            hint="give either inputs or a workload",
+            "example inputs already define the workload",
+            hint="give either inputs or a workload, not both",
         )
     if _is_module(model):
         return _plan_module(model, on_fleet(request, fleet, entries), inputs, suggest=suggest)
@@ -201,7 +201,7 @@ def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
     with quiet_libraries():
         from duoka.tracing.get_profile import profile_checkpoint
 
-    say(f"tracing {checkpoint.name}{_form(workload)} (once; the next plan takes a second)")
+    say(f"tracing {checkpoint.name}{_form(workload)} (once; later plans use the cached profile)")
     profile = profile_checkpoint(checkpoint, workload)
     say("planning")
     return profile
@@ -209,8 +209,8 @@ def find_or_trace(checkpoint: Checkpoint, workload: Workload) -> Profile:
 
 def _form(workload: Workload) -> str:
     """Return the form in which a model is traced if it is not its own."""
-    forms = [f"weights in {workload.quantize}"] if workload.quantize != "none" else []
-    forms += [f"{workload.cache} cache"] if workload.cache != "dynamic" else []
+    forms = [f"{workload.quantize} weights"] if workload.quantize != "none" else []
+    forms += [f"{workload.cache} KV cache"] if workload.cache != "dynamic" else []
     training = " in training" if workload.training is not None else ""
     return training + (f" with {' and '.join(forms)}" if forms else "")
 
@@ -252,9 +252,9 @@ def _plan_module(
 
     if problem.workload.quantize != "none":
         raise UsageError(
-            f"quantize={problem.workload.quantize!r} is for checkpoints: weights become smaller "
-            "while they are loaded",
-            hint="give the checkpoint's directory instead of the model",
+            f"quantize={problem.workload.quantize!r} applies to checkpoints: weights are "
+            "quantized during loading",
+            hint="give the checkpoint's directory instead of the model object",
         )
     is_encoder = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     workload = whole_prompt(problem.workload, is_encoder=is_encoder)

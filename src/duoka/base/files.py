@@ -35,7 +35,7 @@ class Stamp(NamedTuple):
 def why(error: OSError | ValueError) -> str:
     """Describe an error of reading or writing, without the file's name."""
     if isinstance(error, UnicodeDecodeError):
-        return f"it is no text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
+        return f"it is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
     return str(getattr(error, "strerror", None) or error)
 
 
@@ -147,7 +147,7 @@ def _mode(path: Path) -> int | None:
     """Return a file's permissions; None for an absent or unreadable file."""
     if _SYSTEM.match(str(path.parent.resolve())):
         # /dev/stdout is a link to what may be a file: renaming would take the link's place.
-        raise OSError(errno.EINVAL, "that is a place of the system's own", str(path))
+        raise OSError(errno.EINVAL, "that path belongs to the operating system", str(path))
     try:
         mode = path.stat().st_mode
     except OSError:

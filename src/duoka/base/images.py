@@ -20,8 +20,8 @@ _MOST_RATIO = 200
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # What servers are sent. JPEG 2000's decoder lets nothing else run, for seconds.
 WEB_FORMATS = ("GIF", "JPEG", "PNG", "WEBP")
-_SMALLER = "make it smaller; models don't see as many pixels"
-_HINT = "name a file that holds a picture, as PNG, JPEG, WebP, GIF, BMP or TIFF"
+_SMALLER = "reduce its size; models don't use that many pixels"
+_HINT = "give a PNG, JPEG, WebP, GIF, BMP or TIFF file"
 
 
 def read_image(path: Path) -> Image.Image:
@@ -50,9 +50,9 @@ def decode_image(content: bytes, source: str, formats: tuple[str, ...] = _FORMAT
     except UsageError as error:
         raise _unreadable(source, str(error), error.hint) from error
     except UnidentifiedImageError as error:
-        raise _unreadable(source, "it is no picture that is known here") from error
+        raise _unreadable(source, "it is not a supported image") from error
     except Image.DecompressionBombError as error:
-        reason = f"it has more than {MOST_PIXELS} pixels, which are not decoded"
+        reason = f"it has more than {MOST_PIXELS} pixels; larger images are not decoded"
         raise _unreadable(source, reason, _SMALLER) from error
     except Exception as error:  # a damaged file makes Pillow raise nearly anything
         reason = why(error) if isinstance(error, OSError | ValueError) else str(error)
@@ -63,27 +63,27 @@ def refuse_size(width: int, height: int) -> None:
     """Refuse pictures too large to decode, or too narrow for any model."""
     if max(width, height) > LONGEST_PIXELS or width * height > MOST_PIXELS:
         raise UsageError(
-            f"a picture of {width}x{height} is too large: at most {LONGEST_PIXELS} pixels a side, "
+            f"an image of {width}x{height} is too large: at most {LONGEST_PIXELS} pixels a side, "
             f"and {MOST_PIXELS} in all",
             hint=_SMALLER,
         )
     if max(width, height) > _MOST_RATIO * min(width, height):
         raise UsageError(
-            f"a picture of {width}x{height} is too narrow: at most {_MOST_RATIO} times as long as "
+            f"an image of {width}x{height} is too narrow: at most {_MOST_RATIO} times as long as "
             "wide",
-            hint="cut a part out of it",
+            hint="crop it",
         )
 
 
 def _unreadable(source: str, reason: str, hint: str | None = _HINT) -> UsageError:
     """Return the error for an unreadable picture."""
-    return UsageError(f"the picture {source!r} can't be read: {reason}", hint=hint)
+    return UsageError(f"the image {source!r} can't be read: {reason}", hint=hint)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith(("I", "F")):
         # Pillow's own conversion would make all that is bright white.
-        raise ValueError("its gray has more than 8 bits; save it with 8")
+        raise ValueError("it has more than 8 bits of gray per pixel; save it with 8")
     if not image.has_transparency_data:
         return image.convert("RGB")
     image = image.convert("RGBA")

@@ -30,7 +30,7 @@ def unmet_requirements() -> list[str]:
 
 def unmet_extras() -> list[str]:
     """Describe installed libraries of extras with a version outside their range."""
-    return _outside_range("duoka is tested with", optional=True)
+    return _outside_range("duoka needs", optional=True)
 
 
 def _outside_range(demand: str, *, optional: bool) -> list[str]:

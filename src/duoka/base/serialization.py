@@ -26,7 +26,7 @@ from duoka.errors import DuokaError, FormatError
 
 T = TypeVar("T")
 _Reader = Callable[[object], object]
-_HINT = "the file is damaged or of another version of duoka; make it again"
+_HINT = "the file is damaged, or was written by another version of duoka; create it again"
 
 
 class _Mismatch(Exception):
@@ -43,12 +43,16 @@ def to_dict(value: object) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_dict(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        assert all(isinstance(key, str) for key in value), "JSON has text keys only"
+        assert all(isinstance(key, str) for key in value), "JSON keys must be strings"
         return {key: to_dict(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return [to_dict(item) for item in value]
-    assert value is None or isinstance(value, (str, int, float)), f"no JSON form: {type(value)}"
-    assert not isinstance(value, float) or math.isfinite(value), "JSON has no infinity and no NaN"
+    assert value is None or isinstance(value, (str, int, float)), (
+        f"not representable as JSON: {type(value)}"
+    )
+    assert not isinstance(value, float) or math.isfinite(value), (
+        "JSON doesn't allow infinity or NaN"
+    )
     return value
 
 
@@ -71,7 +75,7 @@ def parse_json_object(text: str | bytes, source: str) -> dict[str, Any]:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise FormatError(f"{source} is not valid JSON: {problem}") from error
     if not isinstance(value, dict):
-        raise FormatError(f"{source} holds a JSON {_kind_of(value)}; an object is needed")
+        raise FormatError(f"{source} contains a JSON {_kind_of(value)}; expected an object")
     return value
 
 
@@ -80,19 +84,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     distinct = dict(pairs)
     if len(distinct) < len(pairs):
         ((doubled, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {doubled[:80]!r} stands twice")
+        raise ValueError(f"the key {doubled[:80]!r} occurs twice")
     return distinct
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text[:20]} is larger than any number of 64 bits")
+        raise ValueError(f"{text[:20]} doesn't fit in 64 bits")
     return number
 
 
 def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 # Readers of a small tree, as they are built by annotation:
@@ -118,7 +122,7 @@ def _reader(hint: Any) -> _Reader:
     if origin is tuple:
         return _tuple_reader(arguments)
     assert origin in (dict, Mapping), f"no JSON form for {hint}"
-    assert arguments[0] is str, "JSON has text keys only"
+    assert arguments[0] is str, "JSON keys must be strings"
     reader = _reader(arguments[1])
     return lambda data: {
         key: _read_at("[{!r}]", key, reader, item) for key, item in _items(data).items()

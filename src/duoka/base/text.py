@@ -34,7 +34,7 @@ def choose(what: str, text: str, names: Sequence[Name]) -> Name:
     for name in names:
         if name == text:
             return name
-    raise UsageError(f"{what} {text!r} is unknown", hint=f"known are {', '.join(names)}")
+    raise UsageError(f"{what} {text!r} is unknown", hint=f"supported: {', '.join(names)}")
 
 
 def prefixes(name: str) -> Iterator[str]:

@@ -30,7 +30,7 @@ def parse_bytes(text: str) -> int:
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _UNIT_BYTES:
         raise UsageError(
-            f"{text!r} is not a size", hint="write a number and a unit, like 24GiB, 512MiB or 80GB"
+            f"{text!r} is not a size", hint="write a number with a unit: 24GiB, 512MiB or 80GB"
         )
     size = int(float(match.group(1)) * _UNIT_BYTES[unit])
     if size <= 0:

@@ -55,10 +55,12 @@ async def fetch(
         async with asyncio.timeout(most_seconds):
             return await _follow(address, most_bytes, public_only)
     except http.TimeoutException as error:
-        reason = f"the server is silent for {_SILENT_SECONDS} seconds"
+        reason = f"the server sent nothing for {_SILENT_SECONDS} seconds"
         raise _unfetched(address, reason) from error
     except TimeoutError as error:
-        raise _unfetched(address, f"it takes more than {most_seconds:g} seconds") from error
+        raise _unfetched(
+            address, f"the transfer takes more than {most_seconds:g} seconds"
+        ) from error
     except (http.HTTPError, http.InvalidURL, ValueError, OSError) as error:
         raise _unfetched(address, str(error) or type(error).__name__) from error
 
@@ -98,7 +100,7 @@ async def _follow(address: str, most_bytes: int, public_only: bool) -> bytes:
 async def _open(client: Any, url: Any, public_only: bool) -> Any:
     """Send a request, and return the response without its content."""
     if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"{str(url)[:80]!r} is no address of http or https")
+        raise ValueError(f"{str(url)[:80]!r} is not an http or https URL")
     headers = {"Host": url.netloc.decode("ascii"), "Accept-Encoding": "identity"}
     if not public_only:
         return await client.send(client.build_request("GET", url, headers=headers), stream=True)
@@ -134,7 +136,7 @@ async def _public_addresses(name: str) -> list[str]:
     infos = await asyncio.get_running_loop().run_in_executor(_lookups(), look_up)
     addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
     if not all(map(is_public, addresses)):
-        raise ValueError(f"{name[:80]} has an address that isn't the public internet's")
+        raise ValueError(f"{name[:80]} has an address outside the public internet")
     return addresses
 
 
@@ -145,12 +147,14 @@ async def _content(response: Any, most_bytes: int) -> bytes:
     async for chunk in response.aiter_raw():
         content += chunk
         if len(content) > most_bytes:
-            raise ValueError(f"it has more than {format_bytes(most_bytes)}, which are not read")
+            raise ValueError(
+                f"it has more than {format_bytes(most_bytes)}; larger files are not read"
+            )
     return bytes(content)
 
 
 def _unfetched(address: str, reason: str) -> UsageError:
     return UsageError(
-        f"the picture {address[:200]!r} can't be fetched: {reason}",
-        hint="check the address, or save the picture and give its file",
+        f"the image {address[:200]!r} can't be fetched: {reason}",
+        hint="check the URL, or download the image and give the file",
     )

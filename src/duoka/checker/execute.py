@@ -94,8 +94,8 @@ def find_loss(outputs: Any) -> torch.Tensor:
         loss = next((tensor for tensor in tensors_in(outputs) if tensor.requires_grad), None)
     if loss is None:
         raise UsageError(
-            "the model returned nothing that has a gradient",
-            hint="give inputs with labels, or check without training",
+            "the model's output has no tensor with a gradient",
+            hint="give inputs that include labels, or check without training",
         )
     return loss if loss.dim() == 0 else loss.float().sum()
 
@@ -117,7 +117,7 @@ def _infer(
         except UnknownValueError:
             raise
         except Exception as error:  # the model may not be called like this
-            steps.note(f"a call with the cache and one token was tried, and failed: {error}")
+            steps.note(f"a decode step (one token with the KV cache) failed: {error}")
     return outputs
 
 

@@ -374,7 +374,7 @@ class FunctionInterceptor(TorchFunctionMode):
                     operands=(),
                     target=device,
                     place=place_of(spot),
-                    message=f"{device} is named in the code; it is right on this placement alone",
+                    message=f"{device} is hard-coded; the code works on this placement only",
                     count=count,
                 )
 

@@ -98,14 +98,14 @@ def _measure(
             run()
         except torch.OutOfMemoryError as error:
             raise ProofError(
-                f"the plan overflows{where_raised(error)}: {_rename_devices(str(error), names)}",
-                hint="make the plan again; if it comes out the same, report it as a defect",
+                f"the plan lacks memory{where_raised(error)}: {_rename_devices(str(error), names)}",
+                hint="make the plan again; if that fails in the same way, report a defect of duoka",
             ) from error
         except RuntimeError as error:
             raise ProofError(
                 f"the model fails on {format_count(len(names), 'device')}{where_raised(error)}: "
                 f"{_rename_devices(str(error), names)}",
-                hint="this model's code can't be split there; put it on one GPU (--gpus)",
+                hint="this model can't be split there; use one GPU (--gpus)",
             ) from error
         return tuple(
             PeakBytes(

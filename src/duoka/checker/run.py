@@ -97,7 +97,7 @@ def _refuse_scripted(subject: Subject) -> None:
     ]
     if scripted:
         raise ModelError(
-            f"{subject.name} holds TorchScript, which has no Python code to check: "
+            f"{subject.name} contains TorchScript, which has no Python code to check: "
             + ", ".join(name or "the model itself" for name in scripted[:_MOST_NAMED]),
             hint="check the model before torch.jit.script or torch.jit.trace",
         )
@@ -109,9 +109,9 @@ def _further(report: CheckReport, real: CheckReport, is_small: bool) -> CheckRep
     needs_values = report.stop.message.startswith(virtual.UnknownValueError.__name__)
     if real.stop is not None and not needs_values and len(real.faults) <= len(report.faults):
         return report
-    why = "the model's code reads values" if needs_values else report.stop.message
-    how = "with real numbers" if is_small else "with experts chosen evenly"
-    return replace(real, notes=(*real.notes, f"it was run {how}: {why}"))
+    why = "the model's code reads tensor values" if needs_values else report.stop.message
+    how = "with real numbers" if is_small else "with tokens routed evenly to experts"
+    return replace(real, notes=(*real.notes, f"it ran {how}: {why}"))
 
 
 @contextmanager
@@ -297,9 +297,9 @@ class CheckRun(StepListener):
     def _notes(self) -> Iterator[str]:
         if self._snapshot.num_replaced:
             yield (
-                "a graph that the model's code left alive holds parameters: "
-                f"{self._snapshot.num_replaced} of the model's are other objects now, with the "
-                "same contents; make its optimizers anew"
+                "an autograd graph kept alive by the model's code holds parameters: "
+                f"{self._snapshot.num_replaced} parameters of the model are now new objects with "
+                "the same values; create its optimizers again"
             )
         yield from self.subject.notes
         yield from self._noted
@@ -309,7 +309,7 @@ class CheckRun(StepListener):
             if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
         ]
         if names:
-            yield f"compiled code was run eagerly: {', '.join(names)}"
+            yield f"compiled code ran eagerly: {', '.join(names)}"
 
 
 def _number(name: str) -> int:

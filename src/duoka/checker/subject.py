@@ -101,9 +101,9 @@ def read_entries(device_map: Mapping[Any, Any]) -> Entries:
     wrong = [name for name, device in entries if not _DEVICE.fullmatch(device)]
     if wrong:
         raise PlacementError(
-            f"{device_map[wrong[0]]!r} is no device that can be checked: the map has it for "
+            f"{device_map[wrong[0]]!r} is not a device that can be checked; the map assigns it to "
             + ", ".join(repr(name) for name in wrong),
-            hint='GPUs can be ("cuda:1", or its number), and "cpu"',
+            hint='use a GPU ("cuda:1", or its number) or "cpu"',
             faults=Faults(misplaced=tuple(wrong)),
         )
     return entries

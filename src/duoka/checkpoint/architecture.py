@@ -61,9 +61,9 @@ def refuse_images(config: Mapping[str, Any]) -> None:
     """Raise ModelError if nothing in a config is about images."""
     if not _OF_IMAGES.search(json.dumps(config)):
         raise ModelError(
-            f"the model takes no images: its config.json (model_type {config.get('model_type')!r}) "
-            "has no part that sees",
-            hint="leave the images out, or take a model for images and text",
+            f"the model takes no images: config.json (model_type {config.get('model_type')!r}) "
+            "has no vision configuration",
+            hint="omit the images, or use a vision-language model",
         )
 
 
@@ -75,8 +75,10 @@ def model_type_of(config: Mapping[str, Any]) -> str:
     raise ModelError(
         "the configuration has no model_type"
         if model_type is None
-        else f"the configuration's model_type is {str(model_type)[:60]!a}, which is no name",
-        hint="give a config.json as transformers writes it, or as the model was published with",
+        else f"the configuration's model_type is {str(model_type)[:60]!a}, which is not a valid "
+        "name",
+        hint="use the config.json that was published with the model, or one written by "
+        "transformers",
     )
 
 
@@ -86,13 +88,13 @@ def unknown_type(model_type: str, known: Collection[str], *, has_code: bool) -> 
     hints = [f"did you mean {' or '.join(map(repr, nearest))}?"] if nearest else []
     if has_code:
         hints.append(
-            "the checkpoint brings its own model code, which runs only with --trust-remote-code, "
-            "from files beside its config.json"
+            "the checkpoint has its own model code, which needs --trust-remote-code and the code "
+            "files beside config.json"
         )
     return ModelError(
-        f"model_type {model_type!r} is neither one of duoka's families nor known to "
-        f"transformers {version('transformers')}",
-        hint="; ".join(hints) or "a newer transformers may know it",
+        f"model_type {model_type!r} is supported neither by duoka nor by transformers "
+        f"{version('transformers')}",
+        hint="; ".join(hints) or "a newer version of transformers may support it",
     )
 
 
@@ -112,11 +114,11 @@ def refuse_other_chatglm(config: Mapping[str, Any]) -> None:
     """Raise ModelError for a config of the family's model type for another architecture."""
     if "position_encoding_2d" in config or "inner_hidden_size" in config:
         raise ModelError(
-            "this is ChatGLM-6B of the first generation, which is another architecture",
+            "this is the first-generation ChatGLM-6B, a different architecture",
             hint="ChatGLM2, ChatGLM3 and GLM-4 are supported",
         )
     for name, value in _FIXED.items():
         if config.get(name, value) != value:
             raise ModelError(
-                f"{name} is {config[name]!r}; the ChatGLM family is built for {value!r} only"
+                f"{name} is {config[name]!r}; the ChatGLM family supports only {value!r}"
             )

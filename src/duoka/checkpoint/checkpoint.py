@@ -132,8 +132,8 @@ class Checkpoint:
         root = _local(path)
         if root is not None and revision is not None:
             raise UsageError(
-                f"{root} is on this machine, and has no revision {revision!r}",
-                hint="a revision is for a model on the Hub",
+                f"{root} is a local directory, which has no revision {revision!r}",
+                hint="--revision applies to models on the Hub",
             )
         if root is not None and root.is_file():
             return cls._of_config(root, trust_remote_code=trust_remote_code)
@@ -157,8 +157,8 @@ class Checkpoint:
         names = folder.names()
         if _CONFIG not in names:
             raise CheckpointError(
-                f"{folder.source} holds no {_CONFIG}",
-                hint="give the directory that holds config.json",
+                f"{folder.source} has no {_CONFIG}",
+                hint="give the directory that contains config.json",
             )
         config = _read_config(folder, _CONFIG) or {}
         weights = find_weights(folder)
@@ -306,9 +306,9 @@ def _local(path: str | os.PathLike[str]) -> Path | None:
         return root
     if not stat.S_ISREG(mode) or root.suffix != ".json":
         raise CheckpointError(
-            f"{root} is neither a directory nor a config",
-            hint="give the directory that holds config.json and the weights; a saved plan is given "
-            "with --plan",
+            f"{root} is neither a directory nor a config.json",
+            hint="give the directory that contains config.json and the weights; use --plan for a "
+            "saved plan",
         )
     return root
 
@@ -320,15 +320,15 @@ def _remote(text: str, revision: str | None) -> Folder:
     name, path = parse_name(text, revision), Path(text)
     if name is None:
         raise CheckpointError(
-            f"no such directory: {text[:300]!r}, and no name of a model on the Hub either",
+            f"no such directory: {text[:300]!r}, and not the name of a model on the Hub",
             hint=_did_you_mean(path)
-            or 'give the directory that holds config.json, or a name such as "org/model"',
+            or 'give the directory that contains config.json, or a name such as "org/model"',
         )
     if path.parent.is_dir() and revision is None and "@" not in text:
         raise CheckpointError(
             f"no such directory: {text!r}, and {str(path.parent)!r} is one",
-            hint=f"{_did_you_mean(path) or f'ls {path.parent} lists what there is'}; "
-            f"a model on the Hub would be {name.repo}@{name.revision}",
+            hint=f"{_did_you_mean(path) or f'ls {path.parent} shows its content'}; for a model on "
+            f"the Hub write {name.repo}@{name.revision}",
         )
     return open_snapshot(name)
 

@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 from duoka.errors import CheckpointError
 
 MAX_CONFIG_BYTES = 8 * 2**20  # the longest published ones have some 100 KB
-_HINT = "is this the config.json that was published with the model?"
+_HINT = "use the config.json that was published with the model"
 _MAX_DEPTH = 32
 _MAX_LAYERS = 1000  # the deepest published models have some 160; ten thousand take a minute
 _MAX_MODULES = 2_000_000  # layers times experts
@@ -56,7 +56,7 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
             number = f"{value}" if abs(value) < 10**30 else "a number of more than 30 digits"
             shown = key if len(key) <= 80 and key.isprintable() else ascii(key[:80])
             raise CheckpointError(
-                f"{source}: {shown} is {number}; duoka builds models with 0 to {limit}", hint=_HINT
+                f"{source}: {shown} is {number}; duoka supports 0 to {limit}", hint=_HINT
             )
         if _LAYERS.fullmatch(key):
             layers = max(layers, value)
@@ -64,14 +64,14 @@ def check_config(config: dict[str, Any], *, num_tensors: int | None, source: str
             experts = max(experts, value)
     if layers * experts > _MAX_MODULES:
         raise CheckpointError(
-            f"{source}: {layers} layers of {experts} experts are more than the {_MAX_MODULES} "
-            "modules that duoka builds",
+            f"{source}: {layers} layers of {experts} experts exceed the limit of {_MAX_MODULES} "
+            "modules",
             hint=_HINT,
         )
     if num_tensors is not None and layers > num_tensors:
         raise CheckpointError(
-            f"{source} speaks of {layers} layers, and the weights have {num_tensors} tensors",
-            hint="config.json and the weights must be of the same model",
+            f"{source} declares {layers} layers, but the weights have only {num_tensors} tensors",
+            hint="use config.json and weights of the same model",
         )
 
 

@@ -76,20 +76,20 @@ class LocalFolder:
 
     def _check_complete(self, name: str) -> Stamp:
         path = self.path / name
-        with reading(path, hint="put the file itself there"):
+        with reading(path, hint="replace the link or pointer by the file itself"):
             stamp = Stamp.of(path.stat())
             is_short = stamp.num_bytes <= _POINTER_BYTES
             start = read_bytes(path, most_bytes=_POINTER_BYTES) if is_short else b""
         if start.startswith(_POINTER):
             raise CheckpointError(
-                f"{path} is not the file, but the pointer that git-lfs puts in its place",
-                hint=f"fetch the files: git -C {self.path} lfs pull",
+                f"{path} is a git-lfs pointer, not the file itself",
+                hint=f"download the files: git -C {self.path} lfs pull",
             )
         # aria2 makes a file in its full length, and fills it.
         if (self.path / f"{name}.aria2").exists():
             raise CheckpointError(
-                f"{path} is not complete: {name}.aria2 lies beside it",
-                hint="wait until the download is done, or start it again",
+                f"{path} is incomplete: {name}.aria2 exists beside it",
+                hint="wait until the download ends, or start it again",
             )
         return stamp
 
@@ -105,8 +105,8 @@ def _survey(root: Path) -> frozenset[str]:
         target = os.path.realpath(path)
         if not target.startswith(allowed):
             raise CheckpointError(
-                f"{path} is a link to {target}, which is outside of the checkpoint's directory",
-                hint="copy the file there, or give the directory that holds it",
+                f"{path} is a link to {target}, outside the checkpoint's directory",
+                hint="copy the file there, or give the directory that contains it",
             )
     return frozenset(path.name for path in filter(_is_regular, files) if path.parent == root)
 
@@ -137,6 +137,7 @@ def _is_regular(path: Path) -> bool:
         return False
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise CheckpointError(
-            f"{path} is not a regular file", hint="put the file itself there, or remove it"
+            f"{path} is not a regular file",
+            hint="replace the link or pointer by the file itself, or remove it",
         )
     return stat.S_ISREG(mode)

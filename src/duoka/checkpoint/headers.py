@@ -31,9 +31,9 @@ MAX_JSON_BYTES = 100_000_000  # an index names every tensor; the longest known a
 MAX_JSON_VALUES = 4_000_000
 MAX_NAME_LENGTH = 1024
 _MAX_DIMENSIONS = 64  # torch's own limit
-INCOMPLETE = "the download may be incomplete: fetch it again"
-UNREADABLE = "do you have the permission to read it?"
-DAMAGED = "the file is damaged or forged: fetch it again, from a source that you trust"
+INCOMPLETE = "the download may be incomplete: download the file again"
+UNREADABLE = "check the permissions of the file"
+DAMAGED = "the file is damaged or forged: download it again from a source that you trust"
 
 # safetensors' name of a type → torch's name, bits of one element
 _DTYPES: dict[str, tuple[str, int]] = {
@@ -123,7 +123,7 @@ def read_index(path: Path, *, suffix: str) -> Index:
     for key, file in weight_map.items():
         _check_name(path, key)
         if not (is_plain_name(file) and file.endswith(suffix)):
-            problem = f"puts {key!r} into {str(file)[:80]!r}, which is not the name of a {suffix}"
+            problem = f"assigns {key!r} to {str(file)[:80]!r}, which is not the name of a {suffix}"
             raise _damaged(path, f"{problem} file beside it")
     metadata = content.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -144,8 +144,8 @@ def header_length(start: bytes, size: int, source: str) -> int:
     length = int.from_bytes(start, "little")
     if len(start) < LENGTH_BYTES or length > min(size - LENGTH_BYTES, MAX_HEADER_BYTES):
         raise CheckpointError(
-            f"{source} is no safetensors file, or cut off: its header should have {length} "
-            f"bytes; the file has {size}, and at most {MAX_HEADER_BYTES} are read",
+            f"{source} is not a safetensors file, or is truncated: its header length is {length} "
+            f"bytes, the file has {size}, and at most {MAX_HEADER_BYTES} are read",
             hint=INCOMPLETE,
         )
     return length
@@ -162,11 +162,11 @@ def header_length(start: bytes, size: int, source: str) -> int:
 def parse_header(text: bytes, data_bytes: int, path: Path) -> dict[str, TensorInfo]:
     """Parse a safetensors header; return its tensors by name."""
     if text[:1] != b"{":
-        raise _damaged(path, "is no safetensors file: its header doesn't begin with '{'")
+        raise _damaged(path, "is not a safetensors file: its header doesn't begin with '{'")
     header = parse_json(text, f"the header of {path}")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise _damaged(path, "has metadata that is no text for each key")
+        raise _damaged(path, "has metadata that is not a map of strings")
     entries = [_read_entry(path, name, entry) for name, entry in header.items()]
     _check_layout(path, entries, data_bytes)
     data_offset = LENGTH_BYTES + len(text)
@@ -180,7 +180,7 @@ def _damaged(path: Path, problem: str) -> CheckpointError:
 def _check_name(path: Path, name: str) -> None:
     # Names get into messages and plans: a terminal must not obey them.
     if len(name) > MAX_NAME_LENGTH or not name.isprintable():
-        raise _damaged(path, f"names a tensor {name[:80]!a}, which can't be one's name")
+        raise _damaged(path, f"names a tensor {name[:80]!a}, which is not a valid tensor name")
 
 
 def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
@@ -192,16 +192,16 @@ def _read_entry(path: Path, name: str, entry: object) -> tuple[int, TensorInfo]:
         ):
             pass
         case _:
-            raise _damaged(path, f"doesn't describe the tensor {name!r} in its header")
+            raise _damaged(path, f"has an invalid description of the tensor {name!r} in its header")
     if dtype not in _DTYPES:
         raise CheckpointError(
-            f"{path} holds {name!r} as {dtype[:40]!r}, a type that duoka doesn't know",
-            hint=f"known are {', '.join(_DTYPES)}",
+            f"{path} holds {name!r} as {dtype[:40]!r}, an unsupported type",
+            hint=f"supported: {', '.join(_DTYPES)}",
         )
     torch_name, bits = _DTYPES[dtype]
     are_sizes = all(type(length) is int and 0 <= length < 2**63 for length in shape)
     if len(shape) > _MAX_DIMENSIONS or not are_sizes:
-        raise _damaged(path, f"gives {name!r} a shape that no tensor can have")
+        raise _damaged(path, f"gives {name!r} an invalid shape")
     nbytes, rest = divmod(math.prod(shape) * bits, 8)
     if start < 0 or stop - start != nbytes or rest:
         span = f"the bytes {start} to {stop}; its shape and type need {nbytes}"
@@ -215,11 +215,11 @@ def _check_layout(path: Path, entries: list[tuple[int, TensorInfo]], data_bytes:
     stop = 0
     for start, tensor in sorted(entries, key=lambda entry: (entry[0], entry[1].nbytes)):
         if start != stop:
-            problem = "overlaps the tensor before it" if start < stop else "follows a hole"
+            problem = "overlaps the previous tensor" if start < stop else "is preceded by a gap"
             raise _damaged(path, f"is damaged: {tensor.name!r} {problem}")
         stop = start + (tensor.nbytes or 0)
     if stop != data_bytes:
-        problem = "is cut off" if stop > data_bytes else "has bytes that belong to no tensor"
+        problem = "is truncated" if stop > data_bytes else "has bytes outside all tensors"
         raise CheckpointError(
             f"{path} {problem}: its tensors have {stop} bytes, and it holds {data_bytes}",
             hint=INCOMPLETE,

@@ -63,8 +63,8 @@ def find_weights(folder: Folder) -> Weights:
             return _sharded(folder, index, files, kind)
         if len(absent) < len(files):
             broken = broken or CheckpointError(
-                f"{folder.path / name} lists {len(files)} files, of which {len(absent)} are not "
-                f"there: {', '.join(absent)}",
+                f"{folder.path / name} lists {len(files)} files, and {len(absent)} are missing: "
+                f"{', '.join(absent)}",
                 hint=INCOMPLETE,
             )
         names_alone = {key: TensorInfo(name=key) for key in index.files}
@@ -94,8 +94,8 @@ def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Wei
         total = sum(sizes.values())
         if index.total_bytes is not None and total < index.total_bytes:
             raise CheckpointError(
-                f"{folder.path} is incomplete: its index speaks of {index.total_bytes} bytes of "
-                f"weights, and the {len(sizes)} files have {total}",
+                f"{folder.path} is incomplete: its index declares {index.total_bytes} bytes of "
+                f"weights, and the {len(sizes)} files contain {total}",
                 hint=INCOMPLETE,
             )
         files_by_key = ((key, folder.path / shard) for key, shard in index.files.items())
@@ -105,7 +105,7 @@ def _sharded(folder: Folder, index: Index, files: list[str], kind: _Kind) -> Wei
         for key, tensor in header.items():
             if key in tensors:
                 raise CheckpointError(
-                    f"the tensor {key!r} stands in two files of {folder.path}", hint=DAMAGED
+                    f"the tensor {key!r} occurs in two files of {folder.path}", hint=DAMAGED
                 )
             tensors[key] = tensor
     misplaced = [

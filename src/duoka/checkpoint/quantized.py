@@ -129,9 +129,8 @@ def method_of(config: Mapping[str, Any]) -> Method | None:
     method = METHODS.get(str(quant_method))
     if method is None:
         raise ModelError(
-            f"the checkpoint is quantized by {str(quant_method)[:60]!r}, a way that duoka doesn't "
-            "know",
-            hint=f"known are {', '.join(METHODS)}; or use the 16-bit weights",
+            f"the checkpoint is quantized by {str(quant_method)[:60]!r}, which is not supported",
+            hint=f"supported: {', '.join(METHODS)}; or use the 16-bit checkpoint",
         )
     return method
 

@@ -39,16 +39,16 @@ class Sampling:
         longest, seed = self.max_new_tokens, self.seed
         is_hot = math.isfinite(self.temperature) and self.temperature >= 0
         for name, fits, limits in (
-            ("temperature", is_hot, "it must be 0 or more, and 0 takes the likeliest token"),
-            ("top_p", 0 < self.top_p <= 1, "it must be above 0 and at most 1, which is no limit"),
-            ("top_k", self.top_k >= 0, "it must be 0 or more, and 0 is no limit"),
+            ("temperature", is_hot, "it must be at least 0 (0: greedy decoding)"),
+            ("top_p", 0 < self.top_p <= 1, "it must be above 0 and at most 1 (1: no limit)"),
+            ("top_k", self.top_k >= 0, "it must be at least 0 (0: no limit)"),
             ("max_new_tokens", longest is None or longest >= 1, "it must be at least 1"),
             ("seed", seed is None or 0 <= seed < 2**63, "it must be from 0 to 2^63 - 1"),
         ):
             if not fits:
                 raise UsageError(
                     f"{name} is {getattr(self, name)}; {limits}",
-                    hint="leave it out for what the checkpoint recommends",
+                    hint="omit it to use the checkpoint's recommended value",
                 )
 
     @property

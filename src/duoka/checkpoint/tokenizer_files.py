@@ -28,7 +28,7 @@ _GLM4_SPECIAL = (
     *("<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>"),
 )
 
-HINT = "its tokenizer.json or tokenizer.model belongs into the same directory"
+HINT = "add its tokenizer.json or tokenizer.model to the directory"
 _NAMED = re.compile(r"token|vocab|sentencepiece|spiece|merges|tekken")
 _MOST_BYTES = ((re.compile(r"\.jinja$|^chat_template"), 2**20), (_NAMED, 2**29))
 _MOST_JSON_BYTES = 2**26
@@ -58,9 +58,9 @@ def own_class(checkpoint: Checkpoint) -> str | None:
     file = f"{name.partition('.')[0]}.py"
     if not checkpoint.code:
         raise CheckpointError(
-            f"the tokenizer of {checkpoint.source} is code that comes with it, {file}, and that "
-            "code may not run",
-            hint="it runs only with --trust-remote-code (trust_remote_code=True)",
+            f"the tokenizer of {checkpoint.source} needs the checkpoint's own code, {file}, which "
+            "isn't allowed to run",
+            hint="allow it with --trust-remote-code (trust_remote_code=True)",
         )
     [content] = (code.content for code in checkpoint.code if code.name == file)
     files = [code.name for code in checkpoint.code]
@@ -89,10 +89,10 @@ def missing_module(name: str, files: Collection[str] = ()) -> str:
     """
     package = name.partition(".")[0]
     if f"{package}.py" in files:
-        return f"{package}.py lies beside the code: it has to say `from .{package} import …`"
+        return f"{package}.py is beside the code: the code must use `from .{package} import …`"
     if package in _PUBLISHED:
-        return f"the code needs a package that isn't there: pip install {_PUBLISHED[package]}"
-    return f"the code needs {package}, which isn't installed; the model's page says what that is"
+        return f"install the missing package: pip install {_PUBLISHED[package]}"
+    return f"the code needs {package}, which isn't installed; see the model's page"
 
 
 def check_files(directory: Path) -> None:
@@ -100,7 +100,7 @@ def check_files(directory: Path) -> None:
     files = directory.iterdir() if directory.is_dir() else ()
     sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     if not any(_NAMED.search(name) for name in sizes):
-        raise CheckpointError(f"{directory} holds no tokenizer", hint=HINT)
+        raise CheckpointError(f"{directory} has no tokenizer", hint=HINT)
     for name, size in sizes.items():
         most = next((limit for pattern, limit in _MOST_BYTES if pattern.search(name)), size)
         if size > most:
@@ -150,6 +150,6 @@ def _glm4_special(settings: Mapping[str, Any], first_id: int) -> list[str]:
         raise CheckpointError("tokenizer_config.json: added_tokens_decoder is damaged") from error
     if sorted(contents) != list(range(first_id, first_id + len(contents))):
         raise CheckpointError(
-            f"tokenizer_config.json: the ids of added tokens don't count on from {first_id}"
+            f"tokenizer_config.json: the ids of added tokens are not consecutive from {first_id}"
         )
     return [contents[number] for number in sorted(contents)]

@@ -70,7 +70,9 @@ def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
     """Read a vocabulary; its first line decides between the two forms."""
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: larger than any vocabulary ({_MAX_BYTES} bytes)")
+            raise CheckpointError(
+                f"{path}: larger than the limit for vocabularies ({_MAX_BYTES} bytes)"
+            )
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{path}: the vocabulary cannot be read: {why(error)}") from error
@@ -82,7 +84,7 @@ def read_vocabulary(path: Path) -> SentencePieceModel | dict[bytes, int]:
     except (ValueError, IndexError, struct.error) as error:
         raise CheckpointError(
             f"{path}: the vocabulary is damaged: {str(error)[:100]}",
-            hint="the download may be incomplete: fetch it again",
+            hint="the download may be incomplete: download the file again",
         ) from error
 
 
@@ -92,7 +94,7 @@ def _ranks(content: bytes) -> dict[bytes, int]:
         token, rank = line.split(b" ")
         ranks[base64.b64decode(token, validate=True)] = int(rank)
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise ValueError("its ranks don't count from 0")
+        raise ValueError("its ranks are not consecutive from 0")
     if any(bytes([byte]) not in ranks for byte in range(256)):
         raise ValueError("it lacks some of the 256 single bytes")
     return ranks
@@ -106,7 +108,7 @@ def _sentencepiece(content: bytes) -> SentencePieceModel:
             messages[number].append(dict(_fields(value)))
     trainer, normalizer = messages[2][-1], messages[3][-1]
     if not messages[1] or trainer.get(3, 1) != _BPE:
-        raise ValueError("it is no byte-pair encoding")
+        raise ValueError("it is not a byte-pair encoding")
     charsmap = normalizer.get(2, b"")
     return SentencePieceModel(
         pieces=tuple(map(_piece, messages[1])),
@@ -140,7 +142,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in _FIXED_LENGTHS:
             value = _FIXED_LENGTHS[kind]
         else:
-            raise ValueError(f"a field of the unknown type {kind}")
+            raise ValueError(f"a field of unknown type {kind}")
         if kind == _VARINT:
             yield number, value
             continue

@@ -44,7 +44,10 @@ def answer_file(
         model, options, requests=requests, batch=batch
     )
     if why_not:
-        note(f"{why_not}: {format_count(plan.workload.batch, 'prompt')} at a time")
+        note(
+            f"Fixed batches instead of continuous batching: {why_not} "
+            f"({format_count(plan.workload.batch, 'prompt')} at a time)"
+        )
     plan, opened, reader = planning.open_model(plan, checkpoint)
     for prompt in prompts:  # before anything is loaded; a token has a byte at least
         text = prompt.messages[-1].content
@@ -54,7 +57,7 @@ def answer_file(
     with AnswerFile(out, prompts) as answers:
         left = list(unanswered(prompts, answers))
         note(
-            f"{format_count(len(prompts) - len(left), 'prompt')} of {len(prompts)} answered before"
+            f"{format_count(len(prompts) - len(left), 'prompt')} of {len(prompts)} already answered"
         )
         if left:
             with heard_by(note):

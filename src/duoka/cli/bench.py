@@ -33,29 +33,29 @@ _MEASURED: tuple[Cache, ...] = ("dynamic", "int8")
 class BenchOptions(OptionGroup):
     """Options of measurement."""
 
-    forecast: bool = flag("Run nothing: tell of each deployment what is forecast.")
-    cpu: bool = flag("Run the model on the processor alone, too.")
+    forecast: bool = flag("Run nothing; print the forecast of each deployment.")
+    cpu: bool = flag("Also run the model on the CPU.")
     calibrate: bool = flag(
-        "Measure the GPUs' overhead, memory, matrix rates, launches and links, and keep it for the "
-        "plans to come. It takes less than a minute."
+        "Measure each GPU's memory overhead, memory bandwidth, matrix throughput, kernel launch "
+        "time and links, and save the results for later plans. Takes less than a minute."
     )
     quality: Path | None = option(
         "FILE",
-        "Measure what quantization costs: the model's perplexity on a text, unquantized and "
-        "quantized.",
+        "Measure the quality loss of quantization: the perplexity of the model on a text, "
+        "unquantized and quantized.",
     )
     quantize: list[str] | None = option(
         "KIND",
-        "Weights in int8, int4 or nf4, too; repeatable. By default none, and with --quality int8 "
-        "and int4.",
+        "Also measure weights in int8, int4 or nf4; repeatable. By default none; with --quality "
+        "int8 and int4.",
         values=QUANTIZED,
     )
     cache: str | None = option(
         "KIND",
-        "With --quality: int8 measures a KV cache in 8 bit, and with --quantize both together.",
+        "With --quality: int8 measures an 8-bit KV cache; with --quantize also both together.",
         values=_MEASURED,
     )
-    json: bool = flag("Print what was measured as JSON.")
+    json: bool = flag("Print the measurements as JSON.")
 
 
 @with_groups
@@ -64,7 +64,7 @@ def bench(
     options: Annotated[PlanOptions, ("gpus", "context", "new_tokens", "sequences", "dtype")],
     model: ModelOptions,
 ) -> None:
-    """Find the best way to run a model here, measure the GPUs, or what quantization costs.
+    """Compare deployments of a model, calibrate GPUs, or measure the loss of quantization.
 
     [bold]duoka bench[/] ./glm-4-9b-chat
 
@@ -79,18 +79,18 @@ def bench(
     if choice.quality is not None:
         _bench_quality(choice.quality, choice, options, model)
     elif model.model is not None:
-        choice.refuse("cache", beside="deployments", hint="it is for --quality FILE MODEL")
+        choice.refuse("cache", beside="deployments", hint="it applies to --quality FILE MODEL")
         bench_deployments(choice, options, model)
     elif choice.calibrate:
-        beside, hint = "--calibrate alone, which measures GPUs", "name a MODEL, too"
+        beside, hint = "--calibrate, which measures GPUs only", "also give a MODEL"
         choice.refuse("quantize", "cache", "forecast", "cpu", beside=beside, hint=hint)
         options.refuse("context", "new_tokens", "sequences", "dtype", beside=beside, hint=hint)
         model.refuse("revision", beside=beside, hint=hint)
         _calibrate(options.gpus or planning.ALL_GPUS, choice.json)
     else:
         raise UsageError(
-            "nothing was said to be measured",
-            hint="name a MODEL; or say --calibrate, or --quality FILE MODEL",
+            "nothing to measure was given",
+            hint="give a MODEL, --calibrate, or --quality FILE MODEL",
         )
 
 
@@ -98,11 +98,11 @@ def _bench_quality(
     file: Path, choice: BenchOptions, options: PlanOptions, model: ModelOptions
 ) -> None:
     """Measure the cost of quantization, and print it."""
-    hint = "duoka bench MODEL without it tells deployments"
+    hint = "use `duoka bench MODEL` without it to compare deployments"
     choice.refuse("forecast", "cpu", "calibrate", beside="--quality", hint=hint)
     options.refuse("new_tokens", "sequences", beside="--quality", hint=hint)
     if model.model is None:
-        raise UsageError("no model was given", hint="name it: --quality FILE MODEL")
+        raise UsageError("no model was given", hint="give it after the file: --quality FILE MODEL")
     quality = _measure_quality(file, choice, options, model)
     if choice.json:
         print_json(to_dict(quality))
@@ -122,7 +122,7 @@ def _measure_quality(
         file.open("rb").close()
     except OSError as error:
         raise UsageError(
-            f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
+            f"{file} can't be read: {why(error)}", hint="give a UTF-8 text file"
         ) from error
     gpus = options.gpus or planning.ALL_GPUS
     planning.read_fleet(gpus)
@@ -177,16 +177,17 @@ def _calibrate(gpus: str, as_json: bool) -> None:
     else:
         _print_calibration(calibrated.calibration)
     if calibrated.path is None:
-        note("virtual GPUs: a rehearsal, of which nothing is kept")
+        note("virtual GPUs: a dry run, nothing was saved")
     else:
-        note(f"kept in {calibrated.path}; remove it to forget")
+        note(f"saved in {calibrated.path}; delete the file to discard the calibration")
 
 
 def _print_calibration(calibration: Calibration) -> None:
     table = new_table(
         *("GPU", "outside", "GB/s", "TFLOPs", "fp32", "launch", "from host"),
-        caption="outside: held outside torch's allocator; GB/s of its memory; TFLOPs in 16 bit;\n"
-        "from the host's pinned memory in GB/s",
+        caption="outside: memory outside PyTorch's allocator; GB/s of GPU memory; TFLOPs in 16 "
+        "bit;\n"
+        "from host: GB/s from pinned CPU memory",
     )
     for gpu in calibration.gpus:
         from_host = gpu.host_bytes_per_second

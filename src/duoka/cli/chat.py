@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from duoka.engine.conversation import Conversation
 
 _HELP = """\
-/image FILE  show a picture with the next question
-/clear       forget what was said
-/exit        leave (Ctrl-D does too)
+/image FILE  add an image to the next question
+/clear       clear the conversation
+/exit        quit (or Ctrl-D)
 /help        show this
-Lines that are pasted together are one question; so is what stands between \"\"\" and \"\"\".
-Ctrl-C stops an answer."""
+Lines that are pasted together are one question, as is text between \"\"\" and \"\"\".
+Ctrl-C stops a generation."""
 _BLOCK = '"""'
 # So soon the next line of a paste is there.
 _PASTE_SECONDS = 0.05
@@ -42,7 +42,7 @@ _PlanWithImages = Annotated[
 def chat(
     pictures: ImageOptions, options: _PlanWithImages, answering: AnswerOptions, model: ModelOptions
 ) -> None:
-    """Talk with a model. Ctrl-C stops an answer; /help shows the commands.
+    """Chat with a model. Ctrl-C stops a generation; /help lists the commands.
 
     [bold]duoka chat[/] ./chatglm3-6b --gpus "24GiB,12GiB"
 
@@ -79,7 +79,7 @@ def _talk(conversation: Conversation) -> None:
             import readline  # input() edits lines with it
 
             readline.parse_and_bind("set enable-bracketed-paste on")
-        stderr().print("/help shows the commands, /exit leaves")
+        stderr().print("/help shows the commands, /exit quits")
     goes_on = True
     while goes_on:
         try:
@@ -88,7 +88,7 @@ def _talk(conversation: Conversation) -> None:
         except KeyboardInterrupt:
             if not is_person:
                 raise
-            stderr().print("\n/exit leaves")
+            stderr().print("\n/exit quits")
             signals.forget()  # not before: an impatient second Ctrl-C would end the program
 
 
@@ -104,7 +104,7 @@ def _turn(conversation: Conversation, line: str | None, *, is_stoppable: bool = 
     elif line == _IMAGE or line.startswith(f"{_IMAGE} "):
         _show(conversation, line.removeprefix(_IMAGE).strip())
     elif line.startswith("/") and line[1:].isalpha():
-        stderr().print(f"{line} is no command; /help shows them", markup=False)
+        stderr().print(f"{line} is not a command; /help lists the commands", markup=False)
     elif line:
         try:
             _answer(conversation, line)
@@ -122,18 +122,18 @@ def _show(conversation: Conversation, name: str) -> None:
 
     try:
         if not name:
-            raise UsageError(f"{_IMAGE} names no file", hint=f"write {_IMAGE} cat.jpg")
+            raise UsageError(f"{_IMAGE} needs a file", hint=f"write {_IMAGE} cat.jpg")
         if is_address(name):
             raise UsageError(
-                f"{_IMAGE} reads files, and {name!r} is an address",
-                hint="save the picture and give its file; --image on the command line fetches one",
+                f"{_IMAGE} reads files, and {name!r} is a URL",
+                hint="download the image and give the file, or use --image on the command line",
             )
         image = read_image(Path(name))
         conversation.show(image)
     except UsageError as error:
         errors.print_error(error)
         return
-    text = f"{name}, {image.width}x{image.height}: it is shown with your next question"
+    text = f"{name}, {image.width}x{image.height}: added to your next question"
     stderr().print(text, markup=False)
 
 
@@ -189,5 +189,5 @@ def _answer(conversation: Conversation, question: str) -> None:
         return
     if conversation.num_forgotten > forgotten:
         rounds = conversation.num_forgotten - forgotten
-        text = f"(there is room for no more: the oldest {rounds} round(s) were left out)"
+        text = f"(context full: the oldest {rounds} round(s) were dropped)"
         stderr().print(text)

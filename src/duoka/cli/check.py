@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _TRAINING_TOKENS = "1"  # a workload answers at least one
 _DIRECTORY = Path("duoka-fixed")
 _THEME = "ansi_dark"
-_fix = partial(flag, panel="How to repair")
+_fix = partial(flag, panel="Fixing")
 _PLAN = ("gpus", "plan_file", "device_map", "context", "new_tokens", "batch", "dtype", "quantize")
 _RUN = "train", "lora_rank", "lora_target", "gradient_checkpointing", "image"
 
@@ -49,13 +49,13 @@ class CheckedRun(TrainingOptions):
 
     train: str | None = option(
         "METHOD",
-        "Run the loss and backward, instead of the prompt and decode steps: of every parameter "
-        "(full, or nothing more than --train) or of adapters (lora).",
+        "Run loss and backward instead of prefill and decode steps: for every parameter (full, "
+        "the default of --train) or for adapters (lora).",
         panel=PLANNING,
     )
     image: list[str] | None = option(
         "WxH|FILE",
-        "A picture in the prompt, by its size (1120x1120) or as a file; repeatable.",
+        "An image in the prompt, by size (1120x1120) or as a file; repeatable.",
         panel=PLANNING,
     )
 
@@ -66,16 +66,17 @@ class ReportOutput(NamesOption):
 
     json: bool = flag("Print the report as JSON.")
     sarif: Path | None = option(
-        "FILE", "Write the report as SARIF 2.1.0, which code hosts show in pull requests."
+        "FILE",
+        "Write the report as SARIF 2.1.0, which code hosting services show in pull requests.",
     )
     save_device_map: Path | None = option(
-        "FILE", "Write the device map that was checked, completed if it wasn't complete."
+        "FILE", "Write the checked device map, completed where it was incomplete."
     )
 
     def check(self) -> None:
         """Refuse unwritable files, before the work."""
         if self.convention != "model" and self.save_device_map is None:
-            raise UsageError("--names is for --save-device-map", hint="say which file to write")
+            raise UsageError("--names needs --save-device-map", hint="add --save-device-map FILE")
         check_file(self.sarif, "the SARIF log")
         check_file(self.save_device_map, "the device map")
 
@@ -93,7 +94,7 @@ class ReportOutput(NamesOption):
             if device_map:
                 planning.save_device_map(device_map, self.save_device_map)
             else:
-                note("no device map was saved: the model's code stopped before")
+                note("no device map was saved: the model's code stopped early")
         if self.sarif is not None:
             from duoka.report.sarif import dumps
 
@@ -104,21 +105,21 @@ class ReportOutput(NamesOption):
 class FixOptions(OptionGroup):
     """The options of repairs."""
 
-    fix: bool = _fix("Write the smallest changes that cure the faults, prove them, and show them.")
-    in_place: bool = _fix("With --fix: change the files themselves, where the change is proved.")
+    fix: bool = _fix("Find the smallest changes that fix the faults, prove them, and show them.")
+    in_place: bool = _fix("With --fix: change the files in place, if the change is proved.")
     output: Path | None = option(
         "DIR",
-        "With --fix: where the changed copies go. By default duoka-fixed.",
-        panel="How to repair",
+        "With --fix: directory for the changed copies. By default duoka-fixed.",
+        panel="Fixing",
     )
 
     def check(self) -> None:
         """Refuse contradicting options and an unwritable directory."""
         if not self.fix:
-            hint = "give --fix as well, or leave it out"
+            hint = "add --fix, or omit it"
             self.refuse("in_place", "output", beside="a check alone", hint=hint)
         elif self._directory is None:
-            hint = "--output alone leaves the files as they are"
+            hint = "use --output to keep the original files"
             self.refuse("output", beside="--in-place", hint=hint)
         else:
             _refuse_unwritable(self._directory)
@@ -150,7 +151,7 @@ class FixOptions(OptionGroup):
     def print(self, repairs: Repairs, console: Console) -> None:
         """Show the changes with their proofs, and the remaining faults."""
         if not repairs and not repairs.uncured:
-            console.print("nothing to repair: the check found no fault in the model's code")
+            console.print("nothing to fix: the check found no fault in the model's code")
         for patch in repairs:
             console.print()
             if console.is_terminal:
@@ -164,12 +165,12 @@ class FixOptions(OptionGroup):
             verdict = ("proved", "bold green") if patch.proved else ("not proved", "bold red")
             reason = f": {patch.reason}" if patch.reason else ""
             if self.in_place and not patch.proved:
-                reason += "; the file is as it was"
+                reason += "; the file is unchanged"
             console.print(Text.assemble(verdict, reason), soft_wrap=True)
         for fault, reason in repairs.uncured:
             console.print()
             text = f" {format_place(fault.place)}, {fault.op}: {reason}"
-            console.print(Text.assemble(("not cured:", "bold red"), text), soft_wrap=True)
+            console.print(Text.assemble(("not fixed:", "bold red"), text), soft_wrap=True)
 
 
 def _repairs_to_dict(repairs: Repairs) -> dict[str, Any]:
@@ -199,9 +200,9 @@ def check(
     fixes: FixOptions,
     model: ModelOptions,
 ) -> None:
-    """Run a model's own code on virtual GPUs, and report every device fault with its line.
+    """Run a model's own code on virtual GPUs, and report each device fault with its line.
 
-    It needs no GPU and reads no weights. Exit code 0 when all is well, 13 otherwise.
+    Needs no GPU and reads no weights. Exits with 0 if no fault is found, otherwise with 13.
 
     [bold]duoka check[/] ./glm-4-9b-chat --gpus virtual:2x24GiB
 
@@ -241,7 +242,7 @@ def _repair(report: CheckReport) -> Repairs:
     """Find changes and prove them; nothing is written yet."""
     from duoka.checker.fix import repair
 
-    with working("repairing, and proving it" if report.faults else ""):
+    with working("searching a fix, and proving it" if report.faults else ""):
         return repair(report)
 
 
@@ -281,5 +282,5 @@ def _refuse_unwritable(directory: Path) -> None:
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise UsageError(
             f"the changed files can't be written to {str(directory)!r}",
-            hint="name a directory that you may write to: --output DIR",
+            hint="give a writable directory: --output DIR",
         )

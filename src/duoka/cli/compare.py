@@ -15,11 +15,11 @@ from .terminal import print_json, stdout
 
 @with_groups
 def compare(
-    first: Annotated[Path, typer.Argument(metavar="A", help="A plan that was saved.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="The plan to hold beside it.")],
+    first: Annotated[Path, typer.Argument(metavar="A", help="A saved plan.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="The plan to compare it with.")],
     json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON.")] = False,
 ) -> None:
-    """Put two saved plans side by side: what differs, bytes, seconds, modules that moved.
+    """Compare two saved plans: workload, memory, time, and moved modules.
 
     [bold]duoka compare[/] before.plan after.plan
     """

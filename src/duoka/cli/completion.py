@@ -26,11 +26,9 @@ class Shell(StrEnum):
 
 @with_groups
 def completion(
-    shell: Annotated[
-        Shell, typer.Argument(metavar="SHELL", help="For which shell: bash, zsh or fish.")
-    ],
+    shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="Shell: bash, zsh or fish.")],
 ) -> None:
-    """Print a script with which a shell completes duoka's commands, options, values and files.
+    """Print a shell completion script for duoka's commands, options, values and files.
 
     [bold]duoka completion[/] bash > ~/.local/share/bash-completion/completions/duoka
 

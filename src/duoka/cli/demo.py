@@ -24,12 +24,12 @@ def demo(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep the checkpoint, for `duoka chat` and `duoka plan`.",
+            help="Keep the checkpoint in this directory, for `duoka chat` and `duoka plan`.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Make a small ChatGLM3, plan it on two virtual GPUs, load it, and ask it. Needs nothing.
+    """Train a small ChatGLM3, plan it for two virtual GPUs, load it, and ask it questions.
 
     [bold]duoka demo[/]
 
@@ -46,14 +46,14 @@ def demo(
             checkpoint.rename(keep)
     _show(done)
     if not done.is_right:
-        raise DuokaError("the model's answers are not those that it learnt")
+        raise DuokaError("the model's answers differ from its training data")
 
 
 def _check_new(keep: Path | None) -> None:
     if keep is None:
         return
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-        raise UsageError(f"{keep} is there already", hint="name a new directory")
+        raise UsageError(f"{keep} already exists", hint="give a new directory")
     if not keep.exists():
         check_file(keep, "the checkpoint")
 
@@ -78,7 +78,7 @@ def _show(done: Demo) -> None:
     from duoka.report.terminal import render_measured, render_plan
 
     console = stdout()
-    console.print(f"One of the GPUs alone: {done.one_gpu}.", soft_wrap=True)
+    console.print(f"A single GPU: {done.one_gpu}.", soft_wrap=True)
     console.print()
     console.print(render_plan(done.plan))
     console.print()

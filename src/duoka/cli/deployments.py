@@ -34,7 +34,10 @@ def bench_deployments(choice: BenchOptions, options: PlanOptions, model: ModelOp
     checkpoint, request, fleet = planning.read_request(model, served, to_run=runs)
     fleet = duoka.Fleet.parse(fleet) if isinstance(fleet, str) else fleet
     if runs and any(gpu.name.startswith("cuda") and not gpu.uuid for gpu in fleet.devices):
-        note(f"{request.gpus}: declared, and not here; nothing is run, all is forecast")
+        note(
+            f"{request.gpus}: declared GPUs that this machine doesn't have; all numbers are "
+            "forecasts"
+        )
         runs = False
     with working():
         if choice.calibrate:
@@ -99,8 +102,8 @@ def _report(bench: Bench, *, as_json: bool) -> None:
             words = ": ".join(filter(None, (title(best), command(best))))
             console.print(Text(f"recommended: {words}", style="bold"), soft_wrap=True)
     if best is None:
-        hint = "what stands beside each says why"
-        raise InfeasibleError(f"{bench.model} can't be run in any of these ways", hint=hint)
+        hint = "see the reason beside each deployment"
+        raise InfeasibleError(f"{bench.model} fits none of these deployments", hint=hint)
 
 
 def _table(bench: Bench) -> Table:
@@ -110,9 +113,9 @@ def _table(bench: Bench) -> Table:
     table = new_table(
         *("deployment", "one", "all", "prompts", "first", "idle"),
         caption=f"{bench.model}: {work.batch} requests of up to {work.prompt_tokens} + "
-        f"{work.new_tokens} tokens. tokens/s of one answer alone, of all at once, and of all "
-        "prompts; time to the first token of one; idle: of the GPUs' time with all requests; "
-        "memory reserved. Forecasts are in parentheses.",
+        f"{work.new_tokens} tokens. tokens/s of one answer alone, of all at once, and of "
+        "all prompts; time to first token of one; idle: of the GPUs' time with all "
+        "requests; memory reserved. Forecasts are in parentheses.",
     )
     table.add_column(unit)
     for case in bench.deployments:

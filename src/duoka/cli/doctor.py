@@ -40,22 +40,22 @@ _CODES = {"warning": WARNED, "error": NOT_OK}
 def doctor(
     model: Annotated[ModelOptions, ("model",)],
     options: Annotated[PlanOptions, ("gpus",)],
-    json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     bundle: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write a report to attach to a question: without tokens, and with names masked.",
+            help="Write a report to attach to an issue; tokens are removed and names masked.",
         ),
     ] = None,
 ) -> None:
-    """Look for what is wrong with this machine, its GPUs and a model, and say what to do.
+    """Diagnose this machine, its GPUs and a model, and suggest what to do.
 
     [bold]duoka doctor[/]
 
     [bold]duoka doctor[/] ./glm-4-9b-chat --gpus 2,3
 
-    [bold]duoka doctor[/] --gpus virtual:2x8GiB   (the tests of GPUs, without one)
+    [bold]duoka doctor[/] --gpus virtual:2x8GiB   (GPU tests without a GPU)
     """
     from duoka.tools import doctor as tool
 
@@ -65,7 +65,7 @@ def doctor(
     facts = None
     if model.model is not None:
         facts = tool.ModelFacts(model.model, partial(_plan, model.model, options))
-    with working("looking at this machine"):
+    with working("checking this machine"):
         diagnosis = tool.diagnose(options.gpus, facts)
     if bundle is not None:
         write_file(bundle, tool.bundle(diagnosis, redact))

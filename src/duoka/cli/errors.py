@@ -140,8 +140,8 @@ def _tell(error: BaseException) -> None:
         print_error(error)
     else:
         _print_message(
-            "this is a defect of duoka, not a mistake of yours",
-            "please report the text above, with the command and with this:\n" + machine.versions(),
+            "this is a defect in duoka, not an error in your input",
+            "please report the text above, the command, and these versions:\n" + machine.versions(),
         )
 
 
@@ -162,7 +162,7 @@ def _expected(error: BaseException) -> BaseException:
         from duoka.runtime.lost_gpu import find_lost_gpu
 
         if isinstance(error, getattr(torch, "OutOfMemoryError", ())):
-            hint = "does another program use this GPU? Plan with a smaller budget (--gpus)"
+            hint = "another program may use this GPU; plan with a smaller budget (--gpus)"
             return MachineError(str(error), hint=hint)
         if lost := find_lost_gpu(error):
             return lost
@@ -187,12 +187,12 @@ def _print_message(message: str, hint: str | None) -> None:
 
 def _print_usage(error: Any) -> None:
     command = "duoka" if error.ctx is None else error.ctx.command_path
-    hint = f"`{command} --help` shows what it takes"
+    hint = f"`{command} --help` lists its options"
     option_name = getattr(error, "option_name", "").lstrip("-").replace("_", "-")
     options = set() if error.ctx is None else {o for p in error.ctx.command.params for o in p.opts}
     for option, peers in _PEERS.items():
         if option_name in peers.split() and option.split()[0] in options:
-            hint = f"here that is {option}; {hint}"
+            hint = f"the option here is {option}; {hint}"
             break
     _print_message(error.format_message(), hint)
 

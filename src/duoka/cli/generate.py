@@ -30,17 +30,17 @@ class PromptOptions(OptionGroup):
 
     prompt: list[str] | None = option(
         "TEXT",
-        'A question; several make a batch. "-" reads one from the standard input.',
+        'A prompt; repeat for a batch. "-" reads one from standard input.',
         names=("--prompt", "-p"),
     )
-    prompt_file: list[Path] | None = option("FILE", "A file whose text is a question.")
+    prompt_file: list[Path] | None = option("FILE", "A file that contains a prompt.")
     file: Path | None = option(
-        "FILE", "JSON lines with prompts, which are answered many at a time into --out."
+        "FILE", "JSON lines with prompts, which run concurrently and are answered in --out."
     )
     out: Path | None = option(
-        "FILE", "Where the answers to --file go; a run goes on after those that are there."
+        "FILE", "Output file for --file; a run continues after the answers it already contains."
     )
-    raw: bool = flag("Continue the text, instead of answering a question.")
+    raw: bool = flag("Continue the text without the chat template.")
     json: bool = flag("Print the answers as JSON.")
 
     def questions(self) -> list[str]:
@@ -55,7 +55,7 @@ class PromptOptions(OptionGroup):
             except (OSError, UnicodeDecodeError) as error:
                 raise UsageError(
                     f"the prompt file {file} can't be read: {why(error)}",
-                    hint="name a text file in UTF-8",
+                    hint="give a UTF-8 text file",
                 ) from error
         for text in texts:
             refuse_damaged(text)
@@ -64,7 +64,7 @@ class PromptOptions(OptionGroup):
                 "no prompt was given", hint='--prompt "…", --prompt-file FILE, or a pipe'
             )
         if not all(text.strip() for text in texts):
-            raise UsageError("a prompt is empty", hint="write a question")
+            raise UsageError("a prompt is empty", hint="write a prompt")
         return texts
 
 
@@ -76,7 +76,7 @@ def generate(
     answering: AnswerOptions,
     model: ModelOptions,
 ) -> None:
-    """Load a model and answer. Only the answers go to the standard output.
+    """Load a model and answer prompts. Standard output contains only the answers.
 
     [bold]duoka generate[/] ./chatglm3-6b --prompt "What is NVLink?" --gpus "virtual:2x8GiB"
 
@@ -100,7 +100,7 @@ def generate(
         options = replace(options, batch=len(questions))
     if prompts.raw:
         beside = "--raw, which continues a text"
-        pictures.refuse("image", beside=beside, hint="leave one of them out")
+        pictures.refuse("image", beside=beside, hint="omit one of them")
     images = pictures.read()
     planned = planning.find_plan(model, with_images(options, images), to_run=True)
     plan, opened, reader = planning.open_model(*planned)
@@ -130,12 +130,12 @@ def _files(prompts: PromptOptions, pictures: ImageOptions) -> tuple[Path, Path]:
     """Return the files of prompts and answers; UsageError for other prompts beside them."""
     if prompts.file is None or prompts.out is None:
         raise UsageError(
-            "--file and --out belong together: the prompts, and where their answers go",
+            "--file and --out must be given together",
             hint="--file prompts.jsonl --out answers.jsonl",
         )
     names = "prompt", "prompt_file", "raw", "json"
-    prompts.refuse(*names, beside="--file", hint="leave either out")
-    pictures.refuse("image", beside="--file", hint="leave either out")
+    prompts.refuse(*names, beside="--file", hint="omit one of them")
+    pictures.refuse("image", beside="--file", hint="omit one of them")
     return prompts.file, prompts.out
 
 

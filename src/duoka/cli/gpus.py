@@ -21,9 +21,9 @@ _MOST_PAIRS = 6
 
 @with_groups
 def gpus(
-    json: Annotated[bool, typer.Option("--json", help="Print the same as JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Show this machine's GPUs: memory, who uses it, their names for --gpus, and their links.
+    """List this machine's GPUs: memory, processes, names for --gpus, and links.
 
     [bold]duoka gpus[/]
     """

@@ -27,7 +27,7 @@ class ImageOptions(OptionGroup):
 
     image: list[str] | None = option(
         "FILE|URL",
-        "A picture that is asked about; repeatable. One at an http or https address is fetched.",
+        "An image for the prompt, as a file or an http or https URL; repeatable.",
     )
 
     def read(self) -> tuple[Image, ...]:
@@ -59,7 +59,7 @@ def _read(source: str) -> Image:
     if is_address(source):
         from duoka.base.web import fetch
 
-        with working("fetching the picture"):
+        with working("downloading the image"):
             content = asyncio.run(fetch(source, most_bytes=MOST_BYTES))
         return decode_image(content, source)
     return read_image(Path(source))

@@ -16,14 +16,14 @@ _PACKAGES = ("duoka", "torch", "transformers")
 # What helps against an OSError that says something of the machine; others are a defect of ours,
 # unless they name a file.
 _HINTS = {
-    errno.ENOSPC: "free some space, or name another place",
-    errno.EDQUOT: "free some of your quota, or name another place",
-    errno.EACCES: "you need the permission, or another place",
-    errno.EPERM: "you need the permission, or another place",
-    errno.EROFS: "name a place that can be written",
-    errno.EIO: "the disk or the terminal does not answer",
+    errno.ENOSPC: "free some space, or choose another path",
+    errno.EDQUOT: "free some of your quota, or choose another path",
+    errno.EACCES: "get the permission, or choose another path",
+    errno.EPERM: "get the permission, or choose another path",
+    errno.EROFS: "choose a writable path",
+    errno.EIO: "the disk or the terminal doesn't respond",
     errno.EMFILE: "allow more open files: ulimit -n 4096",
-    errno.ENFILE: "end other programs that hold files open",
+    errno.ENFILE: "end other programs that have files open",
     errno.ENOMEM: "end other programs, or use a machine with more memory",
     errno.EAGAIN: "end other programs: the limit of processes or threads is reached",
     errno.EFBIG: "allow larger files: ulimit -f unlimited",
@@ -47,15 +47,15 @@ def explain(error: BaseException) -> MachineError | None:
     """Return the refusal of the machine behind an unexpected error, if any."""
     if isinstance(error, MemoryError) or _is_host_memory(error):
         return MachineError(
-            "the memory of this machine is used up",
-            hint="end other programs, or plan for less: --context, --batch, --dtype",
+            "this machine has run out of memory",
+            hint="end other programs, or plan a smaller workload: --context, --batch, --dtype",
         )
     if isinstance(error, ImportError):
         return _missing_library(error)
     wrong = unmet_requirements()
     if wrong:
         return MachineError(
-            f"{'; '.join(wrong)}; that may be why this failed: {_one_line(error)}",
+            f"{'; '.join(wrong)}; this may be the cause of: {_one_line(error)}",
             hint="install the versions that duoka needs: pip install --upgrade duoka",
         )
     if isinstance(error, OSError):
@@ -77,7 +77,9 @@ def _missing_library(error: ImportError) -> MachineError | None:
 
 def _refusal(error: OSError) -> MachineError | None:
     if error.errno == errno.ENOENT and error.filename is None:
-        return MachineError("a directory is gone", hint="is it the working one? cd to another")
+        return MachineError(
+            "a directory is gone", hint="if it is the working directory, cd to another one"
+        )
     if error.errno is None and ".so" in str(error):
         # The loader of shared libraries says what it misses with neither number nor file.
         return MachineError(

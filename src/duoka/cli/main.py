@@ -45,12 +45,11 @@ _EPILOG = "\n\n".join(
         '[bold]duoka check[/] ./glm-4-9b-chat --gpus "virtual:2x24GiB"',
         '[bold]duoka chat[/] ./chatglm3-6b --gpus "virtual:2x8GiB"',
         "[bold]duoka demo[/]",
-        "Exit codes: "
-        "0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 placement; "
-        "7 nothing fits; 8 the proof failed; 9 loading failed; 10 plan file; 11 virtual GPU; "
-        "12 this machine; 13 a check found something; 14 training can't go on; "
-        "15 the doctor has nothing worse than warnings; 16 a GPU has failed; 70 a defect of duoka; "
-        "129, 130, 143 stopped by a signal, 130 by Ctrl-C; 141 nobody reads the output.",
+        "Exit codes: 0 done; 1 another error; 2 usage; 3 GPUs; 4 checkpoint; 5 model; 6 "
+        "placement; 7 does not fit; 8 proof failed; 9 loading failed; 10 plan file; 11 virtual "
+        "GPU; 12 this machine's limits; 13 check: faults found; 14 training can't continue; 15 "
+        "doctor: warnings only; 16 GPU failure; 70 defect in duoka; 129, 130, 143 stopped by a "
+        "signal, 130 by Ctrl-C; 141 output pipe closed.",
     ]
 )
 
@@ -142,7 +141,7 @@ def _refuse_empty(words: Sequence[str]) -> None:
     for word, value in pairwise([*words, "-"]):
         name = word.removesuffix("=")
         if name.startswith("--") and name not in _TEXTS and (name != word or not value):
-            raise UsageError(f"{name} is empty", hint="give it a value, or leave it out")
+            raise UsageError(f"{name} is empty", hint="give it a value, or omit it")
 
 
 def _invoke(arguments: list[str]) -> int:

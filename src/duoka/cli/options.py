@@ -44,7 +44,7 @@ class ModelOptions(OptionGroup):
         "NAME", 'Branch, tag or commit of a model on the Hub. By default "main".'
     )
     trust_remote_code: bool = flag(
-        "Run the model's and tokenizer's code from the checkpoint. It can do whatever you can."
+        "Run the checkpoint's own model and tokenizer code. It has all your permissions."
     )
 
 
@@ -56,29 +56,29 @@ class PlanOptions(OptionGroup):
         "GPUS",
         'GPUs of this machine as nvidia-smi numbers them ("2,3") or by UUID, cards '
         '("2xRTX4090+1xRTX3090"), budgets ("24GiB,12GiB"), or virtual ones ("virtual:2x24GiB"). '
-        "By default all that this process may use, with their free memory.",
+        "By default all GPUs visible to this process, with their free memory.",
     )
     context: str | None = _plan(
         "TOKENS",
-        "Tokens of a sequence in all, prompt and answer: 8192 or 8K. By default 4K, or the "
-        "model's limit if that is lower; of duoka bench --quality 512.",
+        "Total tokens of a sequence, prompt and generated: 8192 or 8K. By default 4K, or the "
+        "model's limit if that is lower; 512 for duoka bench --quality.",
     )
     new_tokens: str | None = _plan(
         "TOKENS",
-        "How many of them are kept for an answer, and the most that one has. By default 512, at "
-        "most a quarter, are kept, and an answer may take the rest of the context.",
+        "Generated tokens: reserved in the context, and the maximum per answer. By default 512 "
+        "(at most a quarter of the context) are reserved, and an answer may use the rest of the "
+        "context.",
     )
     batch: int | None = _plan(
-        "N", "Prompts that run together. By default 1, or as many as are given."
+        "N", "Batch size: prompts that run together. By default 1, or the number of prompts given."
     )
     serve: bool = _plan_flag(
-        "Plan for requests that come and go, over a cache in pages that fills what is free: so "
-        "duoka.Engine answers them."
+        "Plan for continuous batching over a paged KV cache that fills the free memory, as "
+        "duoka.Engine and duoka serve run."
     )
     sequences: int | None = _plan(
         "N",
-        "With --serve, and of duoka bench: requests that are answered at once, at most. By "
-        "default 16.",
+        "With --serve and in duoka bench: maximum number of concurrent requests. By default 16.",
     )
     dtype: str | None = _plan(
         "DTYPE",
@@ -87,76 +87,76 @@ class PlanOptions(OptionGroup):
     )
     prefill_chunk: str | None = _plan(
         "TOKENS",
-        'Prompt tokens that run at once: a number, "none" (all) or "auto" (the default: all if it '
-        "fits, or else the largest chunk that does).",
+        'Prefill chunk size in tokens: a number, "none" (whole prompt) or "auto" (the default: '
+        "the whole prompt if it fits, otherwise the largest chunk that fits).",
         values=("none", "auto"),
     )
     cache: str | None = _plan(
         "KIND",
-        "The KV cache: dynamic (the default) grows with each token, int8 grows and takes half the "
-        "memory of 16 bit. Pages (--serve) can be int8, too.",
+        "KV cache: dynamic (the default, grows with each token) or int8 (grows too, half the "
+        "memory of 16 bit). Paged caches (--serve) can also be int8.",
         values=BATCH_CACHES,
     )
     quantize: str | None = _plan(
         "KIND",
-        "What the weights of linear layers become while they are loaded: none (the default), "
-        "int8, int4, nf4, or auto: the first of none, int8 and int4 that fits. 8bit and 4bit are "
-        "bitsandbytes' words for int8 and nf4.",
+        "Quantization of linear weights during loading: none (the default), int8, int4, nf4, or "
+        "auto (the first of none, int8 and int4 that fits). 8bit and 4bit mean int8 and nf4, as "
+        "in bitsandbytes.",
         values=QUANTIZATIONS,
     )
     images: int | None = _plan(
-        "N", "Images in each prompt; their tokens are part of it. By default none."
+        "N", "Images per prompt; their tokens count toward --context. By default none."
     )
     image_size: str | None = _plan(
         "WIDTHxHEIGHT", "Size of each image in pixels. By default 1024x1024."
     )
     vision_batch: str | None = _plan(
         "N",
-        'Images that are encoded at once: a number, "none" (all) or "auto" (the default: all if '
-        "they fit, or else the most that do).",
+        'Images encoded at once: a number, "none" (all) or "auto" (the default: all if they fit, '
+        "otherwise the largest number that fits).",
         values=("none", "auto"),
     )
     objective: str | None = _plan(
         "NAME",
-        "headroom, latency, throughput, pages (of --serve) or auto (the default).",
+        "Objective: headroom, latency, throughput, pages (with --serve) or auto (the default).",
         values=OBJECTIVES,
     )
-    use_all: bool = _plan_flag("Use every GPU, instead of as few as hold the workload.")
+    use_all: bool = _plan_flag("Use every GPU instead of the fewest that fit.")
     strategy: str | None = _plan(
         "NAME",
-        "auto (the default: as few GPUs as needed, by the objective), balanced (every GPU, "
-        "equally full) or sequential (in the order given, each filled before the next).",
+        "auto (the default: the fewest GPUs that fit, optimal for the objective), balanced "
+        "(every GPU, equal shares) or sequential (fill each GPU in the order given before the "
+        "next).",
         values=STRATEGIES,
     )
     pin: list[str] | None = _plan(
-        "NAME=GPU", 'Put a module or tensor on a GPU: "lm_head=cuda:1". Repeatable.'
+        "NAME=GPU", 'Place a module or tensor on a GPU: "lm_head=cuda:1". Repeatable.'
     )
     reserve: list[str] | None = _plan(
-        "GPU=SIZE", 'Leave so much of a GPU free: "cuda:0=2GiB". Repeatable.'
+        "GPU=SIZE", 'Memory to leave free on a GPU: "cuda:0=2GiB". Repeatable.'
     )
     offload: bool = _plan_flag(
-        "Where nothing else fits, keep weights in the CPU's memory, as few as can be; they are "
-        "copied to a GPU for each token, which is slow."
+        "If nothing else fits, offload as few weights as possible to CPU memory; they are copied "
+        "to a GPU for each token, which is slow."
     )
     max_context: bool = _plan_flag("Plan for the longest context that fits, instead of --context.")
     max_batch: bool = _plan_flag(
-        "Plan for the largest batch that fits, instead of --batch; with --serve for as many "
-        "requests of --context tokens."
+        "Plan for the largest batch that fits, instead of --batch; with --serve for the largest "
+        "number of concurrent requests of --context tokens."
     )
     replicas: str | None = _plan(
-        "N", 'Plan so many copies of the model, each on GPUs of its own; "auto" for as many as fit.'
+        "N", 'Number of data-parallel replicas, each on its own GPUs; "auto" for as many as fit.'
     )
     device_map: str | None = _plan(
         "FILE",
-        "Put the modules where a JSON file says, in the names of the model or its checkpoint; or "
-        "transformers' words auto, balanced and sequential, which are strategies.",
+        "Place the modules as in a JSON device map, by names of the model or of its checkpoint; "
+        "auto, balanced and sequential are accepted as strategies.",
     )
     plan_file: Path | None = _plan(
-        "FILE", "Take a plan that was saved, instead of making one.", names=("--plan",)
+        "FILE", "Use a saved plan instead of making one.", names=("--plan",)
     )
     replan: bool = _plan_flag(
-        "Make the plan of --plan again, for the checkpoint and the GPUs as they are now, and save "
-        "it there."
+        "Make the plan of --plan again for the current checkpoint and GPUs, and save it there."
     )
 
     @property
@@ -181,16 +181,18 @@ class AnswerOptions(OptionGroup):
 
     temperature: float | None = _answer(
         "NUMBER",
-        "0 takes the likeliest token each time. By default what the checkpoint recommends.",
+        "Sampling temperature; 0 is greedy decoding. By default the checkpoint's recommended "
+        "value.",
     )
     top_p: float | None = _answer(
-        "NUMBER", "Choose among the likeliest tokens that have this much probability together."
+        "NUMBER",
+        "Nucleus sampling: sample from the most likely tokens with this total probability.",
     )
-    top_k: int | None = _answer("N", "Choose among this many tokens; 0 for no limit.")
-    seed: int | None = _answer("N", "The same seed gives the same answer.")
-    system: str | None = _answer("TEXT", "What the model is told before the first question.")
+    top_k: int | None = _answer("N", "Sample from this many most likely tokens; 0 for no limit.")
+    seed: int | None = _answer("N", "Random seed; the same seed gives the same answer.")
+    system: str | None = _answer("TEXT", "System prompt.")
     adapter: str | None = _answer(
-        "DIR", "A LoRA adapter, of duoka tune or of peft, that is added to the weights."
+        "DIR", "A LoRA adapter (from duoka tune or peft) to merge into the weights."
     )
 
     def sampling(self) -> dict[str, Any]:
@@ -211,9 +213,8 @@ class NamesOption(OptionGroup):
 
     names: str | None = option(
         "WHOSE",
-        "Whose names device maps are written in: the model's, as duoka and transformers have it "
-        "(model, the default), or those of its checkpoint, as the code that comes with it has them "
-        "(checkpoint).",
+        "Names in the device map: those of the model in duoka and transformers (model, the "
+        "default), or those of the checkpoint and its own code (checkpoint).",
         values=CONVENTIONS,
     )
 
@@ -228,7 +229,7 @@ def parse_tokens(text: str) -> int:
     match = _TOKENS.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{text!r} is not a number of tokens", hint="write a number, as 8192, 8K or 1M"
+            f"{text!r} is not a number of tokens", hint="write a number such as 8192, 8K or 1M"
         )
     return int(match[1]) * _FACTORS[match[2].upper()]
 
@@ -245,8 +246,8 @@ def parse_pixels(text: str) -> tuple[int, int]:
     match = _PIXELS.fullmatch(text.strip())
     if match is None:
         raise UsageError(
-            f"{text!r} is not the size of an image",
-            hint="write width and height in pixels, as 1120x1120",
+            f"{text!r} is not an image size",
+            hint="write width and height in pixels, such as 1120x1120",
         )
     return int(match[1]), int(match[2])
 
@@ -262,7 +263,7 @@ def picture_size(text: str) -> tuple[int, int]:
     try:
         return read_image(Path(text)).size
     except UsageError as error:
-        hint = "write its width and height in pixels, as 1120x1120, or name a file"
+        hint = "write width and height in pixels, such as 1120x1120, or give a file"
         raise UsageError(str(error), hint=hint) from error
 
 
@@ -272,7 +273,7 @@ def read_stdin(*, line: bool = False) -> str:
         return sys.stdin.readline() if line else sys.stdin.read()
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"the standard input can't be read: {why(error)}", hint="write it in UTF-8"
+            f"the standard input can't be read: {why(error)}", hint="use UTF-8"
         ) from error
 
 
@@ -282,5 +283,5 @@ def refuse_damaged(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"{text[:60]!a} is no valid text: {error.reason}", hint="write it in UTF-8"
+            f"{text[:60]!a} is not valid text: {error.reason}", hint="use UTF-8"
         ) from error

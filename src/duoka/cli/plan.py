@@ -31,22 +31,20 @@ from .training_options import TrainingOptions
 class PlanOutput(NamesOption):
     """The outputs besides the printed plan."""
 
-    save: Path | None = option("FILE", "Keep the plan in a file.")
+    save: Path | None = option("FILE", "Save the plan in a file.")
     save_device_map: Path | None = option(
         "FILE",
-        "Write the plan's device map, as transformers takes it, to a file; of a --device-map that "
-        "is refused, the completed one.",
+        "Write the plan's device map for transformers to a file; for a refused --device-map, "
+        "write the completed one.",
     )
     explain: bool = flag(
-        "Say why: what binds, why each GPU has no less and no more, what else was weighed. With "
-        "--json that alone is printed."
+        "Explain the plan: the binding GPU, why each GPU has no fewer and no more modules, and "
+        "the alternatives. With --json print only that."
     )
-    html: Path | None = option(
-        "FILE", "Write the plan as a page for a browser: one file, no network."
-    )
+    html: Path | None = option("FILE", "Write the plan as a self-contained HTML page.")
     export: str | None = option(
         "TOOL",
-        "Print the plan as another tool takes it: accelerate, vllm, sglang, llama.cpp, "
+        "Print the plan in the form of another tool: accelerate, vllm, sglang, llama.cpp, "
         "torch-pipelining, torchtitan or deepspeed.",
         values=TOOLS,
     )
@@ -56,8 +54,8 @@ class PlanOutput(NamesOption):
         """Refuse unwritable files and contradicting options, before the work."""
         if self.convention != "model" and self.save_device_map is None and self.export is None:
             raise UsageError(
-                "--names is for --save-device-map and --export, and neither is given",
-                hint="say which file or tool the names are for",
+                "--names needs --save-device-map or --export",
+                hint="add --save-device-map FILE or --export TOOL",
             )
         if self.export is not None:
             refuse_tool(self.export, self.convention)
@@ -65,12 +63,12 @@ class PlanOutput(NamesOption):
         check_file(self.save_device_map, "the device map")
         check_file(self.html, "the page")
         if self.export is not None:
-            hint = "keep the plan with --save FILE, and ask it for each"
-            beside = "--export, which prints another form"
+            hint = "save the plan with --save FILE, then request each separately with --plan FILE"
+            beside = "--export, which prints another format"
             self.refuse("json", "explain", beside=beside, hint=hint)
         if options.replicas is not None:
-            beside = "--replicas: each is for one plan"
-            hint = "keep the plans with --save FILE, and ask each of them"
+            beside = "--replicas: they apply to a single plan"
+            hint = "save the plans with --save FILE, then request it for each with --plan FILE"
             outputs = self.given_options("save_device_map", "html", "explain", "export")
             refuse_beside(outputs + planning.given_map(options), beside, hint)
             options.refuse("replan", "max_context", "max_batch", beside=beside, hint=hint)
@@ -92,7 +90,7 @@ class PlanOutput(NamesOption):
             print_json(asdict(error.faults))
         if self.save_device_map is not None and error.completed is not None:
             planning.save_device_map(error.completed, self.save_device_map)
-            error.hint = f"look it over, then: --device-map {self.save_device_map}"
+            error.hint = f"review it, then use --device-map {self.save_device_map}"
 
     def write(self, plan: duoka.Plan) -> None:
         """Write and show a plan."""
@@ -126,7 +124,7 @@ class PlanOutput(NamesOption):
 def plan(
     options: PlanOptions, training: TrainingOptions, output: PlanOutput, model: ModelOptions
 ) -> None:
-    """Find where every module goes, and show what that costs. No weight is read.
+    """Plan which GPU holds each module, and show the memory of each GPU. Reads no weights.
 
     [bold]duoka plan[/] ./glm-4-9b-chat --gpus "24GiB,12GiB" --context 32K
 
@@ -174,5 +172,5 @@ def _save_page(plan: duoka.Plan, file: Path) -> None:
     try:
         explanation = duoka.explain(plan)
     except UsageError as error:
-        note(f"the page says no reasons: {error}")
+        note(f"the page has no reasons: {error}")
     write_file(file, render_page(plan, explanation))

@@ -73,14 +73,14 @@ def find_plan(
     """
     if options.plan_file is None:
         if options.replan:
-            raise UsageError("--replan is for a saved plan", hint="name it with --plan FILE")
+            raise UsageError("--replan needs a saved plan", hint="add --plan FILE")
         device_map = read_device_map(options)
         checkpoint, request, fleet = read_request(model, options, training, to_run=to_run)
         with working():
             return plan_request(checkpoint, request, fleet, device_map), checkpoint
     _refuse_beside_plan(options, training)
     if model.model is None:
-        hint = "name the model; a plan keeps its own revision"
+        hint = "give the model; a saved plan has its own revision"
         model.refuse("revision", beside="--plan alone", hint=hint)
     plan = duoka.Plan.load(options.plan_file)
     if model.model is None and not options.replan and not model.trust_remote_code:
@@ -108,9 +108,9 @@ def find_plan_for_requests(
     if options.plan_file is not None:
         return *find_plan(model, options, to_run=True), ""
     if options.offload:
-        why_not = "weights are offloaded for a batch"
+        why_not = "offloaded weights support only fixed batches"
     elif options.images:
-        why_not = "prompts with images aren't read from pages"
+        why_not = "prompts with images don't support the paged KV cache"
     elif options.cache in (None, "int8"):
         number = options.sequences or options.batch or requests
         served = replace(options, serve=True, sequences=number, batch=None)
@@ -151,16 +151,18 @@ def _plan_again(plan: duoka.Plan, checkpoint: duoka.Checkpoint) -> duoka.Plan:
 def _refuse_beside_plan(options: PlanOptions, training: Training | None) -> None:
     """Refuse demands beside a saved plan, with everything decided."""
     beside = options.given_options(*all_but(PlanOptions, "plan_file", "replan"))
-    again = "--replan asks again what the plan was made for; to ask for something else, "
-    hint = f"{again if options.replan else ''}leave out --plan to make a new one"
-    refuse_beside(beside + ["--train"] * bool(training), "--plan: the plan has decided that", hint)
+    again = "--replan repeats the original request; for another request "
+    hint = f"{again if options.replan else ''}omit --plan to make a new one"
+    refuse_beside(
+        beside + ["--train"] * bool(training), "--plan, which already contains them", hint
+    )
 
 
 def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkpoint:
     """Open the checkpoint of the options; show its own code before any runs."""
     if not options.model:
         raise UsageError(
-            "no model was given", hint="name the directory of a checkpoint, or a --plan"
+            "no model was given", hint="give the directory of a checkpoint, or --plan FILE"
         )
     with working("reading the checkpoint"):
         checkpoint = duoka.Checkpoint.open(
@@ -170,15 +172,15 @@ def open_checkpoint(options: ModelOptions, to_run: bool = False) -> duoka.Checkp
         refuse_unbuildable(checkpoint.config)
     if to_run and not checkpoint.has_weights:
         raise CheckpointError(
-            f"{checkpoint.source} has no weights to load",
-            hint="plan for a directory that holds the weight files",
+            f"{checkpoint.source} has no weight files",
+            hint="plan for a directory with the weight files",
         )
     if checkpoint.remote_code:
         adapted = ""
         if is_for_transformers4(checkpoint.config):
             stated = checkpoint.config.get("transformers_version", "4")
             adapted = f", adapted from transformers {stated!s:.20} to {version('transformers')}"
-        note(f"code that comes with {checkpoint.source} may run{adapted}:")
+        note(f"code of {checkpoint.source} is allowed to run{adapted}:")
         for name, sha256 in checkpoint.remote_code:
             note(f"  {name}  sha256 {sha256}")
     if to_run:
@@ -224,11 +226,11 @@ def read_fleet(gpus: str) -> duoka.Fleet | str:
 def say_quantization(word: str | None, workload: duoka.Workload) -> None:
     """Report duoka's scheme for a word of bitsandbytes."""
     if word is not None and word != workload.quantize:
-        note(f"--quantize {word}: weights in {workload.quantize}")
+        note(f"--quantize {word}: {workload.quantize} weights")
 
 
 def _largest(options: PlanOptions) -> Largest | None:
-    hint = "give one of the two"
+    hint = "give only one of them"
     if options.max_context:
         options.refuse("context", "max_batch", beside="--max-context", hint=hint)
         return "context"
@@ -255,7 +257,7 @@ def _strategy(options: PlanOptions) -> Strategy:
     word = strategy_of(options.device_map)
     if word is not None:
         beside = f"--device-map {word}"
-        options.refuse("strategy", beside=beside, hint="give one of the two")
+        options.refuse("strategy", beside=beside, hint="give only one of them")
     return choose("the strategy", options.strategy or word or "auto", STRATEGIES)
 
 
@@ -274,8 +276,8 @@ def _pairs(option: str, texts: Sequence[str], example: str) -> Iterator[tuple[st
         name, sign, value = text.rpartition("=")
         if not sign or not name.strip() or not value.strip():
             raise UsageError(
-                f"{option} {text[:_SHOWN]!r} is not two parts with a = between them",
-                hint=f"as {option} {example}",
+                f"{option} {text[:_SHOWN]!r} is not of the form NAME=VALUE",
+                hint=f"for example {option} {example}",
             )
         yield name.strip(), value.strip()
 
@@ -285,14 +287,14 @@ def read_workload(
 ) -> duoka.Workload:
     """Read the workload; a context that isn't given is the default, at most the model's limit."""
     if options.serve:
-        hint = "--sequences N says how many requests are answered at once"
+        hint = "use --sequences N for the number of concurrent requests"
         demands = options.given_options("batch", "images", "offload")
         refuse_beside(demands + ["--train"] * bool(training), "--serve", hint)
     else:
-        options.refuse("sequences", beside="a plan for one batch", hint="say --serve as well")
+        options.refuse("sequences", beside="a plan for one batch", hint="add --serve")
     if not options.images:
         beside = "a prompt without images"
-        options.refuse("image_size", "vision_batch", beside=beside, hint="say --images N")
+        options.refuse("image_size", "vision_batch", beside=beside, hint="add --images N")
     context, new = _tokens(options, training, limit)
     width, height = parse_pixels(options.image_size or IMAGE_SIZE)
     return duoka.Workload(
@@ -315,8 +317,8 @@ def _cache(options: PlanOptions) -> Cache:
         return choose("cache", options.cache or "dynamic", BATCH_CACHES)
     if options.cache not in (None, "int8"):
         raise UsageError(
-            f"--cache {options.cache} can't be given with --serve, whose cache is in pages",
-            hint="--cache int8 makes pages of 8 bit; without it they are in the model's own type",
+            f"--cache {options.cache} can't be combined with --serve, whose KV cache is paged",
+            hint="use --cache int8 for 8-bit pages, or omit it for the model's own type",
         )
     return "paged-int8" if options.cache else "paged"
 
@@ -334,8 +336,8 @@ def _tokens(options: PlanOptions, training: Training | None, limit: int | None) 
         context = parse_tokens(options.context)
     new = options.most_new_tokens
     if training is not None:
-        hint = "--context is the length of a sequence"
-        options.refuse("new_tokens", beside="training, which has no answers", hint=hint)
+        hint = "use --context for the sequence length"
+        options.refuse("new_tokens", beside="training, which generates nothing", hint=hint)
         new = 0
     elif new is None:
         new = max(min(_NEW_TOKENS, context // _NEW_SHARE), 1)
@@ -343,8 +345,8 @@ def _tokens(options: PlanOptions, training: Training | None, limit: int | None) 
         context = max(context, new + 1)  # which is looked for
     if new >= context:
         raise UsageError(
-            f"{new} new tokens leave no room for a prompt in a context of {context}",
-            hint="--context counts the prompt and the answer together",
+            f"{new} new tokens leave no tokens for a prompt in a context of {context}",
+            hint="--context includes prompt and generated tokens",
         )
     return context, new
 
@@ -368,10 +370,10 @@ def usable_system(reader: PromptReader, system: str | None) -> str | None:
     from duoka.models.text.prompts import has_template, why_untold
 
     if not has_template(reader.chat):
-        note("note: the model comes with no chat template: it continues the text that you write")
+        note("note: the model has no chat template: it continues the text that you write")
     reason = why_untold(reader.chat, system) if system else ""
     if reason:
-        note(f"note: the model can't be told --system: {reason}")
+        note(f"note: the model doesn't support --system: {reason}")
     return None if reason else system
 
 

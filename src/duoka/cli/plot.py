@@ -15,12 +15,12 @@ from .terminal import stdout
 
 @with_groups
 def plot(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The directory of a run.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run.")],
     output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to draw it; by default in RUN.")
+        Path | None, typer.Option(metavar="FILE", help="Output file; by default in RUN.")
     ] = None,
 ) -> None:
-    """Draw a run of `duoka tune`: loss, speed, each GPU's memory beside its forecast.
+    """Plot a run of `duoka tune`: loss, speed, and memory of each GPU beside the forecast.
 
     [bold]duoka plot[/] run
     """
@@ -29,4 +29,4 @@ def plot(
     from duoka.tuner.run import RunDirectory
 
     file = plot_run(RunDirectory(run), output)
-    stdout().print(f"drawn: {file}", markup=False, soft_wrap=True)
+    stdout().print(f"saved to {file}", markup=False, soft_wrap=True)

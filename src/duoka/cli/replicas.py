@@ -21,7 +21,8 @@ def read_number(text: str) -> int | Literal["auto"]:
         return "auto"
     if not (text.isascii() and text.isdecimal() and len(text) < 5 and int(text)):
         raise UsageError(
-            f"{text[:40]!r} is no number of copies", hint='write a number, or "auto" for the most'
+            f"{text[:40]!r} is not a number of replicas",
+            hint='write a number, or "auto" for as many as fit',
         )
     return int(text)
 
@@ -44,10 +45,10 @@ def show_copies(copies: Replicas) -> None:
         equal_copies.setdefault(_nameless(plan), []).append(index)
     for first, *like_it in equal_copies.values():
         plan = copies.plans[first]
-        title = f"copy {first + 1} of {len(copies.plans)}"
+        title = f"replica {first + 1} of {len(copies.plans)}"
         if like_it:
-            title += ", and others like it: " + "; ".join(
-                f"copy {index + 1} on {', '.join(copies.plans[index].fleet.names)}"
+            title += ", identical ones: " + "; ".join(
+                f"replica {index + 1} on {', '.join(copies.plans[index].fleet.names)}"
                 for index in like_it
             )
         stdout().print("", title, markup=False, sep="\n")
@@ -74,9 +75,9 @@ def _summary(copies: Replicas) -> Iterator[str]:
     what = {
         "headroom": f"at least {format_bytes(round(copies.value))} of headroom on each GPU",
         "latency": f"a request takes {copies.value:.3g} s on the slowest",
-        "throughput": f"{copies.value:.3g} requests a second together",
-        "pages": f"{round(copies.value):,} pages of KV cache together",
+        "throughput": f"{copies.value:.3g} requests per second in total",
+        "pages": f"{round(copies.value):,} pages of KV cache in total",
     }[copies.objective]
     yield f"{format_copies(number)}: {what}"
     if copies.idle:
-        yield f"idle: {', '.join(copies.idle)}"
+        yield f"unused: {', '.join(copies.idle)}"

@@ -45,42 +45,40 @@ class ServeOptions(OptionGroup):
     """Where the server listens, and whom it answers."""
 
     host: str | None = option(
-        "ADDRESS", "Where to listen. By default 127.0.0.1, which this machine alone reaches."
+        "ADDRESS", "Address to listen on. By default 127.0.0.1, reachable from this machine only."
     )
     port: int | None = option(
-        "PORT", "Where to listen; 0 for any that is free. By default 8000.", min=0, max=65535
+        "PORT", "Port to listen on; 0 for any free port. By default 8000.", min=0, max=65535
     )
     name: str | None = option(
-        "NAME", "What clients call the model. By default the name of its directory."
+        "NAME", "Model name in the API. By default the name of its directory."
     )
     api_key_file: Path | None = option(
-        "FILE", f"A file with the key that clients have to know; or set {_KEY_VARIABLE}."
+        "FILE", f"A file with the API key that clients must send; or set {_KEY_VARIABLE}."
     )
-    insecure: bool = flag("Let everybody who reaches the address ask, without a key.")
+    insecure: bool = flag("Accept requests without an API key on a public address.")
     max_queue: int | None = option(
-        "N", "Requests that may wait; more are refused with 429. By default 256.", min=0
+        "N", "Maximum number of queued requests; more are refused with 429. By default 256.", min=0
     )
-    allow_image_urls: bool = flag(
-        "Fetch images that requests name by their address on the internet."
-    )
-    adapter: Path | None = option("DIR", "A LoRA adapter, which is added to the weights.")
+    allow_image_urls: bool = flag("Download images that requests reference by URL.")
+    adapter: Path | None = option("DIR", "A LoRA adapter to merge into the weights.")
     cluster: str | None = option(
         "CLUSTER",
-        "ray: on the nodes of a Ray cluster; --replicas may then be two bounds, as 2-6.",
+        "ray: run on the nodes of a Ray cluster; --replicas may then be a range such as 2-6.",
         names=("--on",),
         values=_CLUSTERS,
     )
     engine: str | None = option(
-        "NAME", "What answers: duoka (the default) or vllm.", panel=_VLLM, values=_ENGINES
+        "NAME", "Inference engine: duoka (the default) or vllm.", panel=_VLLM, values=_ENGINES
     )
     engine_python: Path | None = option(
-        "FILE", "The Python that vLLM is installed for.", panel=_VLLM
+        "FILE", "Python executable of the environment with vLLM.", panel=_VLLM
     )
     engine_arg: list[str] | None = option(
-        "ARGUMENT", "One more argument for vLLM. Repeatable.", panel=_VLLM
+        "ARGUMENT", "Additional argument for vLLM. Repeatable.", panel=_VLLM
     )
     nodes: str | None = option(
-        "ADDRESS=GPUS,…", "The machines that share the plan, this one first.", panel=_VLLM
+        "ADDRESS=GPUS,…", "The machines of the plan, this one first.", panel=_VLLM
     )
 
     def address(self) -> Address:
@@ -91,8 +89,8 @@ class ServeOptions(OptionGroup):
         address = Address(host=self.host or "127.0.0.1", port=port, key=self._key())
         if not address.is_local and address.key is None and not self.insecure:
             raise UsageError(
-                f"{address.host} is reached by other machines, and no key is given",
-                hint="--api-key-file FILE; or --insecure, if everybody there may ask",
+                f"{address.host} is reachable from other machines, and no API key is given",
+                hint="use --api-key-file FILE, or --insecure to accept every client",
             )
         return address
 
@@ -105,7 +103,7 @@ class ServeOptions(OptionGroup):
             except (OSError, UnicodeDecodeError) as error:
                 raise UsageError(
                     f"the key file {self.api_key_file} can't be read: {why(error)}",
-                    hint="name a text file whose content is the key",
+                    hint="give a text file that contains only the key",
                 ) from error
         if key is not None and (len(key) < _LEAST_KEY_CHARACTERS or not key.isascii()):
             raise UsageError(
@@ -118,7 +116,7 @@ class ServeOptions(OptionGroup):
 
 @with_groups
 def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> None:
-    """Serve a model to OpenAI's clients: planned, proved and loaded before it listens.
+    """Serve a model with OpenAI's and Anthropic's APIs; it is planned and proved first.
 
     [bold]duoka serve[/] ./glm-4-9b-chat --gpus 2x24GiB
 
@@ -130,7 +128,7 @@ def serve(server: ServeOptions, options: _PlanToServe, model: ModelOptions) -> N
         _serve_with_vllm(server, options, model)
         return
     vllm_options = "engine_python", "engine_arg", "nodes"
-    server.refuse(*vllm_options, beside="duoka's own engine", hint="say --engine vllm as well")
+    server.refuse(*vllm_options, beside="duoka's own engine", hint="add --engine vllm")
     _refuse_missing("serve", "fastapi", "uvicorn", "prometheus_client")
     address = server.address()
     if server.cluster is not None:
@@ -181,7 +179,7 @@ def _serve_on_ray(
     from duoka.serve.on_ray.replica import ReplicaSettings
     from duoka.serve.on_ray.server import serve_on_ray
 
-    options.refuse("plan_file", beside="--on ray", hint="each kind of nodes has a plan")
+    options.refuse("plan_file", beside="--on ray", hint="each kind of node has a plan")
     bounds = read_bounds(options.replicas)
     if model.model is not None and Path(model.model).is_dir():  # the nodes work elsewhere
         model = replace(model, model=str(Path(model.model).absolute()))
@@ -208,7 +206,7 @@ def _serve_on_ray(
         fetches_images=server.allow_image_urls,
     )
     for text in left_out:
-        note(f"left out: {text}")
+        note(f"not used: {text}")
     number = str(low) if low == high else f"{low} to {high}"
     gpus = format_count(cluster.gpus_per_replica, "GPU")
     note(f"replicas: {number}, each on {gpus} of {', '.join(cluster.names)}")
@@ -221,7 +219,7 @@ def _refuse_missing(extra: str, *modules: str) -> None:
     for module in modules:
         if not find_spec(module):
             raise UsageError(
-                f"{module} isn't installed, which the server needs",
+                f"{module} isn't installed, and the server needs it",
                 hint=f'pip install "duoka[{extra}]"',
             )
 
@@ -230,13 +228,13 @@ def _serve_with_vllm(server: ServeOptions, options: PlanOptions, model: ModelOpt
     """Start vLLM by the plan, and check its memory."""
     from duoka.serve.vllm import VllmOptions, parse_nodes, serve_with_vllm
 
-    beside, hint = "--engine vllm", "leave either out"
+    beside, hint = "--engine vllm", "omit one of them"
     names = "adapter", "max_queue", "allow_image_urls", "cluster"
     server.refuse(*names, beside=beside, hint=hint)
     options.refuse("replicas", beside=beside, hint=hint)
     if server.engine_python is None:
         raise UsageError(
-            "--engine vllm needs --engine-python: vLLM is installed apart from duoka",
+            "--engine vllm needs --engine-python: vLLM has its own environment",
             hint="--engine-python /opt/vllm/bin/python",
         )
     address = server.address()
@@ -275,7 +273,7 @@ def _plans(options: PlanOptions, model: ModelOptions) -> list[duoka.Plan]:
     )
     if why_not:
         number = plan.workload.batch
-        note(f"{why_not}: {format_count(number, 'request')} at once, each with a cache of its own")
+        note(f"{why_not}: {format_count(number, 'request')} concurrent, each with its own KV cache")
     return [plan.on_this_machine()]
 
 
@@ -297,6 +295,6 @@ def _show_address(url: str, model: str, *, has_key: bool) -> None:
     request = {"model": model, "messages": [{"role": "user", "content": "你好"}]}
     key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
     data = json.dumps(request, ensure_ascii=False)
-    stdout().print(f"{url}  (a page to chat with; /v1 for OpenAI's clients)", markup=False)
+    stdout().print(f"{url}  (chat page; /v1 for OpenAI clients)", markup=False)
     text = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{data}'"
     stdout().print(text, markup=False, soft_wrap=True)

@@ -34,7 +34,7 @@ def format_suggestions(
     ways = [way for way in ways_out if {*_names(way.options), *way.without} <= {*known}]
     if not ways:
         return None
-    lines = ["what would fit instead, the cheapest for quality first:"]
+    lines = ["suggestions that fit, smallest quality loss first:"]
     for number, way in enumerate(ways, 1):
         lines += _wrapped(f"{number:3}. {way.text}", columns)
         lines += _wrapped(_INDENT + _numbers(way), columns)
@@ -69,9 +69,9 @@ def _names(options: Sequence[str]) -> list[str]:
 
 
 def _numbers(way: WayOut) -> str:
-    place = "on it" if way.num_gpus == 1 else "on the fullest"
+    place = "on it" if way.num_gpus == 1 else "on the fullest GPU"
     text = f"{format_count(way.num_gpus, 'GPU')}, {format_bytes(way.free_bytes)} free {place}"
-    return f"{text}; it costs {way.loses}" if way.loses else text
+    return f"{text}; cost: {way.loses}" if way.loses else text
 
 
 def _wrapped(text: str, columns: int) -> list[str]:

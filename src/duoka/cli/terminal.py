@@ -35,7 +35,7 @@ from duoka.base.progress import heard_by
 from duoka.base.text import printable
 from duoka.errors import UsageError
 
-_HINT = "name a file in a directory that is there and that you may write to"
+_HINT = "give a file in an existing, writable directory"
 
 
 def answer(text: str) -> None:
@@ -178,7 +178,7 @@ def write_file(file: Path, text: str) -> None:
 
 def _obstacle(file: Path) -> str:
     if not file.name or str(file) == "-":
-        return "that is no name of a file"
+        return "that is not a file name"
     if file.is_dir():
         return os.strerror(errno.EISDIR)
     if not file.parent.is_dir():

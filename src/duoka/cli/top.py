@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @with_groups
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Show one moment, and end.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="With --once, as JSON.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --once, print JSON.")] = False,
     csv: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append a row for each GPU.")
+        Path | None, typer.Option(metavar="FILE", help="Append one row per GPU to a CSV file.")
     ] = None,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How long from one look to the next.")
+        float, typer.Option(metavar="SECONDS", help="Seconds between refreshes.")
     ] = 1.0,
 ) -> None:
-    """Watch every GPU: whose its memory is beside the plan's forecast, and what it does.
+    """Watch every GPU: memory by process and kind beside the forecast, and activity.
 
     [bold]duoka top[/]
 
@@ -42,9 +42,11 @@ def top(
     [bold]duoka top[/] --csv run.csv --interval 5
     """
     if json and not once:
-        raise UsageError("--json shows one moment", hint="say --once as well")
+        raise UsageError("--json prints one snapshot", hint="add --once")
     if not 0.1 <= interval <= 86400:
-        raise UsageError(f"--interval {interval:g} can't be", hint="write 0.1 to 86400 seconds")
+        raise UsageError(
+            f"--interval {interval:g} is out of range", hint="use 0.1 to 86400 seconds"
+        )
     check_file(csv, "the recording")
     from duoka.tools.top.record import csv_file
     from duoka.tools.top.show import View
@@ -59,7 +61,7 @@ def top(
         ends = once or not (console.is_terminal or takers)
         if console.is_terminal and not ends:
             screen = opened.enter_context(Live(console=console, auto_refresh=False, screen=True))
-            takers.append(lambda now: screen.update(View(now, " · Ctrl-C ends"), refresh=True))
+            takers.append(lambda now: screen.update(View(now, " · Ctrl-C quits"), refresh=True))
         snapshot = _watch(monitor, takers, None if ends else interval)
     if json:
         print_json(to_dict(snapshot))

@@ -13,7 +13,7 @@ from duoka.forecast.workload import METHODS, OPTIMIZERS, ROWS, SCHEDULES, Traini
 
 from .groups import OptionGroup, all_but, flag, is_given, option
 
-_PANEL = "Training instead of answering"
+_PANEL = "Training"
 _train = partial(option, panel=_PANEL)
 _train_flag = partial(flag, panel=_PANEL)
 
@@ -36,7 +36,9 @@ def complete_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in arguments:
         name, sign, value = word.partition("=")
         if current := _RENAMED.get(command, {}).get(name):
-            notes.append(f"{name} is {current} now, and goes with the next release")
+            notes.append(
+                f"{name} is {current} now; the old name will be removed in the next release"
+            )
         words.append(f"{current or name}{sign}{value}")
     if command in ("plan", "check"):
         _split_qlora(words)
@@ -72,45 +74,45 @@ class TrainingOptions(OptionGroup):
     )
     optimizer: str | None = _train(
         "NAME",
-        "adamw (the default), adamw8bit (states in 8 bit, bitsandbytes'), adafactor (a row and a "
-        "column instead of states) or sgd.",
+        "adamw (the default), adamw8bit (8-bit states, bitsandbytes), adafactor (factored second "
+        "moments) or sgd.",
         values=OPTIMIZERS,
     )
-    lora_rank: int | None = _train("N", "Rank of the adapters. By default 8.", min=1)
+    lora_rank: int | None = _train("N", "LoRA rank. By default 8.", min=1)
     lora_alpha: int | None = _train(
-        "N", "What adapters add is multiplied by N / rank. By default twice the rank.", min=1
+        "N",
+        "LoRA alpha: the adapter output is scaled by alpha / rank. By default twice the rank.",
+        min=1,
     )
-    lora_dropout: float | None = _train(
-        "P", "How much of what comes to an adapter is dropped. By default 0."
-    )
+    lora_dropout: float | None = _train("P", "LoRA dropout. By default 0.")
     lora_target: list[str] | None = _train(
         "NAME",
-        "Modules that get adapters, by the end of their names (q_proj; of a ChatGLM checkpoint "
-        "query_key_value too). Repeatable; by default "
-        "every linear layer but the head.",
+        "Modules that get adapters, by name suffix (q_proj; for ChatGLM checkpoints also "
+        "query_key_value). Repeatable; by default every linear layer except the head.",
     )
     gradient_checkpointing: bool = _train_flag(
-        "Compute activations again in the backward pass instead of keeping them.",
+        "Gradient checkpointing: recompute activations in the backward pass instead of storing "
+        "them.",
         names=("--checkpointing",),
     )
     master_weights: bool = _train_flag(
-        "Keep what is trained, gradients and optimizer states in float32, and compute under "
-        "autocast in the plan's type."
+        "Keep trained weights, gradients and optimizer states in float32, and compute under "
+        "autocast in the plan's dtype."
     )
     micro_batches: int | None = _train(
-        "N", "Micro-batches whose gradients are added up for a step. By default 1.", min=1
+        "N", "Micro-batches per step (gradient accumulation). By default 1.", min=1
     )
     schedule: str | None = _train(
         "NAME",
-        "sequential (the default: one micro-batch after another), gpipe (all forward, then all "
-        "backward) or 1f1b (as many in flight as there are stages to the end).",
+        "Pipeline schedule: sequential (the default, one micro-batch after another), gpipe (all "
+        "forward, then all backward) or 1f1b (one forward, one backward).",
         values=SCHEDULES,
     )
 
     rows: str | None = _train(
         "KIND",
-        "What the model is told of rows: padded (the default: a mask over padding of several), "
-        "unpadded (nothing, as duoka tune pads) or packed (several samples in each).",
+        "Attention mask of the batch: padded (the default, a padding mask), unpadded (none, as "
+        "duoka tune pads) or packed (several samples per row).",
         values=ROWS,
     )
 
@@ -120,15 +122,15 @@ class TrainingOptions(OptionGroup):
         options = self.given_options(*names)
         if self.train is None and options:
             raise UsageError(
-                f"{', '.join(options)} {'are' if len(options) > 1 else 'is'} for training, and the "
-                "plan is to answer",
-                hint="say how to train: --train lora or --train full",
+                f"{', '.join(options)} {'are' if len(options) > 1 else 'is'} for training, and "
+                "the plan is for generation",
+                hint="add --train lora or --train full",
             )
         if self.train is None:
             return None
         if self.train == "full":
             adapters = "lora_rank", "lora_alpha", "lora_dropout", "lora_target"
-            hint = "leave it out, or say --train lora"
+            hint = "omit it, or use --train lora"
             self.refuse(*adapters, beside="--train full, which has no adapters", hint=hint)
         values = {name: value for name in names if is_given(value := getattr(self, name))}
         targets = tuple(values.pop("lora_target", ()))

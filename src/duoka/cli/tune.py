@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from duoka.tuner.settings import TuneSettings
     from duoka.tuner.tune import TuneResult
 
-_data = partial(option, panel="What is learnt")
-_data_flag = partial(flag, panel="What is learnt")
-_how = partial(option, panel="How it is learnt")
-_how_flag = partial(flag, panel="How it is learnt")
+_data = partial(option, panel="Data")
+_data_flag = partial(flag, panel="Data")
+_how = partial(option, panel="Training")
+_how_flag = partial(flag, panel="Training")
 _where = partial(option, panel="Where")
 _run = partial(option, panel="The run")
 _run_flag = partial(flag, panel="The run")
@@ -54,7 +54,7 @@ def _read_config(context: typer.Context, file: Path | None) -> Path | None:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{file} can't be read: {why(error)}", hint="it is TOML, in UTF-8"
+            f"{file} can't be read: {why(error)}", hint="write it as TOML in UTF-8"
         ) from error
     known = {name.removeprefix("--"): it for it in context.command.params for name in it.opts}
     context.default_map = {}
@@ -79,95 +79,99 @@ class TuneOptions(OptionGroup):
     )
     train_on: str | None = _data(
         "WHICH",
-        "all (the default) of the assistant's answers, or the last one of each chat.",
+        "Assistant turns to train on: all (the default) or the last one of each chat.",
         values=("all", "last"),
     )
     seq_length: str | None = _data(
         "TOKENS",
-        "The most tokens of a sequence. By default the longest sample's, at most 2K.",
+        "Maximum sequence length in tokens. By default that of the longest sample, at most 2K.",
         names=("--context",),
     )
-    packing: bool = _data_flag("Put several samples into a sequence; none attends to another.")
-    skip_bad: bool = _data_flag("Leave rows out that can't be used, instead of stopping.")
-    eval_data: list[str] | None = _data(
-        "DATA", "What the loss is measured on. Repeatable.", names=("--eval",)
+    packing: bool = _data_flag(
+        "Pack several samples into a sequence; no sample attends to another."
     )
+    skip_bad: bool = _data_flag("Skip invalid rows instead of stopping.")
+    eval_data: list[str] | None = _data("DATA", "Evaluation data. Repeatable.", names=("--eval",))
     method: str | None = _how(
         "METHOD",
-        "lora (the default: adapters on frozen weights), qlora (on weights in 4 bit) or full "
-        "(every parameter).",
+        "lora (the default, adapters on frozen weights), qlora (adapters on 4-bit weights) or "
+        "full (every parameter).",
         values=("lora", "qlora", "full"),
         names=("--train",),
     )
-    batch: int | None = _how("N", "Sequences that a step is made of. By default 8.", min=1)
-    micro_batch: int | None = _how("N", "Sequences that run at once. By default 1.", min=1)
-    epochs: int | None = _how("N", "How often each sample comes. By default 1.", min=1)
-    steps: int | None = _how("N", "Steps of the optimizer, instead of --epochs.", min=1)
-    lr: float | None = _how("RATE", "The highest learning rate: 1e-4, with --train full 1e-5.")
+    batch: int | None = _how("N", "Sequences per optimizer step. By default 8.", min=1)
+    micro_batch: int | None = _how("N", "Sequences per micro-batch. By default 1.", min=1)
+    epochs: int | None = _how("N", "Number of epochs. By default 1.", min=1)
+    steps: int | None = _how("N", "Number of optimizer steps, instead of --epochs.", min=1)
+    lr: float | None = _how("RATE", "Peak learning rate. By default 1e-4, with --train full 1e-5.")
     lr_schedule: str | None = _how(
-        "NAME", "cosine (the default), linear or constant.", values=("cosine", "linear", "constant")
+        "NAME",
+        "Learning rate schedule: cosine (the default), linear or constant.",
+        values=("cosine", "linear", "constant"),
     )
-    warmup: int | None = _how("STEPS", "Steps that lead up to it. By default 3 % of all.", min=0)
+    warmup: int | None = _how("STEPS", "Warmup steps. By default 3 % of all steps.", min=0)
     optimizer: str | None = _how(
-        "NAME", "adamw (the default), adamw8bit, adafactor or sgd.", values=OPTIMIZERS
+        "NAME", "Optimizer: adamw (the default), adamw8bit, adafactor or sgd.", values=OPTIMIZERS
     )
-    weight_decay: float | None = _how("RATE", "Of matrices. By default 0.")
+    weight_decay: float | None = _how("RATE", "Weight decay of matrices. By default 0.")
     max_grad_norm: float | None = _how(
-        "NORM", "What the gradients' norm is clipped to; 0 for not at all. By default 1."
+        "NORM", "Maximum gradient norm; 0 disables clipping. By default 1."
     )
-    lora_rank: int | None = _how("N", "Rank of the adapters. By default 8.", min=1)
-    lora_alpha: int | None = _how("N", "Their scale, over the rank. By default twice it.", min=1)
-    lora_dropout: float | None = _how("SHARE", "Dropout before the adapters. By default 0.")
+    lora_rank: int | None = _how("N", "LoRA rank. By default 8.", min=1)
+    lora_alpha: int | None = _how("N", "LoRA alpha. By default twice the rank.", min=1)
+    lora_dropout: float | None = _how("SHARE", "LoRA dropout. By default 0.")
     lora_target: list[str] | None = _how(
-        "NAME", "Modules that get adapters, by the end of their names. Repeatable."
+        "NAME", "Modules that get adapters, by name suffix. Repeatable."
     )
     adapter: Path | None = _how(
-        "DIR", "A LoRA adapter to train on, of duoka tune or of peft, instead of a new one."
+        "DIR",
+        "A LoRA adapter (from duoka tune or peft) to continue training, instead of a new one.",
     )
     dtype: str | None = _how(
         "DTYPE", "float32, float16, bfloat16 or auto: the checkpoint's own.", values=DTYPES
     )
     quantize: str | None = _how(
-        "KIND", "What frozen weights become: int8, int4 or nf4.", values=QUANTIZED
+        "KIND", "Quantization of frozen weights: int8, int4 or nf4.", values=QUANTIZED
     )
     checkpointing: bool = _how_flag(
-        "Compute activations again in the backward pass: less memory, slower."
+        "Gradient checkpointing: recompute activations in the backward pass; less memory, slower."
     )
     seed: int | None = _how(
-        "N", "Of the samples' order, adapters and dropout. By default 0.", min=0
+        "N", "Random seed for sample order, adapters and dropout. By default 0.", min=0
     )
-    gpus: str | None = _where("GPUS", "The GPUs, as of `duoka plan`. By default all; all are used.")
-    replicas: str | None = _where(
-        "N", 'Copies of the model that share each step. By default "auto": as many as fit.'
-    )
+    gpus: str | None = _where("GPUS", "GPUs, as for `duoka plan`. By default all; all are used.")
+    replicas: str | None = _where("N", 'Data-parallel replicas. By default "auto": as many as fit.')
     schedule: str | None = _where(
-        "NAME", "How stages take turns: 1f1b (the default), gpipe, or sequential.", values=SCHEDULES
+        "NAME", "Pipeline schedule: 1f1b (the default), gpipe or sequential.", values=SCHEDULES
     )
-    plan: Path | None = _where("FILE", "Take a saved plan for training, instead of making one.")
-    save: Path | None = _run("DIR", "Where the run is kept: checkpoints, metrics and result.")
-    resume: bool = _run_flag(
-        "Go on with the run in --save; on other GPUs, if --gpus or --replicas say so."
+    plan: Path | None = _where("FILE", "Use a saved training plan instead of making one.")
+    save: Path | None = _run("DIR", "Directory of the run: checkpoints, metrics and result.")
+    resume: bool = _run_flag("Resume the run in --save; --gpus and --replicas may change the GPUs.")
+    save_every: int | None = _run(
+        "STEPS", "Steps between checkpoints; the last step always saves one.", min=1
     )
-    save_every: int | None = _run("STEPS", "Save now and then; always at the end.", min=1)
-    eval_every: int | None = _run("STEPS", "Measure --eval now and then; always at the end.", min=1)
-    merge: bool = _run_flag("Write a whole checkpoint, instead of an adapter.")
+    eval_every: int | None = _run(
+        "STEPS", "Steps between evaluations of --eval; the last step is always evaluated.", min=1
+    )
+    merge: bool = _run_flag("Merge the adapter and write a whole checkpoint.")
     names: str | None = _run(
         "WHOSE",
-        "Names in the result: original (the default: the checkpoint's) or native.",
+        "Parameter names in the result: original (the default, those of the checkpoint) or "
+        "native (transformers).",
         values=("original", "native"),
     )
     config: Path | None = _run(
         "FILE",
-        "A TOML file with any of these options: batch = 16.",
+        "A TOML file with any of these options, such as batch = 16.",
         callback=_read_config,
         is_eager=True,
     )
-    dry_run: bool = _run_flag("Plan, check the data, show both, and stop.")
+    dry_run: bool = _run_flag("Plan, check the data, print both, and stop.")
 
 
 @with_groups
 def tune(model: ModelOptions, options: TuneOptions) -> None:
-    """Fine-tune a model on your data, on every GPU. The plan is proved first.
+    """Fine-tune a model on your data with all GPUs. The plan is proved first.
 
     [bold]duoka tune[/] ./glm-4-9b-chat train.jsonl --gpus 2x24GiB --save run
 
@@ -176,7 +180,7 @@ def tune(model: ModelOptions, options: TuneOptions) -> None:
     [bold]duoka tune[/] --save run --resume
     """
     if options.save is None and not options.dry_run:
-        raise UsageError("nothing says where to keep the run", hint="--save DIR")
+        raise UsageError("no directory for the run was given", hint="--save DIR")
     say_import("torch")
     from duoka.tuner.trainer import LostError
     from duoka.workers.worker import LOST
@@ -191,7 +195,7 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
     """Plan a run, show it, and train."""
     if not model.model or not options.data:
         raise UsageError(
-            "MODEL or DATA is missing", hint="duoka tune MODEL DATA --save DIR is the least"
+            "MODEL or DATA is missing", hint="give at least: duoka tune MODEL DATA --save DIR"
         )
     _refuse_together(options)
     gpus = options.gpus or planning.ALL_GPUS
@@ -215,19 +219,21 @@ def _start(options: TuneOptions, model: ModelOptions) -> TuneResult:
 
 def _refuse_together(options: TuneOptions) -> None:
     """Refuse options of which one would be ignored."""
-    either = "leave either out"
+    either = "omit one of them"
     if options.plan is not None:
-        options.refuse("gpus", "replicas", beside="--plan, which has its GPUs", hint=either)
+        options.refuse(
+            "gpus", "replicas", beside="--plan, which already contains the GPUs", hint=either
+        )
     if options.method == "full":
         adapters = "lora_rank", "lora_alpha", "lora_dropout", "lora_target", "adapter"
         options.refuse(*adapters, beside="--train full, which has no adapters", hint=either)
     if options.adapter is not None:
         shape = "lora_rank", "lora_alpha", "lora_target"
-        options.refuse(*shape, beside="--adapter, which has its own", hint=either)
+        options.refuse(*shape, beside="--adapter, which has its own settings", hint=either)
     if options.steps is not None:
-        options.refuse("epochs", beside="--steps", hint="either says how long")
+        options.refuse("epochs", beside="--steps", hint="use one of them")
     if options.eval_every is not None and not options.eval_data:
-        raise UsageError("--eval-every has nothing to measure", hint="--eval DATA")
+        raise UsageError("--eval-every needs --eval", hint="--eval DATA")
 
 
 def _settings(options: TuneOptions) -> TuneSettings:
@@ -268,8 +274,8 @@ def _resume(options: TuneOptions) -> TuneResult:
     changes = options.given_options(*fixed_names)
     if changes:
         raise UsageError(
-            f"{', '.join(changes)} can't change while a run goes on",
-            hint="leave it out, or start a new run in another directory",
+            f"{', '.join(changes)} can't change when a run is resumed",
+            hint="omit it, or start a new run in another directory",
         )
     with heard_by(note):
         from duoka.tuner.run import RunDirectory
@@ -292,5 +298,5 @@ def _tell(result: TuneResult) -> None:
         stdout().print(f"the result is in {result.result}", markup=False, soft_wrap=True)
     if result.stopped_by is not None:
         command = f"duoka tune --save {result.directory} --resume"
-        note(f"stopped after step {result.steps}; to go on: {command}")
+        note(f"stopped after step {result.steps}; to resume: {command}")
         raise typer.Exit(128 + result.stopped_by)

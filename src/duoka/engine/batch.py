@@ -73,7 +73,7 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"the prompts {path} can't be read: {why(error)}", hint="name a file of JSON lines"
+            f"the prompts {path} can't be read: {why(error)}", hint="give a JSON Lines file"
         ) from error
     prompts: list[BatchPrompt] = []
     problems: list[str] = []
@@ -88,12 +88,13 @@ def read_prompts(path: Path, system: str | None = None) -> list[BatchPrompt]:
             except DuokaError as error:
                 problems.append(f"{path}:{line}: {error}")
     if problems:
-        shown = [f"{len(problems)} lines can't be used", *problems[:_MOST_SHOWN]]
+        shown = [f"{len(problems)} lines are invalid", *problems[:_MOST_SHOWN]]
         if len(problems) > _MOST_SHOWN:
             shown.append(f"and {len(problems) - _MOST_SHOWN} more")
         raise UsageError(
             "\n".join(shown),
-            hint='a line is {"prompt": "…"}, or {"messages": [{"role": "user", "content": "…"}]}',
+            hint='each line is {"prompt": "…"}, or {"messages": [{"role": "user", "content": '
+            '"…"}]}',
         )
     if not prompts:
         raise UsageError(f"{path} has no prompts")
@@ -107,17 +108,17 @@ def _read(text: str) -> tuple[str | int | None, list[ChatMessage], dict[str, Any
     row = row or parse_json_object(text, "the line")
     unknown = sorted(row.keys() - {*_KEYS})
     if unknown:
-        raise UsageError(f"{unknown[0]!r} is unknown; known are {', '.join(_KEYS)}")
+        raise UsageError(f"{unknown[0]!r} is unknown; supported: {', '.join(_KEYS)}")
     if ("prompt" in row) == ("messages" in row):
         raise UsageError("it needs either a prompt or messages")
     name = row.get("id")
     if name is not None and (isinstance(name, bool) or not isinstance(name, str | int)):
-        raise UsageError("its id is neither a text nor a number")
+        raise UsageError("its id is neither a string nor a number")
     params = {key: row[key] for key in _PARAMS if key in row}
     _refuse_unfit(params)
     messages = row.get("messages", [{"role": "user", "content": row.get("prompt")}])
     if not isinstance(messages, list) or not messages:
-        raise UsageError("its messages are no list of some")
+        raise UsageError("its messages are not a non-empty list")
     return name, [_message(message) for message in messages], params
 
 
@@ -127,20 +128,20 @@ def _refuse_unfit(params: Mapping[str, Any]) -> None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         is_number = is_number and abs(value) < 2**63
         if name in _NUMBERS and not is_number:
-            raise UsageError(f"its {name} is no number of 64 bits")
+            raise UsageError(f"its {name} is not a 64-bit number")
         if name in _INTEGERS and not (is_number and isinstance(value, int)):
-            raise UsageError(f"its {name} is no whole number of 64 bits")
+            raise UsageError(f"its {name} is not a 64-bit integer")
         is_list = isinstance(value, list) and all(isinstance(text, str) for text in value)
         if name == "stop" and not is_list:
-            raise UsageError("its stop is no list of texts")
+            raise UsageError("its stop is not a list of strings")
 
 
 def _message(value: Any) -> ChatMessage:
     if not isinstance(value, Mapping) or value.keys() != {"role", "content"}:
-        raise UsageError("a message has a role and a content, and nothing else")
+        raise UsageError("a message has only a role and a content")
     text = value["content"]
     if not isinstance(text, str) or not text.strip():
-        raise UsageError("a prompt is no text, or an empty one")
+        raise UsageError("a prompt is not a non-empty string")
     return ChatMessage(role=value["role"], content=text)
 
 
@@ -212,8 +213,8 @@ class AnswerFile:
                 self.answered.add(numbers[row["number"], row["prompt_digest"]])
             except (DuokaError, KeyError, TypeError, ValueError) as error:
                 raise UsageError(
-                    f"{self._path} holds something else than answers to these prompts",
-                    hint="name a new file",
+                    f"{self._path} contains something other than answers to these prompts",
+                    hint="give a new file",
                 ) from error
             end += len(line)
         self._file.truncate(end)
@@ -221,7 +222,7 @@ class AnswerFile:
     def _unwritten(self, error: OSError) -> MachineError:
         return MachineError(
             f"the answers can't be written to {self._path}: {why(error)}",
-            hint="what is there stays; the same command goes on with it",
+            hint="the existing answers are kept; the same command continues after them",
         )
 
 

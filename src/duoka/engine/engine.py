@@ -238,7 +238,7 @@ class Engine:
         if params.grammar is not None and is_chat:
             tokens.extend(self._reader.chat.content_start)
         if not tokens:
-            raise UsageError("there is nothing to answer: the prompt is empty")
+            raise UsageError("the prompt is empty")
         refuse_beyond(tokens, self._num_embeddings)
         rest = max(1, self._scheduler.most_tokens - len(tokens))
         number = params.max_new_tokens or min(self._max_new_tokens, rest)
@@ -268,7 +268,7 @@ class Engine:
             if self.failure is not None:
                 raise self.failure
             if self._is_closed:
-                raise UsageError("the engine has been closed", hint="make another one")
+                raise UsageError("the engine has been closed", hint="create a new Engine")
             self._scheduler.add(sequence)
         self._executor.wake()
         return Stream(sequence, events)

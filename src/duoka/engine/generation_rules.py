@@ -72,8 +72,8 @@ class GenerationRules:
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise UsageError(
-                f"the generation config isn't valid: {str(error)[:200]}",
-                hint="fetch generation_config.json again, or remove it",
+                f"the generation config is invalid: {str(error)[:200]}",
+                hint="download generation_config.json again, or delete it",
             ) from error
 
     def context(self, prompt: Sequence[int]) -> Sequence[int]:
@@ -124,8 +124,9 @@ def _refuse_unknown(settings: GenerationConfig) -> None:
         if value not in (None, neutral):
             raise UsageError(
                 f"the generation config has {name} {str(value)[:80]}, which the engine doesn't "
-                "apply",
-                hint="remove it from generation_config.json, or answer without the engine",
+                "support",
+                hint="remove it from generation_config.json, or generate without the engine "
+                "(duoka.load)",
             )
 
 

@@ -55,7 +55,7 @@ class Grammar:
             if number > limit:
                 raise UsageError(
                     f"the {self.kind} has {number} {what}; at most {limit} are compiled",
-                    hint="leave the rest to the prompt",
+                    hint="simplify it, and describe the rest in the prompt",
                 )
         llguidance = _llguidance()
         is_error, problems = llguidance.LLMatcher.validate_grammar_with_warnings(
@@ -74,7 +74,7 @@ class Grammar:
             text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
         except (DuokaError, TypeError, ValueError, RecursionError) as error:
             raise UsageError(
-                f"the json_schema is no JSON object: {str(error)[:300]}",
+                f"the json_schema is not a JSON object: {str(error)[:300]}",
                 hint='{"type": "object", "properties": …}',
             ) from error
         return cls("json_schema", text)
@@ -130,7 +130,7 @@ class Grammar:
         reason = next((line for line in lines if line.startswith("error:")), lines[0])
         return UsageError(
             f"the {self.kind} {self.text[:60]!r} can't be compiled: {reason[:200]}",
-            hint="what one may have: https://github.com/guidance-ai/llguidance",
+            hint="supported features: https://github.com/guidance-ai/llguidance",
         )
 
 
@@ -160,9 +160,9 @@ class Vocabulary:
             tokens = _llguidance().LLTokenizer(text, eos_token=ends)
         except (AttributeError, ValueError) as error:
             raise UsageError(
-                f"answers of a {type(tokenizer).__name__} can't be held to a grammar: what its "
-                "tokens are as bytes isn't known",
-                hint="byte-level tokenizers and sentencepiece's with bytes are known",
+                f"answers of a {type(tokenizer).__name__} can't be constrained by a grammar: the "
+                "bytes of its tokens are unknown",
+                hint="use a byte-level tokenizer, or SentencePiece with byte fallback",
             ) from error
         texts = [
             token
@@ -204,11 +204,11 @@ class GrammarMatcher:
         usable = self._vocabulary.text_bits | (self._vocabulary.stop_bits if is_end else 0)
         allowed = int.from_bytes(mask, "little") & usable
         if self._matcher.is_error() or not (allowed or self.is_complete):
-            problem = self._matcher.get_error() or "it leaves no token that is text"
+            problem = self._matcher.get_error() or "no text token satisfies it"
             raise UsageError(
-                f"the answer can't go on by its {self._grammar.kind}: "
+                f"the answer can't continue under its {self._grammar.kind}: "
                 f"{problem.splitlines()[0][:200]}",
-                hint="a simpler one takes less to match",
+                hint="use a simpler one",
             )
         return allowed.to_bytes(len(mask), "little")
 
@@ -266,7 +266,7 @@ def _llguidance() -> Any:
         import llguidance
     except ImportError as error:
         raise UsageError(
-            "answers by a grammar need llguidance, which isn't installed",
+            "structured output needs llguidance, which isn't installed",
             hint='pip install "duoka[grammar]"',
         ) from error
     return llguidance

@@ -37,7 +37,7 @@ def open_executor(
     """
     if plan.workload.training is not None:
         raise UsageError(
-            "the plan is for training, and the engine generates", hint="plan without training"
+            "the plan is for training, and the engine only generates", hint="plan without training"
         )
     warm_up = warm_up if plan.workload.is_paged else "first"
     capacity = capacity_of(plan)
@@ -91,20 +91,20 @@ def _routes(plan: Plan, opened: OpenedModel) -> Routes:
     """Return the tensors sent between a plan's stages; UsageError if stages cannot be processes."""
     if len(plan.devices) == 1:
         raise UsageError(
-            "a process for each GPU is wanted, and the plan has one GPU",
-            hint="plan for several, with --use-all if one is enough, or leave processes out",
+            "one process per GPU is requested, and the plan uses one GPU",
+            hint="plan for several GPUs (--use-all), or omit processes",
         )
     model = opened.model
     reasons = {
         "images": plan.workload.images,
-        "a cache of the kind 'int8'": plan.workload.cache == "int8",
+        "an int8 cache without pages": plan.workload.cache == "int8",
         "offloaded weights": plan.offloaded,
-        "a checkpoint that was published quantized": method_of(opened.checkpoint.config),
-        "more than keys and values in its cache, or attention of its own": not reads_pages(model),
+        "a quantized checkpoint": method_of(opened.checkpoint.config),
+        "state other than keys and values, or its own attention": not reads_pages(model),
     }
     reason = next((name for name, holds in reasons.items() if holds), None)
     if reason is not None:
-        raise UsageError(f"a model with {reason} runs in one process", hint="leave processes out")
+        raise UsageError(f"a model with {reason} needs a single process", hint="omit processes")
     if any(name.startswith("vgpu") for name in plan.devices):  # torch has to know their names
         devices.materialise(plan.fleet)
     return find_step_routes(model, plan.placement)

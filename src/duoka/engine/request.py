@@ -66,19 +66,23 @@ class SamplingParams(Sampling):
             (
                 "repetition_penalty",
                 0 < self.repetition_penalty < math.inf,
-                "it must be above 0, and 1 is none",
+                "it must be above 0 (1: no penalty)",
             ),
             ("presence_penalty", abs(self.presence_penalty) <= 2, "it must be from -2 to 2"),
             ("frequency_penalty", abs(self.frequency_penalty) <= 2, "it must be from -2 to 2"),
             ("logit_bias", biases, f"each must be from -{_LARGEST_BIAS} to {_LARGEST_BIAS}"),
-            ("stop", all(self.stop), "a text to stop at can't be empty"),
+            ("stop", all(self.stop), "a stop string can't be empty"),
             ("min_new_tokens", self.min_new_tokens >= 0, "it must be 0 or more"),
             ("grammar", isinstance(self.grammar, Grammar | None), "it must be a Grammar"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "0 to 20 can be told"),
+            (
+                "logprobs",
+                self.logprobs is None or 0 <= self.logprobs <= 20,
+                "it must be from 0 to 20",
+            ),
         ):
             if not fits:
                 raise UsageError(
-                    f"{name} is {getattr(self, name)}; {limits}", hint="leave it out for none"
+                    f"{name} is {getattr(self, name)}; {limits}", hint="omit it for none"
                 )
 
     @classmethod
@@ -104,7 +108,7 @@ class SamplingParams(Sampling):
         The first keeps the seed. Without a seed none has one, and the answers differ anyway.
         """
         if n < 1:
-            raise UsageError(f"n is {n}; it must be at least 1", hint="1 is one answer")
+            raise UsageError(f"n is {n}; it must be at least 1", hint="use 1 for one answer")
         if self.seed is None:
             return [self] * n
         seeds = [random.Random(f"{self.seed}/{number}").getrandbits(63) for number in range(1, n)]

@@ -116,7 +116,7 @@ class StagedExecutor:
                 raise
             raise MachineError(
                 f"the processes of {', '.join(plan.devices)} can't be started: {why(error)}",
-                hint="see how many processes and open files are allowed: `ulimit -u -n`",
+                hint="check the limits of processes and open files: `ulimit -u -n`",
             ) from error
 
     def start(self) -> None:
@@ -197,14 +197,14 @@ class StagedExecutor:
             self._beats = beats
         elif seconds >= (supervision.SILENT_SECONDS if all(beats) else _IMPORT_SECONDS):
             raise WorkerError(
-                f"the process of {self._plan.devices[silent[0]]} shows no sign of life for "
+                f"the process of {self._plan.devices[silent[0]]} hasn't responded for "
                 f"{seconds:.0f} seconds",
-                hint="has somebody stopped it (SIGSTOP), or does the machine swap?",
+                hint="check whether it was stopped (SIGSTOP), or the machine is swapping",
             )
         if self._num_open and now - self._heard_at > self._step_limit:
             raise WorkerError(
-                f"nothing has come of a step for {self._step_limit:.0f} seconds",
-                hint="see what else uses the GPUs, and whether they are well: `nvidia-smi`",
+                f"a step hasn't finished within {self._step_limit:.0f} seconds",
+                hint="check the state of the GPUs and other programs on them: `nvidia-smi`",
             )
 
     def wake(self) -> None:
@@ -263,8 +263,8 @@ class StagedExecutor:
         if isinstance(result, Exception):
             raise MachineError(
                 f"a step of {size.tokens} tokens fails: {str(result)[:300]}",
-                hint="something else uses the memory that the plan counted on; or plan for "
-                "fewer requests (--sequences), or for smaller steps (--prefill-chunk)",
+                hint="free the memory that other programs use, or plan for fewer concurrent "
+                "requests (--sequences) or smaller steps (--prefill-chunk)",
             ) from result
 
     def _reserved_bytes(self) -> int:
@@ -297,8 +297,8 @@ class StagedExecutor:
             culprit, ending = self._workers.find_loss(rank)
             raise WorkerError(
                 f"the process of {self._plan.devices[culprit]} has ended: {ending}",
-                hint="what it wrote to the standard error stream may say why; the kernel ends "
-                "processes where the host's memory runs out: `dmesg`",
+                hint="see its standard error output; if CPU memory ran out, `dmesg` shows that "
+                "the kernel killed it",
             ) from error
 
 

@@ -41,9 +41,9 @@ def refuse_options() -> None:
         for option in os.environ.get(variable, "").replace(" ", "").split(","):
             if option.startswith(_OTHERWISE):
                 raise UsageError(
-                    f"{variable} has {option[:60]!r}, with which PyTorch's allocator takes "
-                    "other memory than duoka forecasts",
-                    hint=f"leave it out of {variable}: duoka keeps within the budgets by its plan",
+                    f"{variable} has {option[:60]!r}, which changes the allocator in a way that "
+                    "the forecast doesn't model",
+                    hint=f"remove it from {variable}; the plan keeps within the budgets without it",
                 )
 
 

@@ -93,7 +93,7 @@ def refuse_impossible(speeds: Any) -> None:
     for field in fields(speeds):
         value = getattr(speeds, field.name)
         if isinstance(value, float) and not 0 <= value < inf:
-            raise FormatError(f"{field.name} is {value}, which is no time")
+            raise FormatError(f"{field.name} is {value}, which is not a valid duration")
 
 
 def rate(device: Device, dtype: str) -> float | None:

@@ -274,7 +274,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not self.blocks:
-            raise ModelError("the model has no parameters to place")
+            raise ModelError("the model has no parameters")
         assert self.tensor_names is None or len(self.tensor_names) == len(self.blocks)
         assert all(len(kind.traces) == len(self.regimes) for kind in self.kinds)
 
@@ -341,8 +341,8 @@ class Profile:
         for index, block in enumerate(self.blocks):
             kind = self.kinds[block.kind]
             if index in offloaded_blocks:
-                assert block.streams, "its weights are used outside of its calls"
-                assert len(block.modules) == 1, "its weights don't come together"
+                assert block.streams, "its weights are used outside of its forward"
+                assert len(block.modules) == 1, "its weights are not adjacent"
                 streamed = sum(map(rounded_bytes, kind.weight_bytes))
                 kind = replace(kind, weight_bytes=(), streamed_bytes=streamed)
             changed.append(replace(block, kind=number.setdefault(kind, len(number))))
@@ -385,7 +385,7 @@ class Profile:
         ]
         if differ:
             raise UsageError(
-                f"the profile of {self.model} doesn't answer for {', '.join(differ)}",
+                f"the profile of {self.model} doesn't cover {', '.join(differ)}",
                 hint="trace the model under these conditions",
             )
 

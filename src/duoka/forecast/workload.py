@@ -108,12 +108,12 @@ class Training:
                 _make_whole(self, name, 1)
         if not isinstance(self.lora_dropout, (int, float)) or not 0 <= self.lora_dropout < 1:
             raise UsageError(
-                f"lora_dropout is {self.lora_dropout!r}; it must be a number from 0 to below 1",
-                hint="0.05 and 0.1 are usual",
+                f"lora_dropout is {self.lora_dropout!r}; it must be at least 0 and below 1",
+                hint="usual values are 0.05 and 0.1",
             )
         if isinstance(self.lora_targets, str):
             raise UsageError(
-                f"lora_targets is {self.lora_targets!r}; it must be several names",
+                f"lora_targets is {self.lora_targets!r}; it must be a tuple of names",
                 hint=f"write ({self.lora_targets!r},)",
             )
         choose("method", self.method, METHODS)
@@ -225,13 +225,13 @@ class Workload:
         _make_whole(self, "new_tokens", 1 if self.training is None else 0)
         _make_whole(self, "images", 0)
         if not isinstance(self.gpu_generation, GpuGeneration):
-            raise UsageError(f"gpu_generation is {self.gpu_generation!r}", hint="leave it out")
+            raise UsageError(f"gpu_generation is {self.gpu_generation!r}", hint="omit it")
         self._make_size()
         object.__setattr__(self, "dtype", read_dtype(self.dtype))
         object.__setattr__(self, "quantize", read_quantization(self.quantize))
         if self.training is not None and self.new_tokens:
             raise UsageError(
-                f"new_tokens is {self.new_tokens}; training generates none",
+                f"new_tokens is {self.new_tokens}; training doesn't generate tokens",
                 hint="give the sequence's length as prompt_tokens, and new_tokens=0",
             )
         if self.training is not None:
@@ -245,8 +245,8 @@ class Workload:
     def _make_pages(self) -> None:
         if self.is_paged and self.images:
             raise UsageError(
-                f"images is {self.images}, and requests over a paged cache have none",
-                hint="plan for a batch: leave --serve out",
+                f"images is {self.images}, which the paged KV cache doesn't support",
+                hint="plan for a fixed batch: omit --serve",
             )
         if self.pages is None:
             return
@@ -254,7 +254,7 @@ class Workload:
         if not self.is_paged:
             raise UsageError(
                 f"the cache is {self.cache}, and pages is {self.pages}",
-                hint="pages are of a paged cache (--serve)",
+                hint="pages need a paged KV cache (--serve)",
             )
 
     def _make_size(self) -> None:
@@ -265,7 +265,7 @@ class Workload:
         if len(size) != 2:
             raise UsageError(
                 f"image_size is {self.image_size!r}; it must be two numbers",
-                hint="write height and width in pixels, as (1024, 768)",
+                hint="give height and width in pixels, such as (1024, 768)",
             )
         object.__setattr__(self, "image_size", size)
 
@@ -280,7 +280,7 @@ class Workload:
             if number > MOST_TOKENS:
                 raise UsageError(
                     f"{name} is {number}; it must be at most {MOST_TOKENS}",
-                    hint="leave it out, and the most that fits is taken",
+                    hint="omit it to use the largest number that fits",
                 )
 
     def _refuse_in_training(self) -> None:
@@ -292,23 +292,24 @@ class Workload:
         ):
             if got != plain:
                 raise UsageError(
-                    f"{name} is {got!r}, and duoka doesn't forecast training with it",
-                    hint=f"leave {name} out, or generate instead of training",
+                    f"{name} is {got!r}, which is not supported in training",
+                    hint=f"omit {name}, or plan for generation",
                 )
         if self.quantize == "int4":
             raise UsageError(
-                "quantize is 'int4', and gradients can't pass its kernels",
-                hint="nf4 takes as few bits: quantize='nf4' (--quantize nf4)",
+                "quantize is 'int4', whose kernels have no backward",
+                hint="use nf4, which needs as little memory: quantize='nf4' (--quantize nf4)",
             )
         if self.quantize != "none" and self.training is not None and self.training.method == "full":
             raise UsageError(
-                f"quantize is {self.quantize!r}, and quantized weights can't be trained",
-                hint="train adapters beside them: method='lora' (--train lora)",
+                f"quantize is {self.quantize!r}, and quantized weights are frozen",
+                hint="train adapters on them: method='lora' (--train lora)",
             )
         if isinstance(self.prefill_chunk_tokens, int):
             raise UsageError(
-                f"sequences can't be learnt from in chunks of {self.prefill_chunk_tokens} tokens",
-                hint="leave the chunk out",
+                f"training sequences can't be split into chunks of {self.prefill_chunk_tokens} "
+                "tokens",
+                hint="omit the prefill chunk",
             )
 
     def _refuse_too_many(self) -> None:
@@ -319,8 +320,8 @@ class Workload:
         ):
             if got > most:
                 raise UsageError(
-                    f"{name} is {got}; duoka plans for at most {most}",
-                    hint="plan for less: no GPUs of today hold that much",
+                    f"{name} is {got}; the limit is {most}",
+                    hint="plan a smaller workload",
                 )
 
     @property
@@ -423,10 +424,10 @@ def refuse_short(workload: Workload, least_tokens: int) -> None:
     if workload.images and workload.prompt_tokens < least_tokens:
         height, width = workload.image_size
         raise UsageError(
-            f"{format_count(workload.images, 'image')} of {width}x{height} and a question take "
+            f"{format_count(workload.images, 'image')} of {width}x{height} and a question need "
             f"{least_tokens} tokens; the prompt has {workload.prompt_tokens}",
-            hint=f"ask for a context of {least_tokens + workload.new_tokens} tokens at least, "
-            "or for smaller images",
+            hint=f"use a context of at least {least_tokens + workload.new_tokens} tokens, or "
+            "smaller images",
         )
 
 
@@ -447,14 +448,14 @@ def whole_number(name: str, value: Any, least: int) -> int:
     """Return a value as int; raise UsageError for no whole number, or below the least."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
-            f"{name} is {value!r}; it must be a whole number",
-            hint=f"write a number from {least} on, or leave it out",
+            f"{name} is {value!r}; it must be an integer",
+            hint=f"use a number of at least {least}, or omit it",
         )
     number = operator.index(value)
     if number < least:
         raise UsageError(
             f"{name} is {number}; it must be at least {least}",
-            hint=f"write a number from {least} on, or leave it out",
+            hint=f"use a number of at least {least}, or omit it",
         )
     return number
 

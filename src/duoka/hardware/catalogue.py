@@ -20,8 +20,8 @@ _NOISE = re.compile(r"[\s_-]+")
 _MEMORY = re.compile(r"\b(\d{1,4})\s*gi?b?\b", re.ASCII | re.IGNORECASE)
 _MAKERS = re.compile(r"^(?:nvidia|geforce|tesla)+")
 DECLARING = (
-    'declare a card with what it has: --gpus "MyCard:24GiB,936GB/s,71TFLOPs" '
-    '(the speeds may be left out), or only a budget: "24GiB"'
+    'declare a card with its figures: --gpus "MyCard:24GiB,936GB/s,71TFLOPs" (speeds are '
+    'optional), or only a budget: "24GiB"'
 )
 
 
@@ -109,12 +109,12 @@ def find_card(text: str) -> Card:
         listed = ", ".join(matches[:_MOST_SHOWN])
         listed += f" and {num_hidden} more" if num_hidden > 0 else ""
         raise UsageError(
-            f"{name[:60]!r} can be several GPUs: {listed}", hint="write one of these names"
+            f"{name[:60]!r} matches several GPUs: {listed}", hint="use one of these names"
         )
     near = difflib.get_close_matches(_key(name)[:60], _by_name(), n=_MOST_SHOWN, cutoff=_CUTOFF)
     names = list(dict.fromkeys(_by_name()[match].name for match in near))[:3]
-    nearest = f"; the nearest are {', '.join(names)}" if names else ""
-    hint = f'memory has a unit: "{name}GiB"' if name.isdecimal() else DECLARING
+    nearest = f"; similar names: {', '.join(names)}" if names else ""
+    hint = f'a memory size needs a unit: "{name}GiB"' if name.isdecimal() else DECLARING
     raise UsageError(f"no GPU {name[:60]!r} is in the catalogue{nearest}", hint=hint)
 
 

@@ -30,24 +30,27 @@ sys.path.append(sys.argv[1])
 from duoka.hardware import cuda_driver
 cuda_driver.report()
 """
-_RESTART = "restart the machine, or install the driver again"
+_RESTART = "restart the machine, or reinstall the driver"
 # Numbers and meanings of cuda.h's CUresult.
 _FAULTS = {
     34: (
-        "its library is the stub that CUDA's toolkit brings for linking",
-        "take its directory out of LD_LIBRARY_PATH, and install the NVIDIA driver",
+        "the library found is the CUDA toolkit's stub for linking",
+        "remove its directory from LD_LIBRARY_PATH, and install the NVIDIA driver",
     ),
-    101: ("a device is not valid", f"does {VARIABLE} name a GPU twice? If not, {_RESTART}"),
+    101: (
+        "a device is not valid",
+        f"check that {VARIABLE} lists no GPU twice; otherwise {_RESTART}",
+    ),
     802: (
         "the system is not ready yet",
-        "on machines with NVSwitch the service nvidia-fabricmanager must run",
+        "on machines with NVSwitch start the service nvidia-fabricmanager",
     ),
-    803: ("the driver that runs and its library are of different versions", _RESTART),
+    803: ("the running driver and its library have different versions", _RESTART),
     804: (
-        "forward compatibility was asked for on hardware that doesn't have it",
-        "take CUDA's compat directory out of LD_LIBRARY_PATH, or update the driver",
+        "forward compatibility was requested on hardware that doesn't support it",
+        "remove CUDA's compat directory from LD_LIBRARY_PATH, or update the driver",
     ),
-    999: ("an unknown error", f"look with nvidia-smi whether the GPUs are well; {_RESTART}"),
+    999: ("an unknown error", f"check the GPUs with nvidia-smi; {_RESTART}"),
 }
 
 
@@ -84,7 +87,7 @@ def _query_in_child(library: Any) -> tuple[str, ...]:
     except subprocess.TimeoutExpired:
         raise FleetError(
             f"CUDA's driver doesn't start within {_MOST_SECONDS:.0f} seconds",
-            hint=f"look with nvidia-smi whether the GPUs are well; {_RESTART}",
+            hint=f"check the GPUs with nvidia-smi; {_RESTART}",
         ) from None
     except (OSError, subprocess.SubprocessError, ValueError):
         return _query(library)  # it has an error to raise, or no child process can be started
@@ -94,9 +97,9 @@ def _query(library: Any) -> tuple[str, ...]:
     result = library.cuInit(0)
     if result == _NO_DEVICE:
         return ()
-    _check(result, "it doesn't start")
+    _check(result, "while starting")
     count = ctypes.c_int()
-    _check(library.cuDeviceGetCount(ctypes.byref(count)), "it doesn't count the GPUs")
+    _check(library.cuDeviceGetCount(ctypes.byref(count)), "while counting the GPUs")
     return tuple(_uuid(library, ordinal) for ordinal in range(count.value))
 
 
@@ -126,24 +129,24 @@ def _load() -> Any:
         return ctypes.CDLL(LIBRARY)
     except OSError:
         raise FleetError(
-            f"CUDA's driver library ({LIBRARY}) is not here",
-            hint="it comes with the NVIDIA driver; in a container, "
-            "NVIDIA_DRIVER_CAPABILITIES must name compute",
+            f"CUDA's driver library ({LIBRARY}) was not found",
+            hint="install the NVIDIA driver; in a container, add compute to "
+            "NVIDIA_DRIVER_CAPABILITIES",
         ) from None
 
 
 def _uuid(library: Any, ordinal: int) -> str:
     device = ctypes.c_int()
-    _check(library.cuDeviceGet(ctypes.byref(device), ordinal), f"it doesn't give cuda:{ordinal}")
+    _check(library.cuDeviceGet(ctypes.byref(device), ordinal), f"while opening cuda:{ordinal}")
     # The second version tells apart the parts of a GPU in MIG mode; drivers before 470 lack it.
     get_uuid = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
     octets = (ctypes.c_ubyte * 16)()
-    _check(get_uuid(ctypes.byref(octets), device), f"it doesn't identify cuda:{ordinal}")
+    _check(get_uuid(ctypes.byref(octets), device), f"while identifying cuda:{ordinal}")
     digits = bytes(octets).hex()
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
 def _check(result: int, what: str) -> None:
     if result != _SUCCESS:
-        reason, hint = _FAULTS.get(result, ("an error that duoka doesn't know", _RESTART))
-        raise FleetError(f"CUDA's driver fails, {what}: {reason} (CUresult {result})", hint=hint)
+        reason, hint = _FAULTS.get(result, ("an unknown error", _RESTART))
+        raise FleetError(f"CUDA's driver fails {what}: {reason} (CUresult {result})", hint=hint)

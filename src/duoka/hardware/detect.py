@@ -23,7 +23,7 @@ from .links import Way, by_nvlink, from_host, links_of, through_host, ways_betwe
 _UUID = re.compile(r"(?:gpu|mig)-[0-9a-z/-]{1,80}", re.ASCII | re.IGNORECASE)
 _INDEX = re.compile(r"\d{1,9}", re.ASCII)
 _BARE_NUMBER = (
-    "a bare number is the index that nvidia-smi shows; a budget needs its unit, as in 24GiB"
+    "a number without a unit is the index that nvidia-smi shows; a budget needs a unit, as in 24GiB"
 )
 
 
@@ -38,18 +38,16 @@ class Trouble:
 
 _DIVIDED = Trouble(
     state="in MIG mode",
-    reason="it is in MIG mode, and only its instances compute",
-    advice=f"name an instance by its UUID, and show it to CUDA: {cuda_driver.VARIABLE}=MIG-…",
+    reason="it is in MIG mode, and only its instances can compute",
+    advice=f"use an instance by its UUID, and make it visible: {cuda_driver.VARIABLE}=MIG-…",
 )
 _UNTOLD = Trouble(
     state="memory unknown",
-    reason="the driver doesn't tell its memory",
-    advice='say how much of it may be used, as a budget: "24GiB"',
+    reason="the driver doesn't report its memory",
+    advice='give a budget instead: "24GiB"',
 )
 _BFLOAT16_SINCE = (8, 0)
-_FELL_OFF = (
-    "it may have fallen off the bus: `dmesg | grep -i xid` tells; often only a restart helps"
-)
+_FELL_OFF = "it may have fallen off the bus (`dmesg | grep -i xid` shows it); restart the machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +168,8 @@ def _visible(machine: nvml.Machine) -> tuple[str, ...]:
             raise
         lost = ", ".join(f"GPU {gpu.index} ({gpu.reason})" for gpu in machine.lost)
         raise FleetError(
-            f"{error}; there is no answer from {lost}",
-            hint="one lost GPU can keep CUDA from all: name the others by their UUIDs in "
+            f"{error}; no response from {lost}",
+            hint="one lost GPU can block CUDA on all: list the others by UUID in "
             f"{cuda_driver.VARIABLE}; {_FELL_OFF}",
         ) from None
 
@@ -209,7 +207,7 @@ class _View:
         lost = [
             PresentGpu(
                 gpu=nvml.NvmlGpu(index=gpu.index, name="", uuid=""),
-                trouble=Trouble("lost", f"it doesn't answer: {gpu.reason}", _FELL_OFF),
+                trouble=Trouble("lost", f"it doesn't respond: {gpu.reason}", _FELL_OFF),
             )
             for gpu in machine.lost
         ]
@@ -229,7 +227,7 @@ class _View:
         for text in which.split(",", MAX_DEVICES + 1):
             gpu = self._find_gpu(text.strip())
             if gpu in gpus:
-                raise self._error(f"{gpu.label} is named twice")
+                raise self._error(f"{gpu.label} is listed twice")
             if gpu.trouble is not None:
                 message = f"{gpu.label} can't be used: {gpu.trouble.reason}"
                 raise self._error(message, gpu.trouble.advice)
@@ -282,15 +280,15 @@ def _trouble(gpu: PresentGpu, numbers: str) -> Trouble | None:
     if gpu.budget_bytes is not None and gpu.budget_bytes <= 0:
         return Trouble(
             state="full",
-            reason=f"{format_bytes(gpu.part.free_bytes)} are free, and "
-            f"{format_bytes(gpu.kept_bytes)} are kept for CUDA",
-            advice="name another one, or end what uses it",
+            reason=f"{format_bytes(gpu.part.free_bytes)} are free, and CUDA reserves "
+            f"{format_bytes(gpu.kept_bytes)}",
+            advice="use another GPU, or end the programs that use it",
         )
     if gpu.gpu.is_prohibited:
         return Trouble(
             state="closed",
-            reason="its compute mode is Prohibited: no process may compute on it",
-            advice=f"an administrator can open it to all: nvidia-smi -i {gpu.gpu.index} -c DEFAULT",
+            reason="its compute mode is Prohibited",
+            advice=f"an administrator can change that: nvidia-smi -i {gpu.gpu.index} -c DEFAULT",
         )
     return None
 
@@ -299,11 +297,11 @@ def _hidden(gpu: PresentGpu, numbers: str) -> Trouble:
     value = cuda_driver.restriction()
     by = "CUDA" if value is None else f"{cuda_driver.VARIABLE}={value!r}"
     if gpu.instance is not None:
-        advice = f"CUDA shows an instance where it is named: {cuda_driver.VARIABLE}={gpu.name}"
+        advice = f"make the instance visible: {cuda_driver.VARIABLE}={gpu.name}"
     elif value is None:
-        advice = "`nvidia-smi -q` may tell why: its compute mode, its state, MIG"
+        advice = "see `nvidia-smi -q`: compute mode, state, MIG"
     else:
-        advice = f"leave {cuda_driver.VARIABLE} out, or name it there: {gpu.part.uuid}"
+        advice = f"unset {cuda_driver.VARIABLE}, or add the GPU to it: {gpu.part.uuid}"
         advice += f"; --gpus takes nvidia-smi's numbers. {numbers}" if numbers else ""
     return Trouble(state="hidden", reason=f"it is hidden from this process by {by}", advice=advice)
 

@@ -87,8 +87,8 @@ class Device:
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise FleetError(
-                f"{self.name!r} is not the name of a device",
-                hint="torch's names are cuda:0, cpu, vgpu:1",
+                f"{self.name!r} is not a device name",
+                hint="use names such as cuda:0, cpu or vgpu:1",
             )
         for part, minimum in (("budget", 1), ("reserve", 0), ("workspace", 0)):
             size = getattr(self, f"{part}_bytes")

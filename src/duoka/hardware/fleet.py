@@ -43,12 +43,12 @@ class Fleet:
     def __post_init__(self) -> None:
         names = [device.name for device in self.devices]
         if not names:
-            raise FleetError("no device to use", hint=parse.FORMS)
+            raise FleetError("the fleet has no device", hint=parse.FORMS)
         if len(names) > MAX_DEVICES:
-            raise FleetError(f"{len(names)} devices; at most {MAX_DEVICES} can be planned for")
+            raise FleetError(f"{len(names)} devices; the limit is {MAX_DEVICES}")
         for name, count in Counter(names).items():
             if count > 1:
-                raise FleetError(f"the device {name} stands twice in the fleet")
+                raise FleetError(f"the device {name} occurs twice in the fleet")
 
     @classmethod
     def parse(cls, text: str) -> Fleet:
@@ -180,9 +180,9 @@ class Fleet:
             budget = self.device(name).budget_bytes
             if size >= budget:
                 raise FleetError(
-                    f"{format_bytes(size)} are to be left free on {name}, and its budget is "
-                    f"{format_bytes(budget)}: nothing remains",
-                    hint="reserve less, or leave that GPU out",
+                    f"{format_bytes(size)} are reserved on {name}, whose budget is "
+                    f"{format_bytes(budget)}: no memory remains",
+                    hint="reserve less, or remove that GPU from --gpus",
                 )
         return replace(self, devices=tuple(_shrink(d, sizes.get(d.name, 0)) for d in self.devices))
 

@@ -23,9 +23,9 @@ def refuse_more(num_bytes: int) -> None:
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise FleetError(
-            f"the plan keeps {format_bytes(num_bytes)} of weights in the host's memory, and "
-            f"{format_bytes(available)} can be had there now",
-            hint="free some, or make the plan again with more or larger GPUs",
+            f"the plan offloads {format_bytes(num_bytes)} of weights to CPU memory, and only "
+            f"{format_bytes(available)} are available",
+            hint="free CPU memory, or plan with more or larger GPUs",
         )
 
 

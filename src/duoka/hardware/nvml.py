@@ -31,23 +31,23 @@ _PEER_KINDS: dict[int | None, Literal["gpu", "switch"]] = {
 # Active, and asleep until something is sent. Links in other states carry nothing.
 _LINKS_UP = (1, 2)
 _NO_GPU = (
-    'without a GPU, declare some (--gpus "2xRTX4090" or "24GiB,12GiB") to plan for, or try virtual '
-    'ones (--gpus "virtual:2x24GiB")'
+    'without a GPU, plan for declared GPUs (--gpus "2xRTX4090" or "24GiB,12GiB"), or use virtual '
+    'GPUs (--gpus "virtual:2x24GiB")'
 )
 _FAULTS: dict[int, tuple[str, str]] = {
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: (
-        "NVIDIA's management library (libnvidia-ml.so.1) is not here",
-        "it comes with the NVIDIA driver; in a container, start it with the GPUs "
-        f"(docker run --gpus all); {_NO_GPU}",
+        "NVIDIA's management library (libnvidia-ml.so.1) was not found",
+        "install the NVIDIA driver; start a container with the GPUs (docker run --gpus all); "
+        f"{_NO_GPU}",
     ),
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: (
-        "the NVIDIA driver is installed and not loaded",
-        "`nvidia-smi` should work first: load the module (modprobe nvidia) or restart the machine; "
-        "in a container, start it with the GPUs (docker run --gpus all)",
+        "the NVIDIA driver is installed but not loaded",
+        "load the module (modprobe nvidia) or restart the machine, until `nvidia-smi` works; "
+        "start a container with the GPUs (docker run --gpus all)",
     ),
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-        "the NVIDIA driver that runs is of another version than its library",
-        "the driver was updated and the old one still runs: restart the machine",
+        "the running NVIDIA driver has another version than its library",
+        "restart the machine: the driver was updated and the old one is still running",
     ),
 }
 # Bits of NVML's clock event reasons for faults; not those for idleness, power limits under load,
@@ -261,8 +261,8 @@ def _query_all(count: int, look: Callable[[int, Any], Iterable[_Answer]]) -> lis
 
 
 def _fault(error: Any) -> FleetError:
-    hint = f"`nvidia-smi` should work first; {_NO_GPU}"
-    unknown = (f"the NVIDIA driver doesn't answer: {error}", hint)
+    hint = f"make `nvidia-smi` work first; {_NO_GPU}"
+    unknown = (f"the NVIDIA driver doesn't respond: {error}", hint)
     message, hint = _FAULTS.get(error.value, unknown)
     kind = NoDriverError if error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND else FleetError
     return kind(message, hint=hint)

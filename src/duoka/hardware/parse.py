@@ -25,8 +25,8 @@ from .device import MAX_DEVICES, RESERVE_BYTES, Device, FleetParts
 from .links import Way, by_nvlink, from_host, links_of, through_host, ways_between
 
 FORMS = (
-    'the forms are: GPUs of this machine ("2,3", "all"), cards ("2xRTX4090+1xRTX3090"), a budget '
-    'for each GPU ("24GiB,12GiB" or "2x24GiB,12GiB"), virtual GPUs ("virtual:2x24GiB")'
+    'use GPUs of this machine ("2,3", "all"), cards ("2xRTX4090+1xRTX3090"), a budget for each '
+    'GPU ("24GiB,12GiB" or "2x24GiB,12GiB"), virtual GPUs ("virtual:2x24GiB")'
 )
 # fleet  = ["virtual:"] ("all" | entry (("," | "+") entry)*)
 # entry  = [count "x"] device | device "x" count
@@ -61,7 +61,7 @@ def read(text: str) -> FleetParts:
     """Parse a fleet; `Fleet.parse` describes the forms."""
     body, is_virtual = _body(text)
     if not body.strip():
-        raise FleetError(f"{_short(text)} names no device", hint=FORMS)
+        raise FleetError(f"{_short(text)} lists no device", hint=FORMS)
     entries = [entry.strip() for entry in _entries(body)]
     if "" in entries:
         raise UsageError(f"{_short(text)} has an empty entry", hint=FORMS)
@@ -73,8 +73,8 @@ def read(text: str) -> FleetParts:
         raise UsageError(
             f"{_short(text)} names a GPU of this machine ({detected[0][:_SHOWN]!r}) beside "
             f"{'virtual' if is_virtual else 'other'} ones",
-            hint="either all are there and are named by index or UUID, or all are declared; a "
-            'budget needs its unit, as in 24GiB, and "all" stands alone',
+            hint="use either GPUs of this machine, by index or UUID, or declared ones only; a "
+            'budget needs a unit, as in 24GiB, and "all" stands alone',
         )
     return detect(None if everything else ",".join(entries))
 
@@ -134,7 +134,7 @@ def _declared(entries: list[str], kind: str, text: str) -> FleetParts:
         name, count = _counted(entry)
         if count > MAX_DEVICES - len(declared):
             raise FleetError(
-                f"{_short(text)} is more than {MAX_DEVICES} devices", hint="name fewer of them"
+                f"{_short(text)} is more than {MAX_DEVICES} devices", hint="list fewer devices"
             )
         declared += [_entry(name, text)] * count
     devices = [replace(device, name=f"{kind}:{i}") for i, (device, _) in enumerate(declared)]
@@ -146,7 +146,7 @@ def _count(digits: str, entry: str) -> int:
     # Digits are limited first: int() of a million digits takes long.
     count = int(digits) if len(digits) < 10 else MAX_DEVICES + 1
     if count == 0:
-        raise FleetError(f"{_short(entry)} is no device at all", hint=FORMS)
+        raise FleetError(f"{_short(entry)} is no device", hint=FORMS)
     return count
 
 
@@ -178,12 +178,12 @@ def _own_card(entry: str) -> Device:
     name = name.strip()
     if name.lower() in ("cuda", "vgpu"):
         raise UsageError(
-            f"{_short(entry)} is torch's name for a device",
-            hint=f"write the numbers that nvidia-smi shows, as 0,1; {FORMS}",
+            f"{_short(entry)} is a PyTorch device name",
+            hint=f"use the indices that nvidia-smi shows, such as 0,1; {FORMS}",
         )
     if not _CARD_NAME.fullmatch(name) or name.lower() in _RESERVED:
         raise UsageError(
-            f"{_short(name)} is not a name for a card", hint=f"{catalogue.DECLARING}; {FORMS}"
+            f"{_short(name)} is not a valid card name", hint=f"{catalogue.DECLARING}; {FORMS}"
         )
     figures_of: dict[str, float] = {}
     for part in figures.split(","):
@@ -195,7 +195,7 @@ def _own_card(entry: str) -> Device:
             )
         figures_of[what] = value
     if "memory" not in figures_of:
-        raise UsageError(f"{_short(entry)} doesn't say how much memory", hint=catalogue.DECLARING)
+        raise UsageError(f"{_short(entry)} has no memory size", hint=catalogue.DECLARING)
     return replace(
         _card(name, int(figures_of["memory"])),
         memory_bytes_per_second=figures_of.get("memory_speed"),
@@ -212,18 +212,18 @@ def _figure(part: str, entry: str) -> tuple[str, float]:
     elif _SIZE.fullmatch(part):
         return "memory", _size(part, entry)
     raise UsageError(
-        f"{_short(entry)} has {_short(part)}, which is no memory (24GiB), memory speed (936GB/s) "
-        "or rate of computing (71TFLOPs)",
-        hint=f'{catalogue.DECLARING}; several cards are joined with "+"',
+        f"{_short(entry)} has {_short(part)}, which is not a memory size (24GiB), memory "
+        "bandwidth (936GB/s) or compute rate (71TFLOPs)",
+        hint=f'{catalogue.DECLARING}; join several cards with "+"',
     )
 
 
 def _card(product: str, memory_bytes: int) -> Device:
     if memory_bytes <= RESERVE_BYTES:
         raise FleetError(
-            f"{product} has {format_bytes(memory_bytes)}, and {format_bytes(RESERVE_BYTES)} are "
-            "kept for CUDA",
-            hint='a budget without a card is taken as it is: "512MiB"',
+            f"{product} has {format_bytes(memory_bytes)}, of which CUDA reserves "
+            f"{format_bytes(RESERVE_BYTES)}",
+            hint='use a budget without a card name: "512MiB"',
         )
     return Device(
         name="cuda",
@@ -300,7 +300,7 @@ def read_max_memory(max_memory: object) -> tuple[Device, ...]:
     """Parse ``max_memory``; devices with 0 are left out."""
     if not isinstance(max_memory, Mapping):
         raise UsageError(
-            f"max_memory is a mapping from devices to sizes, not {type(max_memory).__name__}",
+            f"max_memory must map devices to sizes, not be of type {type(max_memory).__name__}",
             hint=_MAX_MEMORY_FORM,
         )
     sizes = ((key, _max_memory_size(key, value)) for key, value in max_memory.items())
@@ -315,9 +315,11 @@ def _max_memory_name(key: object) -> str:
         return text
     if text == "disk":
         raise FleetError(
-            "max_memory names disk, and duoka doesn't offload to a disk", hint="leave it out"
+            "max_memory contains disk, and duoka doesn't offload to disk", hint="omit it"
         )
-    raise FleetError(f"max_memory names {text[:60]!r}, which is no device", hint=_MAX_MEMORY_FORM)
+    raise FleetError(
+        f"max_memory names {text[:60]!r}, which is not a device", hint=_MAX_MEMORY_FORM
+    )
 
 
 def _max_memory_size(key: object, value: object) -> int:
@@ -326,6 +328,6 @@ def _max_memory_size(key: object, value: object) -> int:
     if isinstance(value, str):
         return 0 if _ZERO_SIZE.fullmatch(value.strip()) else parse_bytes(value)
     raise UsageError(
-        f"max_memory of {str(key)[:60]!r} is {str(value)[:60]}, which is no size",
-        hint="write bytes as a number, or a text like 10GiB or 10GB",
+        f"max_memory of {str(key)[:60]!r} is {str(value)[:60]}, which is not a size",
+        hint="give bytes as a number, or a string such as 10GiB or 10GB",
     )

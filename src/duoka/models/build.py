@@ -65,7 +65,7 @@ def build(
     except Exception as error:  # whatever a model's constructor raises over its config
         raise ModelError(
             f"{model_class.__name__} could not be built from its configuration: {error}",
-            hint="compare config.json with the published one",
+            hint="compare config.json with the published file",
         ) from error
     _keep_in_32_bit(model, chosen)
     model.tie_weights()
@@ -95,7 +95,7 @@ def _parse(config_class: type[PreTrainedConfig], config: Mapping[str, Any]) -> P
         reason = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise ModelError(
             f"the configuration is not valid for model_type {config_class.model_type!r}: {reason}",
-            hint="compare config.json with the published one",
+            hint="compare config.json with the published file",
         ) from error
 
 

@@ -212,7 +212,7 @@ def _describe(
     sources = {name: shape for _, name in group.members if (shape := shapes[name]) is not None}
     if len(sources) < len(group.members):
         unknown = ", ".join(name for _, name in group.members if name not in sources)
-        raise LoadError(f"the shapes of {unknown} are needed to convert them, and not known")
+        raise LoadError(f"the shapes of {unknown} are needed for their conversion, and unknown")
 
     def convert(tensors: Mapping[str, Any]) -> dict[str, Any]:
         converter = deepcopy(group.converter)
@@ -230,7 +230,7 @@ def _describe(
             converted = convert(tracer.tensors)
     except Exception as error:  # whatever transformers' operations raise
         listed = ", ".join(f"{name} {list(shape)}" for name, shape in sources.items())
-        raise LoadError(f"checkpoint tensors don't fit together: {listed}: {error}") from error
+        raise LoadError(f"checkpoint tensors are inconsistent: {listed}: {error}") from error
     try:
         return {
             name: _Layout(tuple(value.shape), tuple(tracer.copies(value)))

@@ -61,7 +61,7 @@ class PatchEmbedding(nn.Module):
             raise UsageError(
                 f"pixels are {list(pixels.shape)}; this tower reads [images, "
                 f"{', '.join(map(str, self.shape))}]",
-                hint="the model's image processor scales every picture to this size",
+                hint="use the model's image processor, which scales images to this size",
             )
         patches = self.proj(pixels.to(self.proj.weight.dtype)).flatten(2).transpose(1, 2)
         first = self.cls_embedding.expand(len(pixels), 1, -1)

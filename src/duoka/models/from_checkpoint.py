@@ -35,9 +35,9 @@ def build_model(checkpoint: Checkpoint, workload: Workload) -> PreTrainedModel:
             quantization.quantize_model(model, workload.quantize)
     elif tensors is None or any(tensor.nbytes is None for tensor in tensors.values()):
         raise ModelError(
-            f"the checkpoint is quantized ({method.name}), and nothing says how many bytes its "
-            "tensors have",
-            hint="give a directory or a model on the Hub that holds its safetensors files",
+            f"the checkpoint is quantized ({method.name}), and the sizes of its tensors are "
+            "unknown",
+            hint="give a directory or a Hub repository that contains the safetensors files",
         )
     else:
         models.hold_as_stored(model, sort_tensors(method, tensors), tensors)
@@ -74,13 +74,13 @@ def notes_of(model: PreTrainedModel, checkpoint: Checkpoint, workload: Workload)
     stored = sort_tensors(method, checkpoint.tensors)
     sizes = [tensor.nbytes or 0 for parts in stored.weights.values() for tensor in parts]
     engine = (
-        "transformers unpacks them into 16 bit on first use: run this plan with an engine that "
-        "keeps them, as vLLM and SGLang do."
+        "transformers unpacks them to 16 bit on first use; run this plan with vLLM or SGLang, "
+        "which keep them quantized."
         if not method.keeps
-        else "Kernels that multiply packed weights take less."
+        else "Kernels for packed weights need less."
     )
     return (
-        f"The checkpoint is quantized ({method.name}): {len(stored.weights)} weights are counted "
-        f"as stored, {format_bytes(sum(sizes))} with their scales, and one of them unpacked at a "
-        f"time while it is multiplied. {engine}",
+        f"The checkpoint is quantized ({method.name}): {len(stored.weights)} weights count with "
+        f"their stored size, {format_bytes(sum(sizes))} including scales, plus one unpacked "
+        f"weight at a time. {engine}",
     )

@@ -105,7 +105,7 @@ class GLM4VModel(ChatGLMModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if encoded is not None:
             if input_ids is None:
-                raise UsageError("pictures come with input_ids, which say where they are")
+                raise UsageError("images need input_ids with image tokens")
             inputs_embeds = self._with_pictures(inputs_embeds, input_ids, encoded.pooler_output)
             if attention_mask is None and cache is None:
                 # Without a mask transformers takes repeated positions for another sequence's.
@@ -140,9 +140,9 @@ class GLM4VModel(ChatGLMModel):
         if int(where.sum()) != len(features):
             tokens = self.config.image_tokens
             raise UsageError(
-                f"the pictures have {len(features)} features, and the prompts {int(where.sum())} "
-                f"tokens for them; {tokens.num_tokens} belong to a picture",
-                hint=f"a picture is {tokens.begin}, a token that is replaced, and {tokens.end}; or "
+                f"the images have {len(features)} features, and the prompts {int(where.sum())} "
+                f"image tokens; each image has {tokens.num_tokens}",
+                hint=f"an image is {tokens.begin}, a placeholder token and {tokens.end}; or "
                 f"{tokens.num_tokens} times {tokens.begin}",
             )
         whole: Tensor = embeds.masked_scatter(where[..., None].to(embeds.device), features)
@@ -211,9 +211,9 @@ class GLM4VForConditionalGeneration(ChatGLMForCausalLM):
             stated = kwargs.get("generation_config") or self.generation_config
             if kwargs.get("prefill_chunk_size", stated.prefill_chunk_size) is not None:
                 raise UsageError(
-                    f"transformers {version('transformers')} can't read prompts with pictures in "
-                    f"chunks",
-                    hint="leave prefill_chunk_size out, or install a newer transformers",
+                    f"transformers {version('transformers')} doesn't support chunked prefill with "
+                    "images",
+                    hint="omit prefill_chunk_size, or install a newer transformers",
                 )
         names = ("attention_mask", "position_ids")
         written = self.config.image_tokens.write_out(

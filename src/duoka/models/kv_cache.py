@@ -34,12 +34,12 @@ def new_cache(model: Any, kind: Cache = "dynamic") -> Any:
     # Remote code may lack the method; `generate` needs it.
     takes_ours = getattr(model, "_supports_default_dynamic_cache", lambda: True)
     if not takes_ours():
-        _refuse(model, kind, "it makes a cache of its own kind")
+        _refuse(model, kind, "it creates its own kind of cache")
         return None
     decoder = model.config.get_text_config(decoder=True)
     cache: Any = DynamicCache(config=decoder)
     if kind == "int8" and not _make_int8(cache):
-        _refuse(model, kind, "none of its layers keeps the keys and values of all tokens")
+        _refuse(model, kind, "none of its layers stores the keys and values of all tokens")
     if not model.config.is_encoder_decoder:
         return cache
     return EncoderDecoderCache(cache, DynamicCache(config=decoder))
@@ -183,7 +183,7 @@ def _refuse(model: Any, kind: Cache, why: str) -> None:
     if kind != "dynamic":
         raise UsageError(
             f"{type(model).__name__} can't run with a cache {kind!r}: {why}",
-            hint='leave the cache out, or say "dynamic"',
+            hint='omit the cache, or use "dynamic"',
         )
 
 

@@ -126,7 +126,7 @@ def native_form(adapter: LoraAdapter, config: Mapping[str, Any]) -> LoraAdapter:
             rows = _rows(config)
             if len(layer.up) != sum(rows):
                 raise LoadError(
-                    f"the adapter isn't for this model: {name} has {len(layer.up)} rows, and "
+                    f"the adapter doesn't match this model: {name} has {len(layer.up)} rows, and "
                     f"{sum(rows)} are needed"
                 )
             around = _renamed(name.removesuffix(_FUSED), RENAMED)
@@ -233,8 +233,8 @@ def merge_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
         users = [n for n, p in model.named_parameters(remove_duplicate=False) if p is weight]
         if len(users) > 1 or layer.parameter is not None:
             raise LoadError(
-                f"the adapter changes {', '.join(users) or name}, which can't be done in place",
-                hint="merge it into a checkpoint where it was trained",
+                f"the adapter changes {', '.join(users) or name}, which can't be merged in place",
+                hint="merge it into a checkpoint with the tool that trained it",
             )
     for name, layer in adapter.layers.items():
         module = model.get_submodule(name)
@@ -260,16 +260,16 @@ def fill_adapter(model: nn.Module, adapter: LoraAdapter) -> None:
     if differing:
         raise LoadError(
             f"the run has adapters on {len(adapted)} modules, and the adapter to start from on "
-            f"{len(adapter.layers)}; not on both is {differing[0]}",
-            hint="a run trains every module of its targets that text reaches: start a new adapter "
-            "on these targets: " + ", ".join(adapter.training_settings["lora_targets"]),
+            f"{len(adapter.layers)}; the difference includes {differing[0]}",
+            hint="a run trains every module of its targets that text input reaches; start a new "
+            "adapter with these targets: " + ", ".join(adapter.training_settings["lora_targets"]),
         )
     for name, module in adapted.items():
         if module.r[_ADAPTER] != adapter.layers[name].rank:
             raise LoadError(
                 f"the run has an adapter of rank {module.r[_ADAPTER]} on {name}, and the one to "
                 f"start from has rank {adapter.layers[name].rank}",
-                hint="give the run the same rank",
+                hint="use the same rank for the run",
             )
     for name, module in adapted.items():
         module.scaling[_ADAPTER] = adapter.layers[name].scaling
@@ -296,7 +296,7 @@ def adapter_of(model: nn.Module, tensors: Mapping[str, Tensor], *, base: str = "
         names = [f"{name}.{_in_model(key)}" for key in keys]
         missing = [tensor for tensor in names if tensor not in tensors]
         if missing:
-            raise LoadError(f"the adapter has no {missing[0]}: it wasn't saved with all its parts")
+            raise LoadError(f"the adapter has no {missing[0]}: it was saved incompletely")
         layers[name] = LowRank(
             down=tensors[names[0]],
             up=tensors[names[1]],
@@ -337,13 +337,13 @@ def refuse_other_model(model: nn.Module, adapter: LoraAdapter) -> None:
         # A stack has the two in either order.
         if ends == sizes or (sizes and layer.parameter is not None and ends == sizes[::-1]):
             continue
-        difference = f"nothing in it is called {adapter.target(name)}, or can have an adapter"
+        difference = f"no module called {adapter.target(name)} can have an adapter"
         if sizes:
             difference = f"it goes from {ends[0]} to {ends[1]} at {name}, and the model from "
             difference += f"{sizes[0]} to {sizes[1]}"
         raise LoadError(
-            f"the adapter isn't for this model: {difference}",
-            hint=f"the adapter was made for {adapter.base or 'an unnamed model'}",
+            f"the adapter doesn't match this model: {difference}",
+            hint=f"it was made for {adapter.base or 'an unnamed model'}",
         )
 
 

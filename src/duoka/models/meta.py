@@ -52,7 +52,8 @@ class _Bounded(TorchFunctionMode):
                     return sketch
                 if sketch.nbytes > _MOST_BYTES:
                     raise ValueError(
-                        f"a tensor of {sketch.nbytes} bytes is asked for, which is no model's"
+                        f"a tensor of {sketch.nbytes} bytes was requested, more than any model "
+                        "needs"
                     )
         return func(*args, **kwargs)
 

@@ -51,17 +51,17 @@ def _refuse_differences(recipe: Recipe, stored: Stored, unscaled: Sequence[str])
         for names, text in (
             (recipe.missing, "tensors of the model are missing"),
             (missing_parts(stored), "parts of quantized weights are missing"),
-            (unscaled, "tensors are quantized and have no scales"),
+            (unscaled, "quantized tensors have no scales"),
             ([name for name in recipe.unexpected if not is_needless(name)],
-             "tensors have no place in the model"),
-            ([name for name, *_ in recipe.mismatched], "tensors have another shape"),
+             "tensors don't belong to the model"),
+            ([name for name, *_ in recipe.mismatched], "tensors have a different shape"),
         )
         if names
     ]  # fmt: skip
     if faults:
         raise ModelError(
-            f"the {stored.method.name} checkpoint isn't the model's: {'; '.join(faults)}",
-            hint="config.json and the weights must be of the same model, and complete",
+            f"the {stored.method.name} checkpoint doesn't match the model: {'; '.join(faults)}",
+            hint="use config.json and complete weights of the same model",
         )
 
 

@@ -28,7 +28,7 @@ from .cache_argument import takes_cache
 # "file.Class"; transformers would fetch "org/name--file.Class" from another repository and run it.
 _REFERENCE = re.compile(r"[A-Za-z_]\w*\.[A-Za-z_]\w*", re.ASCII)
 _CALLED = {"forward", "prepare_inputs_for_generation"}
-OTHER_VERSIONS = "the code was written for other versions of its libraries: look at that call"
+OTHER_VERSIONS = "the code was written for other library versions; see that call"
 
 _FLASH_ATTENTION = re.compile("flash[-_ ]?att", re.IGNORECASE)
 
@@ -58,9 +58,9 @@ class RemoteCode(MetaPathFinder):
         """Import a class by its name in ``auto_map``: "file.Class"."""
         if not _REFERENCE.fullmatch(reference):
             raise ModelError(
-                f"the checkpoint's auto_map asks for {reference[:200]!a}, which is no code of its "
-                "own; code from elsewhere is not run",
-                hint="use the repository that holds the code, or put its files into this one",
+                f"the checkpoint's auto_map refers to {reference[:200]!a}, which is code of "
+                "another repository; such code is not run",
+                hint="use the repository that contains the code, or add its files to this one",
             )
         packages = (finder._package for finder in sys.meta_path if isinstance(finder, RemoteCode))
         if self._package not in packages:
@@ -72,7 +72,7 @@ class RemoteCode(MetaPathFinder):
             hint = stop_hint(str(error))
             if isinstance(error, ModuleNotFoundError) and error.name is not None:
                 module = error.name.removeprefix(f"{self._package}.")
-                hint = f"{module}.py is missing beside the code: fetch it"
+                hint = f"{module}.py is missing beside the code: download it"
                 if module == error.name:
                     hint = missing_module(module, self._files)
             raise ModelError(

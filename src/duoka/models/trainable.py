@@ -30,7 +30,7 @@ _ADAPTED = ".base_layer"
 """The name of the adapted layer below the name that the layer had."""
 _ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, Conv1D)
 _ALL_LINEAR = "all-linear"
-WITHOUT_CHECKPOINTING = "train it without gradient_checkpointing (--checkpointing)"
+WITHOUT_CHECKPOINTING = "train it without gradient checkpointing (--checkpointing)"
 
 
 def make_trainable(
@@ -151,15 +151,15 @@ def known_targets(
         if not _has(layers, target):
             near = difflib.get_close_matches(target.rpartition(".")[2], ends, n=1)
             raise UsageError(
-                f"no module that can have adapters is called {target[:60]!r}"
+                f"no module that supports adapters is called {target[:60]!r}"
                 + (f"; did you mean {near[0]!r}?" if near else ""),
-                hint=f"LoRA targets are ends of names: {', '.join(ends)}",
+                hint=f"LoRA targets are name suffixes: {', '.join(ends)}",
             )
     if targets and not any(_has(trained, target) for target in targets):
         raise UsageError(
-            f"text reaches no module called {' or '.join(targets)}: {', '.join(frozen[:4])} "
-            "stays frozen",
-            hint=f"LoRA targets are ends of names: {', '.join(ends)}",
+            f"text input reaches no module called {' or '.join(targets)}: {', '.join(frozen[:4])} "
+            "remains frozen",
+            hint=f"LoRA targets are name suffixes: {', '.join(ends)}",
         )
     return list(targets)
 

@@ -89,9 +89,8 @@ def compare(first: Plan, second: Plan) -> Comparison:
     if (first.workload.training is None) != (second.workload.training is None):
         trains, generates = ("first", "second") if first.workload.training else ("second", "first")
         raise UsageError(
-            f"the {trains} plan is for training and the {generates} one for generating: nothing "
-            "of them can be compared",
-            hint="compare plans for the same kind of work",
+            f"the {trains} plan is for training and the {generates} one for generation",
+            hint="compare two plans for the same kind of workload",
         )
     return Comparison(
         differences=tuple(_differences(first, second)),

@@ -59,15 +59,15 @@ class Constraints:
         for name, device in self.pins:
             if devices.setdefault(name, device) != device:
                 raise UsageError(
-                    f"the pin of {name[:_SHOWN]} is said twice: {devices[name][:_SHOWN]} and "
+                    f"the pin of {name[:_SHOWN]} is given twice: {devices[name][:_SHOWN]} and "
                     f"{device[:_SHOWN]}",
-                    hint="say it once",
+                    hint="give it once",
                 )
         for device, size in self.reserve:
             if size <= 0:
                 raise UsageError(
                     f"the reserve of {device[:_SHOWN]} is {size} bytes",
-                    hint="write how much to leave free, as cuda:0=2GiB",
+                    hint="give the size to leave free, such as cuda:0=2GiB",
                 )
 
     @property
@@ -85,8 +85,8 @@ def strategy_of(device_map: object) -> Strategy | None:
     word = device_map.strip().lower() if isinstance(device_map, str) else ""
     if word == _LOW_FIRST:
         raise UsageError(
-            f"{_LOW_FIRST!r} keeps the first GPU free for what generation takes, and duoka counts "
-            "that on every GPU",
-            hint='say "balanced"; --reserve cuda:0=4GiB leaves so much more free on the first',
+            f"{_LOW_FIRST!r} keeps the first GPU free for generation, and duoka accounts for that "
+            "memory on every GPU",
+            hint='use "balanced"; --reserve cuda:0=4GiB leaves more memory free on the first',
         )
     return next((strategy for strategy in STRATEGIES if strategy == word), None)

@@ -58,22 +58,22 @@ def _refuse_decided(problem: PlanProblem) -> None:
     for is_given, decided, hint in (
         (
             problem.use_all or problem.objective != "auto",
-            "which GPUs are used, and how: nothing is left to optimise",
-            "leave out the map, or the objective and `use_all`",
+            "the GPUs: objective and use_all have no effect",
+            "omit the map, or the objective and use_all",
         ),
         (
             problem.constraints.demands,
-            "where every module goes, and so would a strategy or pins",
-            "leave out the map, or change it",
+            "the place of every module: a strategy or pins conflict with it",
+            "omit the map, or change it",
         ),
         (
             problem.constraints.offload,
-            "where every module computes, and what is offloaded is duoka's to decide",
-            "leave out the map, or the offload",
+            "where modules run: it can't be combined with offload",
+            "omit the map, or the offload",
         ),
     ):
         if is_given:
-            raise UsageError(f"a device map says {decided}", hint=hint)
+            raise UsageError(f"a device map already decides {decided}", hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class _MappedModel:
             replay = replay_of(self.profile, workload, place=len(devices) - number)
             peaks = replay.run(blocks, device.budget_bytes, device_of=self.device_of)
             peaks = peaks or replay.run(blocks, device_of=self.device_of)
-            assert peaks is not None, "nothing limits this run"
+            assert peaks is not None, "there is no limit"
             stages.append(peaks.place_on(device))
         return stages
 
@@ -162,7 +162,7 @@ def _describe_shortage(
     return InfeasibleError(
         f"the device map does not fit: {shortages}. {profile.model}, "
         f"{workload.context_tokens} tokens, batch {workload.batch}",
-        hint="spread the model over more GPUs",
+        hint="use more GPUs",
         shortfall_bytes=sum(missing),
     )
 
@@ -175,7 +175,10 @@ def _crossings(device_of: Sequence[str]) -> int:
 def _shortage(stage: StageBytes) -> str:
     size, budget = stage.allocated_bytes, stage.budget_bytes
     if size <= budget:
-        return f"on {stage.device} its {format_bytes(budget)} are too fragmented"
+        return (
+            f"on {stage.device} the budget of {format_bytes(budget)} is exceeded because of "
+            "fragmentation"
+        )
     return (
         f"{stage.device} needs {format_bytes(size)} of a budget of "
         f"{format_bytes(budget)}: {format_bytes(size - budget)} are missing"

@@ -77,7 +77,7 @@ def _replaced(gpus: str, devices: Sequence[Device]) -> Iterator[Candidate]:
     """
     index = min(range(len(devices)), key=lambda number: devices[number].budget_bytes)
     smallest = devices[index]
-    place = f"in the place of {smallest.name} ({_size_of(smallest)})"
+    place = f"instead of {smallest.name} ({_size_of(smallest)})"
     for card in _cards():
         if Fleet.parse(card.name).budget_bytes > smallest.budget_bytes:
             changed = with_replaced(gpus, devices, index, card.name)

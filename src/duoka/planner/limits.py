@@ -39,8 +39,8 @@ def fleet_for(fleet: Fleet, device_map: DeviceMap | None, *, offload: bool = Fal
     budget = available_bytes()
     if not budget:
         raise FleetError(
-            "how much memory the CPU may use isn't known",
-            hint='give it a budget: Fleet.from_max_memory({0: "24GiB", "cpu": "30GiB"})',
+            "the CPU memory budget is unknown",
+            hint='give a budget: Fleet.from_max_memory({0: "24GiB", "cpu": "30GiB"})',
         )
     return replace(fleet, devices=(*fleet.devices, Device(name="cpu", budget_bytes=budget)))
 
@@ -96,7 +96,9 @@ def limits_for(constraints: Constraints, profile: Profile, fleet: Fleet) -> Plac
                 nearest = ", ".join(spelling.finder.search(name).names)
                 raise UsageError(
                     f"{profile.model} has no module or tensor {name[:120]!r}",
-                    hint=f"the nearest: {nearest}" if nearest else "`duoka plan` shows its modules",
+                    hint=f"did you mean {nearest}?"
+                    if nearest
+                    else "`duoka plan` lists the modules",
                 )
         for block in blocks:
             place = chain.index(profile.root_of(block))
@@ -104,10 +106,10 @@ def limits_for(constraints: Constraints, profile: Profile, fleet: Fleet) -> Plac
             if other_device != device:
                 is_tied = profile.blocks[block].tied_to is not None
                 raise UsageError(
-                    f"{name} is to be on {fleet.names[device]}, and {other_name}, which "
-                    f"is {'tied to it' if is_tied else 'of the same block'}, on "
+                    f"{name} is pinned to {fleet.names[device]}, but {other_name}, which is "
+                    f"{'tied to it' if is_tied else 'of the same block'}, on "
                     f"{fleet.names[other_device]}",
-                    hint="pin one of the two",
+                    hint="remove one of the two pins",
                 )
     return PlacementLimits(pins=tuple((place, device) for place, (device, _) in pinned.items()))
 
@@ -118,7 +120,7 @@ def reserves(constraints: Constraints, fleet: Fleet) -> Mapping[str, int]:
     for device, size in constraints.reserve:
         name = find_device(device, fleet)
         if name in sizes:
-            raise UsageError(f"the reserve of {name} is said twice", hint="say it once")
+            raise UsageError(f"the reserve of {name} is given twice", hint="give it once")
         sizes[name] = size
     return sizes
 

@@ -81,8 +81,9 @@ def sizes_to_try(profile: Profile, problem: PlanProblem) -> Sequence[int]:
     sizes = [size for size in sorted({*fine, *coarse, limit}) if size > workload.new_tokens]
     if not sizes:
         raise UsageError(
-            f"{workload.new_tokens} new tokens leave no room for a prompt in a context of {limit}",
-            hint="ask for fewer new tokens",
+            f"{workload.new_tokens} new tokens leave no tokens for a prompt in a context of "
+            f"{limit}",
+            hint="reduce the number of new tokens",
         )
     return sizes
 
@@ -100,7 +101,7 @@ def _resize(problem: PlanProblem, size: int) -> Workload:
 def _reason(profile: Profile, problem: PlanProblem, plan: Plan, *, is_last: bool) -> Reason:
     """Give the reason why no larger size fits."""
     tokens = plan.workload.context_tokens
-    limit = "duoka plans for no more" if is_last else "memory is what limits it"
+    limit = "this is the largest supported number" if is_last else "memory is the limit"
     if problem.largest == "batch":
         batch = plan.workload.batch
         return Reason("largest-batch", {"tokens": tokens, "batch": batch, "limit": limit})

@@ -34,7 +34,7 @@ class OutOfMemory(MachineError):
     """
 
     def __init__(self, message: str, plan: Plan, available_bytes: Mapping[str, int]) -> None:
-        super().__init__(message, hint="something else uses the memory that the plan counted on")
+        super().__init__(message, hint="free the memory that other programs use")
         self.plan = plan
         self.available_bytes = dict(available_bytes)
         self.ways_out: tuple[WayOut, ...] = ()
@@ -60,8 +60,11 @@ def look_for_ways(error: OutOfMemory, plan_again: PlanAgain) -> None:
         error.ways_out, error.hint = wrong.ways_out[:_MOST_WAYS], wrong.hint
     else:
         if devices_in(plan.request.gpus) is None:
-            error.hint = "start again: the same command plans for what is free now, which will do"
+            error.hint = (
+                "run the same command again: it plans with the memory that is free now, "
+                "which is enough"
+            )
         else:
             sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in available.items())
-            error.hint = f"there is a plan for what there is now ({sizes}): name that with --gpus"
-        error.hint += "; a saved plan is made again with --replan"
+            error.hint = f"plan with the memory that is free now: --gpus {sizes}"
+        error.hint += "; repeat a saved plan with --replan"

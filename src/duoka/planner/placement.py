@@ -45,7 +45,7 @@ class Placement:
         doubled = sorted({name for name in names if names.count(name) > 1})
         if doubled:
             raise PlacementError(
-                f"{len(doubled)} names are placed twice: {', '.join(doubled)}",
+                f"{len(doubled)} names have two devices: {', '.join(doubled)}",
                 faults=Faults(doubled=tuple(doubled)),
             )
         if not names:
@@ -82,7 +82,7 @@ class Placement:
                 device = devices[-1 if block.tied_to is None else block.tied_to]
             if device is None:
                 name = block.modules[0] if block.modules else "the model"
-                raise FormatError(f"the plan says nothing of {name}")
+                raise FormatError(f"the plan has no placement of {name}")
             devices.append(device)
         return devices
 
@@ -98,14 +98,14 @@ class Placement:
             f"{len(wrong)} {text}: {', '.join(wrong)}"
             for wrong, text in (
                 (missing, "parameters and buffers have no device"),
-                (unknown, "entries name nothing in the model"),
+                (unknown, "entries don't exist in the model"),
             )
             if wrong
         ]
         if faults:
             raise PlacementError(
-                "the placement is not complete: " + "; ".join(faults),
-                hint="let `duoka plan` make the placement",
+                "the placement is incomplete: " + "; ".join(faults),
+                hint="use `duoka plan` to make the placement",
                 faults=Faults(missing=tuple(missing), unknown=tuple(unknown)),
             )
 

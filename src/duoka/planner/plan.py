@@ -32,7 +32,7 @@ from .request import PlanRequest
 _FORMAT = "duoka.plan"
 _VERSION = 7
 _MAX_BYTES = 64 * 2**20
-_REPLAN = "--replan makes a new plan for what is there now"
+_REPLAN = "use --replan to make a new plan for the current state"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -108,9 +108,7 @@ class Plan:
             and modules.issuperset(self.offloaded)
         )
         if not is_consistent:
-            raise FormatError(
-                "its devices, modules, workload and fingerprints contradict themselves"
-            )
+            raise FormatError("its devices, modules, workload and fingerprints are inconsistent")
 
     @property
     def device_map(self) -> dict[str, str]:
@@ -153,13 +151,15 @@ class Plan:
         """
         data = parse_json_object(text, "the plan")
         if data.pop("format", None) != _FORMAT:
-            raise FormatError("this is no plan of duoka", hint="`duoka plan --save FILE` makes one")
+            raise FormatError(
+                "this is not a duoka plan", hint="create one with `duoka plan --save FILE`"
+            )
         version = data.pop("version", None)
         if version == 6 and isinstance(data.get("request"), dict):  # answers had no limit
             data["request"].setdefault("most_new_tokens", None)
         elif type(version) is not int or version != _VERSION:
             is_newer = type(version) is int and version > _VERSION
-            newer = "a newer duoka made it: update this one, or " if is_newer else ""
+            newer = "update duoka, or " if is_newer else ""
             raise FormatError(
                 f"the plan has version {str(version)[:40]}; this duoka reads version {_VERSION}",
                 hint=f"{newer}make the plan again",
@@ -191,12 +191,12 @@ class Plan:
         except (OSError, ValueError) as error:
             raise FormatError(
                 f"the plan {path} can't be read: {why(error)}",
-                hint="`duoka plan --save FILE` makes one",
+                hint="create one with `duoka plan --save FILE`",
             ) from None
         try:
             return cls.from_json(text)
         except FormatError as error:
-            hint = error.hint or "`duoka plan --save FILE` makes one"
+            hint = error.hint or "create one with `duoka plan --save FILE`"
             raise FormatError(f"{path}: {error}", hint=hint) from error
 
     def refuse_other(self, fingerprint: str, source: str) -> None:
@@ -204,8 +204,7 @@ class Plan:
         if fingerprint != self.fingerprint:
             differ = ", ".join(differences(self.fingerprint, fingerprint))
             raise FormatError(
-                f"the plan was made for another checkpoint than {source} is now; these differ: "
-                f"{differ}",
+                f"{source} has changed since the plan was made; different: {differ}",
                 hint=_REPLAN,
             )
 
@@ -246,11 +245,11 @@ class Plan:
         problems = list(self._problems(devices))
         if problems:
             lines = (
-                f"  {_label(device, '  ')}  can give {format_bytes(device.budget_bytes)}"
+                f"  {_label(device, '  ')}  has a budget of {format_bytes(device.budget_bytes)}"
                 for device in present.devices
             )
             raise FleetError(
-                f"the plan doesn't fit the GPUs that are here: {'; '.join(problems)}",
+                f"the plan doesn't fit the GPUs of this machine: {'; '.join(problems)}",
                 hint="\n".join([_REPLAN, "here are", *lines]),
             )
         now = {name: device for name, device in devices.items() if device is not None}
@@ -295,10 +294,10 @@ class Plan:
         for stage in self.forecast.devices:
             label, gpu = _label(self.fleet.device(stage.device)), devices[stage.device]
             if gpu is None:
-                yield f"{label} is gone, hidden, or full"
+                yield f"{label} is missing, hidden, or full"
             elif gpu.budget_bytes < stage.requested_bytes:
                 yield (
-                    f"{label} can give {format_bytes(gpu.budget_bytes)} now, and the plan needs "
+                    f"{label} has {format_bytes(gpu.budget_bytes)} available, and the plan needs "
                     f"{format_bytes(stage.requested_bytes)} there: "
                     f"{format_bytes(stage.requested_bytes - gpu.budget_bytes)} are missing"
                 )

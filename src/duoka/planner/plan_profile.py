@@ -32,7 +32,7 @@ def needed_profile(plan: Plan, what_for: str) -> Profile:
     if profile is None:
         raise UsageError(
             f"there is no profile of {plan.model} in the cache {what_for}",
-            hint="plan the model again on this machine (duoka plan MODEL …): that traces it",
+            hint="plan the model on this machine (duoka plan MODEL …), which traces it",
         )
     return profile
 
@@ -53,6 +53,6 @@ def map_of(
         devices |= dict.fromkeys(plan.offloaded, offloaded_to)
     if convention == "model":
         return devices
-    profile = profile or needed_profile(plan, "to tell the checkpoint's names by")
+    profile = profile or needed_profile(plan, "with the checkpoint's names")
     names = published_names(profile.outline)
     return {names.get(module, module): device for module, device in devices.items()}

@@ -106,13 +106,13 @@ def _refuse_unplannable(profile: Profile, problem: PlanProblem) -> None:
         return
     if problem.workload.training is not None:
         raise UsageError(
-            "weights that lie in the host's memory can't be trained",
-            hint="leave out the offload: gradient checkpointing or LoRA take less memory",
+            "offloaded weights can't be trained",
+            hint="omit --offload; use gradient checkpointing or LoRA to save memory",
         )
     if problem.workload.quantize != "none":
         raise UsageError(
-            f"weights are quantized ({problem.workload.quantize}) or offloaded, not both",
-            hint="leave out one of the two",
+            f"quantized weights ({problem.workload.quantize}) can't be offloaded",
+            hint="omit one of them",
         )
 
 
@@ -273,8 +273,8 @@ def check_context(workload: Workload, limit: int | None, model: str) -> None:
     if limit is not None and workload.context_tokens > limit:
         raise UsageError(
             f"{workload.prompt_tokens} prompt and {workload.new_tokens} new tokens are "
-            f"{workload.context_tokens}; {model} was made for {limit}",
-            hint=f"ask for a context of at most {limit} tokens",
+            f"{workload.context_tokens}; {model} supports {limit}",
+            hint=f"use a context of at most {limit} tokens",
         )
 
 

@@ -20,39 +20,39 @@ from .constraints import Constraints
 from .device_map import find_device
 from .room import LEAST_CHUNK_TOKENS, is_tight, room_bytes
 
-_CROSSINGS = "{crossings}, and at least {free} stay free on each."
+_CROSSINGS = "{crossings}; every GPU keeps at least {free} free."
 _SENTENCES = {
-    "one-gpu": "One GPU suffices: {first} holds all of it, and nothing crosses between GPUs.",
-    "gpus": "{used} of {gpus} GPUs are needed; {fewer} the workload{condition}.",
-    "little-room": "Little room: {devices}{condition}.",
-    "balanced": "Every GPU is used, and the fullest has as large a share of headroom as can be.",
-    "sequential": "The GPUs are filled in the order given, each as far as it goes before the next.",
-    "pins": "As pinned: {pins}.",
-    "reserve": "As asked, {size} of {device} were to stay free; it isn't used.",
-    "tied": "Tied weights are kept once: the tied module runs on its partner's GPU.",
-    "nothing-offloaded": "Nothing is offloaded: all weights fit the GPUs.",
+    "one-gpu": "One GPU is enough: {first} holds the whole model.",
+    "gpus": "{used} of {gpus} GPUs are needed: {fewer} the workload{condition}.",
+    "little-room": "Low headroom: {devices}{condition}.",
+    "balanced": "Every GPU is used; the smallest relative headroom is maximized.",
+    "sequential": "The GPUs are filled in the order given, each completely before the next.",
+    "pins": "Pinned: {pins}.",
+    "reserve": "{device} is not used; {size} of it were reserved.",
+    "tied": "Tied weights are stored once: the tied module runs on the same GPU.",
+    "nothing-offloaded": "No weights are offloaded: all fit on the GPUs.",
     "offloaded": (
-        "The weights of {modules} stay in the host's memory, {size}; with less there nothing "
-        "fits. All of that goes over PCIe for each token: {time}."
+        "{size} of weights ({modules}) are offloaded to CPU memory, the smallest amount that "
+        "fits. They are copied over PCIe for each token: {time}."
     ),
-    "host-unknown": "Whether the host has so much memory isn't known: its GPUs were declared.",
+    "host-unknown": "The CPU memory is not checked, because the GPUs were declared.",
     "cpu-unused": (
-        "The CPU computes nothing: it would be slow. A device map can put modules there."
+        "No module runs on the CPU, which is slow; a device map can place modules there."
     ),
-    "chunks": "The prompt runs in chunks of {tokens} tokens: whole, it needs more memory.",
+    "chunks": "Prefill runs in chunks of {tokens} tokens; a single pass would need more memory.",
     "small-chunks": (
-        "The prompt runs in chunks of {tokens} tokens, which takes longer: in larger ones it needs "
-        "more memory."
+        "Prefill runs in chunks of {tokens} tokens; larger chunks would be faster and need more "
+        "memory."
     ),
-    "vision-batch": "Images are encoded {images} at a time: all at once need more memory.",
-    "quantized": "The weights become {form}: {tried} they don't fit.",
-    "offloaded-unquantized": "Some weights leave the GPUs: {tried} they don't fit.",
-    "largest-batch": "The largest batch that fits {tokens} tokens each is {batch}: {limit}.",
+    "vision-batch": "Images are encoded {images} at a time; all at once would need more memory.",
+    "quantized": "Weights are quantized to {form}: {tried} they don't fit.",
+    "offloaded-unquantized": "Some weights are offloaded: {tried} they don't fit.",
+    "largest-batch": "The largest batch of {tokens} tokens each is {batch}: {limit}.",
     "longest-context": (
-        "The longest context that fits is {tokens} tokens, in steps of {step}: {limit}."
+        "The longest context that fits is {tokens} tokens (in steps of {step}): {limit}."
     ),
-    "model-limit": "The longest context is {tokens} tokens: the model was made for no more.",
-    "device-map": f"As the device map says: {_CROSSINGS}",
+    "model-limit": "The longest context is {tokens} tokens, the limit of the model.",
+    "device-map": f"Placed by the device map: {_CROSSINGS}",
     "own-plan": f"duoka's own plan for these GPUs uses {{devices}}: {_CROSSINGS}",
     "note": "{text}",  # of whoever made the profile or the device map
 }
@@ -90,9 +90,9 @@ def gpus_reason(
     if used == 1 and gpus > 1:
         yield Reason("one-gpu", {"first": first_device})
     elif used < gpus or lack_room:
-        fewer = "no single one holds" if used == 2 else f"no {used - 1} of them hold"
-        condition = " with what is demanded of its modules" if is_limited else ""
-        condition += " with room to spare" if lack_room else ""
+        fewer = "no single GPU fits" if used == 2 else f"no {used - 1} of them fit"
+        condition = " under the given constraints" if is_limited else ""
+        condition += " with the recommended headroom" if lack_room else ""
         words = {"fewer": fewer, "condition": condition}
         yield Reason("gpus", {"used": used, "gpus": gpus, **words})
 
@@ -118,7 +118,7 @@ def offload_reason(num_modules: int, num_bytes: int, seconds: float | None) -> R
     values = {
         "modules": format_count(num_modules, "module"),
         "size": format_bytes(num_bytes),
-        "time": f"about {seconds:.2g} s" if seconds else "how long that takes isn't known",
+        "time": f"about {seconds:.2g} s" if seconds else "the time is unknown",
     }
     return Reason("offloaded", values)
 
@@ -138,13 +138,13 @@ def chunk_reason(requested: Workload, resolved: Workload) -> Iterator[Reason]:
 def room_reasons(stages: Sequence[StageBytes], *, chosen: bool) -> Iterator[Reason]:
     """Report too little free memory; `chosen` is True if duoka searched for more."""
     tight = [
-        f"{stage.device} has {format_bytes(stage.free_bytes)} free "
-        f"instead of {format_bytes(room_bytes(stage.budget_bytes))}"
+        f"{stage.device} has {format_bytes(stage.free_bytes)} free (recommended: "
+        f"{format_bytes(room_bytes(stage.budget_bytes))})"
         for stage in stages
         if is_tight(stage)
     ]
     if tight:
-        condition = "; no placement that fits leaves so much on each" if chosen else ""
+        condition = "; no placement that fits leaves more on every GPU" if chosen else ""
         yield Reason("little-room", {"devices": ", ".join(tight), "condition": condition})
 
 
@@ -161,8 +161,8 @@ def quantization_reason(
 
 def crossing_values(crossings: int, free_bytes: int) -> dict[str, int | str]:
     """Return the values for comparing placements."""
-    times = {0: "nothing crosses between devices", 1: "each token crosses between devices once"}
+    times = {0: "no activations cross devices", 1: "activations cross devices once per token"}
     return {
-        "crossings": times.get(crossings, f"each token crosses between devices {crossings} times"),
+        "crossings": times.get(crossings, f"activations cross devices {crossings} times per token"),
         "free": format_bytes(free_bytes),
     }

@@ -101,11 +101,11 @@ def plan_replicas(
 def _too_many(
     profile: Profile, problem: PlanProblem, num_copies: int, largest: int
 ) -> InfeasibleError:
-    everywhere = " with every one of them in use" if problem.use_all else ""
+    everywhere = " when all are used" if problem.use_all else ""
     if not largest:
         return InfeasibleError(
-            f"{profile.model} fits these GPUs, but no copies do{everywhere}",
-            hint="leave out --use-all",
+            f"{profile.model} fits these GPUs, but several replicas don't{everywhere}",
+            hint="omit --use-all",
         )
     return InfeasibleError(
         f"{format_copies(num_copies)} of {profile.model} don't fit these GPUs{everywhere}; "
@@ -129,8 +129,8 @@ def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> No
     constraints = problem.constraints
     if number != "auto" and not 1 <= number <= len(problem.fleet.devices):
         raise UsageError(
-            f"{number} copies of a model on {len(problem.fleet.devices)} devices",
-            hint="each copy needs a device of its own",
+            f"{number} replicas of a model on {len(problem.fleet.devices)} devices",
+            hint="use at most one replica per device",
         )
     for is_given, name in (
         (problem.device_map is not None, "a device map"),
@@ -141,8 +141,8 @@ def _refuse_senseless(problem: PlanProblem, number: int | Literal["auto"]) -> No
     ):
         if is_given:
             raise UsageError(
-                f"{name} is for one copy of a model, and several are to be planned",
-                hint="leave out one of the two",
+                f"{name} applies to a single replica, and several are requested",
+                hint="omit one of them",
             )
 
 
@@ -158,9 +158,9 @@ class _Dealer:
         self._plans: dict[Counts, Plan] = {}
         if math.prod((count + 1) * (count + 2) // 2 for count in self._all) > _MOST_DEALS:
             raise UsageError(
-                f"{len(problem.fleet.devices)} devices of {len(self._kinds)} kinds can be dealt "
-                "in too many ways",
-                hint="name fewer devices, or give similar ones equal budgets",
+                f"{len(problem.fleet.devices)} devices of {len(self._kinds)} kinds allow too many "
+                "assignments",
+                hint="use fewer devices, or give similar ones equal budgets",
             )
 
     def _objective_on(self, fleet: Fleet) -> Objective:
@@ -282,8 +282,8 @@ def replicas_for(
     workload = workload_for(checkpoint, problem.workload)
     if workload.quantize == "auto":
         raise UsageError(
-            "several copies are planned for one quantization of the weights",
-            hint="give quantize none, int8, int4 or nf4",
+            "several replicas need a fixed quantization",
+            hint="set quantize to none, int8, int4 or nf4",
         )
     return plan_replicas(
         find(workload),

@@ -49,7 +49,7 @@ def answer(
             return replace(plan, request=request)
         if not suggest:
             raise
-        say("looking for what would fit instead")
+        say("searching suggestions")
         search = SuggestionSearch(profile, problem, profile_for, request)
         layers = profile.outline.joined_layers
         because = "" if layers is None else f"; {joined_note(layers)}"
@@ -96,8 +96,8 @@ def _in_parts(workload: Workload, profile: Profile) -> Iterator[Workload]:
 def joined_note(layers: str) -> str:
     """Explain why code with joined outputs of layers keeps these on a GPU."""
     return (
-        f"{layers} stays whole on one GPU, since the model's code joins what its layers make "
-        "(where that fails, duoka check shows the line, and duoka check --fix mends it)"
+        f"{layers} stays whole on one GPU, because the model's code combines the outputs of its "
+        "layers (duoka check shows the line where a split fails, and duoka check --fix fixes it)"
     )
 
 
@@ -107,8 +107,8 @@ def whole_prompt_note(checkpoint: Checkpoint, workload: Workload) -> str:
         with suppress(ModelError):
             refuse_unbuildable(checkpoint.config)
             return (
-                "the checkpoint's own code reads a prompt whole; duoka plan without "
-                "--trust-remote-code takes another class of this model, which reads it in chunks"
+                "the checkpoint's own code doesn't support chunked prefill; duoka's class of "
+                "this model does (omit --trust-remote-code)"
             )
     return ""
 
@@ -121,9 +121,9 @@ def answer_checkpoint(
     method = method_of(checkpoint.config)
     if method is not None and problem.constraints.offload:
         raise UsageError(
-            f"{checkpoint.name} is quantized already ({method.name}); such weights can't lie in "
-            "the host's memory",
-            hint="leave out the offload, or take the 16-bit checkpoint",
+            f"{checkpoint.name} is already quantized ({method.name}); such weights can't be "
+            "offloaded",
+            hint="omit --offload, or use the 16-bit checkpoint",
         )
     # A profile is traced once, however often its workload comes up among schemes and suggestions.
     find_profile = cache(find_profile)
@@ -212,17 +212,17 @@ def _unquantized(checkpoint: Checkpoint, workload: Workload) -> Workload:
     if method is None:
         return workload
     if workload.training is not None:
-        problem = "; duoka trains beside weights that it has quantized itself"
-        hint = "take the 16-bit checkpoint, with --quantize nf4 or int8"
+        problem = "; duoka trains adapters only on weights that it quantizes itself"
+        hint = "use the 16-bit checkpoint with --quantize nf4 or int8"
     elif workload.quantize not in ("none", "auto"):
-        problem = f"; it can't become {workload.quantize}"
-        hint = "leave quantize out, or take the 16-bit checkpoint"
+        problem = f"; it can't be quantized to {workload.quantize}"
+        hint = "omit quantize, or use the 16-bit checkpoint"
     elif workload.dtype not in ("auto", dtype):
         problem = f" for {dtype}; it can't compute in {workload.dtype}"
-        hint = "leave the dtype out, or take the 16-bit checkpoint"
+        hint = "omit the dtype, or use the 16-bit checkpoint"
     else:
         return replace(workload, quantize="none")
-    raise UsageError(f"{checkpoint.name} is quantized already ({method.name}){problem}", hint=hint)
+    raise UsageError(f"{checkpoint.name} is already quantized ({method.name}){problem}", hint=hint)
 
 
 def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = False) -> Workload:
@@ -234,10 +234,10 @@ def whole_prompt(workload: Workload, *, is_encoder: bool, is_own_code: bool = Fa
     if not is_encoder and not is_own_code:
         return workload
     if isinstance(workload.prefill_chunk_tokens, int):
-        own_code = "code that comes with a checkpoint can't be relied on to"
+        own_code = "a checkpoint's own code isn't guaranteed to"
         reader = "an encoder can't" if is_encoder else own_code
         raise UsageError(
-            f"{reader} read its prompt in chunks of {workload.prefill_chunk_tokens}",
-            hint="leave the chunk out",
+            f"{reader} support prefill chunks of {workload.prefill_chunk_tokens}",
+            hint="omit the prefill chunk",
         )
     return replace(workload, prefill_chunk_tokens=None)

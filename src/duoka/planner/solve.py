@@ -24,8 +24,8 @@ def solve(profile: Profile, problem: PlanProblem, *, leave_room: bool = True) ->
         return follow_map(profile, problem)
     if problem.device_map is not None:
         raise UsageError(
-            f"the largest {problem.largest} is looked for where duoka places the modules",
-            hint="leave out the device map",
+            f"the largest {problem.largest} can't be searched with a device map",
+            hint="omit the device map",
         )
     return find_largest(profile, problem)
 

@@ -29,30 +29,30 @@ ProfileFor = Callable[[Workload], Profile | None]
 
 _BITS = {"int8": 8, "int4": 4, "nf4": 4}
 _USUAL_RANK = Training().lora_rank
-_QUALITY = "some accuracy: `duoka bench --quality FILE{}` measures it on your text"
-_WEIGHTS = "weights in {bits} bit ({scheme}): {weights} instead of {unquantized}", _QUALITY
+_QUALITY = "some accuracy (`duoka bench --quality FILE{}` measures it)"
+_WEIGHTS = "{bits}-bit weights ({scheme}): {weights} instead of {unquantized}", _QUALITY
 # What changes, by the kind of the suggestion: its words, with numbers of the plan, and its cost.
 _KNOBS = {
     "context": ("{context}", ""),
-    "chunk": ("{chunk}", "nothing but a little time before the first token"),
+    "chunk": ("{chunk}", "slightly more time to the first token"),
     "batch": ("a batch of {batch}", ""),
-    "cache": ("the KV cache in 8 bit", _QUALITY),
+    "cache": ("an 8-bit KV cache", _QUALITY),
     **dict.fromkeys(_BITS, _WEIGHTS),
     "offload": (
-        "{host} of weights in the CPU's memory, which go over PCIe for each token{time}",
+        "{host} of weights offloaded to CPU memory, copied over PCIe for each token{time}",
         "speed",
     ),
-    "map": ("duoka's own plan instead of the map: {devices}", ""),
+    "map": ("duoka's plan instead of the map: {devices}", ""),
     "micro-batch": ("a micro-batch of {batch}", ""),
-    "checkpointed-batch": ("activations computed again, and a micro-batch of {batch}", ""),
+    "checkpointed-batch": ("gradient checkpointing and a micro-batch of {batch}", ""),
     "checkpointing": (
-        "activations that are computed again in the backward pass",
+        "gradient checkpointing",
         "about a third of the speed",
     ),
-    "adamw8bit": ("AdamW with states in 8 bit", "a little of what AdamW remembers"),
-    "adafactor": ("Adafactor instead of AdamW", "some of what AdamW learns"),
-    "rank": ("adapters of rank {rank} instead of {requested_rank}", "what larger ones learn"),
-    "lora": ("low-rank adapters (LoRA) instead of all weights", "what adapters can't learn"),
+    "adamw8bit": ("AdamW with 8-bit states", "slightly less accurate optimizer states"),
+    "adafactor": ("Adafactor instead of AdamW", "less accurate optimizer states"),
+    "rank": ("LoRA rank {rank} instead of {requested_rank}", "less capacity"),
+    "lora": ("LoRA instead of full training", "less capacity than full training"),
 }
 # Knobs that have another name as the kind of a suggestion.
 _KINDS = {
@@ -162,7 +162,7 @@ class SuggestionSearch:
         if not suggestions:
             search = SuggestionSearch(self._profile, problem, self._profile_for, self._request)
             suggestions = [
-                replace(way, text=f"{way.text}, with duoka's own plan instead of the map")
+                replace(way, text=f"{way.text}, with duoka's plan instead of the map")
                 for way in search.run()
             ]
         for way in suggestions:
@@ -284,16 +284,16 @@ class SuggestionSearch:
         text = ""
         if workload.training is not None and requested.training is not None:
             if knob != "lora" and workload.training.method != requested.training.method:
-                text += ", with low-rank adapters (LoRA) to train"
+                text += ", trained with LoRA"
             if not knob.startswith("checkpoint") and (
                 workload.training.gradient_checkpointing > requested.training.gradient_checkpointing
             ):
-                text += ", and activations that are computed again"
+                text += ", with gradient checkpointing"
         largest = self._problem.largest
         if knob in _BITS and plan.request.largest != largest:
             text += f", and {_describe_context(workload)}"
         if knob != "cache" and workload.cache != requested.cache:
-            text += ", and the KV cache in 8 bit"
+            text += ", an 8-bit KV cache"
         if knob != "chunk" and requested.prefill_chunk_tokens not in (
             "auto",
             workload.prefill_chunk_tokens,
@@ -318,9 +318,7 @@ class SuggestionSearch:
             "weights": format_bytes(sum(stage.weight_bytes for stage in stages)),
             "unquantized": format_bytes(self._profile.weight_bytes),
             "host": format_bytes(plan.forecast.host_bytes),
-            "time": f", about {seconds:.2g} s"
-            if seconds
-            else ", which takes as long as the link needs",
+            "time": f", about {seconds:.2g} s" if seconds else ", limited by the link",
             "devices": ", ".join(
                 f"{stage.device} {format_bytes(stage.requested_bytes)} of "
                 f"{format_bytes(stage.budget_bytes)}"
@@ -345,9 +343,7 @@ class SuggestionSearch:
 
 def _describe_chunk(workload: Workload) -> str:
     chunk = workload.prefill_chunk_tokens
-    return (
-        "the whole prompt at once" if chunk is None else f"the prompt in pieces of {chunk} tokens"
-    )
+    return "prefill in a single pass" if chunk is None else f"prefill in chunks of {chunk} tokens"
 
 
 def _describe_context(workload: Workload) -> str:

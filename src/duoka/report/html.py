@@ -131,14 +131,14 @@ def _cells(plan: Plan, device: str, main: str | None) -> Iterator[dict[str, Any]
         yield {
             "text": (name.rpartition(".")[2] if is_layer else without_prefix(name))
             + " ↑" * is_away,
-            "title": f"{name}, weights in the processor's memory" if is_away else name,
+            "title": f"{name}, weights in CPU memory" if is_away else name,
             "is_away": is_away,
         }
     num_hidden = len(names) - _MOST_CELLS
     if num_hidden > 0:
         yield {
             "text": f"and {num_hidden} more",
-            "title": "modules that are not shown",
+            "title": "modules not shown",
             "is_away": False,
         }
 
@@ -146,8 +146,8 @@ def _cells(plan: Plan, device: str, main: str | None) -> Iterator[dict[str, Any]
 def _unused(plan: Plan) -> Iterator[str]:
     if plan.offloaded:
         yield (
-            f"↑: the weights of {format_count(len(plan.offloaded), 'module')} lie in the "
-            "processor's memory, and are copied to their GPU for each call."
+            f"↑: the weights of {format_count(len(plan.offloaded), 'module')} are offloaded to "
+            "CPU memory, and copied to their GPU for each call."
         )
     unused = [device for device in plan.fleet.devices if device.name not in plan.devices]
     if unused:

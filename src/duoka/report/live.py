@@ -92,9 +92,9 @@ def _refuse_untrusted() -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or mode & 0o077:
         raise MachineError(
-            f"what processes of duoka say isn't known: {live_directory()} belongs to another user, "
-            "is open to others, or is no directory",
-            hint="remove it; duoka makes it anew",
+            f"the state of duoka processes can't be read: {live_directory()} belongs to another "
+            "user, is open to others, or is no directory",
+            hint="delete it; duoka creates it again",
         )
 
 

@@ -25,7 +25,7 @@ def refuse_without_matplotlib() -> None:
     """Raise UsageError if matplotlib isn't installed."""
     if find_spec("matplotlib") is None:
         raise UsageError(
-            "pictures need matplotlib, which isn't installed", hint='pip install "duoka[plot]"'
+            "plots need matplotlib, which isn't installed", hint='pip install "duoka[plot]"'
         )
 
 
@@ -84,6 +84,6 @@ def save_picture(figure: Figure, file: Path) -> Path:
     except (OSError, ValueError) as error:  # of a format that matplotlib doesn't know
         raise UsageError(
             f"{file} can't be written: {why(error)}",
-            hint="name a .png, .svg or .pdf in a directory that is there and that you may write to",
+            hint="give a .png, .svg or .pdf file in an existing, writable directory",
         ) from error
     return file

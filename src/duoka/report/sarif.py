@@ -36,36 +36,36 @@ _RULES = (
         "mixed-devices",
         "MixedDevices",
         "An operation on tensors of several devices",
-        "The tensors of one operation are on several devices, and CUDA refuses that. Move the "
-        "smaller one to the other's device: other.to(x.device).",
+        "The tensors of one operation are on several devices, which CUDA rejects. Move the "
+        "smaller tensor to the other device: other.to(x.device).",
     ),
     (
         "in-place",
         "InPlaceAcrossDevices",
         "A write into a tensor on another device",
-        "What is written is on another device than the tensor that it is written to. Move it "
-        "there first: x[i] = value.to(x.device).",
+        "The value is on another device than the tensor it is written to. Move it first: x[i] = "
+        "value.to(x.device).",
     ),
     (
         "gradient",
         "GradientOnAnotherDevice",
         "A gradient on another device than its tensor",
-        "A backward function returns a gradient on another device than the tensor that it is "
-        "for. Move it to the tensor's device before it is returned.",
+        "A backward function returns a gradient on another device than its tensor. Move the "
+        "gradient to the tensor's device before returning it.",
     ),
     (
         "hard-coded-device",
         "HardCodedDevice",
-        "A device that the code fixes",
-        "Model code names a device itself, and so is right on one placement only. Take the "
-        "device from a tensor: device=x.device.",
+        "A hard-coded device",
+        "Model code with a hard-coded device works on one placement only. Use the device of a "
+        "tensor: device=x.device.",
     ),
     (
         "memory",
         "OutOfMemory",
-        "A device that needs more memory than its budget",
-        "The peak of a device's memory is above its budget; the result stands at the line that "
-        "sets the peak.",
+        "A device that exceeds its memory budget",
+        "The peak memory of a device is above its budget; the result is at the line that sets "
+        "the peak.",
     ),
 )
 _INDEX = {name: index for index, (name, *_) in enumerate(_RULES)}
@@ -105,7 +105,7 @@ class _Log:
             invocation["toolConfigurationNotifications"] = [note]
         notifications: list[_Json] = []
         if report.not_run:
-            text = f"Not run, and so not checked: {', '.join(report.not_run)}."
+            text = f"Not run, therefore not checked: {', '.join(report.not_run)}."
             notifications.append(_notification("warning", text))
         if (stop := report.stop) is not None:
             text = f"The model's code stopped in {stop.phase}: {stop.message}. {stop.hint}".strip()
@@ -150,10 +150,10 @@ class _Log:
         for operand in fault.operands:
             origin = operand.origin
             if origin is not None and origin.place is not None:
-                text = f"{_tensor_name(operand)} on {operand.device} comes from here"
+                text = f"{_tensor_name(operand)} on {operand.device} was created here"
                 places.setdefault(origin.place, text)
         for followup in fault.followups:
-            places.setdefault(followup.place, f"{followup.op} fails too, because of this")
+            places.setdefault(followup.place, f"{followup.op} also fails because of this")
         for number, (place, text) in enumerate(places.items(), 1):
             yield {"id": number, **self._location(place), "message": {"text": text}}
 

@@ -19,7 +19,7 @@ from duoka.hardware.fleet import Fleet
 from duoka.hardware.gpu_generation import GpuGeneration
 from duoka.report.measured import PeakBytes
 
-_NO_CUDA = 'without a GPU, try virtual ones: --gpus "virtual:2x24GiB"'
+_NO_CUDA = 'without a GPU, use virtual ones: --gpus "virtual:2x24GiB"'
 
 
 def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
@@ -39,7 +39,7 @@ def materialise(fleet: Fleet, *, data: str = "cpu") -> None:
             _refuse_other(device, index)
         elif kind != "cpu":
             raise FleetError(
-                f"{device.name} is a device that duoka doesn't know", hint="it knows cuda:N and cpu"
+                f"{device.name} is not a supported device", hint="torch supports cuda:N and cpu"
             )
     if virtual_budgets:
         _make_virtual(virtual_budgets, data, fleet.gpu_generation)
@@ -63,7 +63,7 @@ def _refuse_absent(index: int) -> None:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
         gpus = f"it sees {count}" if count else "it sees no CUDA GPU"
-        raise FleetError(f"cuda:{index} is not there for torch: {gpus}", hint=_NO_CUDA)
+        raise FleetError(f"torch has no cuda:{index}: {gpus}", hint=_NO_CUDA)
 
 
 def _refuse_other(device: Device, index: int) -> None:
@@ -79,10 +79,10 @@ def _refuse_other(device: Device, index: int) -> None:
         uuid_here = f"GPU-{properties.uuid}"
     if uuid_here.lower() != device.uuid.lower():
         raise FleetError(
-            f"{device.name} is another GPU for torch than the fleet says: torch sees "
-            f"{properties.name} ({uuid_here}), the fleet has {device.product} ({device.uuid})",
-            hint="detect the GPUs again, in the process that uses them; CUDA_VISIBLE_DEVICES must "
-            "not change after CUDA has started",
+            f"{device.name} is a different GPU in torch: torch has {properties.name} "
+            f"({uuid_here}), the plan has {device.product} ({device.uuid})",
+            hint="detect the GPUs in the process that uses them, and don't change "
+            "CUDA_VISIBLE_DEVICES after CUDA has started",
         )
 
 

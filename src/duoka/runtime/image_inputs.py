@@ -48,7 +48,7 @@ _UNFIT = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError),
     *(ValueError, virtual.UnknownValueError),  # from code that reads pixels
 )
-_HINT = "pass inputs yourself: duoka.check or duoka.plan(model, …, inputs={...})"
+_HINT = "pass the inputs explicitly: duoka.check or duoka.plan(model, …, inputs={...})"
 
 
 def prompts_for(model: Any, conditions: Conditions) -> ImagePrompts | None:
@@ -79,7 +79,7 @@ class ImagePrompts:
         self._pictures: dict[int, dict[str, Tensor]] = {}
         self._accepted = frozenset(inspect.signature(model.forward).parameters)
         if not self._accepted.intersection(_PIXELS) or not sizes:
-            raise ModelError(f"{type(model).__name__} takes no images", hint="leave the images out")
+            raise ModelError(f"{type(model).__name__} takes no images", hint="omit the images")
         with self._guessing():
             self._counts = [_num_tokens(model, size) for size in sizes]
             self.least_tokens = self._build(1, 0)["input_ids"].shape[1]
@@ -146,8 +146,8 @@ class ImagePrompts:
         except _UNFIT as error:
             sizes = ", ".join(f"{width}x{height}" for width, height in self._sizes)
             raise ModelError(
-                f"duoka doesn't know how {type(self._model).__name__} takes images of "
-                f"{sizes}: {type(error).__name__}: {error}",
+                f"the image inputs of {type(self._model).__name__} for images of {sizes} are "
+                f"unknown: {type(error).__name__}: {error}",
                 hint=_HINT,
             ) from error
 
@@ -178,8 +178,8 @@ def _processor(config: Any, stated: Mapping[str, Any]) -> Any:
     processor_class = _processor_class(config)
     if processor_class is None:
         raise ModelError(
-            f"transformers has no image processor for {config.model_type!r} that runs here",
-            hint=f"install pillow, or torchvision built for this torch; or {_HINT}",
+            f"no image processor of transformers for {config.model_type!r} runs here",
+            hint=f"install pillow, or torchvision built for this torch; otherwise {_HINT}",
         )
     stated = {name: value for name, value in stated.items() if name not in _NO_SETTINGS}
     processor = processor_class(**{**dict(_settings(processor_class(), config)), **stated})

@@ -26,8 +26,8 @@ def find_lost_gpu(error: BaseException | None, device: str = "") -> GpuLostError
             reason = str(error).partition("\n")[0]
             return GpuLostError(
                 f"{device or 'a GPU'} has failed: {reason}",
-                hint="see what else uses it, and whether it is well: `nvidia-smi`, and `dmesg` for "
-                "Xid; then start again",
+                hint="check the GPU with `nvidia-smi`, and `dmesg` for Xid errors; then start "
+                "again",
             )
         error = error.__cause__ or error.__context__
     return None

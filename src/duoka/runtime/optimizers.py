@@ -55,8 +55,8 @@ def make_optimizer(
     ]
     if optimizer == "sgd" and weight_decay:
         raise UsageError(
-            f"weight_decay is {weight_decay}, and duoka's SGD has none",
-            hint="leave it out, or take adamw",
+            f"weight_decay is {weight_decay}, and duoka's SGD doesn't support it",
+            hint="omit it, or use adamw",
         )
     make: dict[Optimizer, Callable[..., torch.optim.Optimizer]] = {
         "adamw": partial(torch.optim.AdamW, betas=betas),

@@ -56,7 +56,7 @@ def _explain(error: Exception, publisher: Publisher) -> None:
         lines.append(_filled(look.measured, look.forecast))
         missing = look.forecast.budget_bytes - available[look.measured.device]
         if missing > 0:
-            lines.append(f"others have {format_bytes(missing)} of it that the plan counted on")
+            lines.append(f"other programs use {format_bytes(missing)} of the planned memory")
     error.add_note("\n".join(lines))
     error.available_bytes = available  # type: ignore[attr-defined]
 
@@ -70,7 +70,7 @@ def _request(error: Exception, publisher: Publisher) -> str:
         if not file.startswith(_BETWEEN):
             line = f"{_short(file)}:{number}"
         module = names.get(id(frame.f_locals.get("self")), module)
-    return f"asked for by {line or 'duoka'}" + (f", in {module}" if module else "")
+    return f"requested by {line or 'duoka'}" + (f", in {module}" if module else "")
 
 
 def _short(file: str) -> str:
@@ -86,4 +86,4 @@ def _filled(measured: StageBytes, forecast: StageBytes) -> str:
         for kind, size in {**measured.kinds, "reserved": measured.reserved_bytes}.items()
         if size or planned[kind]
     ]
-    return f"on {measured.device} now, and as planned: {', '.join(kinds)}"
+    return f"on {measured.device} now (planned): {', '.join(kinds)}"

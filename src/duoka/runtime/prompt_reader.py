@@ -27,11 +27,11 @@ def refuse_long(prompt_tokens: int, limit: int, *, new_tokens: int = 0) -> None:
     if prompt_tokens + new_tokens > limit:
         text, hint = f"the prompt has {prompt_tokens} tokens", "plan with a larger --context"
         if not new_tokens:
-            raise PromptTooLong(f"{text}; there is memory for {limit}", hint=hint)
+            raise PromptTooLong(f"{text}; the plan has memory for {limit}", hint=hint)
         raise PromptTooLong(
-            f"{text}, and {new_tokens} new ones are asked for; there is memory for {limit} "
-            "together",
-            hint=f"ask for fewer new tokens, or {hint}",
+            f"{text} and {new_tokens} new tokens are requested; the plan has memory for {limit} "
+            "in total",
+            hint=f"request fewer new tokens, or {hint}",
         )
 
 
@@ -73,7 +73,7 @@ class PromptReader:
         if not images:
             return
         if reader is None:
-            raise UsageError("this model takes no images", hint="leave the images out")
+            raise UsageError("this model takes no images", hint="omit the images")
         if len(images) > planned.images:
             raise UsageError(
                 f"{format_count(len(images), 'image')} in a prompt; the plan has memory for "
@@ -87,14 +87,14 @@ class PromptReader:
                 raise UsageError(
                     f"an image of {image.width}x{image.height}; the plan has memory for images of "
                     f"{width}x{height}",
-                    hint="make it smaller, or plan with a larger --image-size",
+                    hint="reduce its size, or plan with a larger --image-size",
                 )
 
     def check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse prompts beyond the plan."""
         for prompt in prompts:
             if not prompt:
-                raise UsageError("there is nothing to answer: a prompt is empty")
+                raise UsageError("a prompt is empty")
             images = prompt.num_images if isinstance(prompt, ImagePrompt) else 0
             if images > self.workload.images:
                 raise UsageError(
@@ -116,6 +116,6 @@ def refuse_beyond(tokens: Iterable[int], rows: int | None) -> None:
         if token < 0 or (rows is not None and token >= rows):
             known = "from 0 on" if rows is None else f"0 to {rows - 1}"
             raise UsageError(
-                f"token {token} is unknown: this model's are {known}",
-                hint="take them from the tokenizer of this very model",
+                f"token {token} is invalid; the token ids of this model are {known}",
+                hint="use the tokenizer of this model",
             )

@@ -48,8 +48,8 @@ class Address:
             bound.close()
             why = getattr(error, "strerror", None) or error
             raise UsageError(
-                f"{self.host}:{self.port} can't be had: {why}",
-                hint="name another --port, or --port 0 for any that is free",
+                f"{self.host}:{self.port} is not available: {why}",
+                hint="use another --port, or --port 0 for any free port",
             ) from error
         return bound
 

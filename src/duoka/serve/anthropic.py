@@ -222,7 +222,7 @@ def read_turns(message: AnthropicMessage) -> list[Turn]:
         return [Turn(role=message.role, content=blocks)]
     for block in blocks:
         if not isinstance(block, _ALLOWED[message.role]):
-            text = f"a block of type {block.type} has no place in a message of role {message.role}"
+            text = f"a block of type {block.type} isn't allowed in a message of role {message.role}"
             raise HttpError(400, text)
     if message.role == "assistant":
         return [_read_answer(blocks)]

@@ -55,7 +55,7 @@ class ChatMessages:
 
     def _read_turn(self, turn: Turn) -> ChatMessage:
         if turn.images and turn.role != "user":
-            hint = "text, and image_url for users, are known"
+            hint = "supported are text, and image_url for users"
             raise UsageError('a part of its content is of type "image_url"', hint=hint)
         if turn.role == "tool":
             self._check_result(turn)
@@ -76,9 +76,9 @@ class ChatMessages:
     def _check_result(self, turn: Turn) -> None:
         if turn.call_id not in self._call_ids:
             raise UsageError(
-                f"it is the result of the call {json.dumps(turn.call_id)[:80]}, which no message "
-                "before it made",
-                hint="send the assistant's message with its calls, too",
+                f"it is the result of the call {json.dumps(turn.call_id)[:80]}, which no earlier "
+                "message contains",
+                hint="include the assistant's message with its calls",
             )
 
     # The number of images is checked before each image is decoded: a picture of a few hundred bytes
@@ -87,23 +87,23 @@ class ChatMessages:
     def _read_image(self, url: str) -> Image:
         """Decode an image; UsageError where the model takes none, or not so many."""
         if self.most_images is None:
-            raise UsageError("this model takes no images", hint="leave the images out")
+            raise UsageError("this model takes no images", hint="omit the images")
         if self._num_images == self.most_images:
             raise UsageError(
-                f"there is memory for {format_count(self.most_images, 'image')}, "
-                "and there are more",
-                hint="leave some out, or plan with a larger --images",
+                f"the plan has memory for {format_count(self.most_images, 'image')}, and the "
+                "request has more",
+                hint="send fewer images, or plan with a larger --images",
             )
         self._num_images += 1
         match = _DATA_URL.match(url)
         if match is None:
             raise UsageError(
-                f"an image is at {url[:60]!r}; images are taken from the request alone",
-                hint="send it as data:image/png;base64,…; what is at http or https addresses, "
-                "duoka serve fetches with --allow-image-urls",
+                f"an image is at {url[:60]!r}; only images in the request are accepted",
+                hint="send it as data:image/png;base64,…, or start duoka serve with "
+                "--allow-image-urls to download http and https URLs",
             )
         try:
             content = base64.b64decode(url[match.end() :], validate=True)
         except (binascii.Error, ValueError) as error:
-            raise UsageError(f"an image is no base64: {error}") from error
+            raise UsageError(f"an image is not base64: {error}") from error
         return decode_image(content, f"image {self._num_images}", WEB_FORMATS)

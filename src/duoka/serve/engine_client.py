@@ -94,7 +94,7 @@ class EngineClient:
                 delay = policy.delay_after_loss(time.monotonic() - start)
                 if delay is None:
                     text = f"it has ended {supervision.MAX_LOSSES} times within ten minutes"
-                    return self._set("failed", f"{text}; the last time: {self.reason}")
+                    return self._set("failed", f"{text}; last reason: {self.reason}")
                 self._set("restarting", self.reason)
                 await asyncio.sleep(delay)
         finally:
@@ -187,7 +187,7 @@ class EngineClient:
                 self._awaits_status = True
                 self._send(EngineRequest(task="status"))
         seconds = supervision.SILENT_SECONDS
-        self._hang = Broken(f"it hung: it said nothing for {seconds:g} seconds")
+        self._hang = Broken(f"no response for {seconds:g} seconds")
         process.kill()
 
     def _take(self, message: Any) -> None:
@@ -210,7 +210,7 @@ class EngineClient:
         ending = asyncio.create_task(asyncio.to_thread(self._end))
         self.reason = describe_exit(await ending) if broken is None else broken.text
         for number, (queue, _) in self._open.items():
-            text = f"the engine has ended, and this answer with it: {self.reason}"
+            text = f"the engine stopped during this generation: {self.reason}"
             queue.put_nowait(Failed(number=number, status=503, text=text, code="engine_died"))
         await ending
 

@@ -58,7 +58,7 @@ class HttpError(Exception):
     @classmethod
     def of(cls, error: Exception) -> HttpError:
         """Return the error; any other exception is a defect."""
-        text = f"a defect of duoka's: {type(error).__name__}"
+        text = f"a defect in duoka: {type(error).__name__}"
         return error if isinstance(error, cls) else cls(500, text, code="internal_error")
 
     @property
@@ -106,7 +106,7 @@ def describe_invalid(errors: Sequence[Mapping[str, Any]], body: Any) -> HttpErro
     all_of_it = [error for error, place in zip(errors, places, strict=True) if place == deepest]
     param = ".".join(deepest) or "body"
     if all_of_it[0]["type"] == "extra_forbidden":
-        text = f"{param} is unknown here; leave it out"
+        text = f"{param} is not supported; remove it"
         return HttpError(400, text, code="unknown_parameter", param=param)
     texts = dict.fromkeys(_text(error) for error in all_of_it)
     return HttpError(400, f"{param}: {'; or: '.join(texts)}", param=param)
@@ -117,7 +117,7 @@ def _text(error: Mapping[str, Any]) -> str:
     if error["type"].startswith("union_tag_"):
         tag = error["ctx"].get("tag")
         field = "role" if error["ctx"]["discriminator"] == "'role'" else "type"
-        kind = f"no {field} is given" if tag is None else f"the {field} {tag[:80]!r} is unknown"
+        kind = f"{field} is missing" if tag is None else f"the {field} {tag[:80]!r} is unknown"
         return f"{kind}; known: {error['ctx'].get('expected_tags', 'see the documentation')}"
     return str(error["msg"]).removeprefix("Value error, ")
 

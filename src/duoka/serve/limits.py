@@ -53,7 +53,7 @@ class RequestMemory:
         def add(number: int) -> None:
             nonlocal num_held_bytes
             if self._number + number > _MOST_MEMORY_BYTES:
-                text = f"requests of {self._number // 2**20} MiB are on their way"
+                text = f"requests of {self._number // 2**20} MiB are in transfer"
                 raise HttpError(503, text, code="overloaded", retry_after=5)
             self._number += number
             num_held_bytes += number
@@ -141,12 +141,15 @@ class Gate:
             raise HttpError(431, f"headers have at most {MOST_HEADER_BYTES // 2**10} KiB")
         host = headers.get("host", "")
         if self._is_local and not _THIS_MACHINE.fullmatch(host):
-            text = f"{host[:80]!r} isn't answered: without a key localhost, 127.0.0.1 and [::1] are"
+            text = (
+                f"{host[:80]!r} is rejected: without an API key only localhost, 127.0.0.1 and "
+                "[::1] are allowed"
+            )
             raise HttpError(403, text, code="unknown_host")
         if int(headers.get("content-length", "0")) > MOST_BODY_BYTES:  # digits: see h11
             raise _too_large()
         if headers.get("content-encoding", "identity").lower() != "identity":
-            raise HttpError(415, "a body is taken without Content-Encoding alone")
+            raise HttpError(415, "a body with Content-Encoding is not supported")
         if self._digest is None or path in _OPEN or path.startswith("/page/"):
             return
         kind, _, token = headers.get("authorization", "").partition(" ")
@@ -200,14 +203,14 @@ def parse_json(body: bytes) -> dict[str, Any]:
         depth += 1 if opens else -1
         number += opens
         if depth > _MOST_DEPTH or number > _MOST_NESTS:
-            text = f"{_MOST_DEPTH} objects and lists in one another, or {_MOST_NESTS:,} in all"
+            text = f"{_MOST_DEPTH} levels of nesting, or {_MOST_NESTS:,} objects and lists in total"
             raise HttpError(400, f"the body has more than {text}", code="too_large", param="body")
     try:
         value = parse_json_object(body.decode("utf-8-sig"), "the body")
         if b"\\u" in body:  # half of a surrogate pair can't be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except (FormatError, UnicodeError) as error:
-        text = str(error) if isinstance(error, FormatError) else f"the body is no UTF-8: {error}"
+        text = str(error) if isinstance(error, FormatError) else f"the body is not UTF-8: {error}"
         raise HttpError(400, text, param="body") from None
     return value
 
@@ -300,7 +303,7 @@ def _check_type(content_type: str) -> None:
     kind = content_type.partition(";")[0].strip().lower()
     if not (kind.startswith("application/") and kind.endswith(("/json", "+json"))):
         text = f"Content-Type is {content_type[:80]}" if content_type else "Content-Type is missing"
-        raise HttpError(415, f"{text}; send JSON, and say application/json")
+        raise HttpError(415, f"{text}; send JSON with Content-Type: application/json")
 
 
 def _digest(key: str) -> bytes:

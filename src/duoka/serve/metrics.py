@@ -41,23 +41,25 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Any:
             return Counter(f"vllm:{name}", text, ["model_name", *labels], registry=self.registry)
 
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
-        self.generation_tokens = counter("generation_tokens", "Tokens of answers.").labels(model)
-        self.success = counter("request_success", "Answers that ended.", "finished_reason")
-        queries = counter("prefix_cache_queries", "Tokens of prompts that were looked for.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens.").labels(model)
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.").labels(model)
+        self.success = counter("request_success", "Finished requests.", "finished_reason")
+        queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self.queries = queries.labels(model)
-        self.hits = counter("prefix_cache_hits", "Tokens of prompts that were there.").labels(model)
+        self.hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.").labels(
+            model
+        )
         self.failures = Counter(
             "duoka:request_failures",
-            "Requests that weren't answered.",
+            "Failed requests.",
             ["model_name", "status"],
             registry=self.registry,
         )
-        self.first_token = histogram("time_to_first_token_seconds", "To the first token.")
-        self.between = histogram("inter_token_latency_seconds", "Between pieces of an answer.")
-        self.whole = histogram("e2e_request_latency_seconds", "From a request to its end.")
-        self.prefill = histogram("request_prefill_time_seconds", "From prompt to first token.")
-        self.decode = histogram("request_decode_time_seconds", "From first token to the end.")
+        self.first_token = histogram("time_to_first_token_seconds", "Time to first token.")
+        self.between = histogram("inter_token_latency_seconds", "Time between output tokens.")
+        self.whole = histogram("e2e_request_latency_seconds", "Total request time.")
+        self.prefill = histogram("request_prefill_time_seconds", "Time in prefill.")
+        self.decode = histogram("request_decode_time_seconds", "Time in decode.")
 
     @property
     def tokens_per_second(self) -> float:
@@ -130,18 +132,18 @@ class _Engines(Collector):
         def gauge(name: str, text: str, *labels_added: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(name, text, labels=[*labels, *labels_added])
 
-        running = gauge("vllm:num_requests_running", "Requests that are answered.")
-        waiting = gauge("vllm:num_requests_waiting", "Requests that wait.")
-        usage = gauge("vllm:kv_cache_usage_perc", "Share of pages in use, 1 is all.")
-        up = gauge("duoka:engine_up", "1 where an engine answers.")
-        reserved = gauge("duoka:reserved_bytes", "Bytes of memory that are reserved.", "device")
-        forecast = gauge("duoka:forecast_bytes", "Bytes that the plan forecasts.", "device")
-        preempted = CounterMetricFamily("vllm:num_preemptions", "Answers put back.", labels=labels)
-        deaths = CounterMetricFamily("duoka:engine_deaths", "Ends of an engine.", labels=labels)
+        running = gauge("vllm:num_requests_running", "Running requests.")
+        waiting = gauge("vllm:num_requests_waiting", "Queued requests.")
+        usage = gauge("vllm:kv_cache_usage_perc", "Fraction of KV cache pages in use.")
+        up = gauge("duoka:engine_up", "1 if the engine is running.")
+        reserved = gauge("duoka:reserved_bytes", "Reserved memory in bytes.", "device")
+        forecast = gauge("duoka:forecast_bytes", "Forecast memory in bytes.", "device")
+        preempted = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=labels)
+        deaths = CounterMetricFamily("duoka:engine_deaths", "Engine failures.", labels=labels)
         busy = CounterMetricFamily(
-            "duoka:stage_busy_seconds", "Seconds of work by device.", labels=[*labels, "device"]
+            "duoka:stage_busy_seconds", "Busy seconds by device.", labels=[*labels, "device"]
         )
-        share = gauge("duoka:busy_share", "Share of the last seconds in work.", "device")
+        share = gauge("duoka:busy_share", "Fraction of recent time busy.", "device")
         for engine in self._pool.engines:
             at = [self._model, str(engine.replica)]
             up.add_metric(at, float(engine.state == "ready"))

@@ -125,7 +125,7 @@ class EnginePool:
         if self.num_open >= limit:
             raise HttpError(
                 429,
-                f"{self.num_open} requests are on their way or wait; at most {limit} can",
+                f"{self.num_open} requests are running or queued; the limit is {limit}",
                 code="queue_full",
                 retry_after=5,
             )

@@ -100,8 +100,8 @@ class QuestionReader:
         number = sum(map(len, texts))
         if self._limit is not None and number > self._limit * self._longest_token:
             raise PromptTooLong(
-                f"the prompt has {number} characters, and {self._limit} tokens, for which there is "
-                f"memory, have at most {self._longest_token} each"
+                f"the prompt has {number} characters, more than {self._limit} tokens of at most "
+                f"{self._longest_token} characters, for which the plan has memory"
             )
 
     def _read_prompt(self, prompt: Prompt, grammar: Grammar | None) -> Question:
@@ -125,8 +125,8 @@ class QuestionReader:
         if prompt.must_call:
             if grammar is not None:
                 raise UsageError(
-                    "an answer can't be a call and have a response_format",
-                    hint="leave one of them out",
+                    "response_format can't be combined with a forced tool call",
+                    hint="omit one of them",
                 )
             forced = answers.forced_call(tools, tokens, parallel=is_parallel)
             tokens.extend(forced.prompt_ids)

@@ -59,10 +59,10 @@ class RemoteImages:
         from duoka.base.web import fetch
 
         if len(addresses) > _MOST_IMAGES:
-            text = f"{len(addresses)} images are to be fetched; at most {_MOST_IMAGES} are"
+            text = f"{len(addresses)} image URLs in a request; the limit is {_MOST_IMAGES}"
             raise HttpError(400, text, param=field)
         if self._num_requests >= _MOST_REQUESTS:
-            text = f"images of {_MOST_REQUESTS} requests are being fetched already"
+            text = f"images of {_MOST_REQUESTS} requests are already being downloaded"
             raise HttpError(429, text, code="queue_full", retry_after=5)
         self._num_requests += 1
         images, remaining_bytes = {}, _MOST_BYTES

@@ -246,7 +246,7 @@ def choose_tools(tools: Iterable[dict[str, Any]], choice: Any) -> dict[str, Any]
     offered = [] if choice == "none" else list(tools)
     names = [tool["function"]["name"] for tool in offered]
     if (must_call and not names) or name not in (None, *names):
-        text = f"tool_choice needs tools that have it; there are {', '.join(names) or 'none'}"
+        text = f"tool_choice is not in tools; available: {', '.join(names) or 'none'}"
         raise HttpError(400, text, param="tool_choice")
     usable = [tool for tool in offered if name in (None, tool["function"]["name"])]
     return {"tools": usable, "must_call": must_call}
@@ -353,7 +353,7 @@ class CompletionRequest(OpenAIRequest):
         if self.echo and self.logprobs is not None:
             raise HttpError(
                 400,
-                "log-probabilities of a prompt's tokens aren't told: leave out echo or logprobs",
+                "log probabilities of prompt tokens aren't supported: remove echo or logprobs",
                 param="logprobs",
             )
         return super().params() | drop_none({"logprobs": self.logprobs})

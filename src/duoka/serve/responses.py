@@ -194,7 +194,9 @@ class ResponsesRequest(AnswerRequest, IgnoredFields):
     @classmethod
     def _nothing_is_stored(cls, value: object) -> None:
         if value is not None:
-            raise ValueError("nothing is stored here; send the whole conversation as input")
+            raise ValueError(
+                "the server stores no conversations; send the whole conversation as input"
+            )
 
     @property
     def has_logprobs(self) -> bool:

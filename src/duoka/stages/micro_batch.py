@@ -147,9 +147,7 @@ class StageMicroBatch:
         self, block: PlacedBlock, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         if any(map(is_elsewhere, tensors_in((args, kwargs)))):
-            raise unstageable(
-                f"{block.name} is called with a tensor of another stage that wasn't sent"
-            )
+            raise unstageable(f"{block.name} needs a tensor of another stage that wasn't sent")
         with self._around.paused():
             return forward(*args, **kwargs)
 
@@ -161,7 +159,7 @@ class StageMicroBatch:
         if transfer.source == self._stage and number not in self._sent:
             if tuple(tensor.shape) != transfer.shape.sizes:
                 raise unstageable(
-                    f"a tensor of {tuple(tensor.shape)} goes to another stage, which expects "
+                    f"a tensor of {tuple(tensor.shape)} is sent to a stage that expects "
                     f"{transfer.shape.sizes}"
                 )
             keeps = self._learns and transfer.requires_grad and tensor.requires_grad
@@ -203,8 +201,8 @@ class StageMicroBatch:
 
 def _other_course(block: PlacedBlock) -> ModelError:
     return ModelError(
-        f"the model called {block.name}, and not as it did when its stages were planned",
-        hint="its code must not depend on the values of a batch",
+        f"the model called {block.name} differently from its trace",
+        hint="pipeline stages need code that doesn't depend on the values of a batch",
     )
 
 

@@ -129,4 +129,4 @@ def _unknown(what: str) -> ModelError:
 
 def unstageable(problem: str) -> ModelError:
     """Return the error for a model that can't run in stages."""
-    return ModelError(problem, hint="this model can't run in stages; put it on one GPU")
+    return ModelError(problem, hint="this model doesn't support pipeline stages; use one GPU")

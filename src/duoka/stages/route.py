@@ -172,7 +172,7 @@ class Routes:
             step = numbers[index] - self._numbers[index]
             if route.course() != self._first.course():
                 raise unstageable(
-                    "what crosses between the model's blocks depends on how many tokens there are"
+                    "the activations sent between the model's blocks depend on the number of tokens"
                 )
             for slopes, base, larger_shape in zip(
                 self._slopes, shapes, route.shapes(), strict=True
@@ -239,8 +239,8 @@ def find_route(
                     run(copied, device)
             except _Combined as error:
                 raise unstageable(
-                    f"code between the model's blocks combines what stages {error} made"
-                    f"{where_raised(error)}"
+                    "code between the model's blocks combines tensors of the stages "
+                    f"{error}{where_raised(error)}"
                 ) from error
             return finder.route()
 

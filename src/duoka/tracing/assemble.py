@@ -24,8 +24,8 @@ RegimeTraces = tuple[Regime, list[AllocationTrace]]
 
 _NOTES = {
     "meta": (),
-    "even": ("the model's code reads which experts are chosen: the forecast is for even choices",),
-    "cpu": ("the model's code reads values: the forecast is for random weights",),
+    "even": ("the model's code reads the routing of experts: the forecast assumes even routing",),
+    "cpu": ("the model's code reads tensor values: the forecast assumes random weights",),
 }
 """What a person should know who plans with a profile, by what held the numbers."""
 

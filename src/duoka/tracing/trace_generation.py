@@ -39,7 +39,7 @@ def trace(model: nn.Module, spec: TraceSpec, *, batched: bool = True) -> Profile
     several.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise Irregular("what an encoder and its decoder cost depends on two lengths")
+        raise Irregular("the cost of an encoder-decoder depends on two lengths")
     tracer = GenerationTracer(model, spec)
     return tracer.trace(partial(tracer.rules, batched=batched), tracer.irregular)
 
@@ -106,7 +106,7 @@ class GenerationTracer(Tracer):
         """Yield regimes for every possible step, in order of precedence."""
         cells = list(self.ranges())
         if self.spec.conditions.image_chunk_tokens is not None:
-            raise Unlike("what a chunk costs depends on which images are in it")
+            raise Unlike("the cost of a chunk depends on the images in it")
         yield from self._regimes(cells, is_batched=False)
         if not batched or self.spec.conditions.vision_batch is not None:
             return  # with a vision batch, the batch decides on the passes

@@ -36,7 +36,7 @@ _CACHES = (
 )
 
 
-_HINT = "plan for requests with a cache each: duoka plan --batch N"
+_HINT = "plan for a fixed batch: duoka plan --batch N"
 
 
 def trace_serving(model: nn.Module, spec: TraceSpec) -> Profile:
@@ -49,10 +49,10 @@ def trace_serving(model: nn.Module, spec: TraceSpec) -> Profile:
     """
     name = type(model).__name__
     if not reads_pages(model):  # type: ignore[arg-type]
-        raise ModelError(f"{name} can't read from pages", hint=_HINT)
+        raise ModelError(f"{name} doesn't support a paged KV cache", hint=_HINT)
 
     def failure(error: Exception) -> ModelError:
-        text = f"{name} can't be forecast over pages: {str(error)[:300]}"
+        text = f"{name} can't be forecast with a paged KV cache: {str(error)[:300]}"
         return ModelError(text, hint=_HINT)
 
     tracer = _ServingTracer(model, spec)
@@ -64,7 +64,7 @@ class _ServingTracer(Tracer):
         """Yield the regimes of all steps."""
         groups = find_groups(self.model, lambda: self._stepper(0).start())
         if any(group.returns_to is not None for group in groups):
-            raise Unlike("the model's code moves tensors back by itself")
+            raise Unlike("the model's code moves tensors between devices")
         self.observe(groups)
         self.caller_at = len(groups) - 1  # tokens are drawn where logits are
         firsts: list[RecordedStep] = []

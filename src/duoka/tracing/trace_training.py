@@ -137,8 +137,8 @@ class TrainingTracer(Tracer):
                     raise Unlike("the model's code loops over the tokens")
                 if self.training.gradient_checkpointing and not recorder.recomputes:
                     raise ModelError(
-                        f"{type(self.model).__name__} computes nothing again in its backward pass, "
-                        "though its gradient checkpointing is on",
+                        f"{type(self.model).__name__} recomputes nothing in its backward pass, "
+                        "although gradient checkpointing is enabled",
                         hint=WITHOUT_CHECKPOINTING,
                     )
                 again = recorder.record_training(learner.forward)

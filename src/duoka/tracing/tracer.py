@@ -176,7 +176,7 @@ class Tracer:
         # A sliding window changes masks and caches at its length, chunked code at a chunk's.
         edges = [value for value in sorted(windows) if _SHORTEST_WINDOW <= value < self.longest]
         if edges and self.prompts is not None:
-            raise Unlike("costs with a window and images have more lengths")
+            raise Unlike("costs with a sliding window and images have more lengths")
         yield from pairwise([0, *edges, ENDLESS])
 
 

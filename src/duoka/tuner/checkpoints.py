@@ -43,7 +43,9 @@ from .optimizer_states import drop_states, make_states, optimizer_tensors, set_n
 from .write_errors import first_failure, name_write_errors
 
 T = TypeVar("T")
-_ROOM = "older ones are whole; make room, get the permission, or name another directory"
+_ROOM = (
+    "free disk space, get the permission, or use another directory; earlier checkpoints are intact"
+)
 _MANIFEST = "checkpoint.json"
 _VERSION = 1
 _NAME = re.compile(r"step-(\d{6,12})")
@@ -164,9 +166,9 @@ class TrainingCheckpoints:
         absent = [name for name in manifest["files"] if not (partial / name).is_file()]
         if absent:
             raise MachineError(
-                f"{self._directory} isn't the same directory for all processes of the run: "
-                f"{absent[0]} is not in it",
-                hint="name one on a disk that all machines share",
+                f"{self._directory} isn't shared by all processes of the run: {absent[0]} is "
+                "missing",
+                hint="use a directory on a disk that all machines share",
             )
         write_whole(partial / _MANIFEST, json.dumps(manifest, allow_nan=False, indent=1))
         step = manifest["step"]
@@ -202,8 +204,8 @@ class TrainingCheckpoints:
             raise CheckpointError(
                 f"no training checkpoint in {self._directory} can be resumed from: "
                 f"{'; '.join(refused)}",
-                hint="start the run anew, in another directory, or with the model, data and "
-                "method that it was started with",
+                hint="start a new run in another directory, or use the original model, data and "
+                "method",
             )
         return None
 
@@ -214,7 +216,7 @@ class TrainingCheckpoints:
         path = self.path(step)
         manifest = self._agree(lambda: _read_manifest(path))[0]
         if manifest["step"] != step:
-            raise CheckpointError(f"{path} says that it is of step {manifest['step']}")
+            raise CheckpointError(f"{path} declares step {manifest['step']}")
         identity = manifest["identity"]
         differences = [
             f"its {name} is {identity.get(name)}, not {self._identity.get(name)}"
@@ -222,7 +224,7 @@ class TrainingCheckpoints:
             if identity.get(name) != self._identity.get(name)
         ]
         if differences:
-            raise CheckpointError(f"{path} is of another run: {', '.join(differences)}")
+            raise CheckpointError(f"{path} belongs to another run: {', '.join(differences)}")
         stored = self._join(lambda: self._verified(path, manifest["files"]))
         forms = self._join(lambda: {name: _form(value) for name, value in parameters.items()})
         _refuse_others(path, {n: _form(t) for n, t in stored.items() if "/" not in n}, forms)
@@ -311,7 +313,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     is_current = content.get("version") == _VERSION and has_form
     if is_current and all(map(is_plain_name, content["files"])):
         return content
-    raise CheckpointError(f"{path / _MANIFEST} is of another version of duoka, or damaged")
+    raise CheckpointError(
+        f"{path / _MANIFEST} is damaged, or was written by another version of duoka"
+    )
 
 
 def _refuse_others(path: Path, stored: Mapping[str, str], forms: Mapping[str, str]) -> None:
@@ -321,11 +325,11 @@ def _refuse_others(path: Path, stored: Mapping[str, str], forms: Mapping[str, st
         for name, form in forms.items()
         if stored.get(name, form) != form
     ]
-    problems += [f"{name} is not in it" for name in forms if name not in stored]
-    problems += [f"{name} has no place in the run" for name in stored if name not in forms]
+    problems += [f"{name} is missing" for name in forms if name not in stored]
+    problems += [f"{name} doesn't belong to the run" for name in stored if name not in forms]
     if problems:
         raise CheckpointError(
-            f"{path} holds other tensors than the run: {'; '.join(problems[:4])}"
+            f"{path} doesn't match the tensors of the run: {'; '.join(problems[:4])}"
             + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
         )
 

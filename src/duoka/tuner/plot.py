@@ -34,7 +34,7 @@ def plot_run(directory: RunDirectory, file: Path | None = None) -> Path:
     run = directory.read()
     layout = Layout(run.plans)
     if not any("loss" in entry for entry in metrics):
-        raise UsageError(f"{directory.path} has no step yet", hint="look again after its first one")
+        raise UsageError(f"{directory.path} has no step yet", hint="try again after the first step")
     # A run that was just moved has no devices, and a processor no peaks.
     reports = [report for report in make_report(layout, metrics).devices if report.reserved_bytes]
     inches = [_CURVE_INCHES, _CURVE_INCHES]

@@ -94,8 +94,8 @@ def prepare(
     """Read the data, and plan unless a plan is given."""
     if checkpoint.config.get("is_encoder_decoder"):
         raise UsageError(
-            f"{checkpoint.name} is an encoder with a decoder, and duoka tunes causal models",
-            hint="duoka.dispatch(model, plan) spreads it for a training loop of your own",
+            f"{checkpoint.name} is an encoder-decoder model, and duoka tune supports causal models",
+            hint="use duoka.dispatch(model, plan) with your own training loop",
         )
     native_adapter = None
     if adapter is not None:
@@ -159,8 +159,8 @@ def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) ->
     """Return the workload of a saved plan; refuse a plan for another run."""
     training = plan.workload.training
     if training is None or plan.workload.images:
-        purpose = "generating" if training is None else "images, and duoka tune learns from text"
-        raise UsageError(f"the plan is for {purpose}", hint="make one with --train lora")
+        purpose = "generating" if training is None else "images, and duoka tune trains on text"
+        raise UsageError(f"the plan is for {purpose}", hint="create one with --train lora")
     plan.refuse_other(checkpoint.fingerprint, checkpoint.source)
     needed = settings.workload(checkpoint).training
     assert needed is not None, "the settings are for training"
@@ -177,7 +177,7 @@ def _refuse_other(plan: Plan, checkpoint: Checkpoint, settings: TuneSettings) ->
         if planned != setting:
             raise UsageError(
                 f"the plan is for --{name} {planned}, not {setting}",
-                hint=f"--{name} {planned}, or another plan",
+                hint=f"use --{name} {planned}, or another plan",
             )
     return plan.workload
 
@@ -278,8 +278,8 @@ def _refuse_small(checkpoint: Checkpoint, fleet: Fleet, settings: TuneSettings) 
         idle = ", ".join(device.name for device in fleet.devices if device.name not in used)
         if idle:
             raise UsageError(
-                f"not every GPU can have a part of the model; it fits without {idle}",
-                hint=f"all GPUs are used: leave {idle} out of --gpus",
+                f"the model can't be split over all GPUs; it fits without {idle}",
+                hint=f"remove {idle} from --gpus",
             )
 
 

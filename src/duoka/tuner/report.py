@@ -29,8 +29,8 @@ _SIZES = (
     "forecast_reserved_bytes",
 )
 _CAPTION = (
-    "in {unit}; busy is what a GPU didn't wait for other stages, possible the most that the "
-    "schedule allows; forecasts are for sequences of full length"
+    "in {unit}; busy: fraction of time not waiting for other stages; possible: maximum of the "
+    "schedule; forecasts assume sequences of full length"
 )
 
 
@@ -120,9 +120,9 @@ def _device(layout: Layout, number: int, steps: Sequence[dict[str, Any]]) -> Dev
 def _advice(skipped_share: float) -> tuple[str, ...]:
     if skipped_share <= _MANY_SKIPPED:
         return ()
-    share = "nothing was learnt: all" if skipped_share == 1 else f"{skipped_share:.0%} of all"
-    overflow = "as gradients overflowed float16: --dtype bfloat16 has no such limit"
-    return (f"{share} steps were skipped, {overflow}",)
+    share = "nothing was trained: all" if skipped_share == 1 else f"{skipped_share:.0%} of all"
+    overflow = "because gradients overflowed float16; use --dtype bfloat16"
+    return (f"{share} steps were skipped {overflow}",)
 
 
 def render_report(report: RunReport) -> RenderableType:
@@ -140,7 +140,7 @@ def _summary(report: RunReport) -> Iterator[str]:
     yield f"{format_count(report.steps, 'step')}{skipped}, loss {' → '.join(losses)}"
     if report.eval_loss is not None:
         yield f"evaluation loss {report.eval_loss:.4f}"
-    seconds = f"a step took {format_seconds(report.step_seconds)}"
+    seconds = f"step time {format_seconds(report.step_seconds)}"
     if report.forecast_step_seconds is not None:
         seconds += f", forecast {format_seconds(report.forecast_step_seconds)}"
     yield seconds

@@ -61,8 +61,8 @@ class RunReporter:
             self._bar.start()
         if resumed is not None:
             for reason in resumed.refused:
-                self._print(f"passed over: {reason}")
-            self._print(f"going on after step {step}, from {resumed.path}")
+                self._print(f"skipped: {reason}")
+            self._print(f"resuming after step {step}, from {resumed.path}")
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Report a step or an evaluation."""

@@ -40,7 +40,7 @@ from duoka.runtime.load.sources import Reader, Source, list_sources
 from .settings import KeyNames
 from .write_errors import name_write_errors
 
-_ROOM = "make room or get the permission, or name another directory"
+_ROOM = "free disk space, get the permission, or use another directory"
 _SHARD_BYTES = 5 * 10**9
 _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
@@ -147,8 +147,8 @@ def write_merged(
     """
     if method_of(base.config) is not None:
         raise UsageError(
-            f"{base.name} was published quantized, and nothing can be merged into such weights",
-            hint="load it with the adapter beside it, or merge into the model in 16 bit",
+            f"{base.name} was published quantized; adapters can't be merged into such weights",
+            hint="load it with the adapter, or merge into the 16-bit model",
         )
     is_native = names == "native" and base.config.get("model_type") == CHATGLM
     model = build_model(base, Workload(dtype="float32"))
@@ -192,8 +192,8 @@ class _Changes:
         unplaced = sorted({*self._parameters, *self._modules} - targets)
         if unplaced:
             raise LoadError(
-                f"{len(unplaced)} of the trained parameters aren't tensors of the checkpoint, or "
-                f"parts of these: {', '.join(unplaced[:4])}"
+                f"{len(unplaced)} of the trained parameters aren't in the checkpoint: "
+                f"{', '.join(unplaced[:4])}"
             )
 
     def apply(self, piece: TensorCopy, values: Tensor) -> None:
@@ -232,9 +232,9 @@ def _refuse_tied(model: nn.Module, adapter: LoraAdapter) -> None:
     for name, tied in ((name, group) for group in names.values() for name in group):
         if len(tied) > 1 and name.removesuffix(".weight") in adapter.layers:
             raise UsageError(
-                f"the adapter on {name} can't be merged: {' and '.join(tied)} are one tensor, "
-                "and it is added to one of them",
-                hint="keep the adapter beside its model, or train without that module",
+                f"the adapter on {name} can't be merged: {' and '.join(tied)} are one tensor, and "
+                "the adapter is on one of them only",
+                hint="keep the adapter separate, or train without that module",
             )
 
 
@@ -300,7 +300,7 @@ def _write_native_frame(directory: Path, base: Checkpoint) -> None:
         raise UsageError(
             f"{base.name} has no native form: transformers' GlmForCausalLM lacks its "
             + ("vision tower" if getattr(parsed, "vision_config", None) else "query scaling"),
-            hint="write it with its original names",
+            hint="use its original names",
         )
     settings = {field.name: getattr(parsed, field.name) for field in fields(GlmConfig)}
     GlmConfig(**settings | {"architectures": ["GlmForCausalLM"]}).save_pretrained(directory)

@@ -35,8 +35,8 @@ _FORMAT = "duoka.run"
 _VERSION = 1
 _MOST_BYTES = 2**28
 _MOST_OWNER_CHARACTERS = 100
-_ANEW = "start the run anew, in another directory"
-_ROOM = "make room, or get the permission; --resume then goes on"
+_ANEW = "start a new run in another directory"
+_ROOM = "free disk space or get the permission; then continue with --resume"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,17 +89,18 @@ class RunDirectory:
     def way_on(self) -> str:
         """The hint after a failure."""
         if any(self.checkpoints.glob("step-*")):
-            return "the last checkpoint is whole: --resume goes on from it"
+            return "the last checkpoint is intact: continue from it with --resume"
         return (
-            "nothing was saved: --resume begins again, or the same command where no step was made"
+            "nothing was saved: start again with --resume, or with the same command if no step "
+            "was made"
         )
 
     def refuse_used(self) -> None:
         """Raise UsageError where there is something already."""
         if self.path.exists() and (not self.path.is_dir() or {*self.path.iterdir()} - {self._lock}):
             raise UsageError(
-                f"{self.path} is there already",
-                hint="name a new directory, or go on with its run: --resume",
+                f"{self.path} already exists",
+                hint="give a new directory, or continue its run with --resume",
             )
 
     def write(
@@ -140,8 +141,8 @@ class RunDirectory:
         """
         if not self.is_written:
             raise UsageError(
-                f"{self.path} is no directory of a run",
-                hint="name the one that `duoka tune --save` made",
+                f"{self.path} is not the directory of a run",
+                hint="give the directory of `duoka tune --save`",
             )
         try:
             text = read_text(self._run, most_bytes=_MOST_BYTES)
@@ -150,7 +151,7 @@ class RunDirectory:
         content = parse_json_object(text, str(self._run))
         try:
             if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
-                raise FormatError("it is of another version of duoka, or damaged")
+                raise FormatError("it is damaged, or was written by another version of duoka")
             plans = tuple(Plan.from_json(json.dumps(plan)) for plan in content.get("plans") or ())
             if not plans or any(plan.workload.training is None for plan in plans):
                 raise FormatError("it has no plan, or one that isn't for training")
@@ -193,7 +194,7 @@ class RunDirectory:
                 owner = file.read(_MOST_OWNER_CHARACTERS)
                 raise UsageError(
                     f"{self.path} is in use by {owner}",
-                    hint="wait until its run has ended, or end it; or name another directory",
+                    hint="wait until its run has ended, end it, or use another directory",
                 ) from None
             except OSError:
                 pass  # not every file system has locks

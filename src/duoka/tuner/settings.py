@@ -149,13 +149,14 @@ class TuneSettings:
         self._refuse_rates()
         if self.batch % self.micro_batch:
             raise UsageError(
-                f"a batch of {self.batch} can't be cut into micro-batches of {self.micro_batch}",
-                hint=f"take a multiple of {self.micro_batch}",
+                f"a batch of {self.batch} is not divisible into micro-batches of "
+                f"{self.micro_batch}",
+                hint=f"use a multiple of {self.micro_batch}",
             )
         if self.seed > _LARGEST_SEED:
             raise UsageError(
                 f"seed is {self.seed}; it must be at most {_LARGEST_SEED}",
-                hint="any smaller number will do",
+                hint="use a smaller number",
             )
         self._training(self.lora_target)  # refuses invalid values
 
@@ -171,8 +172,8 @@ class TuneSettings:
                 )
         if self.optimizer == "sgd" and self.weight_decay:
             raise UsageError(
-                f"weight_decay is {self.weight_decay}, and duoka's SGD has none",
-                hint="leave it out, or take adamw",
+                f"weight_decay is {self.weight_decay}, and duoka's SGD doesn't support it",
+                hint="omit it, or use adamw",
             )
 
     @property
@@ -189,8 +190,8 @@ class TuneSettings:
         """Return the settings with the rank, scale and modules of an adapter."""
         if self.method == "full":
             raise UsageError(
-                "an adapter to start from needs adapters to train, and the method full has none",
-                hint="merge it into a checkpoint (duoka tune --merge), and train that",
+                "an adapter to start from can't be combined with full training",
+                hint="merge it into a checkpoint (duoka tune --merge), then train that",
             )
         settings = adapter.training_settings
         return replace(
@@ -245,6 +246,7 @@ def _texts(name: str, value: Any) -> tuple[str, ...]:
     """Return several texts or paths as texts; refuse a single one."""
     if isinstance(value, str | os.PathLike):
         raise UsageError(
-            f"{name} is {str(value)!r}; it must be several texts", hint=f"write ({str(value)!r},)"
+            f"{name} is {str(value)!r}; it must be a tuple of strings",
+            hint=f"write ({str(value)!r},)",
         )
     return tuple(os.fspath(text) for text in value)

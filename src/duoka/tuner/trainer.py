@@ -266,14 +266,14 @@ class Trainer:
     def _remedy(self, number: int) -> str:
         """Return the hint for values that are not finite."""
         if self._is_in_half:
-            remedy = "float16 ends at 65504: start a run with --dtype bfloat16, or float32"
+            remedy = "float16 overflows above 65504: start a run with --dtype bfloat16 or float32"
         elif number == 0:
-            remedy = "nothing was learnt before: the fault is in the weights or in these samples"
+            remedy = "the first steps already failed: check the weights and these samples"
         else:
             remedy = "start a run with a lower --lr, a longer --warmup or a lower --max-grad-norm"
         every = self._settings.save_every
         is_saved = bool(every) and number >= every
-        return f"{remedy}; what was learnt is in the last checkpoint" if is_saved else remedy
+        return f"{remedy}; the last checkpoint is intact" if is_saved else remedy
 
 
 class LostError(Exception):

@@ -273,5 +273,5 @@ def _failure(directory: RunDirectory, layout: Layout, codes: Mapping[int, int]) 
     return TrainingError(
         f"{name} {ending}",
         hint=directory.way_on
-        + (". SIGKILL often says that the machine was short of memory" if code == -9 else ""),
+        + (". SIGKILL often means that the machine ran out of memory" if code == -9 else ""),
     )

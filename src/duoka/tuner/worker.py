@@ -62,7 +62,7 @@ def work(directory: RunDirectory, prepare: Callable[[], None] | None = None) -> 
         layout = Layout(run.plans)
         if dist.get_world_size() != layout.world_size:
             raise UsageError(
-                f"{dist.get_world_size()} processes were started, and the plan has "
+                f"{dist.get_world_size()} processes were started, but the plan has "
                 f"{layout.world_size} GPUs",
                 hint=f"torchrun --nproc-per-node {layout.world_size}, or other --gpus",
             )
@@ -85,13 +85,13 @@ def _reason(error: Exception, device: str, way_on: str) -> DuokaError | None:
     if isinstance(error, torch.OutOfMemoryError):
         return TrainingError(
             f"{device}: {describe(error) or 'out of memory'}",
-            hint=f"something else uses the memory that the plan counted on; {way_on}",
+            hint=f"free the memory that other programs use; {way_on}",
         )
     if isinstance(error, torch.AcceleratorError) or find_lost_gpu(error) is not None:
         # The driver's, not the allocator's: no room for a context, an index that is out of bounds.
         return TrainingError(
             f"{device} failed: {str(error).splitlines()[0]}",
-            hint=f"see what else uses it, and whether it is well: `nvidia-smi`; {way_on}",
+            hint=f"check the GPU with `nvidia-smi`; {way_on}",
         )
     is_lost = isinstance(error, RuntimeError | ConnectionError) and _LOST.search(str(error))
     if isinstance(error, LostError) or is_lost:

@@ -77,9 +77,9 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
         except EOFError:
             child.join()
             raise VirtualDeviceError(
-                "the process that ran the model on virtual GPUs ended before it was done: exit "
-                f"code {child.exitcode}",
-                hint="a code of -9 often says that the machine was short of memory",
+                "the process that ran the model on virtual GPUs ended early: exit code "
+                f"{child.exitcode}",
+                hint="exit code -9 often means that the machine ran out of memory",
             ) from None
         finally:
             child.kill()
@@ -87,8 +87,9 @@ def in_fork(function: Callable[[], _Result], *, patience_seconds: int = 60) -> _
         if message is not None:
             return open_result(message)  # type: ignore[no-any-return]
     raise VirtualDeviceError(
-        f"a fork of this process did nothing for {patience_seconds} seconds, and another one too",
-        hint="another thread held a lock when it was forked: call this where no other thread works",
+        f"a fork of this process made no progress for {patience_seconds} seconds, twice",
+        hint="another thread held a lock during the fork: call this while no other thread is "
+        "working",
     )
 
 

@@ -143,8 +143,8 @@ def _register() -> None:
     holder = torch._C._get_privateuse1_backend_name()
     if holder != PLACE:
         raise VirtualDeviceError(
-            f"the backend {holder!r} holds torch's one place for additional devices",
-            hint="start a process without it to use virtual GPUs",
+            f"the backend {holder!r} already occupies PyTorch's only slot for additional devices",
+            hint="use virtual GPUs in a process without it",
         )
     backend_registration._setup_privateuseone_for_python_backend(backend_module=device_module)
     tensor.install_operators(operators.run)

@@ -72,7 +72,7 @@ class UnknownValueError(VirtualDeviceError):
     def __init__(self, message: str) -> None:
         super().__init__(
             message,
-            hint='run this part on virtual GPUs with data="cpu", which compute real numbers',
+            hint='use virtual GPUs with data="cpu", which compute real numbers',
         )
 
 

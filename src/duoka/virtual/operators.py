@@ -107,9 +107,9 @@ def with_failures(engine: Callable[..., Any]) -> Callable[..., Any]:
             if "fork-based" not in str(error):  # see `apart`
                 raise
             raise VirtualDeviceError(
-                "beside CUDA, backward on virtual GPUs runs in a fork of this process, and no fork "
-                "can do backward once this process has done it on CUDA",
-                hint="plan and check before you train, or in another process: duoka plan, duoka "
+                "backward on virtual GPUs runs in a fork of this process, which is impossible "
+                "after a backward on CUDA in this process",
+                hint="plan and check before training, or in another process: duoka plan, duoka "
                 "check",
             ) from error
         finally:

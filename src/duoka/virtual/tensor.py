@@ -165,8 +165,8 @@ class VirtualTensor(torch.Tensor):
         backing = self.backing.detach()
         if backing.is_meta:
             raise VirtualDeviceError(
-                f"a tensor of shape {tuple(self.shape)} on {self.device} has no numbers to save: "
-                "its GPU holds meta data",
+                f"a tensor of shape {tuple(self.shape)} on {self.device} has no values to save: "
+                "its GPU holds no data",
                 hint='use virtual GPUs with data="cpu"',
             )
         rebuild: Any = torch._utils._rebuild_device_tensor_from_cpu_tensor
@@ -196,8 +196,8 @@ class VirtualTensor(torch.Tensor):
         inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any
     ) -> VirtualTensor:
         raise VirtualDeviceError(
-            "torch.compile and torch.export can't see through virtual GPUs",
-            hint="run the model without compiling it",
+            "torch.compile and torch.export don't support virtual GPUs",
+            hint="run the model without compilation",
         )
 
 
@@ -294,7 +294,7 @@ def _restore(storage: Any, location: str) -> None:
     if location.startswith((NAME, PLACE)):
         raise VirtualDeviceError(
             f"torch.load can't read into the memory of {location}",
-            hint='load with map_location="cpu", and copy from there',
+            hint='load with map_location="cpu", then copy',
         )
 
 

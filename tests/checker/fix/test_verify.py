@@ -49,7 +49,7 @@ def test_a_big_model_is_proved_on_its_twin(train: bool) -> None:
     repairs = duoka.repair(report)
     [patch] = repairs
     assert patch.proved, patch.reason
-    assert patch.reason == "on a twin with 5 layers of the same code"
+    assert patch.reason == "on a smaller model with 5 layers and the same code"
     assert (
         "+        hidden_states = residual.to(hidden_states.device) + hidden_states" in patch.diff
     )
@@ -61,7 +61,7 @@ def test_what_its_inputs_are_given_for_has_no_twin() -> None:
     report = duoka.check(llama(), split(3) | {"model.layers.2.mlp": 1}, inputs={"input_ids": ids})
     [patch] = duoka.repair(report)
     assert not patch.proved
-    assert "too much to compute with real numbers" in patch.reason
+    assert "too large to compare results with real numbers" in patch.reason
 
 
 def subject(model: nn.Module, entries: dict[str, int]) -> Subject:

@@ -52,7 +52,7 @@ def test_a_copy_never_takes_the_place_of_its_original(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     patch = patch_of(tmp_path / "a.py")
-    with pytest.raises(UsageError, match="would take its place"):
+    with pytest.raises(UsageError, match="would overwrite it"):
         apply([patch], tmp_path)
     assert (tmp_path / "a.py").read_bytes() == b"a\r\nb\n"
 

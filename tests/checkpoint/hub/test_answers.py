@@ -22,7 +22,10 @@ def test_no_such_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> 
 
     message = f"{hub.url} has no such repository: org/modle"
     hint = "check the spelling, or give the path of a local directory"
-    assert refused(open_other) == (message, f"{hint}; for what isn't public log in: hf auth login")
+    assert refused(open_other) == (
+        message,
+        f"{hint}; for private repositories log in: hf auth login",
+    )
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert refused(open_other) == (message, hint)
 
@@ -37,8 +40,7 @@ def test_a_private_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -
 def test_a_wrong_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_badtoken00000")
     assert refused(open_it) == (
-        f"{hub.url} doesn't let you read org/model: the token is wrong, has expired, or lacks the "
-        "permission",
+        f"{hub.url} denies access to org/model: the token is wrong, expired, or lacks permission",
         LOG_IN,
     )
 
@@ -46,8 +48,8 @@ def test_a_wrong_token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gated_repository(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.repos[NAME].gated = True
     message = "org/model is gated: its authors must grant you access"
-    hint = "ask for it at https://huggingface.co/org/model"
-    assert refused(open_it) == (message, f"{hint}; for what isn't public log in: hf auth login")
+    hint = "request access at https://huggingface.co/org/model"
+    assert refused(open_it) == (message, f"{hint}; for private repositories log in: hf auth login")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     assert refused(open_it) == (message, hint)
 
@@ -62,7 +64,10 @@ def test_no_such_revision(hub: HubServer) -> None:
     )
 
 
-NO_HUB = "try again; is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?"
+NO_HUB = (
+    "try again; check that HF_ENDPOINT is the URL of a Hub and that no network log-in page "
+    "intercepts requests"
+)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +76,7 @@ NO_HUB = "try again; is HF_ENDPOINT the address of a Hub, or does a network log-
 def test_what_the_hub_tells_is_no_listing(hub: HubServer, told: bytes) -> None:
     hub.next("api", hub_server.status(200, told))
     assert refused(open_it) == (
-        f"{hub.url} answers with something else than it told of to the request for org/model",
+        f"{hub.url} sent other content than announced for org/model",
         NO_HUB,
     )
 
@@ -80,13 +85,13 @@ def test_what_the_hub_tells_is_no_listing(hub: HubServer, told: bytes) -> None:
 def test_what_the_hub_tells_is_no_commit(hub: HubServer, commit: str) -> None:
     told = json.dumps({"id": NAME, "sha": commit, "siblings": []}).encode()
     hub.next("api", hub_server.status(200, told))
-    assert refused(open_it)[0] == f"{hub.url} doesn't tell the commit of org/model"
+    assert refused(open_it)[0] == f"{hub.url} doesn't report the commit of org/model"
 
 
 def test_another_commit_than_was_asked_for(hub: HubServer) -> None:
     hub.repos[NAME].revisions[other := "a" * 40] = COMMIT
     assert refused(lambda: Checkpoint.open(NAME, revision=other))[0] == (
-        f"{hub.url} tells of commit {COMMIT} instead of {NAME}@{other}"
+        f"{hub.url} reports commit {COMMIT} instead of {NAME}@{other}"
     )
 
 

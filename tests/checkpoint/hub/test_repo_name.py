@@ -37,5 +37,5 @@ def test_what_is_no_revision(revision: str) -> None:
 
 
 def test_two_revisions() -> None:
-    with pytest.raises(UsageError, match="names a revision, and 'v2' is given"):
+    with pytest.raises(UsageError, match="includes a revision, and --revision 'v2' is given"):
         parse_name("org/model@v1", "v2")

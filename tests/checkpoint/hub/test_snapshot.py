@@ -83,7 +83,7 @@ def test_a_long_header_costs_one_request_more(hub: HubServer) -> None:
 
 def test_a_server_without_ranges_is_refused(hub: HubServer) -> None:
     hub.next("storage", *[hub_server.ignore_ranges] * 2)
-    assert "something else than it told of" in refused(open_it)[0]
+    assert "content than announced" in refused(open_it)[0]
 
 
 def test_code_is_fetched_only_if_trusted(hub: HubServer) -> None:
@@ -144,8 +144,8 @@ def test_a_damaged_file_in_the_cache_is_removed(hub: HubServer) -> None:
     blob.write_bytes(bytes(len(blob.read_bytes())))
     message, hint = refused(checkpoint.fetch)
     assert (message, hint) == (
-        f"{SHARD} of {NAME}@{COMMIT} has another content in {checkpoint.path.parents[2]} than "
-        f"{hub.url} tells of; it was removed",
+        f"{SHARD} of {NAME}@{COMMIT} in {checkpoint.path.parents[2]} differs from the content "
+        f"that {hub.url} announces; it was removed",
         "run the command again; if it happens again, the file on the Hub is damaged",
     )
     assert not blob.exists()
@@ -166,14 +166,14 @@ def test_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_it()
     assert checkpoint == online
     assert refused(checkpoint.fetch) == (
-        f"4 files of {NAME}@{COMMIT} are not in the cache, and the Hub may not be asked, because "
-        "HF_HUB_OFFLINE is set: tokenizer.json, tokenizer.model, "
-        "model-00001-of-00002.safetensors, model-00002-of-00002.safetensors",
+        f"4 files of {NAME}@{COMMIT} are not in the cache, and HF_HUB_OFFLINE forbids requests to "
+        "the Hub: tokenizer.json, tokenizer.model, model-00001-of-00002.safetensors, "
+        "model-00002-of-00002.safetensors",
         "unset HF_HUB_OFFLINE to download them",
     )
     assert refused(lambda: Checkpoint.open("org/other")) == (
-        "org/other is neither a directory here, nor in the cache, and the Hub may not be asked: "
-        "HF_HUB_OFFLINE is set",
+        "org/other is neither a local directory nor in the cache, and HF_HUB_OFFLINE forbids "
+        "requests to the Hub",
         "unset HF_HUB_OFFLINE to download it",
     )
     assert hub.requests == []
@@ -214,6 +214,6 @@ def test_the_disk_is_too_small(hub: HubServer, monkeypatch: pytest.MonkeyPatch) 
         "duoka.checkpoint.hub.snapshot.shutil.disk_usage", lambda path: SimpleNamespace(free=2**18)
     )
     message, hint = refused(fetch_it, MachineError)
-    assert "needs 703.32 KiB more on the disk" in message
+    assert "needs 703.32 KiB more disk space" in message
     assert "has 256.00 KiB free" in message
-    assert hint == "free some, or let HF_HOME name a place on another disk"
+    assert hint == "free some space, or set HF_HOME to a directory on another disk"

@@ -41,7 +41,7 @@ def test_a_connection_that_always_breaks_off(hub: HubServer) -> None:
     hub.next("storage", *[hub_server.hang_up] * 6 * ATTEMPTS)  # what huggingface_hub bears
     message, hint = refused(checkpoint.fetch)
     assert message.startswith(f"{SHARD} of {NAME}@{COMMIT} can't be fetched from {hub.url}: ")
-    assert hint == "run the command again: files that are complete are kept"
+    assert hint == "run the command again: complete files are kept"
     assert open_it().missing == (SHARD,)
     assert is_right(fetch_it())
 
@@ -50,8 +50,8 @@ def test_a_wrong_hash(hub: HubServer) -> None:
     checkpoint = open_it()
     hub.next("storage", hub_server.spoil)
     assert refused(checkpoint.fetch) == (
-        f"tokenizer.model of {NAME}@{COMMIT} has another content in {checkpoint.path.parents[2]} "
-        f"than {hub.url} tells of; it was removed",
+        f"tokenizer.model of {NAME}@{COMMIT} in {checkpoint.path.parents[2]} differs from the "
+        f"content that {hub.url} announces; it was removed",
         "run the command again; if it happens again, the file on the Hub is damaged",
     )
     assert not list((checkpoint.path.parents[1] / "blobs").glob("*.incomplete"))
@@ -63,8 +63,7 @@ def test_another_length_than_was_told(hub: HubServer) -> None:
     checkpoint = open_it()
     hub.next("storage", hub_server.replace(bytes(1000)))
     assert refused(checkpoint.fetch)[0] == (
-        f"{hub.url} answers with something else than it told of to the request for "
-        f"tokenizer.model of {NAME}@{COMMIT}"
+        f"{hub.url} sent other content than announced for tokenizer.model of {NAME}@{COMMIT}"
     )
     assert "tokenizer.model" in open_it().missing
 
@@ -74,18 +73,18 @@ def test_another_part_of_a_header_than_was_asked_for(hub: HubServer, told: str) 
     size = len(some_files()[SHARD])
     answer = hub_server.status(206, bytes(99), Content_Range=told.format(size=f"9/{size}"))
     hub.next("storage", answer, answer)
-    assert "something else than it told of" in refused(open_it)[0]
+    assert "content than announced" in refused(open_it)[0]
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
         (b"", "{path} is empty"),
-        (b"short", "of {name} is no safetensors file, or cut off: its header should have"),
-        ((2**60).to_bytes(8, "little") + b"{}", "should have 1152921504606846976 bytes"),
-        ((10**6).to_bytes(8, "little") + b"{}", "its header should have 1000000 bytes"),
+        (b"short", "of {name} is not a safetensors file, or is truncated: its header length is"),
+        ((2**60).to_bytes(8, "little") + b"{}", "header length is 1152921504606846976 bytes"),
+        ((10**6).to_bytes(8, "little") + b"{}", "its header length is 1000000 bytes"),
         ((2).to_bytes(8, "little") + b"[]", "its header doesn't begin with '{{'"),
-        ((2).to_bytes(8, "little") + b"{}more", "bytes that belong to no tensor"),
+        ((2).to_bytes(8, "little") + b"{}more", "bytes outside all tensors"),
     ],
 )
 def test_headers_that_lie(hub: HubServer, file: bytes, message: str) -> None:

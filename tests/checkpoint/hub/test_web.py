@@ -19,7 +19,7 @@ def test_too_many_requests(hub: HubServer, waits: list[float]) -> None:
     hub.next("api", *[hub_server.status(429)] * ATTEMPTS)
     message, hint = refused(open_it)
     assert message == f"{hub.url} answers with status 429 to the request for org/model"
-    assert "with a token (`hf auth login`)" in hint
+    assert "log in (`hf auth login`)" in hint
     assert waits[3:] == [1, 2, 4, 8]
 
 
@@ -41,7 +41,7 @@ def test_a_hub_in_trouble(hub: HubServer, code: int, waits: list[float]) -> None
     [
         (hub_server.hang_up, "{file} can't be fetched from {url}: "),
         (hub_server.gibberish, "{file} can't be fetched from {url}: "),
-        (hub_server.html, "{url} answers with something else than it told of to the request for"),
+        (hub_server.html, "{url} sent other content than announced for"),
         (hub_server.redirect_to_itself, "{file} can't be fetched from {url}: "),
         (hub_server.status(404), "{url} answers with status 404 to the request for {file}"),
         (hub_server.status(501), "{url} answers with status 501 to the request for {file}"),
@@ -71,7 +71,7 @@ def test_nothing_is_sent(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Non
     late.set()
     assert told == (
         f"{hub.url} sent nothing of org/model for 0.2 seconds",
-        "try again; HF_HUB_DOWNLOAD_TIMEOUT allows for slower servers",
+        "try again, or set a longer HF_HUB_DOWNLOAD_TIMEOUT",
     )
 
 
@@ -80,7 +80,7 @@ def test_a_connection_that_is_refused(hub: HubServer, waits: list[float]) -> Non
     message, hint = refused(open_it)
     assert message == f"{hub.url} can't be reached for org/model: [Errno 111] Connection refused"
     assert hint == (
-        "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was downloaded before"
+        "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses the files in the cache"
     )
     assert waits == []
 

@@ -17,7 +17,7 @@ from duoka.models.quantization.weights import computes_in, quantize
 @pytest.mark.parametrize(
     ("name", "count", "said"),
     [
-        ("glm", 24, "embeddings (1); the head, and what is tied (1)"),
+        ("glm", 24, "embeddings (1); the head and tied weights (1)"),
         ("tied", 28, "embeddings (1)"),
         ("experts", 16, "stacked experts (8)"),
     ],
@@ -73,7 +73,7 @@ def test_shapes_that_a_kernel_does_not_take_stay() -> None:
     kept = [name for name, each in model.named_parameters() if "mlp" in name]
     assert kept
     assert not any(is_composed(model.get_parameter(name)) for name in kept)
-    assert "shapes that int4 doesn't take" in notes(model, "int4")[1]
+    assert "shapes unsupported by int4" in notes(model, "int4")[1]
 
 
 def test_routers_are_known_by_where_they_are() -> None:
@@ -101,4 +101,4 @@ def test_nothing_to_quantize_is_said() -> None:
     config |= {"num_attention_heads": 5, "num_key_value_heads": 5}
     model = models.build(config, dtype=torch.bfloat16)
     quantize_model(model, "nf4")
-    assert notes(model, "nf4")[0].startswith("Nothing is quantized")
+    assert notes(model, "nf4")[0].startswith("No weight is quantized")

@@ -133,7 +133,7 @@ def test_what_a_package_lacks_is_named_with_the_tested_versions(
 ) -> None:
     require(scheme)
     monkeypatch.delattr(f"{where}.{name}")
-    with pytest.raises(UsageError, match=f"can't be made with torch .*{name}") as caught:
+    with pytest.raises(UsageError, match=f"quantization fails with torch .*{name}") as caught:
         require(scheme)
     assert tested in str(caught.value.hint)
 

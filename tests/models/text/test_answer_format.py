@@ -77,7 +77,7 @@ def test_templates_that_write_one_call_or_none() -> None:
     first = TEMPLATES["hermes"].replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     for template in (first, PLAIN):
         chat = chat_format(tokenizer("hermes", template), LLAMA)
-        with pytest.raises(UsageError, match="leaves tool calls out"):
+        with pytest.raises(UsageError, match="drops tool calls"):
             chat.prompt([QUESTION, answer_of(*CALLS), QUESTION], TOOLS)
 
 
@@ -148,11 +148,11 @@ def test_the_chatglm_family(name: str, shared_data: Path) -> None:
 @pytest.mark.parametrize(
     ("tools", "reason"),
     [
-        ([{"name": "a b"}], "is no name of a tool"),
+        ([{"name": "a b"}], "is not a valid tool name"),
         ([{"name": "a"}, {"name": "a"}], "two tools"),
-        ([{"name": "a", "parameters": []}], "no JSON schema"),
+        ([{"name": "a", "parameters": []}], "not a JSON schema"),
         ([{"name": f"a{n}"} for n in range(129)], "at most 128"),
-        ([{"name": 3}], "a tool is an object"),
+        ([{"name": 3}], "a tool must be an object"),
     ],
 )
 def test_tools_that_cannot_be_called(tools: list[Any], reason: str) -> None:

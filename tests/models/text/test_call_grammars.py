@@ -134,14 +134,14 @@ def test_a_name_before_mistrals_second_token() -> None:
     assert is_allowed(chat.answers, forced.grammar, '{"of": "rain"}')
     parts = read(chat.answers.reader([STRICT], forced=forced), ['{"of": "rain"}'])
     assert calls(parts) == [ToolCall(name="ask", arguments={"of": "rain"})]
-    with pytest.raises(UsageError, match="before a special token"):
+    with pytest.raises(UsageError, match="precedes a special token"):
         chat.answers.forced_call([STRICT, OTHER])
 
 
 @pytest.mark.parametrize("name", ["chatglm3", "glm4.5", "qwen3-coder"])
 def test_forms_that_cannot_be_forced(name: str) -> None:
     answers = AnswerFormat(tokenizer("hermes"), FORMS[name], None)
-    with pytest.raises(UsageError, match="can't be made to call a tool"):
+    with pytest.raises(UsageError, match="can't be forced on this model"):
         answers.forced_call([STRICT])
 
 
@@ -153,5 +153,5 @@ def test_only_strict_schemas_must_be_understood() -> None:
         Grammar.lark(
             answers.forced_call([{"name": "f", "parameters": odd, "strict": True}]).grammar
         )
-    with pytest.raises(UsageError, match="no tool is offered"):
+    with pytest.raises(UsageError, match="tools is empty"):
         answers.forced_call([])

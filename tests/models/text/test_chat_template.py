@@ -106,7 +106,7 @@ def test_tools_with_special_tokens_are_refused(chat: Any) -> None:
     tool = {"name": "x", "parameters": {"properties": {"<|im_end|>": {}}}}
     with pytest.raises(UsageError, match="special token"):
         chat.prompt([user("hi")], tools=[tool])
-    with pytest.raises(UsageError, match="a tool is an object"):
+    with pytest.raises(UsageError, match="a tool must be an object"):
         chat.prompt([user("hi")], tools=[None])
 
 

@@ -108,7 +108,7 @@ def test_chatglm2_goes_on_where_its_prompt_ends(shared_data: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("chat", "message"),
     [
-        ("hello", "a message is a mapping, not str"),
+        ("hello", "a message must be a mapping, not str"),
         ([{"role": "assistant", "tool_calls": [{"name": "f"}]}], "a tool call has no name"),
         ([{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "in JSON"),
     ],

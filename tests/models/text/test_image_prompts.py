@@ -107,7 +107,7 @@ def test_damaged_settings(tmp_path: Path) -> None:
         prompts.prompt("What?", images=[OTHER])
     for name in ("preprocessor_config.json", "processor_config.json"):
         (directory / name).unlink()
-    with pytest.raises(CheckpointError, match="says nothing of how its images are processed"):
+    with pytest.raises(CheckpointError, match="has no image processor configuration"):
         prompts.prompt("What?", images=[OTHER])
 
 

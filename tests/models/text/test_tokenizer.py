@@ -248,6 +248,6 @@ def test_files_that_are_far_too_large(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["chatglm", "llama"])
 def test_a_directory_without_a_tokenizer(model_type: str, tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match="holds no tokenizer") as caught:
+        with pytest.raises(CheckpointError, match="has no tokenizer") as caught:
             load_tokenizer(directory, {"model_type": model_type})
         assert caught.value.hint

@@ -100,7 +100,7 @@ def test_a_cache_in_one_tensor_is_found_and_mended(heron: MakeHeron) -> None:
     checkpoint = heron(joined_cache=True)
     plan = duoka.plan(checkpoint, TWO, WORK, use_all=True)
     assert len({d for m, d in plan.device_map.items() if m.startswith("transformer.encoder")}) == 1
-    assert any("joins what its layers make" in str(reason.values) for reason in plan.why)
+    assert any("combines the outputs of its layers" in str(reason.values) for reason in plan.why)
     report = duoka.check(checkpoint, fleet=TWO, workload=WORK)
     [fault] = report.faults
     assert (fault.op, fault.line) == (
@@ -127,7 +127,7 @@ def test_a_verdict_is_about_the_code_that_ran(tmp_path: Path, heron: MakeHeron) 
     assert report.not_run == ("modeling_heron.py",)
     assert report.code == "LlamaForCausalLM of transformers"
     first, *_ = render_plain(render_report(report)).splitlines()
-    assert first.startswith("modeling_heron.py, which came with")
+    assert first.startswith("modeling_heron.py of")
     assert "--trust-remote-code" in render_plain(render_report(report))
     own = duoka.check(checkpoint, fleet=TWO, workload=WORK)
     assert own.code == "HeronForCausalLM of modeling_heron.py"
@@ -182,7 +182,7 @@ def test_what_no_plan_spreads_is_not_clean(heron: MakeHeron) -> None:
 def test_another_class_that_needs_less_is_named(heron: MakeHeron) -> None:
     work, small = Workload(prompt_tokens=2000, dtype="float32"), "virtual:2x4MiB"
     checkpoint = heron(model_type="llama", **LLAMA)
-    note = "duoka plan without --trust-remote-code takes another class"
+    note = "duoka's class of this model does"
     placement = {"": "vgpu:0"}
     report = duoka.check(checkpoint, placement, workload=work, fleet=small)
     assert any(note in it for it in report.notes)
@@ -191,7 +191,7 @@ def test_another_class_that_needs_less_is_named(heron: MakeHeron) -> None:
 
 
 def test_chunks_are_refused(heron: MakeHeron) -> None:
-    with pytest.raises(duoka.errors.UsageError, match="in chunks of 8"):
+    with pytest.raises(duoka.errors.UsageError, match="chunks of 8"):
         duoka.plan(heron(), TWO, Workload(prompt_tokens=24, prefill_chunk_tokens=8))
 
 
@@ -233,7 +233,7 @@ def test_gradient_checkpointing_that_its_layers_never_ask_for_is_refused(heron: 
     file.write_text(file.read_text().replace(asked, "False"))
     checkpoint = Checkpoint.open(checkpoint.path, trust_remote_code=True)
     load = Workload(new_tokens=0, training=duoka.Training(gradient_checkpointing=True))
-    with pytest.raises(ModelError, match="computes nothing again in its backward pass"):
+    with pytest.raises(ModelError, match="recomputes nothing in its backward pass"):
         duoka.plan(checkpoint, TWO, load)
 
 
@@ -280,8 +280,8 @@ def test_a_module_beside_the_code_is_no_package_to_install(heron: MakeHeron) -> 
     message, hint = hint_of(rewritten(heron(), change))
     assert "No module named 'configuration_heron'" in message
     assert hint == (
-        "configuration_heron.py lies beside the code: it has to say "
-        "`from .configuration_heron import …`"
+        "configuration_heron.py is beside the code: the code must use `from .configuration_heron "
+        "import …`"
     )
 
 
@@ -289,7 +289,7 @@ def test_a_name_that_anybody_may_publish_is_no_package_to_install(heron: MakeHer
     message, hint = hint_of(rewritten(heron(), ("import sys\n", "import sys, heron_tricks\n")))
     assert "heron_tricks" in message
     assert "pip install" not in hint
-    assert "the model's page says what that is" in hint
+    assert "see the model's page" in hint
 
 
 def test_what_flash_attn_has_and_its_stand_in_lacks_is_said(heron: MakeHeron) -> None:

@@ -60,7 +60,9 @@ def test_it_answers_and_stops_where_the_model_ends(spoken: Path) -> None:
 
 
 def test_it_runs_only_where_it_is_trusted(spoken: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"tokenization_heron\.py, and that code may not run"):
+    with pytest.raises(
+        CheckpointError, match=r"tokenization_heron\.py, which isn't allowed to run"
+    ):
         duoka.tokenizer(spoken)
 
 
@@ -71,7 +73,7 @@ def test_a_package_that_is_missing_is_named(spoken: Path, what: str) -> None:
     with pytest.raises(CheckpointError) as error:
         duoka.tokenizer(spoken, trust_remote_code=True)
     assert error.value.hint == (
-        "the code needs not_a_package, which isn't installed; the model's page says what that is"
+        "the code needs not_a_package, which isn't installed; see the model's page"
     )
 
 

@@ -26,16 +26,16 @@ def test_one_device_is_the_whole_model() -> None:
 
 @pytest.mark.parametrize("text", ["auto", "balanced", "balanced_low_0", "sequential", " Auto "])
 def test_automatic_maps_are_what_duoka_does(text: str) -> None:
-    with pytest.raises(UsageError, match="is no device map") as caught:
+    with pytest.raises(UsageError, match="is not a device map") as caught:
         DeviceMap.of(text)
-    assert "leave the device map out" in str(caught.value.hint)
+    assert "omit the device map" in str(caught.value.hint)
     with pytest.raises(UsageError):
         DeviceMap.parse(json.dumps(text), "map.json")
 
 
 @pytest.mark.parametrize("value", [None, 1.5, True, ["cuda:0"], object()])
 def test_what_is_no_map(value: object) -> None:
-    with pytest.raises(UsageError, match="a device map is a mapping"):
+    with pytest.raises(UsageError, match="a device map must map"):
         DeviceMap.of(value)
 
 
@@ -102,22 +102,22 @@ def test_devices(fleet: str, value: object, device: str) -> None:
     ("fleet", "value", "problem"),
     [
         ("two", 2, "cuda:2 is not in the fleet"),
-        ("two", -1, "no GPU has such a number"),
-        ("two", 10**30, "no GPU has such a number"),
+        ("two", -1, "no GPU has this number"),
+        ("two", 10**30, "no GPU has this number"),
         ("two", "cpu", "cpu is not in the fleet"),
         ("two", "vgpu:0", "not in the fleet"),
         ("virtual", "cuda:0", "not in the fleet"),
         ("two", "disk", "doesn't offload"),
         ("two", "meta", "doesn't offload"),
-        ("two", "cuda:01", "no device has such a name"),
-        ("two", "GPU 0", "no device has such a name"),
-        ("two", "", "no device has such a name"),
-        ("two", True, "bool is no device"),
-        ("two", None, "NoneType is no device"),
-        ("two", [0], "list is no device"),
-        ("two", torch.zeros(2), "Tensor is no device"),
-        ("any", "mps", "duoka knows cuda:N"),
-        ("any", 64, "duoka knows cuda:N"),
+        ("two", "cuda:01", "no device has this name"),
+        ("two", "GPU 0", "no device has this name"),
+        ("two", "", "no device has this name"),
+        ("two", True, "bool is not a device"),
+        ("two", None, "NoneType is not a device"),
+        ("two", [0], "list is not a device"),
+        ("two", torch.zeros(2), "Tensor is not a device"),
+        ("any", "mps", "use cuda:N"),
+        ("any", 64, "use cuda:N"),
     ],
 )
 def test_what_is_no_device(fleet: str, value: object, problem: str) -> None:

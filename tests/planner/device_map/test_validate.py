@@ -165,7 +165,7 @@ def test_two_conventions_that_contradict_each_other() -> None:
     error = refused({**NATIVE, "p.enc.1": 0})
     assert error.doubled == ("m.layers.1", "p.enc.1")
     assert error.split == ()
-    assert "it gives two devices to: m.layers.1, p.enc.1" in str(error)
+    assert "it assigns two devices to: m.layers.1, p.enc.1" in str(error)
     # Of one opinion they may be.
     assert placed({**NATIVE, "p.enc.1": 1}) == PLACED
 

@@ -78,7 +78,7 @@ def test_any_case_equals_brute_force(seed: int, objective: Objective) -> None:
 
 def test_limits_that_nothing_obeys_are_refused() -> None:
     limits = PlacementLimits(pins=((0, 0), (1, 1), (2, 0)))
-    with pytest.raises(UsageError, match="contradicts itself"):
+    with pytest.raises(UsageError, match="contradict each other"):
         search(plain_costs(1, 1, 1), fleet_of(9, 9), limits=limits)
 
 

@@ -121,9 +121,13 @@ def test_sequential_fills_each_device_before_the_next() -> None:
 @pytest.mark.parametrize(
     ("strategy", "values", "message"),
     [
-        ("balanced", {"objective": "latency"}, "strategy balanced says what is optimised"),
+        ("balanced", {"objective": "latency"}, "strategy balanced conflicts with the objective"),
         ("sequential", {"objective": "headroom"}, "strategy sequential says"),
-        ("sequential", {"use_all": True}, "all of them are to be used"),
+        (
+            "sequential",
+            {"use_all": True},
+            "the strategy sequential may leave GPUs unused, and --use-all requires all",
+        ),
         ("even", {}, "strategy 'even' is unknown"),
     ],
 )

@@ -59,7 +59,7 @@ def test_what_is_no_pipeline_is_refused(tool: str) -> None:
         (placed(plan, model__layers__1="cuda:1"), r"cuda:\d has layers in several places"),
         (placed(plan, model__embed_tokens="cuda:1"), "model.embed_tokens, which runs before"),
         (placed(plan, model__norm="cuda:0"), "model.norm, which runs after them, is on cuda:0"),
-        (rearranged(plan, attention), r"model.layers.2 is cut between cuda:0 and cuda:1"),
+        (rearranged(plan, attention), r"model\.layers\.2 is split between cuda:0 and cuda:1"),
         (
             placed(staged([3, 2, 1]), model__layers__5="cuda:1", model__norm="cuda:1"),
             "lm_head, which runs after them, is on cuda:2",
@@ -73,7 +73,7 @@ def test_what_is_no_pipeline_is_refused(tool: str) -> None:
 def test_offload_is_refused_where_it_can_not_be_told() -> None:
     plan = replace(staged([3, 2]), offloaded=("model.layers.0", "model.layers.1"))
     for tool in (*LAYERED, "torch-pipelining"):
-        with pytest.raises(UsageError, match="2 modules lie in the processor's memory"):
+        with pytest.raises(UsageError, match="2 modules are offloaded to CPU memory"):
             export(plan, tool)
     assert "'model.layers.1': 'cpu'" in export(plan, "accelerate").text
 

@@ -200,7 +200,7 @@ def test_torchtitan_keeps_every_module_once() -> None:
     assert kept_by_torchtitan(parts, 6) == parts
     assert parts[0] == ["tok_embeddings", *(f"layers.{number}" for number in range(4))]
     assert parts[1] == ["layers.4", "layers.5", "norm", "lm_head"]
-    assert "for generating" not in str(done)
+    assert "for generation" not in str(done)
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -227,5 +227,5 @@ def test_a_plan_for_training_is_nothing_to_serve(tool: str) -> None:
         prompt_tokens=512, new_tokens=0, dtype="bfloat16", training=Training(),
         prefill_chunk_tokens=None,
     )  # fmt: skip
-    with pytest.raises(UsageError, match="serves models, and the plan is for training"):
+    with pytest.raises(UsageError, match="is for inference, and the plan is for training"):
         export(replace(staged([4, 2]), workload=workload), tool)

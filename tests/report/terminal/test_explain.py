@@ -80,10 +80,10 @@ def test_every_reason_has_its_numbers(width: int) -> None:
         "headroom than 317.44 MiB",
         "2 GPUs and not 1: on the largest one, cuda:0, at least 10.00 GiB are missing.",
         "cuda:1 has layers.24-39, lm_head",
-        "No less: layers.24 would go to cuda:0, which has 317.44 MiB of headroom and needs 419.84 "
-        "MiB for it: 102.40 MiB are missing.",
-        "No more: with layers.0 of cuda:0 it would need 11.90 GiB of 12.00 GiB: the tightest GPU "
-        "would have 102.40 MiB of headroom instead of 317.44 MiB.",
+        "No fewer modules: layers.24 would go to cuda:0, which has 317.44 MiB of headroom and "
+        "would need 419.84 MiB: 102.40 MiB are missing.",
+        "No more modules: with layers.0 of cuda:0 it would need 11.90 GiB of 12.00 GiB: the "
+        "tightest GPU would have 102.40 MiB of headroom instead of 317.44 MiB.",
         "cuda:0 → cuda:1: 8.00 KiB a token",
         "does not fit: cuda:1 would need 13.00 GiB of 12.00 GiB",
     ):
@@ -96,9 +96,13 @@ def test_fragmentation_is_no_number() -> None:
     other = replace(EXPLANATION.alternatives[0], shares=(fragmented, SECOND))
     changed = replace(EXPLANATION, changes=(impossible,), alternatives=(other,))
     words = " ".join(printed(changed).split())
-    assert "No less: with layers.24 the memory of cuda:0 would be too fragmented." in words
-    assert "No more: with layers.24 of cuda:1 its memory would be too fragmented." in words
-    assert "does not fit: the memory of cuda:0 would be too fragmented" in words
+    assert (
+        "No fewer modules: with layers.24 fragmentation on cuda:0 would exceed its budget." in words
+    )
+    assert (
+        "No more modules: with layers.24 of cuda:1 fragmentation would exceed its budget." in words
+    )
+    assert "does not fit: fragmentation on cuda:0 would exceed its budget" in words
 
 
 def test_a_step_of_training_is_no_request() -> None:
@@ -110,7 +114,7 @@ def test_a_step_of_training_is_no_request() -> None:
 
 def test_a_map_is_not_called_an_optimum() -> None:
     words = " ".join(printed(replace(EXPLANATION, objective="given", fewer=None)).split())
-    assert "Nothing was optimised, the map was given" in words
+    assert "No objective: the device map was given" in words
     assert "2 GPUs and not 1" not in words
 
 
@@ -120,10 +124,10 @@ def test_other_objectives_have_their_own_amounts() -> None:
     balance = replace(EXPLANATION, objective="balance", value=0.0129, bound=0.0129)
     assert "has 1.3% of headroom" in " ".join(printed(balance).split())
     order = replace(EXPLANATION, objective="order", value=2.0, bound=2.0)
-    assert "each GPU filled as far as it goes" in " ".join(printed(order).split())
+    assert "each GPU completely" in " ".join(printed(order).split())
 
 
 def test_a_bound_of_next_to_nothing_is_no_number() -> None:
     little = replace(EXPLANATION, fewer=Fewer(devices=("cuda:0",), missing_bytes=1))
     words = " ".join(printed(little).split())
-    assert "it doesn't fit by a little, whatever the cut" in words
+    assert "it misses the budget slightly for every split" in words

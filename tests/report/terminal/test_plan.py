@@ -57,7 +57,7 @@ def test_everything_is_there_at_any_width(width: int) -> None:
     words = " ".join(text.split())
     for wanted in ("ChatGLMForCausalLM", "bfloat16", "cuda:0", "cuda:1", "12.00", "13.00", "24.00"):
         assert wanted in words
-    assert "no single one holds the workload" in words
+    assert "no single GPU fits the workload" in words
     assert "\x1b" not in text
 
 
@@ -86,12 +86,12 @@ def with_fleet(fleet: Fleet) -> Plan:
 
 def test_budgets_of_cards_are_explained() -> None:
     text = printed(with_fleet(Fleet.parse("2xRTX4090")), 80)
-    assert "cuda:0, cuda:1: RTX 4090, 23.61 GiB when empty, less 768.00 MiB kept for CUDA" in (
+    assert "cuda:0, cuda:1: RTX 4090, 23.61 GiB when empty, less 768.00 MiB reserved for CUDA" in (
         " ".join(text.split())
     )
     mixed = printed(with_fleet(Fleet.parse("MyCard:16GiB+24GiB")), 80)
-    assert "cuda:0: MyCard, 16.00 GiB when empty, less 768.00 MiB kept for CUDA" in mixed
-    assert mixed.count("kept for CUDA") == 1
+    assert "cuda:0: MyCard, 16.00 GiB when empty, less 768.00 MiB reserved for CUDA" in mixed
+    assert mixed.count("reserved for CUDA") == 1
 
 
 def test_budgets_of_gpus_that_are_there_are_explained() -> None:
@@ -107,14 +107,14 @@ def test_budgets_of_gpus_that_are_there_are_explained() -> None:
     )
     other = replace(there, name="cuda:1", uuid="GPU-2", pci_address="", memory_bytes=None)
     text = printed(with_fleet(Fleet(devices=(there, other))), 100)
-    rest = "less 768.00 MiB kept for CUDA"
+    rest = "less 768.00 MiB reserved for CUDA"
     assert f"cuda:0: NVIDIA X at 00000000:41:00.0, 20.00 GiB free of 24.00 GiB, {rest}" in text
     assert f"cuda:1: NVIDIA X, 20.00 GiB free, {rest}" in text
 
 
 def test_a_card_without_the_plans_dtype_is_told() -> None:
     old = with_fleet(Fleet.parse("2xV100-16GB"))
-    told = "cuda:0, cuda:1: no bfloat16 in V100-16GB-PCIe; torch emulates it, slowly: --dtype float"
+    told = "cuda:0, cuda:1: no bfloat16 in V100-16GB-PCIe; torch emulates it slowly; --dtype float"
     assert told in " ".join(printed(old, 200).split())
     half = printed(with_fleet(Fleet.parse("RTX3090+T4")), 200)
     assert "cuda:1: no bfloat16 in T4;" in half
@@ -183,23 +183,25 @@ def lines(seconds: Seconds | None, fleet: Fleet | None = None) -> list[str]:
 
 def test_the_pace_is_rounded_and_called_so() -> None:
     told, _ = lines(SECONDS)
-    assert told == "first token after about 1.9 s, then about 31 tokens/s"
+    assert told == "time to first token: about 1.9 s, then about 31 tokens/s"
     told, _ = lines(replace(SECONDS, token_seconds=None))
-    assert told == "first token after about 1.9 s"
+    assert told == "time to first token: about 1.9 s"
     step = replace(SECONDS, first_token_seconds=None, token_seconds=None, total_seconds=11.0)
-    assert lines(step)[0] == "a step takes about 11 s: about 55 tokens/s"
+    assert lines(step)[0] == "step time: about 11 s, about 55 tokens/s"
 
 
 def test_it_is_told_what_was_measured() -> None:
     _, told = lines(SECONDS)
-    assert "published figures" in told
+    assert "published" in told
     measured = ("memory_bytes_per_second", "flops_per_second")
     first, *rest = PLAN.fleet.devices
     mixed = Fleet(devices=(replace(first, measured=measured), *rest))
     _, told = lines(SECONDS, mixed)
-    assert told.startswith("cuda:0 as measured here, the others as fast as published figures")
+    assert told.startswith(
+        "cuda:0: speeds as measured on this machine; others: speeds as published"
+    )
     every = Fleet(devices=tuple(replace(each, measured=measured) for each in PLAN.fleet.devices))
-    told = "as fast as GPUs of this kind were measured here"
+    told = "speeds as measured on this machine"
     assert lines(SECONDS, every)[1] == f"{told}, links as published"
     link = Link(
         source="cuda:0", target="cuda:1", bytes_per_second=1e9, latency_seconds=0.0, measured=True

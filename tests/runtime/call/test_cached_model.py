@@ -72,7 +72,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def skip_unless_read_in_chunks(chunk: int | None) -> None:
     """Skip pictures in chunks where transformers has no code for them yet."""
     if chunk is not None and not hasattr(generation, "_slice_mm_encoder_output"):
-        pytest.skip("this version of transformers reads prompts with images whole")
+        pytest.skip("this version of transformers doesn't support chunked prefill with images")
 
 
 @pytest.fixture(scope="module")
@@ -185,17 +185,19 @@ def test_without_planned_pictures_text_alone_is_answered(
 
 
 def test_what_was_not_planned_for_is_refused(seeing: duoka.Plan, llama: Path) -> None:
-    with pytest.raises(UsageError, match="images runs in one process"):
+    with pytest.raises(UsageError, match="images needs a single process"):
         Engine(seeing, processes=True)
     with Engine(seeing) as engine:
         params = SamplingParams(max_new_tokens=1)
         with pytest.raises(UsageError, match="3 images in a prompt; the plan has memory for 2"):
             engine.submit(ask("What?", *PICTURES, PICTURES[0]), params)
         # There is room for it as prompt and answer, but not for reading it at once.
-        with pytest.raises(UsageError, match="the prompt has 97 tokens; there is memory for 96"):
+        with pytest.raises(
+            UsageError, match="the prompt has 97 tokens; the plan has memory for 96"
+        ):
             engine.submit([5] * 97, params)
     plan = duoka.plan(llama, "virtual:2x256MiB", replace(WORK, cache="int8"), use_all=True)
-    with pytest.raises(UsageError, match="'int8' runs in one process"):
+    with pytest.raises(UsageError, match="an int8 cache without pages needs a single process"):
         Engine(plan, processes=True)
 
 
@@ -210,7 +212,7 @@ def test_a_rule_that_is_not_applied_is_refused_before_a_weight_is_read(
         raise AssertionError("weights are read")
 
     monkeypatch.setattr(open_executor, "load_proved", read)
-    with pytest.raises(UsageError, match=r"guidance_scale 1\.5, which the engine doesn't apply"):
+    with pytest.raises(UsageError, match=r"guidance_scale 1\.5, which the engine doesn't support"):
         Engine(plan)
 
 
@@ -224,7 +226,7 @@ def test_chunks_are_refused_where_a_model_does_not_go_on(name: str, goes_on: boo
     """Of some transformers' code begins anew with each chunk, and no error says so."""
     model: Any = families.build(name)
     work = replace(WORK, prefill_chunk_tokens=20)
-    expected = nullcontext() if goes_on else pytest.raises(ModelError, match="can't read a prompt")
+    expected = nullcontext() if goes_on else pytest.raises(ModelError, match="doesn't support")
     with expected:
         CachedModel(model, work)
     CachedModel(model, replace(work, prefill_chunk_tokens=None))

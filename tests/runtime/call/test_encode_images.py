@@ -158,8 +158,8 @@ def test_parts_are_chosen_where_the_whole_does_not_fit() -> None:
     ("name", "parts", "problem"),
     [
         ("mllama", {"vision_batch": 1}, "encodes all images of a prompt at once"),
-        ("mllama", {"prefill_chunk_tokens": 64}, "reads a prompt with images whole"),
-        ("gemma3", {"prefill_chunk_tokens": 64}, "reads a prompt with images whole"),
+        ("mllama", {"prefill_chunk_tokens": 64}, "doesn't support chunked prefill with images"),
+        ("gemma3", {"prefill_chunk_tokens": 64}, "doesn't support chunked prefill with images"),
     ],
 )
 def test_parts_that_a_model_does_not_know(name: str, parts: Any, problem: str) -> None:

@@ -188,7 +188,7 @@ def attended(**options: Any) -> Tensor:
     ids=lambda options: next(iter(options)),
 )  # fmt: skip
 def test_an_argument_that_is_not_known_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ModelError, match=f"unknown '{next(iter(options))}'|looks ahead"):
+    with pytest.raises(ModelError, match=f"unknown '{next(iter(options))}'|is not causal"):
         attended(**options)
 
 

@@ -307,8 +307,8 @@ def test_a_file_cut_short_while_it_is_read(form: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        ([torch.zeros(1)], "holds list, not a dict"),
-        ({"epoch": 3, "model": {}}, "2 entries that are no tensors: 'epoch', 'model'"),
+        ([torch.zeros(1)], "contains list, not a dict"),
+        ({"epoch": 3, "model": {}}, "2 entries that are not tensors: 'epoch', 'model'"),
     ],
     ids=["list", "trainer state"],
 )
@@ -362,7 +362,7 @@ def test_an_interrupt_leaves_nothing(interrupt: type[BaseException], tmp_path: P
 def test_a_checkpoint_without_weights(tmp_path: Path) -> None:
     path = write("llama", tmp_path)
     (path / "model.safetensors").unlink()
-    assert_refused(path, "has no weights")
+    assert_refused(path, "has no weight files")
 
 
 # ── host memory ──

@@ -74,7 +74,7 @@ def test_a_program_is_refused_and_does_not_run(new: bool, nested: bool, tmp_path
     content = {"a": torch.zeros(1), "b": program} if nested else program
     torch.save(content, file := tmp_path / "x.bin", _use_new_zipfile_serialization=new)
     message = refused(file)
-    assert message == f"{file} is refused: it asks for 'posix.system', and weights need no code"
+    assert message == f"{file} is refused: it refers to 'posix.system', and weights need no code"
     assert not victim.exists()
 
 
@@ -89,7 +89,7 @@ def test_a_bare_pickle_with_a_program(protocol: int, tmp_path: Path) -> None:
 
 def test_memory_is_not_taken_for_a_word(tmp_path: Path) -> None:
     torch.save({"a": Allocation()}, file := tmp_path / "x.bin")
-    assert "damaged, or holds more than tensors" in refused(file)
+    assert "damaged, or contains more than tensors" in refused(file)
 
 
 def rewritten(file: Path, change: Callable[[str, bytes], bytes | None], **options: Any) -> Path:
@@ -114,7 +114,7 @@ def test_a_compressed_archive(tmp_path: Path) -> None:
     message = refused(file)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert message.endswith("in it is compressed: PyTorch writes no such file")
+    assert message.endswith("in it is compressed: PyTorch doesn't write such files")
     assert peak < 2**20
 
 
@@ -141,7 +141,7 @@ def test_a_file_that_is_cut_off(kept: float, new: bool, tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * kept)])
     if new:
-        assert refused(file) == f"{file} is cut off: it has no end"
+        assert refused(file) == f"{file} is truncated"
     else:
         with pytest.raises(LoadError):
             load_pickle(file, map_location="cpu")
@@ -155,7 +155,7 @@ def test_a_tensor_larger_than_its_data(tmp_path: Path) -> None:
             content.replace(b"Kd", b"J\xff\xff\xff\x7f") if name.endswith("data.pkl") else content
         )
 
-    assert "damaged, or holds more than tensors" in refused(rewritten(file, enlarge))
+    assert "damaged, or contains more than tensors" in refused(rewritten(file, enlarge))
 
 
 @pytest.mark.parametrize(
@@ -175,5 +175,5 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 def test_names_that_steer_a_terminal(tmp_path: Path) -> None:
     torch.save({"\x1b[2J": torch.zeros(1)}, file := tmp_path / "x.bin")
-    assert "entries that are no tensors" in refused(file)
+    assert "entries that are not tensors" in refused(file)
     assert io.StringIO(refused(file)).read().isprintable()

@@ -109,7 +109,7 @@ def test_what_pytorch_runs_runs_on_virtual_gpus(torchao: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "device", "said"),
     [
-        ("compressed-tensors", "cpu", "compressed-tensors weights into 16 bit on first use"),
+        ("compressed-tensors", "cpu", "compressed-tensors weights to 16 bit on first use"),
         ("gptq", "cpu", "needs gptqmodel, which isn't installed"),
         ("bitsandbytes", "vgpu:0", "can't be loaded on vgpu:0"),
         ("fp8", "vgpu:1", "can't be loaded on vgpu:1"),
@@ -143,9 +143,11 @@ def test_settings_that_nobody_can_read_are_refused(stated: dict[str, Any]) -> No
 def test_what_would_be_unpacked_is_refused(tmp_path: Path) -> None:
     path = published.write(tmp_path, "fp8")
     config = json.loads((path / "config.json").read_text())
-    with pytest.raises(LoadError, match="into 16 bit on this machine"):
+    with pytest.raises(LoadError, match="to 16 bit on this machine"):
         refuse_unloadable(config, Placement(entries=(("", "cpu"),)))
-    with pytest.raises(LoadError, match=r"21 weights were unpacked: model\.layers\.0\.mlp\.down_"):
+    with pytest.raises(
+        LoadError, match=r"21 weights were dequantized: model\.layers\.0\.mlp\.down_"
+    ):
         load_on(path, "cpu")
 
 

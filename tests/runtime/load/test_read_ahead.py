@@ -97,5 +97,5 @@ def test_what_is_cut_off_is_told(tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=r"has changed .* has 4096"):
         list(read_ahead(order, pinned=False))
     unstamped = [replace(stretch, source=replace(stretch.source, stamp=None)) for stretch in order]
-    with pytest.raises(LoadError, match="is cut off"):
+    with pytest.raises(LoadError, match="is truncated"):
         list(read_ahead(unstamped, pinned=False))

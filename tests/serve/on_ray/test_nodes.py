@@ -75,7 +75,7 @@ def test_each_kind_of_nodes_has_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert left_out == [
         "node (2): 3 GPUs are there",
         "node (3): it doesn't fit",
-        "node (5): a replica there needs 2 GPUs, elsewhere 1",
+        "node (5): a replica needs 2 GPUs there and 1 elsewhere",
     ]
 
 
@@ -98,7 +98,7 @@ def test_a_cluster_that_isnt_there_is_told_at_once(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(MachineError, match="no Ray cluster is reached"):
+    with pytest.raises(MachineError, match="no Ray cluster is reachable"):
         connect()
 
 
@@ -112,7 +112,7 @@ def test_a_node_gives_what_its_environment_says(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_node_of_another_version_or_without_the_model_is_left_out(tmp_path: Path) -> None:
     assert look("1GiB", "glm", "0.0") == f"it has duoka {VERSION}, and the server 0.0"
-    assert look("1GiB", str(tmp_path / "glm"), VERSION) == f"{tmp_path / 'glm'} isn't there"
+    assert look("1GiB", str(tmp_path / "glm"), VERSION) == f"{tmp_path / 'glm'} doesn't exist"
     assert isinstance(look("1GiB", str(tmp_path), VERSION), Fleet)
 
 
@@ -139,7 +139,7 @@ def test_bounds_are_read() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "3-2", "-2", "2-", "1-2-3", "two", "²", "123456"])
 def test_what_is_no_number_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="no number of replicas"):
+    with pytest.raises(UsageError, match="not a number of replicas"):
         read_bounds(text)
 
 
@@ -149,5 +149,5 @@ def test_as_many_as_fit_unless_bounds_are_given() -> None:
 
 
 def test_more_than_there_is_room_for_at_once_is_refused() -> None:
-    with pytest.raises(InfeasibleError, match="5 replicas don't fit these nodes; 4 do"):
+    with pytest.raises(InfeasibleError, match="5 replicas don't fit on these nodes; 4 fit"):
         choose_bounds((5, 5), 4)

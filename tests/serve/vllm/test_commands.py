@@ -144,7 +144,7 @@ def test_vllms_own_quantization_may_be_asked_for() -> None:
     "argument", ["--pipeline-parallel-size", "--pipeline_parallel_size=3", "--max-model-len=10"]
 )
 def test_what_the_plan_decides_is_refused(argument: str) -> None:
-    with pytest.raises(UsageError, match="can't be given to vLLM here") as error:
+    with pytest.raises(UsageError, match="can't be passed to vLLM") as error:
         commands(staged([3, 2]), replace(OPTIONS, arguments=("--enforce-eager", argument, "3")))
     assert error.value.hint
 

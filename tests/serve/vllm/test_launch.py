@@ -30,7 +30,7 @@ pytestmark = pytest.mark.process
 PAGES = 512
 LAYER_BYTES = 4096
 _GONE_SECONDS = 20
-ANSWERS = "vLLM answers at"
+ANSWERS = "vLLM is ready at"
 DRIVER = """
 import sys
 from pathlib import Path
@@ -226,14 +226,14 @@ def test_one_that_ignores_sigterm_is_killed(
 def test_one_that_ends_at_the_start_is_told(
     launched: Launch, capfd: pytest.CaptureFixture[str], behaviour: Any, code: int, text: str
 ) -> None:
-    with pytest.raises(MachineError, match=f"exit code {code} before it answered"):
+    with pytest.raises(MachineError, match="before it was ready"):
         launched.run(behaviour=behaviour)
     assert text in capfd.readouterr().err
 
 
 def test_one_that_never_answers_is_ended(launched: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_START_SECONDS", 2.0)
-    with pytest.raises(MachineError, match=r"doesn't answer at http://127.0.0.1:.*after 2 s"):
+    with pytest.raises(MachineError, match=r"doesn't respond at http://127.0.0.1:.*after 2 s"):
         launched.run(behaviour={"is_healthy": False})
     launched.assert_nothing_is_left()
 
@@ -306,7 +306,7 @@ def test_a_python_that_isnt_there_or_has_no_vllm_is_told(
     launched: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(UsageError, match="no program that can be run"):
+        with pytest.raises(UsageError, match="not an executable program"):
             launched.run(python=path)
     # Python looks for modules where it is called, unless it is told not to.
     (tmp_path / "vllm").mkdir()
@@ -320,7 +320,7 @@ def test_a_python_that_isnt_there_or_has_no_vllm_is_told(
 def test_an_address_that_is_taken_is_told_before_anything_starts(launched: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(UsageError, match=f"127.0.0.1:{port} can't be had"):
+        with pytest.raises(UsageError, match=f"127.0.0.1:{port} is not available"):
             launched.run(port=port)
     assert not launched.record.exists()
     assert launched.lines == []

@@ -106,7 +106,7 @@ def order_of(numbers: list[int], nodes: str) -> str:
 )
 def test_a_plan_in_another_order_of_machines_is_refused(numbers: list[int], uses: str) -> None:
     told = order_of(numbers, "a=2,b=2")
-    assert "begins on the first machine, a," in told
+    assert "starts on the first machine, a," in told
     assert told.endswith(f"the plan has: {uses}")
 
 
@@ -116,7 +116,7 @@ def test_detected_gpus_are_of_this_machine_alone() -> None:
         replace(device, uuid=f"GPU-{number}") for number, device in enumerate(plan.fleet.devices)
     )
     pipeline = read_pipeline(replace(plan, fleet=Fleet(devices=devices)), "vLLM")
-    with pytest.raises(UsageError, match="found on this machine"):
+    with pytest.raises(UsageError, match="detected on this machine"):
         devices_by_node(pipeline, parse_nodes("a=1,b=1"))
 
 

@@ -54,7 +54,7 @@ def test_virtual_gpus_rehearse_and_keep_nothing(
         ("vgpu:0", "vgpu:1"),
         ("vgpu:1", "vgpu:0"),
     ]
-    assert "a rehearsal" in err
+    assert "a dry run" in err
     assert not cache.exists()
 
 
@@ -75,7 +75,7 @@ def test_a_gpu_without_room_is_told() -> None:
 
 def test_a_gpu_that_computes_for_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "eight-3090")
-    with pytest.raises(FleetError, match=r"GPU 3 computes for .* \(pid"):
+    with pytest.raises(FleetError, match=r"GPU 3 is busy with .* \(pid"):
         calibrate(Fleet.detect("3"))
 
 
@@ -102,8 +102,8 @@ def test_kept_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch, cache: Path) 
     assert Fleet.detect("0").devices[0].flops_per_second == 65e12
 
     cache.joinpath("calibration").rename(cache / "old")
-    cache.joinpath("calibration").write_text("a file in the place of the directory")
-    with pytest.raises(MachineError, match="can't be kept"):
+    cache.joinpath("calibration").write_text("a file instead of the directory")
+    with pytest.raises(MachineError, match="can't be saved"):
         calibrate(fleet)
 
 

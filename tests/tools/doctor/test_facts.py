@@ -71,7 +71,7 @@ def test_what_hangs_or_dies_is_named_and_the_rest_goes_on(monkeypatch: pytest.Mo
     probed = facts.probe(DEVICES)
     faults = [probed.outcomes[test]["fault"] for test in TESTS]
     assert faults[0] == ""
-    assert faults[1].startswith("it didn't end within")
+    assert faults[1].startswith("no result within")
     assert faults[2] == "its process ended with -11 illegal address"
     assert faults[3] == "GPU is lost"
     assert [request.count("vgpu") for request in process.requests] == [6, 4, 2]

@@ -26,7 +26,7 @@ def test_eight_3090_with_one_narrow_link(monkeypatch: pytest.MonkeyPatch, tmp_pa
         device["nvmlDeviceGetCurrPcieLinkWidth"] = 4 if index == 5 else 16
     found = findings(tmp_path, *GPUS)
     (narrow,) = (finding for finding in found["PCIe"] if finding.severity == "warning")
-    assert narrow.text == "GPU 5: 4 of 16 lanes of PCIe"
+    assert narrow.text == "GPU 5: 4 of 16 PCIe lanes of PCIe"
     assert "4 times as long" in narrow.meaning
     drawn, busy = found["memory"]
     assert drawn.severity == "note"
@@ -47,13 +47,12 @@ def test_a_sick_h100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sick["nvmlDeviceGetCurrentClocksThrottleReasons"] = 0x48
     found = findings(tmp_path, *GPUS)
     assert [(finding.severity, finding.text) for finding in found["health"]] == [
-        ("error", "GPU 2: 3 memory errors that couldn't be corrected"),
-        ("error", "GPU 2: no spare memory is left for parts that failed"),
-        ("warning", "GPU 2: parts of the memory are to be replaced by spare ones"),
+        ("error", "GPU 2: 3 memory errors that were not corrected"),
+        ("error", "GPU 2: no spare memory rows are left"),
+        ("warning", "GPU 2: memory rows are pending remapping"),
         (
             "warning",
-            "GPU 2: slowed down by the board's protection and its temperature (the hardware's "
-            "limit)",
+            "GPU 2: throttled by the board's protection and its temperature (the hardware's limit)",
         ),
     ]
 
@@ -68,14 +67,14 @@ def test_busy_cards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert [finding.text for finding in found["memory"]] == [
         "GPU 0: python3.12 (pid 977) has 43.93 GiB",
         "GPU 1: evil[31mname (pid 978) has 19.53 GiB, a process (pid 979) has memory",
-        "GPU 2: nobody seen here has 2.52 GiB",
+        "GPU 2: unknown processes use 2.52 GiB",
     ]
 
 
 def test_mig(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine(monkeypatch, "mig", visible=[0])
     texts = [finding.text for finding in findings(tmp_path, *GPUS)["CUDA"]]
-    assert texts[0] == "GPU 1: it is in MIG mode, and only its instances compute"
+    assert texts[0] == "GPU 1: it is in MIG mode, and only its instances can compute"
     assert len(texts) == 3
     assert all("an instance of GPU 1: it is hidden" in text for text in texts[1:])
 
@@ -89,11 +88,14 @@ def test_cards_that_fell_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     ]
     assert all(finding.severity == "error" for finding in found["driver"])
     (numbers,) = found["CUDA"]
-    assert numbers.text == "CUDA's numbers aren't nvidia-smi's: cuda:1 is nvidia-smi's GPU 2"
-    assert numbers.meaning == "it doesn't count what it doesn't see"
+    assert (
+        numbers.text
+        == "CUDA numbers the GPUs differently from nvidia-smi: cuda:1 is nvidia-smi's GPU 2"
+    )
+    assert numbers.meaning == "it skips hidden GPUs"
     machine(monkeypatch, "fastest-first", visible=[1, 0])
     (numbers,) = findings(tmp_path, *GPUS)["CUDA"]
-    assert numbers.meaning == "it counts the fastest first"
+    assert numbers.meaning == "it lists the fastest first"
 
 
 def test_without_a_driver_it_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def test_without_a_driver_it_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     found = findings(tmp_path, *GPUS, "software")
     assert list(found) == ["driver"]
     assert [(one.severity, one.text) for one in found["driver"]] == [
-        ("note", "no NVIDIA GPU is here")
+        ("note", "no NVIDIA GPU found")
     ]
     write(tmp_path, "sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n")
     write(tmp_path, "sys/bus/pci/devices/0000:01:00.0/class", "0x030000\n")
@@ -109,7 +111,7 @@ def test_without_a_driver_it_is_said_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     write(tmp_path, "sys/bus/pci/devices/0000:01:00.1/class", "0x040300\n")
     (missing,) = findings(tmp_path, *GPUS)["driver"]
     assert missing.severity == "error"
-    assert missing.text == "there is 1 GPU of NVIDIA's, and no driver for it"
+    assert missing.text == "1 NVIDIA GPU found, without a driver"
 
 
 def test_a_driver_that_is_older_than_its_library(
@@ -118,7 +120,7 @@ def test_a_driver_that_is_older_than_its_library(
     machine(monkeypatch, "old-driver")
     (mismatch,) = findings(tmp_path, *GPUS)["driver"]
     assert mismatch.severity == "error"
-    assert "of another version than its library" in mismatch.text
+    assert "has another version than its library" in mismatch.text
     assert "restart the machine" in mismatch.advice
 
 
@@ -134,22 +136,22 @@ def test_numbers_that_are_not_nvidia_smis(monkeypatch: pytest.MonkeyPatch, tmp_p
     unknown = findings(tmp_path, *GPUS)["CUDA"][-1]
     assert (unknown.severity, unknown.text) == (
         "warning",
-        "CUDA sees cuda:1, which NVML doesn't know",
+        "CUDA sees cuda:1, unknown to NVML",
     )
 
 
 @pytest.mark.parametrize(
     ("torch", "severity", "text"),
     [
-        ({"cuda": None, "version": "2.13.0+cpu"}, "error", "a build for the CPU alone"),
-        ({"cuda": "13.0"}, "error", "built for CUDA 13.0, and the driver knows 12.8"),
-        ({"cuda": "12.9"}, "note", "built for CUDA 12.9, and the driver knows 12.8"),
+        ({"cuda": None, "version": "2.13.0+cpu"}, "error", "a CPU-only build"),
+        ({"cuda": "13.0"}, "error", "built for CUDA 13.0, and the driver supports 12.8"),
+        ({"cuda": "12.9"}, "note", "built for CUDA 12.9, and the driver supports 12.8"),
         ({"architectures": ["sm_90", "compute_120"]}, "error", "has compute capability 8.9"),
         ({"architectures": ["sm_80"]}, None, ""),
         ({"architectures": ["compute_70"]}, None, ""),
         ({"architectures": ["sm_86", "sm_90a"]}, None, ""),
         ({"uuids": []}, "warning", "torch sees 0 GPUs, and CUDA's driver 2"),
-        ({"error": "driver too old"}, "error", "torch starts no CUDA: driver too old"),
+        ({"error": "driver too old"}, "error", "torch can't initialize CUDA: driver too old"),
     ],
 )
 def test_torch(
@@ -182,9 +184,7 @@ def test_devices_that_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         "cuda:1 → cuda:0: too little memory is free",
     )
     (wrong,) = found["matrices"]
-    assert wrong.text.startswith(
-        "cuda:1: a product of matrices in bfloat16 fails: it is off by 12%"
-    )
+    assert wrong.text.startswith("cuda:1: a bfloat16 matrix product is wrong: it is off by 12%")
 
 
 def test_only_named_gpus_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -197,8 +197,8 @@ def test_only_named_gpus_are_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         checks = diagnose(gpus, root=tmp_path).checks
         return " ".join(finding.text for check in checks for finding in check.findings)
 
-    for text in ("GPU 3: python3 (pid 4242)", "GPU 5: 4 of 16 lanes"):
+    for text in ("GPU 3: python3 (pid 4242)", "GPU 5: 4 of 16 PCIe lanes"):
         assert text in told(None)
         assert text not in told("1,2")
     assert "GPU 3: python3 (pid 4242)" in told("2,3")
-    assert "GPU 5: 4 of 16 lanes" in told("5")
+    assert "GPU 5: 4 of 16 PCIe lanes" in told("5")

@@ -66,12 +66,12 @@ def test_hashes_that_are_known(checkpoint: Path, tmp_path: Path, of_cache: bool)
         metadata.parent.mkdir(parents=True)
         metadata.write_text(f"{'0' * 40}\n{digest}\n1.0\n")
     (right,) = model.check_hashes(opened(copied))
-    assert (right.severity, right.text) == ("ok", "the hashes of 1 file were compared")
+    assert (right.severity, right.text) == ("ok", "the hashes of 1 file match")
     place.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     damaged = next(iter(model.check_hashes(opened(copied))))
     assert (damaged.severity, damaged.text) == (
         "error",
-        f"{file.name} isn't what was published",
+        f"{file.name} differs from the published file",
     )
 
 

@@ -74,6 +74,9 @@ def test_rows_are_appended_and_there_at_once(moment: GpuSnapshot, tmp_path: Path
 def test_another_file_stays_as_it_is(content: str, tmp_path: Path) -> None:
     path = tmp_path / "other.csv"
     path.write_text(content)
-    with pytest.raises(UsageError, match="is no recording of this duoka's"), csv_file(path):
+    with (
+        pytest.raises(UsageError, match="is not a recording of this version of duoka"),
+        csv_file(path),
+    ):
         pass
     assert path.read_text() == content

@@ -50,7 +50,7 @@ def test_a_virtual_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "LlamaForCausalLM (pid 4242) · busy 83%",
         "  now                  0.25     0.12     0.06     0.56     1.00",
         "  plan                 0.25     0.12     0.06     1.56     2.00",
-        "at the plan's peak 2.00 GiB stay free",
+        "2.00 GiB stay free at the planned peak",
         "",
         "█ weights  ▓ KV cache  ▒ activations  ░ overhead  x others  · free  ",
     ]
@@ -80,16 +80,16 @@ def test_what_is_to_be_feared(machine: Recording) -> None:
     free = machine.data["devices"][0]["nvmlDeviceGetMemoryInfo_v2"]["free"]
     moment = looked(live_device(uuid=machine.uuids[0], peak_bytes=free + 2 * GIB))
     text = shown(moment)
-    assert "allocations will fail: 1.00 GiB are missing at the plan's peak" in text
+    assert "allocations will fail: 1.00 GiB are missing at the planned peak" in text
 
 
 def test_nothing_is_said_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     replay(monkeypatch, "no-driver")
-    assert shown(looked()).splitlines()[2:] == ["no process of duoka's runs for this user"]
+    assert shown(looked()).splitlines()[2:] == ["this user runs no duoka process"]
     replay(monkeypatch, "fell-off")
     text = shown(looked())
-    assert "no process of duoka's runs for this user" in text
-    assert "GPU 1 · it doesn't answer: GPU is lost" in text
+    assert "this user runs no duoka process" in text
+    assert "GPU 1 · it doesn't respond: GPU is lost" in text
 
 
 def test_many_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_lost_cards_and_instances(monkeypatch: pytest.MonkeyPatch, publish: Publ
     replay(monkeypatch, "fell-off")
     gpus = Monitor().look().gpus
     assert names(gpus) == ["0", "1", "2", "3"]
-    assert gpus[1].trouble == "it doesn't answer: GPU is lost"
+    assert gpus[1].trouble == "it doesn't respond: GPU is lost"
     assert gpus[1].total_bytes is gpus[1].spare_bytes is None
     recording = replay(monkeypatch, "mig")
     uuid = recording.data["devices"][1]["instances"][0]["nvmlDeviceGetUUID"]
@@ -107,9 +107,9 @@ def test_a_directory_that_cannot_be_trusted_is_noted(
     machine: Recording, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse() -> list[LiveDevice]:
-        raise MachineError("it is another user's", hint="remove it")
+        raise MachineError("it is another user's", hint="delete it")
 
     monkeypatch.setattr(live, "read_memory", refuse)
     now = Monitor().look()
-    assert now.notes == ("it is another user's; remove it",)
+    assert now.notes == ("it is another user's; delete it",)
     assert len(now.gpus) == 8

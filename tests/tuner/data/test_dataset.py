@@ -53,12 +53,12 @@ def test_bad_rows(tmp_path: Path, chat: ChatFormat) -> None:
     with pytest.raises(UsageError) as refused:
         read_dataset([path], chat, seq_length=20)
     assert str(refused.value) == "\n".join([
-        "4 of 6 rows can't be used",
+        "4 of 6 rows are invalid",
         f"  {path}:2: it has at least 61 tokens; the sequence length is 20",
-        f"  {path}:3: the line holds a JSON number; an object is needed",
-        f"  {path}:4: its keys are a; known are messages, conversations, instruction and output, "
+        f"  {path}:3: the line contains a JSON number; expected an object",
+        f"  {path}:4: its keys are a; supported: messages, conversations, instruction and output, "
         "prompt and completion, or text",
-        f"  {path}:5: there is nothing in it to learn",
+        f"  {path}:5: it has no tokens to train on",
     ])  # fmt: skip
     assert "--skip-bad" in str(refused.value.hint)
     data = read_dataset([path], chat, seq_length=20, skip_bad=True)
@@ -74,23 +74,23 @@ def test_bad_rows(tmp_path: Path, chat: ChatFormat) -> None:
 
 def test_many_bad_rows_are_counted(tmp_path: Path, chat: ChatFormat) -> None:
     path = write(tmp_path / "a.jsonl", {"x" * 5000: 1}, *[{}] * 11)
-    with pytest.raises(UsageError, match="12 of 12 rows can't be used") as refused:
+    with pytest.raises(UsageError, match="12 of 12 rows are invalid") as refused:
         read_dataset([path], chat, seq_length=20)
     assert str(refused.value).count("its keys are none") == 9
     assert max(map(len, str(refused.value).splitlines())) < 1000, "reasons are short"
     assert str(refused.value).endswith("… and 2 more")
-    with pytest.raises(UsageError, match=r"there is no sample in .*: 12 of 12 rows"):
+    with pytest.raises(UsageError, match=r"no samples in .*: 12 of 12 rows"):
         read_dataset([path], chat, seq_length=20, skip_bad=True)
 
 
 def test_no_rows(tmp_path: Path, chat: ChatFormat) -> None:
     path = write(tmp_path / "a.jsonl")
-    with pytest.raises(UsageError, match=r"there is no sample in .*a\.jsonl$"):
+    with pytest.raises(UsageError, match=r"no samples in .*a\.jsonl$"):
         read_dataset([path], chat, seq_length=20)
-    with pytest.raises(UsageError, match="at least 2 tokens"):
+    with pytest.raises(UsageError, match="at least 2"):
         read_dataset([path], chat, seq_length=1)
     (tmp_path / "b.txt").write_bytes(b"abc\n\xff")
-    with pytest.raises(UsageError, match=r"b\.txt:1: it is no text in UTF-8: byte"):
+    with pytest.raises(UsageError, match=r"b\.txt:1: it is not UTF-8 text: byte"):
         read_dataset([tmp_path / "b.txt"], chat, seq_length=2)
 
 

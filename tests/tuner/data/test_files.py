@@ -34,7 +34,7 @@ def test_lines(tmp_path: Path) -> None:
     ("line", "reason"),
     [
         (b"{", "not valid JSON"),
-        (b"[1]", "a JSON list; an object is needed"),
+        (b"[1]", "a JSON list; expected an object"),
         (b"null", "a JSON null"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"a":' * 100_000, "nested too deeply"),
@@ -66,7 +66,7 @@ def test_lists(tmp_path: Path) -> None:
     for broken in ('[{"a": 1}, {"a": ]', '[{"a": 1}', '[{"a": 1}, ' + "[" * 100_000):
         with pytest.raises(UsageError, match=r"c.json can't be read: "):
             rows_of(tmp_path / "c.json", broken)
-    assert rows_of(tmp_path / "d.json", '[3, {"a": 1}]')[0].problem == "the item is no object"
+    assert rows_of(tmp_path / "d.json", '[3, {"a": 1}]')[0].problem == "the item is not an object"
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_csv(tmp_path: Path) -> None:
     assert rows[3] == DataRow(7, {"prompt": "x", "completion": ""})
     for damaged in ('text\na\n"b', "text\na\n" + "b" * 200_000, b"text\na\n\xff\n"):
         rows = rows_of(tmp_path / "b.csv", damaged)
-        assert "from here on the table can't be read" in rows[-1].problem
+        assert "the table can't be read from here on" in rows[-1].problem
 
 
 def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = path.read_bytes()
     for damaged in (b"", b"PAR1", content[:-5], b"PAR1" + bytes(40) + content[44:]):
         rows = rows_of(path, damaged)
-        assert "from here on the table can't be read" in rows[-1].problem
+        assert "the table can't be read from here on" in rows[-1].problem
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UsageError, match="needs the library pyarrow") as refused:
         list(read_rows(path))

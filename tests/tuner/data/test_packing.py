@@ -63,7 +63,7 @@ def test_chatglm_keeps_samples_apart(name: str) -> None:
 def test_who_is_refused() -> None:
     refuse_packing(LlamaConfig())
     for name in ("mamba", "bloom", "qwen3_next", "jamba"):
-        with pytest.raises(UsageError, match=f"{name} isn't known to keep"):
+        with pytest.raises(UsageError, match=f"{name} isn't known to separate"):
             refuse_packing(families.families([name])[name][1])
     with pytest.raises(UsageError, match="qwen3"):
         refuse_packing(Qwen3Config(num_hidden_layers=1, layer_types=["linear_attention"]))

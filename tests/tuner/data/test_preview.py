@@ -27,8 +27,8 @@ def test_samples_and_what_is_trained(tmp_path: Path, chat: ChatFormat) -> None:
     first, *rest = shown.splitlines()
     assert first == ("3 samples, 320 tokens, of which 305 (95%) are trained; the longest has 301")
     assert rest[:2] == [
-        "7 rows left out:",
-        f"  {path}:4: its keys are none; known are messages, conversations, instruction and "
+        "7 rows skipped:",
+        f"  {path}:4: its keys are none; supported: messages, conversations, instruction and "
         "output, prompt and completion, or text",
     ]
     assert rest[6:] == [

@@ -143,22 +143,22 @@ def test_texts() -> None:
 
 BAD: dict[str, Any] = {
     "its keys are none": {},
-    "its keys are question; known are messages": {"question": "q"},
+    "its keys are question; supported: messages": {"question": "q"},
     "there are no messages": {"messages": []},
-    "'messages' is no list": {"messages": {"role": "user"}},
+    "'messages' is not a list": {"messages": {"role": "user"}},
     "not valid JSON": {"messages": "x"},
-    "message 1: it is no object": {"messages": ["x"]},
-    "message 1: 'boss' is no role": {"messages": [{"role": "boss", "content": "x"}]},
-    "message 2: a message's content is a text, not int": {
+    "message 1: it is not an object": {"messages": ["x"]},
+    "message 1: 'boss' is not a message role": {"messages": [{"role": "boss", "content": "x"}]},
+    "message 2: a message's content must be a string, not int": {
         "messages": [OPENAI[0], {"role": "assistant", "content": 3}]
     },
-    "message 1: a message has a part that is no text": {
+    "message 1: a message has a part that is not text": {
         "messages": [{"role": "user", "content": [{"type": "image"}]}, OPENAI[1]]
     },
     "message 2 is an empty answer": {
         "messages": [OPENAI[0], {"role": "assistant", "content": " \n"}]
     },
-    "message 2: 'reasoning_content' isn't read": {
+    "message 2: 'reasoning_content' isn't supported": {
         "messages": [OPENAI[0], {**OPENAI[1], "reasoning_content": "hm"}]
     },
     "message 2: a message calls 2 tools": {
@@ -167,25 +167,29 @@ BAD: dict[str, Any] = {
     "message 2: a tool call has no name": {
         "messages": [OPENAI[0], {"role": "assistant", "tool_calls": [{"function": {}}]}]
     },
-    "message 1 of role 'assistant' can't stand at the beginning": {"messages": OPENAI[1:]},
-    "message 2 of role 'observation' can't stand after one of role 'user'": {
+    "message 1 of role 'assistant' isn't allowed at the beginning": {"messages": OPENAI[1:]},
+    "message 2 of role 'observation' isn't allowed after one of role 'user'": {
         "messages": [OPENAI[0], {"role": "tool", "content": "x"}, OPENAI[1]]
     },
-    "message 3 of role 'system' can't stand after one of role 'assistant'": {
+    "message 3 of role 'system' isn't allowed after one of role 'assistant'": {
         "messages": [*OPENAI, {"role": "system", "content": "x"}, *OPENAI]
     },
-    "there is no answer at its end": {"messages": [*OPENAI, OPENAI[0]]},
-    "half of a surrogate pair": {"text": "\ud800"},
-    "a tool, or a call of one, is no valid text": {
+    "the last message is not an answer": {"messages": [*OPENAI, OPENAI[0]]},
+    "an unpaired surrogate": {"text": "\ud800"},
+    "a tool, or a call of one, is not valid text": {
         "messages": OPENAI,
         "tools": [{**TOOL, "name": "\ud800"}],
     },
-    "'tools' is no list": {"messages": OPENAI, "tools": 3},
-    "'history' is no list of questions": {"instruction": "q", "output": "a", "history": [["q"]]},
-    "'output' is no text, but of type NoneType": {"instruction": "q", "output": None},
+    "'tools' is not a list": {"messages": OPENAI, "tools": 3},
+    "'history' is not a list of question-answer": {
+        "instruction": "q",
+        "output": "a",
+        "history": [["q"]],
+    },
+    "'output' is not a string, but of type NoneType": {"instruction": "q", "output": None},
     "'completion' is empty": {"prompt": "q", "completion": ""},
     "'text' is empty": {"text": "\n"},
-    "'label' is False: the row is not to be learnt": {
+    "'label' is False: the row is marked as not trained": {
         "prompt": "q",
         "completion": "a",
         "label": False,
@@ -200,15 +204,22 @@ BAD: dict[str, Any] = {
     "message 1: it says that it is to be learnt": {
         "messages": [{**OPENAI[0], "train": True}, OPENAI[1]]
     },
-    "'rejected' is of preferences (DPO, KTO)": {"conversations": TURNS[:1], "rejected": TURNS[1]},
-    "'chosen' is of preferences": {"prompt": "q", "chosen": "a"},
-    "'images' isn't read: text alone": {"messages": OPENAI, "images": ["a.png"]},
-    "message 1: 'image' isn't read": {"messages": [{**OPENAI[0], "image": "a.png"}, OPENAI[1]]},
-    "message 2: 'thoughts' isn't read": {"messages": [OPENAI[0], {**OPENAI[1], "thoughts": "hm"}]},
-    "'system' isn't read here": {"prompt": "q", "completion": "a", "system": "s"},
-    "'history' isn't read here": {"messages": OPENAI, "history": [["q", "a"]]},
-    "'tools' isn't read here": {"text": "a", "tools": [TOOL]},
-    "message 2: its 'tools' aren't those of the row": {
+    "'rejected' belongs to preference data (DPO, KTO)": {
+        "conversations": TURNS[:1],
+        "rejected": TURNS[1],
+    },
+    "'chosen' belongs to preference data": {"prompt": "q", "chosen": "a"},
+    "'images' isn't supported: training uses text only": {"messages": OPENAI, "images": ["a.png"]},
+    "message 1: 'image' isn't supported": {
+        "messages": [{**OPENAI[0], "image": "a.png"}, OPENAI[1]]
+    },
+    "message 2: 'thoughts' isn't supported": {
+        "messages": [OPENAI[0], {**OPENAI[1], "thoughts": "hm"}]
+    },
+    "'system' isn't supported here": {"prompt": "q", "completion": "a", "system": "s"},
+    "'history' isn't supported here": {"messages": OPENAI, "history": [["q", "a"]]},
+    "'tools' isn't supported here": {"text": "a", "tools": [TOOL]},
+    "message 2: its 'tools' differ from those of the row": {
         "messages": [OPENAI[0], {**OPENAI[1], "tools": [TOOL]}]
     },
 }

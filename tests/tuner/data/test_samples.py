@@ -87,7 +87,7 @@ def test_a_template_that_marks_what_is_the_assistants(chat: Any) -> None:
 def test_a_template_that_changes_answers(chat: Any, change: str) -> None:
     template = str(chat.tokenizer.chat_template)
     chat.tokenizer.chat_template = template.replace("message.content", f"message.content{change}")
-    with pytest.raises(UsageError, match="writes this answer otherwise"):
+    with pytest.raises(UsageError, match="renders this answer differently"):
         samples(chat, Chat(messages=(user("a"), answer("bc"))))
 
 

@@ -39,13 +39,13 @@ def candidates(fault: Fault, sources: Sources) -> Iterator[Candidate]:
     tree = sources.tree(fault.file)
     node = tree.find_node(fault.place)
     if node is None:
-        raise SourceError(f"{fault.file}:{fault.line} doesn't say {fault.source!r}")
+        raise SourceError(f"{fault.file}:{fault.line} doesn't contain {fault.source!r}")
     owner = tree.enclosing(node, ast.ClassDef)
     bases = () if owner is None else [last_name(base) for base in owner.bases]
     if fault.kind == "gradient" or "Function" in bases:
         raise SourceError(
-            "it stands in a custom function of autograd's, whose gradients must go where its "
-            "inputs are: that is for its author"
+            "the fault is in a custom autograd function, whose gradients must be on the devices "
+            "of its inputs; its author must fix it"
         )
     site = Site(fault, tree)
     moving = _distinct(site.fault)
@@ -54,8 +54,8 @@ def candidates(fault: Fault, sources: Sources) -> Iterator[Candidate]:
     ]
     if not all(per_operand):
         raise SourceError(
-            "one of its tensors isn't written out there (a partial, a sum or other code holds "
-            "it), so that no move of it can be written"
+            "one of its tensors has no expression at that line (functools.partial, sum() or "
+            "other code holds it), so no move can be inserted"
         )
     if not per_operand:
         return

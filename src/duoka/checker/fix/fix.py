@@ -55,8 +55,8 @@ def repair(report: CheckReport) -> Repairs:
     subject = report.subject
     if not isinstance(subject, Subject):
         raise UsageError(
-            "the report doesn't hold what was checked, so nothing can be checked again",
-            hint="repair a report as duoka.check returned it",
+            "the report has no reference to the checked model, so the check can't be repeated",
+            hint="pass the report that duoka.check returned",
         )
     sources, live = Sources(), live_functions()
 
@@ -93,10 +93,10 @@ def _left_over(outcome: FixSearch) -> Proof | None:
     """Return the findings of the last check of the patched code."""
     report = outcome.report
     if report.stop is not None:
-        return Proof(False, f"the patched code doesn't run to its end: {report.stop.message}")
+        return Proof(False, f"the patched code stops early: {report.stop.message}")
     if report.faults:
         lines = ", ".join(f"{fault.op} in {fault.function}" for fault in report.faults)
-        return Proof(False, f"checked again there are faults left: {lines}")
+        return Proof(False, f"faults that remain after the fix: {lines}")
     return None
 
 

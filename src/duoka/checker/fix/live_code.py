@@ -92,7 +92,7 @@ def _exchanges(
     # What is new inside of a function comes with the code of that function.
     new = [code for code in new if code.co_qualname in names or "<locals>" not in code.co_qualname]
     if [code.co_qualname for code in old] != [code.co_qualname for code in new]:
-        raise SwapError(f"the functions of the patched {file} are others")
+        raise SwapError(f"the patched {file} defines other functions")
     new_codes = dict(zip(old, new, strict=True))
     outlines = {_outline(code): code for code in old}
     # Equal codes have equal positions, too: of two lambdas on one line each has its own. Codes that
@@ -114,7 +114,8 @@ def _exchanges(
         is_changed = (code.co_code, code.co_names) != (changed.co_code, changed.co_names)
         if is_changed and code.co_qualname in unmatched:
             raise SwapError(
-                f"{code.co_qualname} isn't what {file} says: the file has changed since its import"
+                f"{code.co_qualname} differs from {file}: the file has changed since it was "
+                "imported"
             )
 
 

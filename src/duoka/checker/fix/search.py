@@ -23,8 +23,8 @@ from .syntax import Edit, strip_blanks
 
 MAX_ROUNDS = 5
 MAX_CHECKS = 24
-_NO_WAY = "no way to cure it is known"
-_IN_VAIN = "it was still there after every change that was tried"
+_NO_WAY = "no fix is known"
+_IN_VAIN = "it remained after every change that was tried"
 _NEAR_LINES = 1
 _MOST_TEXTS = 16
 
@@ -162,7 +162,7 @@ class FixSearch:
             if choice.candidate is None:
                 yield choice.fault, choice.reason
         for fault in self.late:
-            yield fault, "it came up when others were cured, and was not cured itself"
+            yield fault, "it appeared after other faults were fixed, and has no fix"
 
 
 def _drafted(

@@ -31,11 +31,9 @@ class Sources:
     def text(self, file: str) -> str:
         """Return the text of a file with its line ends."""
         if file.startswith(torch_folder()):
-            raise SourceError(
-                "it stands in PyTorch's own code: the map must keep that module on one device"
-            )
+            raise SourceError("the fault is in PyTorch's own code: keep that module on one device")
         if file.startswith("<") and not file.startswith(_NOTEBOOK_CELL):
-            raise SourceError("it stands in code that was generated, and in no file")
+            raise SourceError("the fault is in generated code without a source file")
         if file not in self.texts:
             try:
                 self.texts[file] = read_source(Path(file))

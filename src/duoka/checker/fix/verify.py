@@ -62,11 +62,11 @@ def prove(report: CheckReport, subject: Subject, patched: Patched) -> Proof:
         weights = format_bytes(parameter_bytes(subject.model))
         return Proof(
             False,
-            f"checked again it is clean, but {weights} of weights are too much to compute with "
-            "real numbers here",
+            f"the repeated check found no fault, but {weights} of weights are too large to "
+            "compare results with real numbers on this machine",
         )
     small, num_layers = twin
-    place = f"on a twin with {format_count(num_layers, 'layer')} of the same code"
+    place = f"on a smaller model with {format_count(num_layers, 'layer')} and the same code"
     missing = _places(report) - _places(check_subject(small))
     if missing:
         return Proof(False, f"{place} there is no fault at line {min(missing)[1]}")
@@ -82,30 +82,30 @@ def why_not_equal(subject: Subject, patched: Patched) -> str:
     """Describe how patched code differs from the original; "" if it does not."""
     original = compute(subject, on_one=True)
     if (stop := original.report.stop) is not None:
-        return f"the original doesn't run on one device with real numbers: {stop.message}"
+        return f"the original code fails on one device with real numbers: {stop.message}"
     with patched(subject.model):
         repaired = compute(subject)
     if (stop := repaired.report.stop) is not None:
-        return f"the patched code doesn't run with real numbers: {stop.message}"
+        return f"the patched code fails with real numbers: {stop.message}"
     if repaired.report.faults:
-        return "with real numbers the patched code still mixes devices"
+        return "the patched code still mixes devices when it runs with real numbers"
     return _difference(original, repaired)
 
 
 def _difference(original: Numbers, repaired: Numbers) -> str:
     """Describe the first difference between two runs."""
     if not original.tensors:
-        return "the model returns no tensor that could be compared"
+        return "the model returns no tensor to compare"
     missing = original.tensors.keys() ^ repaired.tensors.keys()
     if missing:
-        return f"only one of original and patched code gives {min(missing)}"
+        return f"only one of the original and the patched code returns {min(missing)}"
     for name, tensor in original.tensors.items():
         if tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
-            return f"{name} is not a number in the original: there is nothing to compare"
+            return f"{name} is NaN in the original code: there is nothing to compare"
         try:  # up to rounding: bit by bit they are equal where the kernels are
             torch.testing.assert_close(repaired.tensors[name], tensor, equal_nan=True)
         except AssertionError as error:
-            return f"{name} isn't the original's: {str(error).splitlines()[0]}"
+            return f"{name} differs from the original: {str(error).splitlines()[0]}"
     return ""
 
 

@@ -47,8 +47,8 @@ def apply(patches: Iterable[Patch], directory: str | Path = OUTPUT) -> tuple[Pat
     for patch, target in zip(patches, targets, strict=True):
         if target.resolve() == Path(patch.file).resolve():
             raise UsageError(
-                f"the copy of {patch.file} would take its place",
-                hint="name another directory, or write over the files with --in-place",
+                f"the copy of {patch.file} would overwrite it",
+                hint="choose another directory, or change the files themselves with --in-place",
             )
     for patch, target in zip(patches, targets, strict=True):
         _write(target, patch.after)
@@ -77,15 +77,14 @@ def apply_in_place(patches: Iterable[Patch]) -> tuple[Path, ...]:
         if _in_packages(path) is not None:
             raise UsageError(
                 f"{path} belongs to an installed package",
-                hint="write copies instead (--output DIR), and use the patched model code as "
-                "your own",
+                hint="write changed copies with --output DIR, and use them as your own model code",
             )
         text = None
         with suppress(SourceError):
             text = read_source(path)
         if text != patch.before:
             raise UsageError(
-                f"{path} has changed since it was checked", hint="check it again, then repair"
+                f"{path} has changed since it was checked", hint="run the check again, then the fix"
             )
     # A link is followed: what it points to is the file that was checked.
     targets = tuple(Path(patch.file).resolve() for patch in patches)

@@ -73,7 +73,7 @@ _MESSAGES: tuple[tuple[Any, str, str], ...] = (
     (
         GatedRepoError,
         "{repo} is gated: its authors must grant you access",
-        f"ask for it at {_HOME}/{{repo}}{{log_in}}",
+        f"request access at {_HOME}/{{repo}}{{log_in}}",
     ),
     (
         RevisionNotFoundError,
@@ -88,37 +88,39 @@ _MESSAGES: tuple[tuple[Any, str, str], ...] = (
     (
         EntryNotFoundError,
         "{hub} has no such file: {wanted}",
-        "the repository is incomplete, or has changed: try again",
+        "the repository is incomplete, or changed meanwhile: try again",
     ),
     (
         {401, 403},
-        "{hub} doesn't let you read {wanted}: {token}",
+        "{hub} denies access to {wanted}: {token}",
         "log in (`hf auth login`), or correct or unset HF_TOKEN",
     ),
     (
         HfHubHTTPError,
         "{hub} answers with status {status} to the request for {wanted}",
-        "try again later; after 429 with a token (`hf auth login`), for which the Hub allows more",
+        "try again later; after 429 log in (`hf auth login`): the rate limit is higher with a "
+        "token",
     ),
     (
         _UNREACHED,
         "{hub} can't be reached for {wanted}: {error}",
-        "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses what was downloaded before",
+        "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 uses the files in the cache",
     ),
     (
         http.TimeoutException,
         "{hub} sent nothing of {wanted} for {timeout} seconds",
-        "try again; HF_HUB_DOWNLOAD_TIMEOUT allows for slower servers",
+        "try again, or set a longer HF_HUB_DOWNLOAD_TIMEOUT",
     ),
     (
         (http.HTTPError, http.InvalidURL),
         "{wanted} can't be fetched from {hub}: {error}",
-        "run the command again: files that are complete are kept",
+        "run the command again: complete files are kept",
     ),
     (
         (FileMetadataError, ValueError, TypeError, KeyError, OSError),
-        "{hub} answers with something else than it told of to the request for {wanted}",
-        "try again; is HF_ENDPOINT the address of a Hub, or does a network log-in page answer?",
+        "{hub} sent other content than announced for {wanted}",
+        "try again; check that HF_ENDPOINT is the URL of a Hub and that no network log-in page "
+        "intercepts requests",
     ),
 )
 
@@ -139,10 +141,10 @@ def _translate(error: BaseException, name: HubName) -> CheckpointError | None:
         "repo": name.repo,
         "error": str(error) or "no answer in time",
         "status": status,
-        "token": "the token is wrong, has expired, or lacks the permission"
+        "token": "the token is wrong, expired, or lacks permission"
         if token
         else "there is no token",
-        "log_in": "" if token else "; for what isn't public log in: hf auth login",
+        "log_in": "" if token else "; for private repositories log in: hf auth login",
         "timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT,
     }
     for kind, message, hint in _MESSAGES:
@@ -153,8 +155,8 @@ def _translate(error: BaseException, name: HubName) -> CheckpointError | None:
 
 def offline_error(name: HubName) -> CheckpointError:
     """Make the error for an absent file or repository while HF_HUB_OFFLINE is set."""
-    place = "not in the cache" if name.file else "neither a directory here, nor in the cache"
+    place = "not in the cache" if name.file else "neither a local directory nor in the cache"
     return CheckpointError(
-        f"{name} is {place}, and the Hub may not be asked: HF_HUB_OFFLINE is set",
+        f"{name} is {place}, and HF_HUB_OFFLINE forbids requests to the Hub",
         hint="unset HF_HUB_OFFLINE to download it",
     )

@@ -68,9 +68,9 @@ def query_listing(name: HubName) -> Listing:
     is_commit = COMMIT.fullmatch(commit)
     if not is_commit or (COMMIT.fullmatch(name.revision) and commit != name.revision):
         problem = (
-            f"tells of commit {commit} instead of" if is_commit else "doesn't tell the commit of"
+            f"reports commit {commit} instead of" if is_commit else "doesn't report the commit of"
         )
-        hint = "is HF_ENDPOINT the address of a Hub?"
+        hint = "check that HF_ENDPOINT is the URL of a Hub"
         raise CheckpointError(f"{endpoint()} {problem} {name}", hint=hint)
     files = {file.name: file for file in _select(info.siblings or ())}
     listing = Listing(commit=commit, files=files)

@@ -36,7 +36,8 @@ def parse_name(text: str, revision: str | None = None) -> HubName | None:
     written = match["revision"]
     if None not in (written, revision) and written != revision:
         raise UsageError(
-            f"{text!r} names a revision, and {revision!r} is given as well", hint="give one of them"
+            f"{text!r} includes a revision, and --revision {revision!r} is given as well",
+            hint="give only one of them",
         )
     resolved = written or (MAIN if revision is None else revision)
     if not _REVISION.fullmatch(resolved) or ".." in resolved or resolved.endswith("/"):

@@ -113,7 +113,7 @@ class HubSnapshot:
             raise CheckpointError(
                 f"{self._hub_file(name)} has {self.size(name)} bytes; at most {MAX_JSON_BYTES} "
                 "are read",
-                hint="is this the right repository?",
+                hint="check the name of the repository",
             )
         self.download([name])
         return self.path / name
@@ -135,8 +135,8 @@ class HubSnapshot:
         absent = self.missing(names)
         if absent and is_offline_mode():
             raise CheckpointError(
-                f"{len(absent)} files of {self.source} are not in the cache, and the Hub may not "
-                f"be asked, because HF_HUB_OFFLINE is set: {', '.join(absent)}",
+                f"{len(absent)} files of {self.source} are not in the cache, and HF_HUB_OFFLINE "
+                f"forbids requests to the Hub: {', '.join(absent)}",
                 hint="unset HF_HUB_OFFLINE to download them",
             )
         self._refuse_full_disk(absent)
@@ -181,7 +181,7 @@ class HubSnapshot:
         except OSError as error:
             raise MachineError(
                 f"{self._hub_file(name)} can't be kept in {self._cache}: {error.strerror}",
-                hint="HF_HOME names another place for what is downloaded",
+                hint="set HF_HOME to another directory",
             ) from error
 
     def _verify(self, name: str) -> None:
@@ -194,8 +194,8 @@ class HubSnapshot:
             with suppress(OSError):
                 place.unlink()
         raise CheckpointError(
-            f"{self._hub_file(name)} has another content in {self._cache} than {endpoint()} "
-            "tells of; it was removed",
+            f"{self._hub_file(name)} in {self._cache} differs from the content that {endpoint()} "
+            "announces; it was removed",
             hint="run the command again; if it happens again, the file on the Hub is damaged",
         )
 
@@ -205,9 +205,9 @@ class HubSnapshot:
         free = shutil.disk_usage(place).free
         if needed > free:
             raise MachineError(
-                f"{self.source} needs {format_bytes(needed)} more on the disk, and "
-                f"{self._cache} has {format_bytes(free)} free",
-                hint="free some, or let HF_HOME name a place on another disk",
+                f"{self.source} needs {format_bytes(needed)} more disk space, and {self._cache} "
+                f"has {format_bytes(free)} free",
+                hint="free some space, or set HF_HOME to a directory on another disk",
             )
 
     # ── headers ──
@@ -259,12 +259,12 @@ class HubSnapshot:
             with get_session().stream("GET", url, headers=headers, timeout=timeout) as response:
                 hf_raise_for_status(response)
                 if not response.headers.get("content-range", "").startswith(f"bytes {start}-"):
-                    raise ValueError("another part than was asked for")
+                    raise ValueError("another byte range than requested")
                 for chunk in response.iter_bytes(_FIRST_BYTES):
                     content.extend(chunk)
                     if len(content) >= stop - start:
                         return bytes(content[: stop - start])
-            raise http.RemoteProtocolError("it ended before all had arrived")
+            raise http.RemoteProtocolError("the transfer ended early")
 
         return query(self._hub_file(file.name), attempt)
 

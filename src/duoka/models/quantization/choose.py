@@ -60,13 +60,12 @@ def notes(model: PreTrainedModel, scheme: Scheme) -> tuple[str, ...]:
             reasons[_reason(model, scheme, name, excluded) or "others"] += 1
     unquantized = "; ".join(f"{reason} ({number})" for reason, number in reasons.items())
     if not count:
-        return (f"Nothing is quantized to {scheme}: {unquantized}.",)
+        return (f"No weight is quantized to {scheme}: {unquantized}.",)
     return (
-        f"{count} weights of linear layers are quantized to {scheme} while they are loaded: to "
-        f"{quantized_bytes / original_bytes:.0%} of their bytes, scales and padding included.",
+        f"{count} weights of linear layers are quantized to {scheme} during loading: to "
+        f"{quantized_bytes / original_bytes:.0%} of their size, including scales and padding.",
         *([f"Not quantized: {unquantized}."] if unquantized else []),
-        f"What that changes in the answers `duoka bench --quality FILE MODEL --quantize {scheme}` "
-        "says, on your text.",
+        f"`duoka bench --quality FILE MODEL --quantize {scheme}` measures the effect on your text.",
     )
 
 
@@ -87,16 +86,16 @@ def _reason(
     if not isinstance(module, nn.Linear):
         if parameter.ndim >= _LEAST_STACK and "expert" in name:
             return "stacked experts"
-        return "embeddings" if isinstance(module, nn.Embedding) else "what is no linear layer"
+        return "embeddings" if isinstance(module, nn.Embedding) else "other layers"
     if owner in excluded:
-        return "the head, and what is tied"
+        return "the head and tied weights"
     if not _ROUTERS.isdisjoint(owner.split(".")[-2:]):  # or a layer of one
         return "routers"
     if parameter.dtype != model.dtype and parameter.dtype == torch.float32:
-        return "what the architecture keeps in float32"
+        return "weights that the architecture keeps in float32"
     rows, columns = parameter.shape
     if scheme == "int4" and (rows % ROWS or columns % GROUPS[-1]):
-        return f"shapes that int4 doesn't take (rows in {ROWS}s, columns in {GROUPS[-1]}s)"
+        return f"shapes unsupported by int4 (rows in {ROWS}s, columns in {GROUPS[-1]}s)"
     if scheme == "nf4" and columns % BLOCK:
-        return f"shapes that nf4 doesn't take (columns in {BLOCK}s)"
+        return f"shapes unsupported by nf4 (columns in {BLOCK}s)"
     return None

@@ -34,7 +34,7 @@ def freeze_quantized(model: nn.Module) -> None:
         if weight is not None and is_composed(weight):
             if type(module) is not nn.Linear or type(weight).__name__ not in _PASSABLE:
                 raise ModelError(
-                    f"gradients can't pass {name}: {type(module).__name__} with a weight that is "
+                    f"{name} has no backward: {type(module).__name__} with a weight that is "
                     f"{type(weight).__name__}",
                     hint="train the model without --quantize",
                 )

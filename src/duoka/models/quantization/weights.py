@@ -100,9 +100,9 @@ def move_weight(tensor: Tensor, device: torch.device) -> Tensor:
     is_tiled = type(tensor).__name__ == _TILED
     if type(tensor).__name__ in (_TILED, _OPAQUE) and is_tiled == (device.type == "cpu"):
         raise ModelError(
-            f"a weight in int4 can't go from {tensor.device} to {device}: kernels of processors "
-            "and of GPUs take different layouts",
-            hint="load the model again, with a plan for the other device",
+            f"a weight in int4 can't go from {tensor.device} to {device}: CPU and GPU kernels use "
+            "different layouts",
+            hint="load the model with a plan for that device",
         )
     return tensor.to(device)
 
@@ -178,6 +178,7 @@ def require(scheme: Scheme) -> None:
     except (ImportError, AttributeError) as error:
         versions = ", ".join(f"{name} {version(name)}" for name in ("torch", package))
         raise UsageError(
-            f"{scheme} weights can't be made with {versions}: {error}",
-            hint=f"tested are torch {_TESTED['torch']} with {package} {_TESTED[package]}",
+            f"{scheme} quantization fails with {versions}: {error}",
+            hint=f"install tested versions: torch {_TESTED['torch']} with {package} "
+            f"{_TESTED[package]}",
         ) from error

@@ -138,21 +138,23 @@ class AnswerFormat:
 def tool_schemas(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
     """Return the parameters of each tool by its name; UsageError for an unusable name."""
     if len(tools) > _MOST_TOOLS:
-        raise UsageError(f"there are {len(tools)} tools; at most {_MOST_TOOLS} can be offered")
+        raise UsageError(f"there are {len(tools)} tools; at most {_MOST_TOOLS} are supported")
     schemas: dict[str, Mapping[str, Any]] = {}
     for function in map(tool_function, tools):
         name, parameters = function["name"], function.get("parameters")
         if not TOOL_NAME.fullmatch(name):
             raise UsageError(
-                f"{name[:80]!r} is no name of a tool",
-                hint="letters, digits, _, - and . make one, at most 128, with a letter or _ first",
+                f"{name[:80]!r} is not a valid tool name",
+                hint="use at most 128 letters, digits, _, - and ., starting with a letter or _",
             )
         if name in schemas:
-            raise UsageError(f"two tools have the name {name!r}", hint="give each its own")
+            raise UsageError(
+                f"two tools are called {name!r}", hint="use a unique name for each tool"
+            )
         if not isinstance(parameters, Mapping | None):
             raise UsageError(
-                f"the parameters of the tool {name!r} are no JSON schema",
-                hint='as {"type": "object", "properties": …}',
+                f"the parameters of the tool {name!r} are not a JSON schema",
+                hint='for example {"type": "object", "properties": …}',
             )
         schemas[name] = parameters or {}
     return schemas

@@ -21,7 +21,7 @@ from .messages import Tool, tool_function
 JSON_OPTIONS = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
 """How llguidance matches JSON: between two tokens of it a space, or a new line and an indent. By
 its own default a model can write white space without end."""
-_HINT = "let the model choose (tool_choice auto)"
+_HINT = "use tool_choice auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def force_call(
     """See `AnswerFormat.forced_call`; `before` ends the reasoning that the prompt has begun."""
     functions = [tool_function(tool) for tool in tools]
     if not functions:
-        raise UsageError("a call is required, but no tool is offered", hint="offer one")
+        raise UsageError("tool_choice requires a call, but tools is empty", hint="add a tool")
     # start: "[" call (", " call)* "]"
     # call: call_0 | call_1
     # call_0: "{\"name\": \"get\", \"arguments\": " %json {…} "}"
@@ -102,13 +102,13 @@ def _written(form: CallForm | None, functions: Sequence[Mapping[str, Any]]) -> _
     if isinstance(form, MistralForm) and len(functions) == 1:
         return _Written(f"[TOOL_CALLS]{functions[0]['name']}[ARGS]", lambda _, schema: schema)
     reason = (
-        "which of several tools it calls stands before a special token"
+        "the tool name precedes a special token"
         if isinstance(form, MistralForm)
-        else "its arguments are no JSON"
+        else "its arguments are not JSON"
     )
     raise UsageError(
-        f"this model can't be made to call a tool: {reason}",
-        hint=f"name the tool, or {_HINT}" if isinstance(form, MistralForm) else _HINT,
+        f"a tool call can't be forced on this model: {reason}",
+        hint=f"select one tool by name, or {_HINT}" if isinstance(form, MistralForm) else _HINT,
     )
 
 
@@ -129,4 +129,4 @@ def _schema(function: Mapping[str, Any]) -> str:
     try:
         return json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
-        raise UsageError(f"a tool's parameters are no JSON: {error}") from error
+        raise UsageError(f"a tool's parameters are not JSON: {error}") from error

@@ -53,9 +53,9 @@ def encode_answer(
     is_changed = answer == chat.text or _solid(messages[-1].content) not in _solid(answer)
     if is_changed:
         raise UsageError(
-            "the model's chat template writes this answer otherwise than it asks for one, or "
-            "leaves a part of it out",
-            hint="give the checkpoint a template that writes answers as they were said",
+            "the model's chat template renders this answer differently from its generation "
+            "prompt, or drops a part of it",
+            hint="use a chat template that renders answers unchanged",
         )
     ids, start = chat.ids, common_length(question.ids, chat.ids)
     says = _marked_by_template(tokenizer, messages, tools, ids) or [True] * len(ids)
@@ -204,7 +204,7 @@ class _Special:
             if match is not None:
                 raise UsageError(
                     f"{what} contains the text of a special token: {match[0]}",
-                    hint="leave it out, or put a space into it",
+                    hint="remove it, or insert a space",
                 )
 
     def is_imitated(self, contents: Sequence[str], text: str, marked: str) -> bool:
@@ -257,8 +257,8 @@ def _texts(value: object) -> Iterator[str]:
 def _imitation_error() -> UsageError:
     return UsageError(
         "a message contains the text of a special token, which this model's chat template can't "
-        "keep apart from its own",
-        hint="leave it out, or put a space into it",
+        "distinguish from its own",
+        hint="remove it, or insert a space",
     )
 
 
@@ -286,18 +286,18 @@ def _render(
         raise CheckpointError(f"the model's chat template is damaged: {_why(error)}") from error
     except Exception as error:  # a program of the checkpoint's: it can raise anything
         raise UsageError(
-            f"the model's chat template refuses the messages: {_why(error)}"
+            f"the model's chat template rejects the messages: {_why(error)}"
         ) from error
     if any(len(text) > _MOST_CHARACTERS for text in texts):
         raise CheckpointError(
-            "the model's chat template is damaged: it gives more than "
-            f"{_MOST_CHARACTERS} characters"
+            f"the model's chat template is damaged: it produces more than {_MOST_CHARACTERS} "
+            "characters"
         )
     if any(_LONE_SURROGATE.search(text) for text in texts):
-        raise CheckpointError("the model's chat template is damaged: it is no valid text")
+        raise CheckpointError("the model's chat template is damaged: its output is not valid text")
     # Templates differ in what they leave out: some write no calls, some only the first.
     if any(name not in texts[1] for name in marks.names):
-        raise UsageError("the model's chat template leaves tool calls out")
+        raise UsageError("the model's chat template drops tool calls")
     return texts
 
 

@@ -46,8 +46,8 @@ class ChatGLMTokenizer(PreTrainedTokenizerFast):
         """
         if refused := sorted(name for name in options.keys() - _OPTIONS if options[name]):
             raise UsageError(
-                f"apply_chat_template takes no {', '.join(refused)} for a ChatGLM model",
-                hint="its chats are written by its own rules, not by a template",
+                f"apply_chat_template doesn't support {', '.join(refused)} for a ChatGLM model",
+                hint="omit these arguments: ChatGLM has a fixed chat format",
             )
         is_alone = not conversation or isinstance(conversation[0], Mapping)
         chats: Any = [conversation] if is_alone else conversation

@@ -112,8 +112,8 @@ class ImageFormat:
                 batch: Mapping[str, Any] = processor(**inputs, return_tensors="pt")
         except Exception as error:  # by settings out of the checkpoint: it can raise anything
             raise UsageError(
-                f"the model's image processor can't take the pictures: {first_line(error)}",
-                hint="try a copy of another size",
+                f"the model's image processor rejects the images: {first_line(error)}",
+                hint="try an image of another size",
             ) from error
         return {name: value for name, value in batch.items() if isinstance(value, Tensor)}
 
@@ -224,15 +224,15 @@ def _reading(directory: Path) -> Iterator[None]:
     """Raise CheckpointError without the settings of an image processor, or for damaged ones."""
     if not any((directory / name).is_file() for name in _SETTINGS):
         raise CheckpointError(
-            f"{directory} says nothing of how its images are processed",
-            hint=f"its {' or '.join(_SETTINGS)} belongs into the same directory",
+            f"{directory} has no image processor configuration",
+            hint=f"add its {' or '.join(_SETTINGS)} to the directory",
         )
     try:
         yield
     except Exception as error:
         raise CheckpointError(
             f"no image processor could be loaded from {directory}: {first_line(error)}",
-            hint="install what it asks for, built for this torch"
+            hint="install the libraries it needs, built for this torch"
             if isinstance(error, ImportError)
-            else f"its {' or '.join(_SETTINGS)} may be damaged, or made for other versions",
+            else f"check {' or '.join(_SETTINGS)}: it may be damaged, or made for other versions",
         ) from error

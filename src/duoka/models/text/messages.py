@@ -57,21 +57,24 @@ class ChatMessage:
         """Refuse unknown roles and invalid text."""
         if self.role not in get_args(Role):
             raise UsageError(
-                f"{self.role!r} is no role of a message", hint=f"roles: {', '.join(get_args(Role))}"
+                f"{self.role!r} is not a message role", hint=f"roles: {', '.join(get_args(Role))}"
             )
         for name, text in (("content", self.content), ("metadata", self.metadata)):
             if not isinstance(text, str):
-                raise UsageError(f"a message's {name} is a text, not {type(text).__name__}")
+                raise UsageError(f"a message's {name} must be a string, not {type(text).__name__}")
             refuse_half_pairs(text, f"a message's {name}")
         if "\n" in self.metadata:
-            raise UsageError("metadata is one line", hint="the content may have several")
+            raise UsageError(
+                "metadata must be a single line", hint="put further lines into the content"
+            )
 
 
 def refuse_half_pairs(text: str, what: str) -> None:
     """Raise UsageError for half of a surrogate pair, as no tokenizer takes one."""
     if _LONE_SURROGATE.search(text):
         raise UsageError(
-            f"{what} is no valid text: it has half of a surrogate pair", hint="read it as UTF-8"
+            f"{what} is not valid text: it contains an unpaired surrogate",
+            hint="decode it as UTF-8",
         )
 
 
@@ -83,7 +86,7 @@ def read_message(said: object) -> ChatMessage:
     """
     if not isinstance(said, Mapping):
         raise UsageError(
-            f"a message is a mapping, not {type(said).__name__}",
+            f"a message must be a mapping, not {type(said).__name__}",
             hint='write a chat as [{"role": "user", "content": "Hello"}]',
         )
     role: Any = "observation" if said.get("role") == "tool" else said.get("role")
@@ -91,7 +94,8 @@ def read_message(said: object) -> ChatMessage:
     calls = calls if isinstance(calls, list | tuple) else [calls]
     if len(calls) > 1:
         raise UsageError(
-            f"a message calls {len(calls)} tools; it can call one", hint="write a message for each"
+            f"a message calls {len(calls)} tools; the limit is one",
+            hint="use one message for each call",
         )
     content: Any = said.get("content")
     if content is None and calls:
@@ -111,7 +115,7 @@ def _joined_texts(parts: Sequence[Any]) -> str:
         fields = part if isinstance(part, Mapping) else {}
         texts = [text for key, text in fields.items() if key != "type" and isinstance(text, str)]
         if len(texts) != 1 or not str(fields.get("type") or "text").endswith("text"):
-            raise UsageError("a message has a part that is no text", hint="leave images out")
+            raise UsageError("a message has a part that is not text", hint="omit images")
         joined += texts[0]
     return joined
 
@@ -127,8 +131,8 @@ def read_tool_call(call: Any) -> ToolCall:
             raise TypeError
     except (AttributeError, KeyError, TypeError, FormatError) as error:
         raise UsageError(
-            f"a tool call has no name, or no arguments in JSON: {str(call)[:_SHOWN]}",
-            hint='as {"name": "weather", "arguments": {"city": "Beijing"}}',
+            f"a tool call has no name, or no JSON arguments: {str(call)[:_SHOWN]}",
+            hint='for example {"name": "weather", "arguments": {"city": "Beijing"}}',
         ) from error
     refuse_half_pairs(json.dumps([name, arguments], ensure_ascii=False, default=str), "a tool call")
     return ToolCall(name=name, arguments=arguments)
@@ -137,11 +141,11 @@ def read_tool_call(call: Any) -> ToolCall:
 def last_is_answerable(messages: Sequence[ChatMessage], *, takes_images: bool = False) -> None:
     """Raise UsageError unless the assistant can answer the last message."""
     if not takes_images and any(message.images for message in messages):
-        raise UsageError("this model takes no images", hint="leave the images out")
+        raise UsageError("this model takes no images", hint="omit the images")
     if not messages:
-        raise UsageError("there is no message to answer")
+        raise UsageError("there are no messages")
     if messages[-1].role == "assistant":
-        raise UsageError("the last message is the assistant's own; there is nothing to answer")
+        raise UsageError("the last message is the assistant's own")
 
 
 def tool_function(tool: Tool) -> Mapping[str, Any]:
@@ -149,8 +153,8 @@ def tool_function(tool: Tool) -> Mapping[str, Any]:
     function = tool.get("function", tool) if isinstance(tool, Mapping) else tool
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UsageError(
-            "a tool is an object with a name, a description and parameters",
-            hint="give its JSON schema, bare or as OpenAI wraps it",
+            "a tool must be an object with a name, a description and parameters",
+            hint="give its JSON schema, alone or in OpenAI's form",
         )
     return function
 

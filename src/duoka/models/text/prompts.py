@@ -117,7 +117,7 @@ def chat_format(
             return ChatGLM3Format(tokenizer)
         if "sop" in added:
             return ChatGLM2Format(tokenizer)
-        raise CheckpointError("the tokenizer has none of the ChatGLM family's special tokens")
+        raise CheckpointError("the tokenizer has no special tokens of the ChatGLM family")
     stop_ids = [*_end_ids(generation_config or {}), *_end_ids(config)]
     if isinstance(tokenizer.eos_token_id, int):
         stop_ids.append(tokenizer.eos_token_id)
@@ -257,7 +257,7 @@ def _json(value: object) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, indent=4)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"a tool's description is no JSON: {error}") from error
+        raise UsageError(f"a tool's description is not JSON: {error}") from error
 
 
 class ChatGLM2Format(ChatFormat):
@@ -281,7 +281,7 @@ class ChatGLM2Format(ChatFormat):
     ) -> list[int]:
         """Return the ids of messages, with an end such as the beginning of an answer to them."""
         if tools:
-            raise UsageError("ChatGLM2 was not trained to call tools")
+            raise UsageError("ChatGLM2 doesn't support tool calls")
         text, questions, last_role = "", 0, ""
         for message in messages:
             if message.role == "system" and not questions:
@@ -294,8 +294,9 @@ class ChatGLM2Format(ChatFormat):
                 text += f"\n\n答：{message.content}\n\n"
             else:
                 raise UsageError(
-                    f"ChatGLM2 has no place for a message of role {message.role!r} here",
-                    hint="a system message may come first, then questions and answers in turn",
+                    f"ChatGLM2 doesn't support a message of role {message.role!r} here",
+                    hint="use an optional system message, then alternating user and assistant "
+                    "messages",
                 )
             last_role = message.role
         prefix = [special_id(self.tokenizer, name) for name in ("[gMASK]", "sop")]
@@ -342,9 +343,9 @@ class TemplateFormat(ChatFormat):
             with self._lock:
                 return encode_chat(self.tokenizer, messages, tools, images=self.images).ids
         if images_of(messages):
-            raise UsageError("this model has no chat template, so no images can be shown to it")
+            raise UsageError("this model has no chat template, so images aren't supported")
         if tools:
-            raise UsageError("this model has no chat template, so no tools can be offered")
+            raise UsageError("this model has no chat template, so tools aren't supported")
         text = "\n".join(message.content for message in messages)
         with self._lock:
             ids: list[int] = self.tokenizer.encode(text, split_special_tokens=True)
@@ -357,7 +358,7 @@ class TemplateFormat(ChatFormat):
         if self.tokenizer.chat_template is None:
             raise CheckpointError(
                 "this model has no chat template, so it can't be trained on chats",
-                hint="train it on texts, or on prompts and completions; or take its chat model",
+                hint="train it on texts, or on prompts and completions; or use its chat model",
             )
         with self._lock:
             return TrainingSample(*encode_answer(self.tokenizer, messages, tools, self.stop_ids))
@@ -377,4 +378,4 @@ def why_untold(chat: ChatFormat, system: str) -> str:
         )
     except UsageError as error:
         return str(error)
-    return "its chat template leaves it out" if is_left_out else ""
+    return "its chat template ignores it" if is_left_out else ""

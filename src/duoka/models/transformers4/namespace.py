@@ -181,7 +181,7 @@ class _Gone(type):
 
     def __call__(cls, *_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"{cls.path} of transformers 4 isn't in transformers {transformers.__version__}"
+            f"{cls.path} of transformers 4 doesn't exist in transformers {transformers.__version__}"
         )
 
     def __getattr__(cls, name: str) -> Any:

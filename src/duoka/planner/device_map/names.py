@@ -23,7 +23,7 @@ def find_device(text: str, fleet: Fleet) -> str:
     try:
         return devices.resolve(text)
     except NoDevice:
-        problem = f"{text[:60]!r} is no device of these GPUs"
+        problem = f"{text[:60]!r} is not one of these GPUs"
         raise UsageError(problem, hint=devices.describe()) from None
 
 

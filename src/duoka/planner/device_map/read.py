@@ -22,8 +22,8 @@ _MAX_BYTES = 16 * 2**20
 _DEVICE = re.compile(r"([a-z]+)(?::(0|[1-9][0-9]{0,3}))?", re.ASCII)
 _NUMBER = re.compile(r"[0-9]{1,4}", re.ASCII)
 _AUTOMATIC = frozenset({"auto", "balanced", "balanced_low_0", "sequential"})
-_LEAVE_OUT = "leave the device map out: finding one is what duoka does by itself"
-_NO_OFFLOAD = "duoka doesn't offload to a disk; name a GPU, or cpu to compute there"
+_LEAVE_OUT = "omit the device map: duoka finds one"
+_NO_OFFLOAD = "duoka doesn't offload to disk; use a GPU, or cpu to compute there"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +49,11 @@ class DeviceMap:
             pairs = ((key if isinstance(key, str) else repr(key), value[key]) for key in value)
             return cls(tuple(pairs))
         if isinstance(value, str) and value.strip().lower() in _AUTOMATIC:
-            raise UsageError(f"{value!r} is no device map", hint=_LEAVE_OUT)
+            raise UsageError(f"{value!r} is not a device map", hint=_LEAVE_OUT)
         if isinstance(value, str) or _as_number(value) is not None or _is_torch_device(value):
             return cls((("", value),))
         raise UsageError(
-            f"a device map is a mapping from names to devices, not {type(value).__name__}",
+            f"a device map must map names to devices, not be of type {type(value).__name__}",
             hint='{"": 0} puts the whole model on the first GPU',
         )
 
@@ -66,7 +66,8 @@ class DeviceMap:
             problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
             raise FormatError(
                 f"{source} is not valid JSON: {problem}",
-                hint='a device map is an object, as {"model.embed_tokens": 0, "model.layers": 1}',
+                hint='a device map must be a JSON object, such as {"model.embed_tokens": 0, '
+                '"model.layers": 1}',
             ) from None
         return cls(tuple(value)) if isinstance(value, _Object) else cls.of(value)
 
@@ -78,7 +79,7 @@ class DeviceMap:
         except (OSError, ValueError) as error:
             raise FormatError(
                 f"the device map {path} can't be read: {why(error)}",
-                hint="name a JSON file that holds a device map",
+                hint="give a JSON file with a device map",
             ) from None
         return cls.parse(text, f"the device map {path}")
 
@@ -136,7 +137,7 @@ class Devices:
         if number is not None:
             return self._numbered(number)
         if not isinstance(value, str) and not _is_torch_device(value):
-            raise NoDevice(f"{type(value).__name__.strip('_')} is no device")
+            raise NoDevice(f"{type(value).__name__.strip('_')} is not a device")
         text = str(value)
         if _NUMBER.fullmatch(text):
             return self._numbered(int(text))
@@ -144,7 +145,7 @@ class Devices:
             raise NoDevice(_NO_OFFLOAD)
         match = _DEVICE.fullmatch(text)
         if match is None:
-            raise NoDevice("no device has such a name")
+            raise NoDevice("no device has this name")
         kind, index = match.groups()
         if kind == "cpu" or index is not None:
             return self._refuse_absent(text)
@@ -186,13 +187,13 @@ class Devices:
 
     def _numbered(self, number: int) -> str:
         if len(self._kinds) > 1:
-            raise NoDevice(f"the number of which: {' or '.join(self._kinds)}?")
+            raise NoDevice(f"add a number: {' or '.join(self._kinds)}?")
         if not 0 <= number < 10_000 or not self._kinds:
-            raise NoDevice("no GPU has such a number")
+            raise NoDevice("no GPU has this number")
         return self._refuse_absent(f"{self._kinds[0]}:{number}")
 
     def _refuse_absent(self, name: str) -> str:
         if name not in self._known:
             absent = f"{name} is not in the fleet"
-            raise NoDevice(absent if self.names else "duoka knows cuda:N, vgpu:N and cpu")
+            raise NoDevice(absent if self.names else "use cuda:N, vgpu:N or cpu")
         return name

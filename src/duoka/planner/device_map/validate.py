@@ -195,10 +195,10 @@ class _Judge:
     def _message(self, faults: Faults) -> str:
         lines = [
             ("has no device for", listed(runs(self._missing_modules()))),
-            ("names what isn't there", listed(corrections(faults))),
-            ("gives two devices to", listed(runs(faults.doubled))),
-            ("cuts what must stay whole", listed(list(self._cuts()))),
-            ("names devices that can't be used", listed(self._no_devices(), "; ")),
+            ("has unknown names", listed(corrections(faults))),
+            ("assigns two devices to", listed(runs(faults.doubled))),
+            ("splits modules that must stay whole", listed(list(self._cuts()))),
+            ("assigns devices that can't be used", listed(self._no_devices(), "; ")),
         ]
         faulty = "\n".join(f"  it {verb}: {names}" for verb, names in lines if names)
         return f"the device map doesn't place {self.outline.model}:\n{faulty}"

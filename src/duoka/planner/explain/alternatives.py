@@ -27,7 +27,7 @@ Stages = tuple[BlockRange, ...]
 _NAMES = {
     "headroom": "the most headroom",
     "latency": "the shortest time",
-    "throughput": "the fastest slowest stage",
+    "throughput": "shortest slowest stage",
 }
 
 
@@ -71,7 +71,7 @@ class Trial:
         is_tight = requested is not None and roomy is None
         if requested is None:
             unlimited = self.costs.requested_bytes(start, stop, _UNLIMITED, place=place)
-            assert unlimited is not None, "nothing limits it"
+            assert unlimited is not None, "there is no limit"
             requested = max(unlimited, budget + 1)
         return Share(
             device=device.name,
@@ -145,7 +145,7 @@ def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str,
     yield from _optima(trial, plan_stages)
     if plan_stages is not None and len(plan_stages) > 1:
         used = [stage.device for stage in plan_stages]
-        yield "equal numbers of layers, in the best order", _best_equal(trial, used)
+        yield "equal numbers of layers, best order", _best_equal(trial, used)
     everything = list(range(min(len(trial.fleet.devices), trial.costs.num_blocks)))
     if len(everything) > 1 and (plan_stages is None or len(plan_stages) != len(everything)):
         yield "equal numbers of layers on all GPUs", _best_equal(trial, everything)
@@ -161,7 +161,7 @@ def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Sta
         if objective != trial.objective or plan_stages is None:
             stages = _optimum(trial, objective)
             if stages is not None:
-                yield f"{_NAMES[objective]}, on as few GPUs as hold it", stages
+                yield f"{_NAMES[objective]}, on the fewest GPUs", stages
     if plan_stages is None or len(plan_stages) < len(trial.fleet.devices):
         everywhere: Objective = next((aim for aim in _TIMED if aim == trial.objective), "headroom")
         stages = _optimum(trial, everywhere, use_all=True)

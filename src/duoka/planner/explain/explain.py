@@ -48,8 +48,8 @@ def explain(plan: Plan, profile: Profile | None = None) -> Explanation:
     """
     if plan.workload.is_paged:
         raise UsageError(
-            "the plan fills every GPU with pages, and duoka doesn't explain such a plan",
-            hint="explain one without --serve, for as many requests: --batch N",
+            "plans for a paged KV cache can't be explained",
+            hint="explain a plan without --serve for the same number of requests: --batch N",
         )
     profile = profile or needed_profile(plan, "to explain the plan with")
     plan.refuse_other(profile.fingerprint, plan.source or profile.model)

@@ -178,7 +178,7 @@ class Programme:
             raise UnsearchableError(
                 f"{self._num_members.sum()} devices of {len(self._groups)} different kinds give "
                 f"{len(keys)} sets of {len(self._layers)}; at most {MAX_SETS} can be searched",
-                hint="name fewer devices, or give similar ones equal budgets",
+                hint="use fewer devices, or give similar ones equal budgets",
             )
         counts = layer.counts[rows[representatives]]
         counts[np.arange(len(keys)), groups[representatives]] += 1

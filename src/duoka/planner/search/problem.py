@@ -77,9 +77,9 @@ class Problem:
         num_devices = len(fleet.devices)
         if use_all and num_devices > costs.num_blocks:
             raise UnsearchableError(
-                f"{num_devices} devices are to be used, and the model has only "
-                f"{costs.num_blocks} block{'s' if costs.num_blocks > 1 else ''} to place",
-                hint="name fewer devices, or let duoka use as few as it needs",
+                f"{num_devices} devices are required, and the model has only {costs.num_blocks} "
+                f"block{'s' if costs.num_blocks > 1 else ''} to place",
+                hint="use fewer devices, or omit --use-all",
             )
         max_stages = min(num_devices, costs.num_blocks)
         self.aim: Aim = aim
@@ -224,10 +224,10 @@ class Problem:
         programme = Programme(tables, self._devices, slowest=False, num_stages=self.num_stages)
         if programme.find_best() is None:
             raise UsageError(
-                "what is demanded of modules contradicts itself: no cut of the model into stages, "
-                "one on each device, obeys all of it",
-                hint="a device holds one run of modules, in the order in which they run; take "
-                "some pins away",
+                "the constraints contradict each other: no split of the model into stages, one "
+                "on each device, satisfies all",
+                hint="remove pins: each device holds one contiguous run of modules in execution "
+                "order",
             )
 
     def _key(self, group: DeviceGroup, place: int) -> tuple[int, int]:

@@ -113,15 +113,13 @@ def _refuse_contradictions(
     choose("the strategy", strategy, STRATEGIES)
     if strategy != "auto" and objective != "auto":
         raise UsageError(
-            f"the strategy {strategy} says what is optimised, and so does the objective "
-            f"{objective!r}",
-            hint="give one of the two",
+            f"the strategy {strategy} conflicts with the objective {objective!r}",
+            hint="give only one of them",
         )
     if strategy == "sequential" and use_all:
         raise UsageError(
-            "the strategy sequential fills each GPU before the next, and may leave some empty; "
-            "all of them are to be used",
-            hint="the strategy balanced uses them all",
+            "the strategy sequential may leave GPUs unused, and --use-all requires all",
+            hint="use the strategy balanced, which uses all",
         )
 
 
@@ -174,12 +172,12 @@ def resolve_objective(
         if objective == "pages":
             if costs.workload.is_paged:
                 raise UsageError(
-                    "the objective pages is for as many as fit, and how many there are is decided",
-                    hint="leave the objective out",
+                    "the objective pages maximizes the number of pages, which is fixed here",
+                    hint="omit the objective",
                 )
             raise UsageError(
-                "the objective pages is for a paged cache, and this one has none",
-                hint="plan for many requests: --serve",
+                "the objective pages needs a paged KV cache",
+                hint="add --serve",
             )
     if objective in ("headroom", "pages"):
         return objective
@@ -190,9 +188,9 @@ def resolve_objective(
         return "headroom"
     if unknown:
         raise UsageError(
-            f"the objective {objective} needs speeds, and those of {', '.join(unknown)} "
-            "are unknown",
-            hint="ask for the objective headroom",
+            f"the objective {objective} needs the speeds of all GPUs; unknown: "
+            f"{', '.join(unknown)}",
+            hint="use the objective headroom",
         )
     return costs.time_objective or ("latency" if objective == "auto" else objective)
 

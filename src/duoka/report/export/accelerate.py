@@ -29,8 +29,8 @@ def export(plan: Plan, profile: Profile | None, names: Convention = "model") -> 
     }
     is_code = plan.request.trust_remote_code or names == "checkpoint"
     if is_code and not common.code_option(plan):
-        why = "the names would be those of code that the checkpoint doesn't bring"
-        raise export_error(NAME, why, "leave --names out")
+        why = "the checkpoint has no code of its own, and so no other names"
+        raise export_error(NAME, why, "omit --names")
     # Code for transformers 4 knows the older name alone, which transformers 5 takes as well.
     dtype = "torch_dtype" if is_code else "dtype"
     arguments = [repr(common.model_name(plan)), f"{dtype}=torch.{plan.workload.dtype}"]
@@ -91,33 +91,33 @@ def _notes(plan: Plan, names: Convention) -> Iterator[str]:
     yield from common.source_note(plan)
     if names == "checkpoint":
         yield (
-            "NOTE: the names are those of the code that comes with the checkpoint, which runs; the "
-            "memory was forecast for duoka's or transformers' own. Code needs the transformers "
-            "that it was written for, which config.json tells (transformers_version)."
+            "NOTE: the names are those of the checkpoint's own code, which runs; the memory was "
+            "forecast for the class of duoka or transformers. The code needs the transformers "
+            "version it was written for (transformers_version in config.json)."
         )
     elif plan.model.startswith("ChatGLM"):
         yield (
-            f"NOTE: transformers 5 has no {plan.model}; duoka brings it. Load the plan with "
-            "duoka.load, or a checkpoint in transformers' own format with this map."
+            f"NOTE: transformers 5 has no {plan.model}; duoka provides it. Load the plan with "
+            "duoka.load, or use this map with a checkpoint in transformers' format."
         )
     yield (
-        'max_memory is for a device_map that transformers makes itself, "auto" or "balanced": '
-        "with the map given it is not used."
+        'max_memory applies only to device_map="auto" or "balanced"; with an explicit map it is '
+        "not used."
     )
     if len(plan.devices) > 1:
         yield (
-            "NOTE: accelerate moves the inputs of every module, not of stages, and gathers the "
-            "output on the first GPU: the logits of the last step are needed there as well."
+            "NOTE: accelerate moves the inputs of every module instead of every stage, and "
+            "gathers the output on the first GPU, which also needs memory for the logits."
         )
     if plan.offloaded:
         yield (
-            "NOTE: what the plan keeps in the processor's memory accelerate copies to the GPU of "
-            "its own choice, module by module; memory and time will differ."
+            "NOTE: accelerate copies offloaded modules to a GPU of its own choice, module by "
+            "module; memory and time will differ."
         )
     if plan.workload.training is not None:
-        yield "NOTE: transformers' Trainer refuses models with a device_map in most modes."
+        yield "NOTE: transformers' Trainer rejects models with a device_map in most modes."
     if plan.workload.quantize != "none":
         yield (
-            "NOTE: which weights are quantized is transformers' choice; the plan names those that "
-            "duoka leaves as they are."
+            "NOTE: transformers chooses which weights are quantized; the plan lists those that "
+            "duoka leaves unquantized."
         )

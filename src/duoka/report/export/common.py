@@ -39,21 +39,21 @@ def visible_environment(tool: str, devices: Sequence[Device]) -> list[tuple[str,
 def common_notes(plan: Plan, pipeline: LayerPipeline | None = None) -> Iterator[str]:
     """Yield the notes that apply to every tool."""
     if any(name.startswith("vgpu") for name in plan.devices):
-        yield "NOTE: planned for virtual GPUs; their numbers are taken for those of CUDA's."
+        yield "NOTE: planned for virtual GPUs; their numbers are used as CUDA device numbers."
     elif not all(plan.fleet.device(name).uuid for name in plan.devices):
         yield (
-            "NOTE: the GPUs were declared, not detected: their numbers are taken for those that "
-            "nvidia-smi shows."
+            "NOTE: the GPUs were declared, not detected; their numbers are used as nvidia-smi "
+            "indices."
         )
     if plan.request.constraints.pins:
         pins = " ".join(f"--pin {name}={at}" for name, at in plan.request.constraints.pins)
-        yield f"The stages are as pinned: {pins}."
+        yield f"Pinned: {pins}."
     if pipeline is not None and pipeline.returning:
         names = ", ".join(pipeline.returning)
         yield (
-            f"NOTE: {names} is tied and runs on {pipeline.stages[0].device.name} in the plan; this "
-            f"tool keeps a copy of the weights on {pipeline.stages[-1].device.name} instead, which "
-            "the plan doesn't count there."
+            f"NOTE: {names} is tied and runs on {pipeline.stages[0].device.name} in the plan; "
+            f"this tool keeps a copy of the weights on {pipeline.stages[-1].device.name} instead, "
+            "which the plan doesn't include."
         )
 
 
@@ -79,11 +79,11 @@ def class_notes(plan: Plan, pipeline: LayerPipeline, tool: str) -> tuple[str, ..
         word in modules for word in classes["single_modules"]
     )
     if is_single and len(pipeline.stages) > 1:
-        why = f"its class for {name} can't run in a pipeline (as of {classes['version']})"
+        why = f"its class for {name} doesn't support pipelines (as of {classes['version']})"
         raise export_error(tool, why, "plan for one GPU, or serve it with duoka")
     note = (
-        f"NOTE: {tool} has no class of its own for {name}: it runs transformers', and cuts that by "
-        "its plan for a pipeline (base_model_pp_plan), if it has one."
+        f"NOTE: {tool} has no own class for {name}: it runs the class of transformers, split by "
+        "its base_model_pp_plan if that exists."
     )
     is_foreign = classes["pipeline"] and name not in (*classes["single"], *classes["pipeline"])
     return (note,) if is_foreign else ()
@@ -115,19 +115,19 @@ def source_note(plan: Plan) -> Iterator[str]:
     if model_name(plan) == _PLACEHOLDER:
         what = f"{PurePath(plan.source).name}, a config" if plan.source else "a model in memory"
         yield (
-            f"NOTE: the plan was made from {what}; {_PLACEHOLDER} stands for the directory or the "
-            "repository with the weights."
+            f"NOTE: the plan was made from {what}; {_PLACEHOLDER} is a placeholder for the "
+            "directory or repository with the weights."
         )
 
 
 def bits_notes(plan: Plan, tool: str) -> Iterator[str]:
     """Yield notes on quantization that the engine does differently from the plan."""
     if plan.workload.has_int8_cache:
-        yield f"NOTE: the plan's cache has 8-bit integers; {tool}'s has 8-bit floats."
+        yield f"NOTE: the plan's KV cache is int8; {tool} uses 8-bit floats."
     if plan.workload.quantize != "none":
         yield (
-            f"NOTE: the plan's weights are in {plan.workload.quantize}, made while loading; {tool} "
-            "needs a checkpoint that is quantized already, or its own --quantization."
+            f"NOTE: the plan quantizes weights to {plan.workload.quantize} during loading; {tool} "
+            "needs an already quantized checkpoint, or its own --quantization."
         )
 
 

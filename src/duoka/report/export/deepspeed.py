@@ -32,8 +32,8 @@ from itertools import pairwise
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
-# `layers` is the model as a list: its embedding, its layers, its norm and head, each
-# taking what the one before returns.
+# `layers` is the model as a list: embedding, layers, norm and head; each
+# takes the output of the previous one.
 boundaries = {boundaries(pipeline)!r}
 stages = [nn.Sequential(*layers[a:b]) for a, b in pairwise(boundaries)]
 model = PipelineModule(
@@ -52,14 +52,17 @@ def boundaries(pipeline: LayerPipeline) -> list[int]:
 def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield (
-        "PipelineModule takes no boundaries: as many layers as stages, each a whole stage, are "
-        "dealt one to each GPU. Activation checkpointing then spans stages, not layers."
+        "PipelineModule has no parameter for boundaries: each stage becomes one layer, assigned "
+        "to one GPU. Activation checkpointing then applies to whole stages."
     )
     yield (
-        "NOTE: DeepSpeed's pipelines train (with ZeRO 0 or 1). Its inference splits every layer "
-        "evenly over GPUs (tensor_parallel): unequal GPUs, and this plan, can't be told to it."
+        "NOTE: DeepSpeed's pipelines are for training (with ZeRO 0 or 1). Its inference splits "
+        "every layer evenly over GPUs (tensor_parallel) and can't follow this plan."
     )
     if pipeline.returning:
         yield "NOTE: tied weights need a TiedLayerSpec in both stages, outside of nn.Sequential."
     if plan.workload.training is None:
-        yield "NOTE: the plan is for generating; training needs far more memory: --train plans it."
+        yield (
+            "NOTE: the plan is for generation; training needs far more memory: plan it with "
+            "--train."
+        )

@@ -58,7 +58,7 @@ def export(
     refuse_tool(tool, names)
     if tool in _SERVERS and plan.workload.training is not None:
         raise UsageError(
-            f"{tool} serves models, and the plan is for training one",
+            f"{tool} is for inference, and the plan is for training",
             hint="plan without training, or export to torch-pipelining, torchtitan or deepspeed",
         )
     if tool == accelerate.NAME:
@@ -89,6 +89,6 @@ def refuse_tool(tool: str, names: Convention) -> None:
     choose("the tool", tool, TOOLS)
     if choose("names", names, CONVENTIONS) != "model" and tool != accelerate.NAME:
         raise UsageError(
-            f"{tool} is told no names of modules that a checkpoint could have",
-            hint=f"leave them out, or export to {accelerate.NAME}",
+            f"{tool} has no option for module names",
+            hint=f"omit them, or export to {accelerate.NAME}",
         )

@@ -65,23 +65,23 @@ def export(plan: Plan, _profile: Profile | None) -> Export:
 def _notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield (
-        f"NOTE: {_FILE} stands for the model in llama.cpp's own format; the plan's bytes are those "
-        f"of weights in {plan.workload.dtype}, a quantized file needs less."
+        f"NOTE: {_FILE} is a placeholder for the model in GGUF format; the plan's sizes are for "
+        f"weights in {plan.workload.dtype}, a quantized file needs less."
     )
     head_gpu = pipeline.stages[0].device.name
     yield (
-        f"llama.cpp keeps the input embedding in the processor's memory; on {head_gpu}, as in the "
-        r"plan, it is with --override-tensor 'token_embd\.weight=CUDA0', and a tied head with it."
+        r"llama.cpp keeps the input embedding in CPU memory; --override-tensor "
+        rf"'token_embd\.weight=CUDA0' places it, and a tied head, on {head_gpu} as in the plan."
     )
     if plan.workload.prefill_chunk_tokens is None:
         yield (
-            "The prompt runs in pieces of 512 tokens, llama.cpp's default: that needs less than "
-            "the whole prompt at once, as planned."
+            "Prefill runs in chunks of 512 tokens, llama.cpp's default, which needs less memory "
+            "than the single pass of the plan."
         )
     if plan.workload.images:
-        yield "NOTE: the vision tower is a file of its own there (--mmproj), on the first GPU."
+        yield "NOTE: the vision tower is a separate file in llama.cpp (--mmproj), on the first GPU."
     if len(pipeline.stages) > 1:
         yield (
-            "On unequal GPUs --tensor-split alone decides; --fit off keeps llama.cpp from changing "
-            "what was planned."
+            "--tensor-split sets the layers of each GPU; --fit off keeps llama.cpp from changing "
+            "them."
         )

@@ -80,7 +80,7 @@ def _notes(
     yield from common.source_note(plan)
     yield from common.bits_notes(plan, NAME)
     if sizes is None:
-        yield "NOTE: --mem-fraction-static is left to SGLang, which takes one share for all GPUs."
+        yield "NOTE: --mem-fraction-static is left to SGLang, which uses one fraction for all GPUs."
     elif len(pipeline.stages) > 1:
         shares = ", ".join(
             f"{stage.device.name} {share:.0%}"
@@ -89,7 +89,7 @@ def _notes(
             )
         )
         yield (
-            "SGLang takes one share of memory for all GPUs, however unequal they are. Weights and "
-            f"cache need {shares}; given is the largest, and --max-total-tokens keeps the caches "
-            "of the others from growing beyond the plan's context."
+            f"SGLang uses one memory fraction for all GPUs. Weights and KV cache need {shares}; "
+            "the largest is given, and --max-total-tokens limits the cache of the others to the "
+            "plan's context."
         )

@@ -68,15 +68,15 @@ class LayerPipeline:
 def read_pipeline(plan: Plan, tool: str) -> LayerPipeline:
     """Convert a plan to stages of whole layers; UsageError if it has no such form."""
     if plan.offloaded:
-        why = "modules lie in the processor's memory and are copied to a GPU for each call"
+        why = "modules are offloaded to CPU memory"
         raise export_error(tool, f"{len(plan.offloaded)} {why}", "plan without offload")
     if "cpu" in plan.devices:
-        raise export_error(tool, "modules compute on the processor", "plan for GPUs alone")
+        raise export_error(tool, "modules run on the CPU", "plan for GPUs only")
     entries = plan.placement.entries
     main = main_list([name for name, _ in entries])
     if main is None:
         if len(plan.devices) > 1:
-            raise export_error(tool, "its modules are in no numbered list of layers", _OTHER)
+            raise export_error(tool, "its modules are not a numbered list of layers", _OTHER)
         stages = _stages(plan, tool, plan.devices)
         return LayerPipeline(layers="", stages=stages, before=(), after=(), returning=())
     # Entries are in execution order: modules before the layers, the layers, modules after. A tool
@@ -148,9 +148,11 @@ def _devices_of_layers(plan: Plan, tool: str, main: str) -> list[str]:
     if cut is not None:
         names = " and ".join(sorted(devices[cut]))
         pin = f"--pin {main}.{cut}={min(devices[cut])}"
-        raise export_error(tool, f"{main}.{cut} is cut between {names}", f"keep it whole: {pin}")
+        raise export_error(
+            tool, f"{main}.{cut} is split between {names}", f"keep it on one GPU: {pin}"
+        )
     if sorted(devices) != list(range(len(devices))):
-        raise export_error(tool, f"the layers of {main} aren't numbered from 0 on", _OTHER)
+        raise export_error(tool, f"the layers of {main} aren't numbered from 0", _OTHER)
     return [next(iter(devices[number])) for number in range(len(devices))]
 
 
@@ -169,5 +171,5 @@ def _stages(plan: Plan, tool: str, at: Sequence[str]) -> tuple[LayerStage, ...]:
         raise export_error(tool, f"{again[0]} has layers in several places", _OTHER)
     empty = set(plan.devices) - set(used)
     if empty:
-        raise export_error(tool, f"{min(empty)} has no layer", "leave that GPU out of --gpus")
+        raise export_error(tool, f"{min(empty)} has no layer", "remove that GPU from --gpus")
     return tuple(stages)

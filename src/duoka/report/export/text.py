@@ -42,7 +42,7 @@ class Export:
 
 def export_error(tool: str, why: str, hint: str) -> UsageError:
     """Build the error for a plan that a tool cannot express."""
-    return UsageError(f"{tool} can't be told this plan: {why}", hint=hint)
+    return UsageError(f"{tool} can't run this plan: {why}", hint=hint)
 
 
 def format_environment(environment: Sequence[tuple[str, str]]) -> str:

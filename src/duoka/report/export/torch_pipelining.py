@@ -66,21 +66,21 @@ def _torch_notes(plan: Plan) -> Iterator[str]:
     yield from common.common_notes(plan)
     if plan.placement.entries[0][1] == plan.placement.entries[-1][1] and len(plan.devices) > 1:
         yield (
-            f"NOTE: {plan.placement.entries[-1][0]} is tied and runs on the first GPU in the plan; "
-            "a stage of torch's pipelines can't return, so that it runs in the last one here, with "
-            "a copy of the weights that the plan doesn't count there."
+            f"NOTE: {plan.placement.entries[-1][0]} is tied and runs on the first GPU in the "
+            "plan; here it runs in the last stage, with a copy of the weights that the plan "
+            "doesn't include."
         )
     if any(name.endswith("rotary_emb") for name, _ in plan.placement.entries):
         yield (
-            "NOTE: with torch 2.13, stages lose the arguments of transformers' rotary embeddings, "
-            "which run under no_grad: such a model must be cut by hand, at the names below."
+            "NOTE: with torch 2.13, stages lose the arguments of transformers' rotary "
+            "embeddings, which run under no_grad; split such a model by hand at the names below."
         )
     yield (
-        "The model is traced with torch.export: where that can't follow its code (caches, "
-        "branches on data), cut it by hand. Pipelines train and score; they don't generate."
+        "The model is traced with torch.export; where that fails (caches, data-dependent "
+        "branches), split it by hand. The pipelines support training and scoring, not generation."
     )
     if plan.workload.training is None:
-        yield "NOTE: the plan is for generating; without a cache and with a loss, memory differs."
+        yield "NOTE: the plan is for generation; memory differs without a KV cache and with a loss."
 
 
 def export_titan(plan: Plan, _profile: Profile | None) -> Export:
@@ -119,9 +119,12 @@ def titan_names(pipeline: LayerPipeline) -> list[list[str]]:
 def _titan_notes(plan: Plan, pipeline: LayerPipeline) -> Iterator[str]:
     yield from common.common_notes(plan, pipeline)
     yield (
-        "torchtitan trains its own models, whose modules are called tok_embeddings, layers.N, norm "
-        "and lm_head (before 0.3 \"output\"); it doesn't read this checkpoint's names. Its "
-        "configuration is Python from 0.3 on: the same fields of ParallelismConfig."
+        "torchtitan trains its own models, with modules called tok_embeddings, layers.N, norm and "
+        "lm_head (before 0.3 \"output\"); it doesn't read this checkpoint's names. From 0.3 its "
+        "configuration is Python, with the same fields in ParallelismConfig."
     )
     if plan.workload.training is None:
-        yield "NOTE: the plan is for generating; training needs far more memory: --train plans it."
+        yield (
+            "NOTE: the plan is for generation; training needs far more memory: plan it with "
+            "--train."
+        )

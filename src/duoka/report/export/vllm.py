@@ -148,14 +148,14 @@ def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterato
     yield from common.bits_notes(plan, NAME)
     if common.step_tokens(plan) is None:
         yield (
-            "NOTE: the plan runs whole prompts at once; vLLM takes at most 2048 tokens a step by "
-            "default, of all sequences together (8192 or 16384 on the largest GPUs). That needs no "
-            "more memory; --max-num-batched-tokens changes it."
+            "NOTE: the plan's prefill is a single pass; vLLM processes at most 2048 tokens per "
+            "step by default, over all sequences (8192 or 16384 on the largest GPUs), which "
+            "needs no more memory. --max-num-batched-tokens changes it."
         )
     if command.rank_bytes is None:
         yield (
             f"NOTE: without --kv-cache-memory-bytes vLLM fills {_UTILIZATION:.0%} of every GPU, "
-            "and gives all ranks as many cache blocks as the poorest can have."
+            "and gives all ranks the number of cache blocks of the smallest."
         )
         return
     if len(pipeline.stages) > 1:
@@ -164,12 +164,12 @@ def _notes(plan: Plan, command: VllmCommand, profile: Profile | None) -> Iterato
             for stage, size in zip(pipeline.stages, command.rank_bytes, strict=True)
         )
         yield (
-            "vLLM gives all ranks equally many cache blocks, however unequal the GPUs are. With "
-            f"--kv-cache-memory-bytes of the largest share they take {shares}."
+            "vLLM gives all ranks the same number of cache blocks. With --kv-cache-memory-bytes "
+            f"of the largest share they use {shares}."
         )
     sizes: Sequence[int] = common.layer_token_bytes(plan, profile, pipeline) or ()
     if len(set(filter(None, sizes))) > 1:
         yield (
-            "NOTE: layers keep caches of different sizes (sliding windows, say); vLLM groups and "
-            "pads them, so that its cache holds fewer tokens than the same bytes do here."
+            "NOTE: layers have KV caches of different sizes (such as sliding windows); vLLM "
+            "groups and pads them, so its cache holds fewer tokens in the same memory."
         )

@@ -23,13 +23,15 @@ from .plan import workload_facts
 
 _PLAIN_COLUMNS = 100
 _MOST_NAMES = 12
-_CUT = "the map cuts what must stay whole"
+_CUT = "the map splits modules that must stay whole"
 _COMPLETED = (
-    "The check completed the map and went on. --save-device-map FILE keeps the completed one "
-    "(in Python it is report.completeness.completed)."
+    "The check completed the map and continued. --save-device-map FILE saves the completed map "
+    "(in Python: report.completeness.completed)."
 )
-_FIX = "--fix writes changes that cure these, and proves them (in Python: duoka.repair)"
-_ON_ONE = "on one device nothing is mixed: to check a split, give more GPUs or a map"
+_FIX = "--fix finds changes that fix these, and proves them (in Python: duoka.repair)"
+_ON_ONE = (
+    "a single device can't have device faults; to check a split, give more GPUs or a device map"
+)
 _MOVED, _KEPT = "bold yellow", "cyan"
 _MOST_CALLS = 8
 _FIRST_CALLS, _LAST_CALLS = 2, 5
@@ -97,8 +99,8 @@ def _not_run(report: CheckReport) -> Iterator[Text]:
         files = words.join_words(report.not_run)
         verb = "was" if len(report.not_run) == 1 else "were"
         yield Text(
-            f"{files}, which came with {report.model}, {verb} not run: nothing is said of that "
-            "code here. --trust-remote-code checks it.",
+            f"{files} of {report.model} {verb} not run and not checked; use --trust-remote-code "
+            "to check it.",
             style="bold yellow",
         )
 
@@ -113,8 +115,8 @@ def _problems(report: CheckReport) -> Iterator[str]:
     for peak in report.memory:
         if peak.overflows:
             lacking = peak.reserved_bytes - (peak.budget_bytes or peak.reserved_bytes)
-            amount = f"lacks {format_bytes(lacking)}" if lacking > 0 else "overflows"
-            yield f"{peak.device} {amount}"
+            amount = f" by {format_bytes(lacking)}" if lacking > 0 else ""
+            yield f"{peak.device} exceeds its budget{amount}"
 
 
 def _of_map(faults: Faults) -> str:
@@ -134,12 +136,12 @@ def _wrong(report: CheckReport) -> Iterator[RenderableType]:
         lines: list[RenderableType] = []
         for what, names in words.describe_map_errors(report.completeness):
             num_hidden = len(names) - _MOST_NAMES
-            rest = [f"and {num_hidden} more, which --json shows"] if num_hidden > 0 else []
+            rest = [f"and {num_hidden} more (see --json)"] if num_hidden > 0 else []
             lines.append(Text(f"{what}:", style="dim"))
             lines += [_indented(Text(name)) for name in names[:_MOST_NAMES] + rest]
         heading = Text(_of_map(report.completeness), style="bold red")
         if heading.plain == _CUT:
-            lines.append(Text("The check ran it as it stands."))
+            lines.append(Text("The check ran it unchanged."))
         elif report.completeness.completed is not None:
             lines.append(Text(_COMPLETED))
         yield Group(heading, _indented(*lines))
@@ -154,7 +156,7 @@ def _indented(*parts: RenderableType) -> Padding:
 def _describe_stop(stop: Stop) -> str:
     """Describe the reason for which the run ended early."""
     if stop.phase == "plan":
-        return "duoka plan refuses it"
+        return "duoka plan rejects it"
     return f"the model's code stopped {words.describe_phase(stop.phase)}"
 
 
@@ -164,7 +166,7 @@ def _stop(stop: Stop) -> RenderableType:
     if stop.place is not None:
         inner = [render_place(stop.place), "", Excerpt(stop.place), ""]
     if stop.phase != "plan":
-        inner.append(Text("what comes after it was not checked"))
+        inner.append(Text("the rest was not checked"))
     if stop.hint:
         inner.append(Text(f"hint: {stop.hint}"))
     return Group(heading, _indented(*inner))
@@ -183,7 +185,9 @@ def _render_faults(report: CheckReport) -> Iterator[RenderableType]:
 def _advice(report: CheckReport) -> Iterator[RenderableType]:
     hints = [_FIX] if report.faults else []
     if not report.fits:
-        hints.append("for memory: more or larger GPUs, a shorter --context, a smaller --batch")
+        hints.append(
+            "to reduce memory: more or larger GPUs, a shorter --context, or a smaller --batch"
+        )
     if hints:
         yield ""
     yield from (Text.assemble(("next: ", "bold"), text) for text in hints)
@@ -219,7 +223,7 @@ def _named_facts(fault: Fault) -> Iterator[tuple[str, RenderableType]]:
         yield "tensors", Group(*_operands(fault))
     if len(fault.path) > 1:
         yield "path", _path(fault)
-    occurrence = f"{words.format_times(fault.count)} a step, first in {fault.phase}"
+    occurrence = f"{words.format_times(fault.count)} per step, first in {fault.phase}"
     if fault.count == 1:
         occurrence = f"once, in {fault.phase}"
     if any(fault.modules):
@@ -305,9 +309,9 @@ def _costs(report: CheckReport, *, is_wide: bool) -> Iterator[RenderableType]:
         peaks = _table(report.memory) if is_wide else _list(report.memory)
         yield Group(*peaks, *(_set_by(peak) for peak in report.memory if peak.place is not None))
     if report.transfers:
-        yield Group(Text("transfers, in one step", style="bold"), _transfers(report))
+        yield Group(Text("transfers per step", style="bold"), _transfers(report))
     if report.syncs:
-        yield Group(Text("the CPU waits for a GPU, in one step", style="bold"), _syncs(report))
+        yield Group(Text("CPU-GPU synchronizations per step", style="bold"), _syncs(report))
 
 
 def _table(memory: Sequence[PeakMemory]) -> Iterator[RenderableType]:
@@ -326,12 +330,12 @@ def _table(memory: Sequence[PeakMemory]) -> Iterator[RenderableType]:
         sizes += [peak.budget_bytes] if has_budgets else []
         cells = ["" if size is None else f"{size / divisor:.2f}" for size in sizes]
         table.add_row(peak.device, *cells, style="bold red" if peak.overflows else "")
-    yield Text.assemble(("memory at its peak", "bold"), f", in {unit}")
+    yield Text.assemble(("peak memory", "bold"), f", in {unit}")
     yield table
 
 
 def _list(memory: Sequence[PeakMemory]) -> Iterator[Text]:
-    yield Text("memory at its peak", style="bold")
+    yield Text("peak memory", style="bold")
     for peak in memory:
         budget = "" if peak.budget_bytes is None else f" of {format_bytes(peak.budget_bytes)}"
         text = Text.assemble((peak.device, "bold red" if peak.overflows else "bold"))
@@ -343,7 +347,7 @@ def _list(memory: Sequence[PeakMemory]) -> Iterator[Text]:
 def _set_by(peak: PeakMemory) -> Text:
     assert peak.place is not None
     if not peak.phase:
-        return Text(f"{peak.device}: set by the weights alone")
+        return Text(f"{peak.device}: set by the weights only")
     text = f"{peak.device}: set in {peak.phase} at {words.format_place(peak.place)}"
     if peak.module:
         text += f" in {words.format_module(peak.module)}"
@@ -376,5 +380,5 @@ def _syncs(report: CheckReport) -> RenderableType:
     ]
     num_hidden = len(counts) - _MOST_SYNCS
     if num_hidden > 0:
-        lines.append(Text(f"and {num_hidden} more, which --json shows"))
+        lines.append(Text(f"and {num_hidden} more (see --json)"))
     return _indented(*lines)

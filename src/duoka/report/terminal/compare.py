@@ -17,9 +17,9 @@ from .explain import format_duration
 from .words import name_modules
 
 _SECONDS = {
-    "total_seconds": "from beginning to end",
-    "slowest_seconds": "the slowest stage",
-    "first_token_seconds": "to the first token",
+    "total_seconds": "total time",
+    "slowest_seconds": "slowest stage",
+    "first_token_seconds": "time to first token",
     "token_seconds": "a token",
 }
 
@@ -27,7 +27,7 @@ _SECONDS = {
 def render_comparison(comparison: Comparison, names: tuple[str, str]) -> RenderableType:
     """Return a rich renderable of a comparison."""
     if comparison.same:
-        return Text("the plans say the same")
+        return Text("the plans are equal")
     return Group(*_parts(comparison, names))
 
 
@@ -97,10 +97,10 @@ def _size(size: int | None, reference: int | None = None) -> str:
 def _moves(comparison: Comparison) -> Iterator[RenderableType]:
     yield ""
     if comparison.moves is None:
-        yield Text("the models have different modules: none can be said to have moved")
+        yield Text("the models have different modules, which can't be compared")
         return
     if not comparison.moves:
-        yield Text("every module is where it was")
+        yield Text("no module moved")
     for move in comparison.moves:
         count = format_count(len(move.modules), "module")
         yield Text(f"{move.source} → {move.target}: {count}: {name_modules(move.modules)}")

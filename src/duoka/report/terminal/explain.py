@@ -15,11 +15,11 @@ from duoka.planner.explain import Alternative, BoundaryMove, Explanation, Share
 from .words import count_layers, join_words, name_modules
 
 _AIMS = {
-    "headroom": "what tensors leave of the tightest GPU's budget, as large as can be",
-    "latency": "the time of a {work}, from its beginning to its end, as short as can be",
-    "throughput": "the time that a {work} spends in its slowest stage, as short as can be",
-    "balance": "the share of its budget that tensors leave of the fullest GPU, as large as can be",
-    "order": "each GPU filled as far as it goes before the next one",
+    "headroom": "maximize the smallest free memory over all GPUs",
+    "latency": "minimize the total time of a {work}",
+    "throughput": "minimize the time of a {work} in the slowest stage",
+    "balance": "maximize the smallest free fraction of the budget over all GPUs",
+    "order": "fill each GPU completely before the next",
 }
 _REACHED = {
     "headroom": ("The tightest, {},", "has", "leaves more headroom than"),
@@ -49,19 +49,22 @@ def describe_objective(explanation: Explanation) -> Iterator[str]:
     reached, bound = (format_value(explanation, value) for value in values)
     binding = explanation.binding_device
     if objective not in _AIMS:
-        yield f"Nothing was optimised, the map was given; {binding} is tightest: {reached} free."
+        yield (
+            f"No objective: the device map was given. {binding} has the least headroom: "
+            f"{reached} free."
+        )
         return
     num = len(explanation.shares)
     where = "on one GPU" if num == 1 else f"on {num} GPUs"
     if objective not in _REACHED:
-        yield f"The GPUs are taken in the order given: {_AIMS[objective]}."
+        yield f"The GPUs are used in the order given: {_AIMS[objective]}."
         return
     subject, verb, beyond = _REACHED[objective]
     who = subject.format(binding, work=explanation.work)
-    yield f"Optimised was {objective}: {_AIMS[objective].format(work=explanation.work)}."
+    yield f"Objective: {objective} ({_AIMS[objective].format(work=explanation.work)})."
     unit = "" if objective in ("latency", "throughput") else " of headroom"
-    room = " with room on each" if explanation.leaves_room and num > 1 else ""
-    proof = f"{where} no placement{room} {beyond} {bound}, which is the bound"
+    room = " with the recommended headroom" if explanation.leaves_room and num > 1 else ""
+    proof = f"{where} no placement{room} {beyond} {bound}, the proved bound"
     yield f"{who} {verb} {reached}{unit}; {proof}."
 
 
@@ -96,21 +99,23 @@ def explain_neighbors(explanation: Explanation, device: str) -> Iterator[str]:
     now = {share.device: share for share in explanation.shares}
     for change in explanation.changes:
         if change.giver.device == device:
-            yield f"No less: {_describe_loss(change, now)}{_judgement(change, explanation)}"
+            yield (
+                f"No fewer modules: {_describe_loss(change, now)}{_judgement(change, explanation)}"
+            )
     for change in explanation.changes:
         if change.taker.device == device:
-            yield f"No more: {_describe_gain(change)}{_judgement(change, explanation)}"
+            yield f"No more modules: {_describe_gain(change)}{_judgement(change, explanation)}"
 
 
 def _describe_loss(change: BoundaryMove, now: dict[str, Share]) -> str:
     what, taker = name_modules(change.modules), change.taker
-    if trouble := _trouble(taker, f"the memory of {taker.device}", taker.device):
+    if trouble := _trouble(taker, f"fragmentation on {taker.device}", taker.device):
         return f"with {what} {trouble}"
     added_bytes = taker.requested_bytes - now[taker.device].requested_bytes
     headroom = now[taker.device].headroom_bytes
     return (
         f"{what} would go to {taker.device}, which has {format_bytes(headroom)} of headroom and "
-        f"needs {format_bytes(added_bytes)} for it"
+        f"would need {format_bytes(added_bytes)}"
     )
 
 
@@ -120,19 +125,19 @@ def _describe_gain(change: BoundaryMove) -> str:
         f"it would need {format_bytes(taker.requested_bytes)} of {format_bytes(taker.budget_bytes)}"
     )
     added = f"{name_modules(change.modules)} of {change.giver.device}"
-    return f"with {added} {_trouble(taker, 'its memory', 'it') or needs}"
+    return f"with {added} {_trouble(taker, 'fragmentation', 'it') or needs}"
 
 
 def _trouble(share: Share, memory: str, device: str) -> str:
     if share.is_fragmented:
-        return f"{memory} would be too fragmented"
-    return f"{device} would have too little room left" if share.is_tight else ""
+        return f"{memory} would exceed its budget"
+    return f"{device} would have too little headroom" if share.is_tight else ""
 
 
 def _judgement(change: BoundaryMove, explanation: Explanation) -> str:
     """Describe the effect on the objective, as the end of a sentence."""
     if change.outcome == "forbidden":
-        return ": the pins forbid it."
+        return ": excluded by the pins."
     if change.taker.is_fragmented or change.outcome == "tight":
         return "."
     if change.value is None:
@@ -145,7 +150,7 @@ def _judgement(change: BoundaryMove, explanation: Explanation) -> str:
     tightest = f"the tightest GPU would have {headrooms[0]} of headroom instead of {headrooms[1]}"
     if change.outcome == "equal":
         but = f", but {tightest}" if headrooms[0] != headrooms[1] else ""
-        return f": as good for the objective{but}."
+        return f": equal for the objective{but}."
     if explanation.objective in ("latency", "throughput"):
         reached = [format_value(explanation, value) for value in (change.value, explanation.value)]
         return f": that would be {reached[0]} instead of {reached[1]}."
@@ -161,14 +166,14 @@ def explain_gpu_count(explanation: Explanation) -> str:
     which = f"on the largest one, {names}," if is_one else f"on {names}, the largest,"
     missing = _missing(fewer_devices.missing_bytes, "at least ")
     number = f"{len(explanation.shares)} GPUs and not {len(fewer_devices.devices)}"
-    room = ", for what is needed and the room beside it" if explanation.leaves_room else ""
+    room = ", including the recommended headroom" if explanation.leaves_room else ""
     return f"{number}: {which} {missing}{room}."
 
 
 def _missing(num_bytes: int, bound_prefix: str = "") -> str:
     # As a bound it may be next to nothing, where it is the cut or fragmentation that is in the way.
     if num_bytes < _LEAST_TOLD:
-        return "it doesn't fit by a little" + (", whatever the cut" if bound_prefix else "")
+        return "it misses the budget slightly" + (" for every split" if bound_prefix else "")
     return f"{bound_prefix}{format_bytes(num_bytes)} are missing"
 
 
@@ -205,11 +210,11 @@ def format_layers(shares: Sequence[Share]) -> str:
 
 def _verdict(alternative: Alternative, explanation: Explanation) -> str:
     if alternative.is_plan:
-        return "that is this plan"
+        return "this plan"
     if alternative.value is None:
         over = [share for share in alternative.shares if not share.holds]
         fits = alternative.least_headroom_bytes >= 0
-        return f"{'leaves too little room' if fits else 'does not fit'}: {_shortages(over)}"
+        return f"{'leaves too little headroom' if fits else 'does not fit'}: {_shortages(over)}"
     headroom = f"{format_bytes(alternative.least_headroom_bytes)} of headroom on the tightest GPU"
     if explanation.objective in ("latency", "throughput"):
         verdict = f"{format_value(explanation, alternative.value)}, {headroom}"
@@ -226,14 +231,14 @@ def _verdict(alternative: Alternative, explanation: Explanation) -> str:
 
 def _shortages(over: Sequence[Share]) -> str:
     shortages = [
-        f"the memory of {share.device} would be too fragmented"
+        f"fragmentation on {share.device} would exceed its budget"
         if share.is_fragmented
         else f"{share.device} would need {format_bytes(share.requested_bytes)} of "
         f"{format_bytes(share.budget_bytes)}"
         for share in over[:_MOST_NAMED]
     ]
     if len(over) > _MOST_NAMED:
-        shortages.append(f"{len(over) - _MOST_NAMED} more lack memory")
+        shortages.append(f"{len(over) - _MOST_NAMED} more exceed their budgets")
     return join_words(shortages)
 
 

@@ -39,8 +39,8 @@ def _measured_parts(plan: Plan, measured: Measured) -> Iterator[RenderableType]:
         yield Text(pace)
     if 0 < measured.context_tokens < plan.workload.context_tokens:
         yield Text(
-            f"The forecast is for {plan.workload.context_tokens} tokens; these were "
-            f"{measured.context_tokens} at most."
+            f"The forecast is for {plan.workload.context_tokens} tokens; at most "
+            f"{measured.context_tokens} were used."
         )
 
 

@@ -27,7 +27,7 @@ from .words import modules_of, name_modules
 
 _TABLE_COLUMNS = 72  # with fewer there is a list instead
 _WIDEST_BAR = 60
-_CHOSEN = {"given": "as given", "balance": "balanced", "order": "filled in order"}
+_CHOSEN = {"given": "device map", "balance": "balanced", "order": "filled in order"}
 _SPEEDS = ("memory_bytes_per_second", "flops_per_second")
 
 
@@ -112,13 +112,13 @@ def _table(plan: Plan) -> Table:
         sizes = (*(parts[kind] for kind in kinds), device.reserved_bytes, device.budget_bytes)
         numbers = [f"{size / divisor:.2f}" for size in sizes]
         table.add_row(device.device, _modules(plan, device.device), *numbers)
-    table.caption = f"in {unit}; overhead is what the allocator holds and tensors don't use"
+    table.caption = f"in {unit}; overhead: reserved by the allocator, not used by tensors"
     # Much of what is reserved is cached only: a tenth of the budget or more.
     cached = [d for d in plan.forecast.devices if 10 * d.overhead_bytes >= d.budget_bytes]
     if cached:
         allocated = ", ".join(f"{d.device} {d.allocated_bytes / divisor:.2f}" for d in cached)
         table.caption += (
-            f";\nwhat is only cached it gives back when pressed; tensors take {allocated}"
+            f";\ncached memory is released under pressure; allocated by tensors: {allocated}"
         )
     table.caption_justify = "left"
     return table
@@ -157,10 +157,10 @@ def _offloaded(plan: Plan) -> Iterator[Text]:
     if plan.offloaded:
         forecast = plan.forecast
         seconds = forecast.copy_seconds
-        took = f"about {seconds:.2g} s" if seconds else "how fast isn't known"
+        took = f"about {seconds:.2g} s" if seconds else "speed unknown"
         yield Text(
-            f"in the CPU's memory: {name_modules(plan.offloaded)}, "
-            f"{format_bytes(forecast.host_bytes)}, copied over PCIe for each token: {took}"
+            f"in CPU memory: {name_modules(plan.offloaded)}, {format_bytes(forecast.host_bytes)}, "
+            f"copied over PCIe for each token: {took}"
         )
 
 
@@ -173,7 +173,7 @@ def _emulation(plan: Plan) -> Iterator[Text]:
         products = sorted({plan.fleet.device(name).product for name in lacking})
         yield Text(
             f"{', '.join(lacking)}: no bfloat16 in {', '.join(filter(None, products)) or 'it'}; "
-            "torch emulates it, slowly: --dtype float16 is faster"
+            "torch emulates it slowly; --dtype float16 is faster"
         )
 
 
@@ -188,11 +188,11 @@ def _budget_parts(device: Device, asked_bytes: int) -> str:
     overhead_bytes = device.reserve_bytes - asked_bytes
     measured = " (measured)" if "reserve_bytes" in device.measured else ""
     deductions = (
-        [f"less {format_bytes(overhead_bytes)} kept for CUDA{measured}"]
+        [f"less {format_bytes(overhead_bytes)} reserved for CUDA{measured}"]
         if overhead_bytes > 0
         else []
     )
-    deductions += [f"less {format_bytes(asked_bytes)} left free, as asked"] if asked_bytes else []
+    deductions += [f"less {format_bytes(asked_bytes)} left free (--reserve)"] if asked_bytes else []
     return ", ".join([what, *deductions])
 
 
@@ -274,10 +274,10 @@ def _cache(plan: Plan) -> Iterator[Text]:
     if not tokens:
         return
     users = tokens // context
-    turns = ", whose prompts run one after another (--max-batch says how many at once)"
+    turns = " (one after another; use --max-batch for concurrent requests)"
     yield Text(
-        f"the KV cache has room for about {tokens:,} tokens: {format_count(users, 'user')} with "
-        f"{context:,} each{turns if users > 1 else ''}"
+        f"KV cache capacity: {tokens:,} tokens ({format_count(users, 'concurrent request')} of "
+        f"{context:,} tokens){turns if users > 1 else ''}"
     )
 
 
@@ -296,14 +296,14 @@ def plan_facts(plan: Plan) -> Iterator[str]:
     yield from workload_facts(plan.workload)
     yield _CHOSEN.get(plan.objective, f"for {plan.objective}")
     if any(map(is_tight, plan.forecast.devices)):
-        yield "little room"
+        yield "low headroom"
 
 
 def workload_facts(workload: Workload) -> Iterator[str]:
     """Yield the parts of a workload in short words."""
     yield workload.dtype
     if workload.quantize != "none":
-        yield f"weights in {workload.quantize}"
+        yield f"{workload.quantize} weights"
     if workload.training is None:
         yield from _inference(workload)
     else:
@@ -320,9 +320,9 @@ def _inference(workload: Workload) -> Iterator[str]:
     if is_served:
         yield f"steps of {chunk or workload.prompt_tokens} tokens"
         return
-    yield "whole prompt at once" if chunk is None else f"prompt in chunks of {chunk}"
+    yield "prefill in a single pass" if chunk is None else f"prefill in chunks of {chunk}"
     if workload.cache != "dynamic":
-        yield f"{workload.cache} cache"
+        yield f"{workload.cache} KV cache"
 
 
 def _images(workload: Workload) -> Iterator[str]:
@@ -335,7 +335,7 @@ def _images(workload: Workload) -> Iterator[str]:
 def _training(workload: Workload, training: Training) -> Iterator[str]:
     lora = training.method == "lora"
     targets = f" on {', '.join(training.lora_targets)}" if training.lora_targets else ""
-    yield f"training LoRA of rank {training.lora_rank}{targets}" if lora else "training all weights"
+    yield f"LoRA training, rank {training.lora_rank}{targets}" if lora else "full training"
     yield f"{workload.batch} x {workload.prompt_tokens} tokens"
     yield from _images(workload)
     if training.micro_batches > 1:
@@ -344,7 +344,7 @@ def _training(workload: Workload, training: Training) -> Iterator[str]:
     if training.gradient_checkpointing:
         yield "gradient checkpointing"
     if training.master_weights:
-        yield "master weights in float32"
+        yield "float32 master weights"
 
 
 def render_seconds(plan: Plan) -> Iterator[Text]:
@@ -359,14 +359,14 @@ def render_seconds(plan: Plan) -> Iterator[Text]:
 def _pace(plan: Plan, seconds: Seconds) -> str:
     busy = f"{format_roughly(seconds.tokens_per_second)} tokens/s"
     if seconds.first_token_seconds is None:
-        return f"a step takes about {format_seconds(seconds.total_seconds)}: about {busy}"
-    pace = f"first token after about {format_seconds(seconds.first_token_seconds)}"
+        return f"step time: about {format_seconds(seconds.total_seconds)}, about {busy}"
+    pace = f"time to first token: about {format_seconds(seconds.first_token_seconds)}"
     if seconds.token_seconds:
         pace += (
             f", then about {format_roughly(plan.workload.batch / seconds.token_seconds)} tokens/s"
         )
     if len(seconds.stages) > 1:
-        pace += f"; with every GPU busy, prompts included, about {busy}"
+        pace += f"; with all GPUs busy, including prefill, about {busy}"
     return pace
 
 
@@ -378,7 +378,11 @@ def _origin(plan: Plan) -> str:
         pairs = pairwise(plan.devices)
         links = [plan.fleet.link(source, target) for source, target in pairs]
         published = any(link is None or not link.measured for link in links)
-        source = "as fast as GPUs of this kind were measured here"
+        source = "speeds as measured on this machine"
         return f"{source}, links as published" if published else source
-    stated = "as fast as published figures say (duoka bench --calibrate measures a GPU)"
-    return f"{', '.join(measured)} as measured here, the others {stated}" if measured else stated
+    stated = "speeds as published (duoka bench --calibrate measures a GPU)"
+    return (
+        f"{', '.join(measured)}: speeds as measured on this machine; others: {stated}"
+        if measured
+        else stated
+    )

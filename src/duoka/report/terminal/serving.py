@@ -20,7 +20,7 @@ def render_serving(plan: Plan) -> Iterator[Text]:
     pages = plan.workload.pages
     assert pages is not None, "a plan's workload is resolved"
     tokens = pages * PAGE_TOKENS
-    yield Text(f"{pages:,} pages of {PAGE_TOKENS} tokens, {tokens:,} in all: {_by_stage(plan)}")
+    yield Text(f"{pages:,} pages of {PAGE_TOKENS} tokens, {tokens:,} in total: {_by_stage(plan)}")
     yield Text(f"at once {_requests(plan, pages)}")
     yield from (Text(line) for line in _loads(plan))
 
@@ -59,26 +59,27 @@ def _loads(plan: Plan) -> Iterator[str]:
     speeds = ", ".join(
         f"{load.requests}: {format_roughly(load.best_tokens_per_second)}" for load in loads
     )
-    yield f"tokens/s by formula, each request at half its length, by how many there are: {speeds}"
+    yield f"estimated tokens/s by number of concurrent requests (each at half its length): {speeds}"
     single = loads[0]
     if num == 1 or single.requests != 1:
         return
     yield (
-        f"one request alone gets {format_roughly(single.best_tokens_per_second)} tokens/s, and "
-        f"{num} GPUs don't make it faster: each of its tokens passes them one after another"
+        f"one request alone gets {format_roughly(single.best_tokens_per_second)} tokens/s; more "
+        f"GPUs don't make it faster, because each token passes through the {num} GPUs in turn"
     )
     ungrouped = [load for load in loads if not load.is_grouped]
     if (largest := loads[-1]).is_grouped:
         yield (
-            f"{largest.requests} in {min(num, largest.requests)} groups, each on another GPU, get "
-            f"{_gain(largest):.2f} times what they would get together, one GPU after another"
+            f"{largest.requests} in {min(num, largest.requests)} groups, each on another GPU, "
+            f"reach {_gain(largest):.2f} times the speed of a single group"
         )
     if ungrouped:
         lowest = min(ungrouped, key=_gain)
         yield (
-            f"{', '.join(str(load.requests) for load in ungrouped)} at once stay in one group, one "
-            f"GPU after another: {lowest.requests} in {min(num, lowest.requests)} groups would get "
-            f"{_gain(lowest):.2f} times that, since each group comes to the slowest GPU by itself"
+            f"{', '.join(str(load.requests) for load in ungrouped)} concurrent requests stay in "
+            f"one group: {lowest.requests} in {min(num, lowest.requests)} groups would get "
+            f"{_gain(lowest):.2f} times that speed, because each group passes the slowest GPU "
+            "separately"
         )
 
 

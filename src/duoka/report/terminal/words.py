@@ -19,7 +19,7 @@ from ..check_report import Fault, Operand, Origin, Place
 _LONGEST = 60
 _WITHOUT_NAME = "the model"
 _PACKAGES = ("site-packages", "dist-packages")
-_EFFECTS = {"raises": "CUDA raises an error", "nothing": "it works here"}
+_EFFECTS = {"raises": "CUDA raises an error", "nothing": "works on this placement"}
 
 
 def describe_fault(fault: Fault) -> str:
@@ -34,13 +34,13 @@ def describe_operation(fault: Fault) -> str:
         "mixed-devices": f"{fault.op} of tensors on {devices}",
         "in-place": f"{fault.op} writes to a tensor on {fault.target}",
         "gradient": f"a gradient on another device than its tensor, in {fault.op}",
-        "hard-coded-device": f"{fault.op} with a device that the code fixes",
+        "hard-coded-device": f"{fault.op} with a hard-coded device",
     }[fault.kind]
 
 
 def describe_move(operand: Operand, fault: Fault) -> str:
     """Describe where a moved tensor went; "" if it did not move."""
-    return f", moved to {fault.target} to go on" if operand.moved else ""
+    return f", moved to {fault.target} to continue" if operand.moved else ""
 
 
 def join_words(texts: Sequence[str]) -> str:
@@ -86,7 +86,7 @@ def format_modules(names: Sequence[str]) -> str:
 def describe_phase(phase: str) -> str:
     """Describe the phase of a step."""
     if phase == "build":
-        return "while it was built"
+        return "during construction"
     return f"in {phase}" if phase else "before the first step"
 
 
@@ -172,8 +172,8 @@ def describe_map_errors(faults: Faults) -> Iterator[tuple[str, list[str]]]:
         ("no device for", runs(faults.missing)),
         ("not there", corrections(faults)),
         ("two devices for", runs(faults.doubled)),
-        ("cut in two", runs(faults.split)),
-        ("no such device, for", runs(faults.misplaced)),
+        ("split in two", runs(faults.split)),
+        ("no such device for", runs(faults.misplaced)),
     ):
         if names:
             yield describe_operation, names

@@ -64,8 +64,8 @@ class CachedModel(GenerateCaller):
         if size is not None and size < workload.prompt_tokens:
             if not self._reads_in_chunks():
                 raise ModelError(
-                    f"{type(model).__name__} can't read a prompt in chunks: what it computes "
-                    "then isn't what it computes of the whole prompt",
+                    f"{type(model).__name__} doesn't support chunked prefill: its outputs differ "
+                    "from those of a single pass",
                     hint="plan with --prefill-chunk none",
                 )
             self._settings.prefill_chunk_size = size

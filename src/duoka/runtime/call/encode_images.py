@@ -62,13 +62,13 @@ def refuse_parts(model: PreTrainedModel, *, in_passes: bool, in_chunks: bool) ->
     name = type(model).__name__
     if in_passes and not encodes_apart(model):
         raise UsageError(
-            f"{name} encodes all images of a prompt at once, with this version of transformers",
-            hint="leave out the vision batch",
+            f"{name} encodes all images of a prompt at once with this version of transformers",
+            hint="omit the vision batch",
         )
     if in_chunks and not reads_in_chunks(model):
         raise UsageError(
-            f"{name} reads a prompt with images whole, with this version of transformers",
-            hint="leave out the prefill chunk",
+            f"{name} doesn't support chunked prefill with images with this version of transformers",
+            hint="omit the prefill chunk",
         )
 
 
@@ -212,9 +212,9 @@ def _split_in_passes(
         rows = [next(iter(num_rows.values())) // images] * images
     else:
         raise UsageError(
-            f"{images} images come as {max(num_rows.values())} parts, which can't be encoded in "
-            f"passes of {sizes[0]}",
-            hint="give images of one size, or leave out the vision batch",
+            f"{images} images consist of {max(num_rows.values())} parts, which can't be encoded "
+            f"in batches of {sizes[0]}",
+            hint="use images of one size, or omit the vision batch",
         )
     # Images of 4, 6 and 2 patches in passes of 2 images: image_ends 0, 2, 3; row_ends 0, 10, 12.
     image_ends = list(accumulate(sizes, initial=0))

@@ -19,7 +19,7 @@ def refuse_without_generation(model: nn.Module) -> None:
     """Refuse a model without generation: a classifier, an encoder."""
     if not hasattr(model, "prepare_inputs_for_generation"):
         raise UsageError(
-            f"{type(model).__name__} generates no text, so nothing says how it is called",
+            f"{type(model).__name__} is not a text generation model, so its inputs are unknown",
             hint="give a model object with example inputs: duoka.plan(model, fleet, inputs=…)",
         )
 

@@ -85,7 +85,7 @@ class Learner:
         if loss is None:
             raise ModelError(
                 f"{type(self.model).__name__} computes no loss from labels",
-                hint="duoka forecasts the training of models that do",
+                hint="use a model whose forward accepts labels and returns a loss",
             )
         return loss
 

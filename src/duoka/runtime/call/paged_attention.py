@@ -152,9 +152,9 @@ class _ScoreWorkspace(NamedTuple):
         heads = query.shape[1]
         if heads * tokens > _MOST_SCORES:
             raise ModelError(
-                f"{heads} heads and {tokens} tokens have {heads * tokens} scores for each token; "
-                f"at most {_MOST_SCORES} are kept",
-                hint=f"ask for a context of at most {_MOST_SCORES // heads} tokens",
+                f"{heads} heads and {tokens} tokens have {heads * tokens} attention scores per "
+                f"token; the limit is {_MOST_SCORES}",
+                hint=f"use a context of at most {_MOST_SCORES // heads} tokens",
             )
         rows = PIECE_ROWS * heads
         return cls(
@@ -198,7 +198,7 @@ def attend(
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     is_masked = attention_mask is not None and attention_mask.numel() > 0
     if step is None or step_table is None or is_masked or not is_causal:
-        raise ModelError(f"{type(module).__name__} has a mask of its own, or looks ahead")
+        raise ModelError(f"{type(module).__name__} has its own attention mask, or is not causal")
     _refuse_unknown(module, options)
     # Some models state their window in their mask alone.
     window = sliding_window or 0 if attention_mask is None else attention_mask.shape[0]
@@ -237,7 +237,7 @@ def _refuse_unknown(module: Any, options: dict[str, Any]) -> None:
     """Refuse unknown options, unless they are False, 0.0 or None."""
     for name in options.keys() - _CHANGES_NOTHING:
         if isinstance(options[name], Tensor) or options[name]:
-            raise ModelError(f"{type(module).__name__} gives its attention an unknown {name!r}")
+            raise ModelError(f"{type(module).__name__} passes to its attention an unknown {name!r}")
 
 
 class _Layer(NamedTuple):

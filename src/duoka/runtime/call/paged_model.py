@@ -122,7 +122,7 @@ class PagedStep:
         if layer in self.windows:
             raise ModelError(f"layer {layer} calls attention more than once")
         if window not in self.cache.windows:
-            raise ModelError(f"layer {layer} has a window that its attention doesn't know")
+            raise ModelError(f"layer {layer} has a sliding window that its attention ignores")
         self.windows[layer] = window
 
     def groups(self, window: int) -> list[SequenceGroup]:
@@ -338,7 +338,7 @@ class PagedModel:
         """Raise ModelError where a layer's own cache forgets more tokens than its attention."""
         for number, window in enumerate(_windows_of(self.model)):
             if step.windows.get(number, window) != window:
-                raise ModelError(f"layer {number} has a window that its attention doesn't know")
+                raise ModelError(f"layer {number} has a sliding window that its attention ignores")
 
     def _reserved_bytes(self) -> int:
         """Return the most that the allocators of the model's devices have reserved together."""
@@ -359,7 +359,7 @@ def reading_pages(model: PreTrainedModel) -> Iterator[None]:
     except Exception as error:  # whatever that code raises
         if find_lost_gpu(error):
             raise
-        raise ModelError(f"{type(model).__name__} can't read from pages") from error
+        raise ModelError(f"{type(model).__name__} doesn't support a paged KV cache") from error
 
 
 def reads_pages(model: PreTrainedModel) -> bool:

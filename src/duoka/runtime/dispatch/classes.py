@@ -49,10 +49,9 @@ class _Dispatched:
             target = fn(torch.empty(0, device=device)).device
             if target != device:
                 raise PlacementError(
-                    "the model is dispatched to its devices: neither it nor a part of it can be "
-                    f"moved to {target}",
-                    hint="leave .to(…), .cuda() and .cpu() out: inputs come to it from any device. "
-                    f'duoka.dispatch(model, {{"": "{target}"}}) puts all of it on that one',
+                    f"the model is dispatched to several devices and can't be moved to {target}",
+                    hint="remove .to(…), .cuda() and .cpu(): inputs may be on any device. "
+                    f'duoka.dispatch(model, {{"": "{target}"}}) places the whole model there',
                 )
         inherited: Any = super()  # the module's own class
         return inherited._apply(fn, recurse)

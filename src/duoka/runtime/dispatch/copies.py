@@ -58,8 +58,8 @@ def _arrives(source: int, target: int) -> bool:
     fault = copy_fault(f"cuda:{source}", f"cuda:{target}")
     if fault:
         say(
-            f"cuda:{source} → cuda:{target}: {fault} when it is copied from GPU to GPU; tensors "
-            "go through the host's memory instead (`duoka doctor` tells more)"
+            f"cuda:{source} → cuda:{target}: {fault} in direct copies between these GPUs; duoka "
+            "copies through CPU memory instead (see `duoka doctor`)"
         )
     return not fault
 
@@ -78,7 +78,7 @@ def copy_fault(source: str, target: str) -> str:
         return "zeros arrive"
     if torch.equal(back, inverse):
         return "nothing arrives"
-    return f"{int((back != pattern).sum())} of {_WORDS} numbers arrive as others"
+    return f"{int((back != pattern).sum())} of {_WORDS} numbers are corrupted"
 
 
 def _index(device: torch.device) -> int:

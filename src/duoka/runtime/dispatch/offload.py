@@ -124,7 +124,7 @@ class Streamer:
         assert lane is not None
         if any(running % NUM_BUFFERS == buffer for running in self._running):
             raise ModelError(
-                "a module whose weights are streamed calls another one",
+                "an offloaded module calls another one",
                 hint="offload only modules that run one after another",
             )
         # Of A, B, C, … in two buffers: when B is called, its weights are in buffer 1 already, or
@@ -171,8 +171,8 @@ class _Unit:
         for (_, key), host in zip(self._slots, self.tensors(), strict=True):
             if type(host.data) is not Tensor:
                 raise ModelError(
-                    f"weights of type {type(host.data).__name__} can't be streamed: {key}",
-                    hint="offload, or quantize: not both",
+                    f"weights of type {type(host.data).__name__} can't be offloaded: {key}",
+                    hint="use either offload or quantization",
                 )
         self.num_bytes = sum(rounded_bytes(host.nbytes) for host in self.hosts())
 
@@ -255,8 +255,8 @@ class _NoBackward(torch.autograd.Function):
 
 def _untrainable() -> UsageError:
     return UsageError(
-        "a model whose weights lie in the host's memory can't be trained",
-        hint="plan without offload, or compute in evaluation mode: model.eval()",
+        "a model with offloaded weights can't be trained",
+        hint="plan without offload, or use evaluation mode: model.eval()",
     )
 
 

@@ -88,7 +88,7 @@ def _refuse_split(tensors: Mapping[str, Tensor], devices: Mapping[str, torch.dev
         listed = (", ".join(f"{name} on {devices[name]}" for name in names) for names in split)
         raise PlacementError(
             f"tied parameters are placed on several devices: {'; '.join(listed)}",
-            hint="a tied parameter runs on one device: give all its names the same",
+            hint="assign all names of a tied parameter to the same device",
             faults=Faults(doubled=tuple(name for names in split for name in names)),
         )
 
@@ -126,8 +126,8 @@ def on_host(
     shared = [name for name, tensor in tensors if id(tensor) in ids and name not in hosts]
     if shared:
         raise PlacementError(
-            f"what is offloaded shares weights with other modules: {', '.join(shared)}",
-            hint="a tied weight can't be offloaded",
+            f"offloaded modules share weights with other modules: {', '.join(shared)}",
+            hint="don't offload tied weights",
             faults=Faults(split=tuple(shared)),
         )
     return hosts

@@ -22,7 +22,7 @@ from duoka.models.lora import LoraAdapter, LowRank
 from .pickles import load_pickle
 
 _CONFIG = "adapter_config.json"
-_UNLIKE = "both files must be of one adapter: fetch it again"
+_UNLIKE = "both files must belong to one adapter: download it again"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _TENSOR = re.compile(
     r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?P<embedding>embedding_)?(?P<side>[AB])"
@@ -52,8 +52,8 @@ def read_adapter(directory: Path) -> LoraAdapter:
     path = next((directory / name for name in _FILES if (directory / name).is_file()), None)
     if path is None or not (directory / _CONFIG).is_file():
         raise CheckpointError(
-            f"{directory} holds no adapter",
-            hint=f"give the directory that holds {_CONFIG} and {_FILES[0]}",
+            f"{directory} has no adapter",
+            hint=f"give the directory that contains {_CONFIG} and {_FILES[0]}",
         )
     config = read_json(directory / _CONFIG)
     _refuse_other_kinds(directory, config)
@@ -62,7 +62,7 @@ def read_adapter(directory: Path) -> LoraAdapter:
     for name, tensor in _read_tensors(path).items():
         match = _TENSOR.fullmatch(name)
         if match is None or tensor.ndim < 2 or not tensor.is_floating_point():
-            raise _of_another_kind(directory, f"it holds {name[:80]!r}")
+            raise _of_another_kind(directory, f"it contains {name[:80]!r}")
         parts.setdefault(match["module"], {})[match["side"]] = tensor
         if match["embedding"]:
             embeddings.add(match["module"])
@@ -71,7 +71,7 @@ def read_adapter(directory: Path) -> LoraAdapter:
         for name, sides in parts.items()
     }
     if not layers:
-        raise CheckpointError(f"{path} holds no tensors")
+        raise CheckpointError(f"{path} contains no tensors")
     base = config.get("base_model_name_or_path")
     return LoraAdapter(layers=layers, base=base if isinstance(base, str) else "")
 
@@ -96,8 +96,8 @@ def _refuse_other_kinds(directory: Path, config: Mapping[str, Any]) -> None:
 
 def _of_another_kind(directory: Path, fact: str) -> CheckpointError:
     return CheckpointError(
-        f"{directory} holds an adapter that isn't plain LoRA: {fact}",
-        hint="merge it into its model with the tool that made it, and take that model",
+        f"{directory} has an adapter other than plain LoRA: {fact}",
+        hint="merge it into its model with the tool that created it, and use that model",
     )
 
 

@@ -110,7 +110,7 @@ class Filler:
         target = self._targets[name]
         extents = [stop - start for start, stop in box]
         if extents != list(source.shape):
-            raise LoadError(f"{name}: {list(source.shape)} doesn't fit into {extents}")
+            raise LoadError(f"{name}: {list(source.shape)} doesn't match {extents}")
         if is_composed(target):
             self._quantizer.put(name, target, box, source)
         else:

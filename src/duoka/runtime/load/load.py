@@ -94,14 +94,14 @@ def _matched(model: nn.Module, checkpoint: Checkpoint) -> tuple[dict[str, Source
     ]
     faults = list_faults(
         (recipe.missing, "tensors of the model are missing from it"),
-        (recipe.unexpected, "tensors in it have no place in the model"),
-        (mismatched, "tensors have another shape"),
-        (uncast, "tensors can't be converted to the model's type"),
+        (recipe.unexpected, "tensors in it don't belong to the model"),
+        (mismatched, "tensors have a different shape"),
+        (uncast, "tensors can't be converted to the model's dtype"),
     )
     if faults:
         raise LoadError(
-            f"the checkpoint is not the model's: {faults}",
-            hint="config.json and the weights must be of the same model, head included",
+            f"the checkpoint doesn't match the model: {faults}",
+            hint="use config.json and weights of the same model, including the head",
         )
     return sources, recipe
 
@@ -121,7 +121,7 @@ def _generation_config(checkpoint: Checkpoint) -> GenerationConfig | None:
     except Exception as error:  # whatever it makes of values that it doesn't expect
         raise LoadError(
             f"{checkpoint.path / 'generation_config.json'} is not valid: {str(error)[:200]}",
-            hint="fetch it again, or remove it",
+            hint="download it again, or delete it",
         ) from error
 
 
@@ -181,7 +181,7 @@ def nothing_left(
         if isinstance(error, torch.OutOfMemoryError):
             raise LoadError(
                 f"the weights don't fit: {error}",
-                hint="something else uses the memory that the plan counted on",
+                hint="free the memory that other programs use",
             ) from error
         raise
     _empty_caches(devices)

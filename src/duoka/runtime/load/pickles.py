@@ -25,9 +25,9 @@ from duoka.base.files import open_regular
 from duoka.errors import LoadError
 
 _ZIP_START = b"PK\x03\x04"
-_ORDER = "don't load it another way either, unless you know who made it"
-_OTHER = "is this the file of weights that was published with the model?"
-DAMAGED = "the download may be incomplete: fetch it again"
+_ORDER = "don't load it in another way, unless you trust its author"
+_OTHER = "use the weight file that was published with the model"
+DAMAGED = "the download may be incomplete: download the file again"
 # All that the libraries raise on a damaged file.
 _DAMAGE = (
     *(SafetensorError, pickle.UnpicklingError, OSError),
@@ -51,11 +51,13 @@ def load_pickle(file: Path, *, map_location: str) -> dict[str, Tensor]:
     with damage_told(file):
         loaded = _load(file, map_location, is_archive=_is_archive(file))
     if not isinstance(loaded, dict):
-        raise LoadError(f"{file} holds {type(loaded).__name__}, not a dict of tensors", hint=_OTHER)
+        raise LoadError(
+            f"{file} contains {type(loaded).__name__}, not a dict of tensors", hint=_OTHER
+        )
     strange = [_shown(name) for name, value in loaded.items() if not _is_entry(name, value)]
     if strange:
         raise LoadError(
-            f"{file} holds {len(strange)} entries that are no tensors: {', '.join(strange[:20])}",
+            f"{file} holds {len(strange)} entries that are not tensors: {', '.join(strange[:20])}",
             hint=_OTHER,
         )
     return loaded
@@ -72,11 +74,11 @@ def _load(file: Path, map_location: str, *, is_archive: bool) -> Any:
         named = _NAMED.search(str(error))
         if named is None:
             raise LoadError(
-                f"{file} can't be read: it is damaged, or holds more than tensors",
+                f"{file} can't be read: it is damaged, or contains more than tensors",
                 hint=f"{DAMAGED}; {_ORDER}",
             ) from error
         raise LoadError(
-            f"{file} is refused: it asks for {_shown(named[1])}, and weights need no code",
+            f"{file} is refused: it refers to {_shown(named[1])}, and weights need no code",
             hint=_ORDER,
         ) from error
 
@@ -87,7 +89,7 @@ def _is_archive(file: Path) -> bool:
         if opened.read(len(_ZIP_START)) != _ZIP_START:
             return False
         if not zipfile.is_zipfile(opened):
-            raise LoadError(f"{file} is cut off: it has no end", hint=DAMAGED)
+            raise LoadError(f"{file} is truncated", hint=DAMAGED)
         with zipfile.ZipFile(opened) as archive:
             _look_through_archive(file, archive)
     return True
@@ -105,7 +107,7 @@ def _look_through_archive(file: Path, archive: zipfile.ZipFile) -> None:
     if squeezed or declared > size:
         what = f"{squeezed[0]!r} in it is compressed" if squeezed else f"it declares {declared}"
         raise LoadError(
-            f"{file} has {size} bytes, and {what}: PyTorch writes no such file", hint=_ORDER
+            f"{file} has {size} bytes, and {what}: PyTorch doesn't write such files", hint=_ORDER
         )
 
 

@@ -29,7 +29,7 @@ from ..dispatch.place_tensors import devices_by_name
 from .fill import Progress
 from .load import list_faults, nothing_left
 
-_ELSEWHERE = "export the plan to an engine that runs it, as vLLM or SGLang"
+_ELSEWHERE = "export the plan to vLLM or SGLang"
 _MOST_NAMES = 5  # of each kind that an error tells
 
 
@@ -44,8 +44,8 @@ def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
     if device is not None and not method.composes:
         raise LoadError(
             f"a {method.name} checkpoint can't be loaded on {device}: its kernels run on real "
-            "devices alone",
-            hint="duoka check runs the plan on virtual GPUs without weights",
+            "devices only",
+            hint="use duoka check to run the plan on virtual GPUs without weights",
         )
     for package in ("accelerate", method.package):
         if package is not None and find_spec(package.replace("-", "_")) is None:
@@ -70,8 +70,8 @@ def refuse_unloadable(config: Mapping[str, Any], placement: Placement) -> None:
 
 def _refuse_unpacking(method: Method, when: str) -> None:
     raise LoadError(
-        f"transformers unpacks {method.name} weights into 16 bit {when}: they would take more "
-        "memory than was planned",
+        f"transformers unpacks {method.name} weights to 16 bit {when}, which needs more memory "
+        "than planned",
         hint=_ELSEWHERE,
     )
 
@@ -126,20 +126,20 @@ def _refuse_differences(
 ) -> None:
     """Compare the loaded with the planned model, and name every difference."""
     faults = list_faults(
-        (sorted(report["missing_keys"]), "tensors of the model weren't filled"),
+        (sorted(report["missing_keys"]), "tensors of the model weren't loaded"),
         (
             sorted(name for name in report["unexpected_keys"] if not is_needless(name)),
-            "tensors have no place in the model",
+            "tensors don't belong to the model",
         ),
-        (sorted(name for name, *_ in report["mismatched_keys"]), "tensors have another shape"),
-        (sorted(_unpacked(loaded, planned)), "weights were unpacked"),
+        (sorted(name for name, *_ in report["mismatched_keys"]), "tensors have a different shape"),
+        (sorted(_unpacked(loaded, planned)), "weights were dequantized"),
         most_names=_MOST_NAMES,
     )
     if faults:
         raise LoadError(
-            f"what transformers made of this {method.name} checkpoint isn't what was planned: "
+            f"transformers loaded this {method.name} checkpoint differently from the plan: "
             + faults,
-            hint="fetch the checkpoint again, or " + _ELSEWHERE,
+            hint="download the checkpoint again, or " + _ELSEWHERE,
         )
 
 
@@ -161,7 +161,7 @@ def _refuse_elsewhere(loaded: nn.Module, placement: Placement) -> None:
     ]
     if away:
         raise LoadError(
-            f"transformers put {len(away)} tensors elsewhere than was planned: "
+            f"transformers put {len(away)} tensors on other devices than planned: "
             + ", ".join(away[:_MOST_NAMES]),
             hint=_ELSEWHERE,
         )

@@ -139,7 +139,7 @@ def _read(descriptor: int, stretch: Stretch, buffer: StretchBuffer) -> StretchBu
             got = os.preadv(descriptor, [view[done:]], stretch.offset + done)
             if not got:
                 refuse_changed(file, stretch.source.stamp)
-                raise LoadError(f"{file} is cut off", hint=DAMAGED)
+                raise LoadError(f"{file} is truncated", hint=DAMAGED)
             done += got
     buffer.stretch, buffer.wait = stretch, None
     return buffer

@@ -57,8 +57,8 @@ def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
     """Describe every tensor of a checkpoint, by name; no weight is read."""
     if not checkpoint.has_weights:
         raise LoadError(
-            f"{checkpoint.path} has no weights to load",
-            hint="it can be planned; to run it, fetch the weight files too",
+            f"{checkpoint.path} has no weight files",
+            hint="download the weight files; planning works without them",
         )
     if checkpoint.format == "safetensors":
         infos = checkpoint.tensors or {}
@@ -70,7 +70,7 @@ def list_sources(checkpoint: Checkpoint) -> dict[str, Source]:
         for name, tensor in load_pickle(file, map_location="meta").items():
             if name in sources:
                 raise LoadError(
-                    f"the tensor {name!r} stands in {sources[name].file} and {file}", hint=DAMAGED
+                    f"the tensor {name!r} occurs in {sources[name].file} and {file}", hint=DAMAGED
                 )
             shape = tuple(tensor.shape)
             sources[name] = Source(
@@ -85,8 +85,8 @@ def _safetensors_source(checkpoint: Checkpoint, info: TensorInfo) -> Source:
     dtype = getattr(torch, str(info.dtype), None)
     if not isinstance(dtype, torch.dtype):
         raise LoadError(
-            f"{info.name!r} is stored as {info.dtype}, which torch doesn't have",
-            hint="a newer version of torch may have it",
+            f"{info.name!r} is stored as {info.dtype}, which torch doesn't support",
+            hint="a newer version of torch may support it",
         )
     # Types of less than a byte have other shapes in memory.
     is_plain = prod(info.shape) * dtype.itemsize == info.nbytes
@@ -147,5 +147,5 @@ def refuse_changed(file: Path, stamp: Stamp | None) -> None:
         raise LoadError(
             f"{file} has changed since the checkpoint was opened: it had {stamp.num_bytes} bytes, "
             f"and has {now.num_bytes}",
-            hint="wait until nobody writes into the directory, then try again",
+            hint="wait until no program writes into the directory, then try again",
         )

@@ -72,8 +72,8 @@ def connect() -> None:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except Exception as error:  # of half a dozen classes
         raise MachineError(
-            f"no Ray cluster is reached: {_line(error)}",
-            hint="`ray start --head` here, and `ray start --address …` on the other machines",
+            f"no Ray cluster is reachable: {_line(error)}",
+            hint="run `ray start --head` here, and `ray start --address …` on the other machines",
         ) from error
     finally:
         signal.signal(signal.SIGTERM, handler)  # Ray takes it
@@ -104,8 +104,8 @@ def plan_nodes(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[Cluste
             planned.setdefault(number, []).extend((node, plan) for node in group)
     if not planned:
         raise InfeasibleError(
-            "\n".join(["no node of the cluster holds the model", *left_out]),
-            hint="Ray counts the GPUs of a node when it starts: `ray status` shows them",
+            "\n".join(["no node of the cluster can hold the model", *left_out]),
+            hint="check the GPUs that Ray counted at its start: `ray status`",
         )
     # Ray keeps equally many GPUs for each replica of a deployment. With two nodes of 2 equal GPUs
     # whose replicas need 1 (room for 4), and a node of unequal GPUs whose replica needs both (room
@@ -113,7 +113,7 @@ def plan_nodes(gpus: str | None, source: str, plan_for: PlanFor) -> tuple[Cluste
     rooms = {n: sum(_num_gpus(node) // n for node, _ in pairs) for n, pairs in planned.items()}
     num_gpus = max(rooms, key=rooms.__getitem__)
     for number in planned.keys() - {num_gpus}:
-        reason = f"a replica there needs {format_count(number, 'GPU')}, elsewhere {num_gpus}"
+        reason = f"a replica needs {format_count(number, 'GPU')} there and {num_gpus} elsewhere"
         left_out += [f"{_name(node)}: {reason}" for node, _ in planned[number]]
     plans = {node["NodeID"]: plan for node, plan in planned[num_gpus]}
     cluster = ClusterPlan(
@@ -160,9 +160,9 @@ def _look_at(nodes: Sequence[Node], gpus: str | None, source: str) -> Iterator[F
             outcome = ray.get(answer, timeout=max(1.0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
             ray.cancel(answer, force=True)
-            outcome = "others have its GPUs: it wasn't reached in two minutes"
+            outcome = "its GPUs are in use: no answer within two minutes"
         except ray.exceptions.RayError as error:
-            outcome = f"duoka doesn't run there: {_line(error)}"
+            outcome = f"duoka fails there: {_line(error)}"
         if isinstance(outcome, Fleet) and len(outcome.devices) != _num_gpus(node):
             outcome = f"{len(outcome.devices)} GPUs are there, and Ray counts {_num_gpus(node)}"
         yield outcome
@@ -173,7 +173,7 @@ def look(gpus: str | None, source: str, server_version: str) -> Fleet | str:
     if version("duoka") != server_version:
         return f"it has duoka {version('duoka')}, and the server {server_version}"
     if Path(source).is_absolute() and not Path(source).is_dir():
-        return f"{source} isn't there"
+        return f"{source} doesn't exist"
     sort_visible()
     try:
         fleet = Fleet.parse(os.environ.get(GPUS) or gpus or "all")
@@ -214,8 +214,8 @@ def read_bounds(text: str | None) -> tuple[int, int] | None:
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if low > high:
         raise UsageError(
-            f"{text!r:.40} is no number of replicas",
-            hint='write a number, two as in 2-6, or "auto" for as many as fit',
+            f"{text!r:.40} is not a number of replicas",
+            hint='use a number, a range such as 2-6, or "auto" for as many as fit',
         )
     return low, high
 
@@ -225,7 +225,7 @@ def choose_bounds(bounds: tuple[int, int] | None, room: int) -> tuple[int, int]:
     low, high = bounds or (room, room)
     if low > room:
         raise InfeasibleError(
-            f"{low} replicas don't fit these nodes; {room} do",
-            hint=f"--replicas {room}, or more nodes",
+            f"{low} replicas don't fit on these nodes; {room} fit",
+            hint=f"use --replicas {room}, or more nodes",
         )
     return low, high

@@ -56,8 +56,8 @@ def serve_on_ray(
         port = bound.getsockname()[1]
     if running := serve.status().applications:
         raise UsageError(
-            f"the cluster serves {min(running)} already",
-            hint="a cluster serves one model at an address: `serve shutdown -y` takes it off",
+            f"the cluster already serves {min(running)}",
+            hint="stop it with `serve shutdown -y`",
         )
     serve.shutdown()  # its proxy may have another address
     serve.start(proxy_location="HeadOnly", http_options={"host": address.host, "port": port})

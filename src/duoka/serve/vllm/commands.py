@@ -125,9 +125,9 @@ def commands(
     for name, _ in head.options:
         if name in options.argument_names:
             raise UsageError(
-                f"{name} can't be given to vLLM here: the plan or an option of duoka's decides it",
-                hint="plan for what you want (--context, --batch, --gpus), say --host, --port or "
-                "--name, or run vLLM yourself: duoka plan --export vllm",
+                f"{name} can't be passed to vLLM: the plan or another option of duoka sets it",
+                hint="use --context, --batch, --gpus, --host, --port or --name, or run vLLM "
+                "yourself: duoka plan --export vllm",
             )
     return _on_nodes(head, command, options.nodes) if len(options.nodes) > 1 else (head,)
 
@@ -176,7 +176,7 @@ def _refuse_unservable(plan: Plan, options: VllmOptions) -> None:
     quantize = plan.workload.quantize
     if quantize != "none" and not options.argument_names.intersection(_QUANTIZATION):
         raise UsageError(
-            f"the plan's weights are in {quantize}, made while loading; vLLM makes no such weights",
-            hint="plan a checkpoint that is quantized already, or one whose weights fit as they "
-            "are; --quantization is vLLM's own way",
+            f"the plan's weights are in {quantize}, quantized during loading; vLLM doesn't do that",
+            hint="plan an already quantized checkpoint or unquantized weights, or use vLLM's own "
+            "--quantization",
         )

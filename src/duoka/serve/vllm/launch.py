@@ -85,7 +85,7 @@ def serve_with_vllm(plan: Plan, options: VllmOptions, show: Callable[[str], None
     for note in export(plan, profile).notes:
         show(note)
     for command in remote:
-        show(f"run this on {command.address}, where the model is at the same place:")
+        show(f"run this on {command.address}, with the model at the same path:")
         show(command.shell_text(Path(python)))
     inherited = {name: text for name, text in os.environ.items() if name not in _NOT_INHERITED}
     key = {} if options.api_key is None else {_KEY: options.api_key}
@@ -111,8 +111,8 @@ def _find_python(python: Path) -> str:
     program = shutil.which(os.fspath(python))
     if program is None:
         raise UsageError(
-            f"{os.fspath(python)!r} is no program that can be run",
-            hint="name the python of the environment that has vLLM: --engine-python "
+            f"{os.fspath(python)!r} is not an executable program",
+            hint="give the Python of the environment with vLLM: --engine-python "
             "/opt/vllm/bin/python",
         )
     return str(Path(program).absolute())  # links stay, since they tell a virtual environment
@@ -154,17 +154,18 @@ def _wait_until_healthy(
         code = _shell_exit_code(process)
         if code is not None:
             raise MachineError(
-                f"vLLM ended with exit code {code} before it answered",
-                hint="the cause is in its output above; the first error in it is often the one. "
-                f"Without vLLM: {options.python} -m pip install 'vllm>=0.33,<0.34'",
+                f"vLLM ended with exit code {code} before it was ready",
+                hint="see its output above; often the first error is the cause. To install vLLM: "
+                f"{options.python} -m pip install 'vllm>=0.33,<0.34'",
             )
         if _is_healthy(_url_of(options)):
             return True
         if time.monotonic() > deadline:
             raise MachineError(
-                f"vLLM doesn't answer at {_url_of(options)}/health after {_START_SECONDS:.0f} s, "
+                f"vLLM doesn't respond at {_url_of(options)}/health after {_START_SECONDS:.0f} s, "
                 "and was ended",
-                hint="are the other machines' commands running, and is the model downloaded?",
+                hint="check that the commands on the other machines are running, and that the "
+                "model is downloaded",
             )
     return False
 
@@ -195,4 +196,4 @@ def _welcome(plan: Plan, options: VllmOptions, *, has_key: bool) -> list[str]:
     words += ["-H", "Content-Type: application/json", "-d", json.dumps(body)]
     # The key is not shown; a shell puts it in.
     key = ' -H "Authorization: Bearer $KEY"' if has_key else ""
-    return [f"vLLM answers at {url}/v1", shlex.join(words) + key]
+    return [f"vLLM is ready at {url}/v1", shlex.join(words) + key]

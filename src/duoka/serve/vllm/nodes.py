@@ -45,8 +45,8 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
     nodes = tuple(Node(address=m[1], num_gpus=int(m[2])) for m in matches if m)
     if len({node.address for node in nodes}) < len(matches):
         raise UsageError(
-            f"{text[:80]!r} isn't a list of machines, each once, and how many GPUs each has",
-            hint=f"write an address and a number for each: {_EXAMPLE}",
+            f"{text[:80]!r} is not a list of distinct machines with their numbers of GPUs",
+            hint=f"use an address and a number for each machine: {_EXAMPLE}",
         )
     return nodes
 
@@ -70,10 +70,10 @@ def devices_by_node(
     if not is_in_order or len({len(run) for _, run in parts}) > 1:
         uses = ", ".join(f"{n.address} {format_count(len(run), 'GPU')}" for n, run in parts)
         raise UsageError(
-            f"vLLM begins on the first machine, {nodes[0].address}, comes to each machine once, "
-            f"and runs as many stages on each as on the next one; the plan has: {uses}",
-            hint="give the GPUs to --gpus in the order in which the machines come, and plan with "
-            "equally many of each; how large they are may differ",
+            f"vLLM starts on the first machine, {nodes[0].address}, uses each machine once, and "
+            f"runs the same number of stages on each; the plan has: {uses}",
+            hint="list the GPUs in --gpus in the order of the machines, with the same number of "
+            "GPUs for each; their sizes may differ",
         )
     return parts
 
@@ -82,7 +82,7 @@ def _place(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
     """Return the machine of a GPU, and the number of the GPU there."""
     if device.uuid:
         raise UsageError(
-            f"{device.name} was found on this machine, and the plan is for several",
+            f"{device.name} was detected on this machine, and the plan is for several machines",
             hint="declare the GPUs of all machines, one after another: --gpus 2x24GiB,2x16GiB",
         )
     number = int(device.name.partition(":")[2] or 0)
@@ -93,5 +93,5 @@ def _place(device: Device, nodes: Sequence[Node]) -> tuple[Node, int]:
     total = sum(node.num_gpus for node in nodes)
     raise UsageError(
         f"the plan uses {device.name}, and the machines have {format_count(total, 'GPU')}",
-        hint="count the GPUs of all machines as they stand in --gpus",
+        hint="list the GPUs of all machines in --gpus",
     )

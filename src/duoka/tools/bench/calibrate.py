@@ -117,8 +117,8 @@ def calibrate(fleet: Fleet) -> Calibrated:
         return Calibrated(calibration=result, path=calibration.keep_calibration(result))
     except OSError as error:
         raise MachineError(
-            f"what was measured can't be kept in {calibration.path_for(driver)}: {why(error)}",
-            hint="name another place in DUOKA_CACHE",
+            f"the calibration can't be saved in {calibration.path_for(driver)}: {why(error)}",
+            hint="set DUOKA_CACHE to another directory",
         ) from error
 
 
@@ -126,9 +126,9 @@ def _refuse_declared(fleet: Fleet) -> None:
     declared = [d.name for d in fleet.devices if not d.uuid and not d.name.startswith("vgpu")]
     if declared:
         raise FleetError(
-            f"only GPUs that are here can be measured, and these were declared: "
+            "only GPUs of this machine can be measured; these were declared: "
             f"{', '.join(declared)}",
-            hint="name GPUs of this machine as nvidia-smi numbers them: --gpus 0,1",
+            hint="use indices of nvidia-smi: --gpus 0,1",
         )
 
 
@@ -142,9 +142,9 @@ def _driver(fleet: Fleet) -> str:
         busy = [process for process in gpu.processes if process.computes]
         if gpu.uuid in uuids and busy:
             raise FleetError(
-                f"GPU {gpu.index} computes for {busy[0].name or 'another process'} "
-                f"(pid {busy[0].pid}): measured beside it, it would seem slower than it is",
-                hint="end what uses it, or name other GPUs",
+                f"GPU {gpu.index} is busy with {busy[0].name or 'another process'} (pid "
+                f"{busy[0].pid}), which would distort the measurement",
+                hint="end the process, or use other GPUs",
             )
     return machine.driver_version
 
@@ -158,7 +158,7 @@ def _measure(device: Device) -> GpuFigures:
     reading = read_rate(name, dtype)
     half, single = multiply_rate(name, dtype), multiply_rate(name, torch.float32)
     launch = launch_time(name)
-    say(f"{name}: the host's memory")
+    say(f"{name}: CPU memory")
     host = from_host(name)
     torch.get_device_module(name).empty_cache()
     return GpuFigures(
@@ -342,7 +342,7 @@ def make_too_small_error(name: str) -> FleetError:
     """Make the error for a GPU without enough memory for any measurement."""
     return FleetError(
         f"{name} has too little free memory to measure anything",
-        hint="end what uses it, or name other GPUs",
+        hint="end the process, or use other GPUs",
     )
 
 

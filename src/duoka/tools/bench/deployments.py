@@ -300,7 +300,7 @@ def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
 
     most_single, most_total = (max(map(speed, usable)) for speed in (single_speed, total_speed))
     if not most_total:
-        reason = "how fast these are isn't known (--calibrate measures it): it takes the fewest"
+        reason = "the speeds are unknown (measure them with --calibrate): it uses the fewest"
         return min(usable, key=lambda case: case.num_devices), (reason,)
     best = _best(usable, lambda case: single_speed(case) * total_speed(case))
     requests = bench.workload.batch
@@ -308,7 +308,7 @@ def recommend(bench: Bench) -> tuple[Deployment | None, tuple[str, ...]]:
         f"one user: {describe(single_speed)}",
         f"{requests} at once: {describe(total_speed)}",
         f"both: {title(best)} gives one user {single_speed(best) / most_single:.0%} and "
-        f"{requests} at once {total_speed(best) / most_total:.0%} of the most there is",
+        f"{requests} at once {total_speed(best) / most_total:.0%} of the maximum",
     )
 
 

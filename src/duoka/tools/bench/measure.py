@@ -79,7 +79,7 @@ def _exchange(drivers: Sequence[Connection], messages: Sequence[Any]) -> list[An
     replies = []
     for driver in drivers:
         if not driver.poll(_MOST_SECONDS):
-            raise MachineError(f"no answer within {_MOST_SECONDS:g} s: it hangs")
+            raise MachineError(f"no response within {_MOST_SECONDS:g} s")
         replies.append(driver.recv())
     try:
         return [open_result(reply) for reply in replies]

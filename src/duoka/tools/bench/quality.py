@@ -51,8 +51,9 @@ class Windows:
     def __post_init__(self) -> None:
         if self.context_tokens < 2:
             raise UsageError(
-                f"a context of {self.context_tokens} tokens holds nothing before what is scored",
-                hint=f"{CONTEXT_TOKENS} is usual",
+                f"a context of {self.context_tokens} tokens leaves no context before the scored "
+                "tokens",
+                hint=f"a usual value is {CONTEXT_TOKENS}",
             )
 
     @property
@@ -196,7 +197,7 @@ def _read(file: Path) -> str:
         return read_text(file, most_bytes=_MOST_BYTES)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"{file} can't be read: {why(error)}", hint="give a file with text in UTF-8"
+            f"{file} can't be read: {why(error)}", hint="give a UTF-8 text file"
         ) from error
 
 
@@ -211,7 +212,7 @@ def _tokens(
     if len(ids) < _FEWEST_TOKENS:
         raise UsageError(
             f"{file} has {len(ids)} tokens; at least {_FEWEST_TOKENS} are needed",
-            hint="give a text like those that the model will read, the longer the better",
+            hint="use a longer text, similar to the model's inputs",
         )
     return prefix, ids
 
@@ -236,7 +237,7 @@ def _perplexity(
         except torch.OutOfMemoryError as error:
             raise MachineError(
                 f"not enough memory for the logits of {num_scored} tokens: {error}",
-                hint="read in smaller windows (--context), or use more GPUs",
+                hint="use smaller windows (--context), or more GPUs",
             ) from error
         targets = window[0, -num_scored:].to(logits.device)
         for rows, words in zip(logits[:-1].split(_ROWS), targets.split(_ROWS), strict=True):

@@ -74,7 +74,7 @@ def run_demo(directory: Path, *, report: Report = lambda text: None) -> Demo:
     report("planning")
     plan = make_plan(directory, _fleet(), WORKLOAD)
     one_gpu = _refusal(plan, directory)
-    report("proving the plan, and loading")
+    report("proving the plan and loading")
     devices.materialise(plan.fleet)
     for device in plan.devices:
         devices.reset_peaks(device)
@@ -108,7 +108,7 @@ def _refusal(plan: Plan, directory: Path) -> str:
         find_plan(profile, PlanProblem(fleet=single, workload=plan.workload))
     except InfeasibleError as error:
         return str(error)
-    raise DuokaError("the demo's model fits one of its GPUs, so it shows nothing")
+    raise DuokaError("the demo model fits on one of its GPUs, so the demo shows nothing")
 
 
 def _fill(model: Any) -> None:

@@ -13,14 +13,15 @@ from duoka.hardware import cuda_driver, nvml
 from .facts import Facts, Finding, by_gpu, join_names, or_ok
 
 _LOST_BYTES = (
-    "what one GPU copies to the other is lost and nobody reports it: models that are spread over "
-    "them answer nonsense. duoka notices when it loads, and goes through the host's memory",
-    "NCCL_P2P_DISABLE=1 for what uses NCCL (vLLM, torch.distributed); the cause is mostly an "
-    "IOMMU (off: intel_iommu=off or amd_iommu=off for the kernel) or PCIe's ACS (off in the BIOS)",
+    "data copied between the GPUs is lost without an error, so models split over them generate "
+    "nonsense; duoka detects this during loading and copies through CPU memory",
+    "set NCCL_P2P_DISABLE=1 for programs with NCCL (vLLM, torch.distributed); the usual cause is "
+    "the IOMMU (disable it with the kernel parameter intel_iommu=off or amd_iommu=off) or PCIe "
+    "ACS (disable it in the BIOS)",
 )
 _NO_COPY = (
-    "a copy fails: one of the two is lost or hangs, or what lies between them",
-    "`dmesg | grep -i xid` tells which card it is; NCCL_P2P_DISABLE=1 where copies hang",
+    "a copy fails: one of the GPUs or the link between them hangs",
+    "find the GPU with `dmesg | grep -i xid`; set NCCL_P2P_DISABLE=1 if copies hang",
 )
 
 
@@ -34,11 +35,11 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
     elif facts.machine is None:
         yield Finding("ok", f"torch {version}")
     elif cuda is None:
-        text = f"torch {version} is a build for the CPU alone, and there are GPUs"
-        advice = "install PyTorch's CUDA build of that version in its place"
+        text = f"torch {version} is a CPU-only build, and this machine has GPUs"
+        advice = "install the CUDA build of that PyTorch version"
         yield Finding("error", text, "no GPU can be used", advice)
     else:
-        text = f"torch {version} for CUDA {cuda} fits the driver and each GPU"
+        text = f"torch {version} for CUDA {cuda} supports the driver and every GPU"
         yield from or_ok(_build(facts, about, cuda), text)
 
 
@@ -46,23 +47,23 @@ def _build(facts: Facts, about: Mapping[str, Any], cuda: str) -> Iterator[Findin
     newest = facts.machine and facts.machine.cuda_version
     built = tuple(int(part) for part in cuda.split(".")[:2])
     if newest and newest < built:
-        text = f"torch is built for CUDA {cuda}, and the driver knows {newest[0]}.{newest[1]}"
+        text = f"torch is built for CUDA {cuda}, and the driver supports {newest[0]}.{newest[1]}"
         if newest[0] < built[0]:
             advice = f"update the NVIDIA driver, or install a torch for CUDA {newest[0]}"
-            yield Finding("error", text, "torch can't use a GPU over it", advice)
+            yield Finding("error", text, "torch can't use a GPU with this driver", advice)
         else:
-            meaning = "that works but for kernels that are compiled when they are first used"
+            meaning = "kernels that are compiled at first use will fail"
             yield Finding("note", text, meaning)
     visible = {present.gpu.index: present.gpu for present in facts.present if present.torch_name}
     yield from by_gpu(visible.values(), partial(_kernels, about.get("architectures", [])))
     visible_uuids, uuids = cuda_driver.visible_uuids(), about["uuids"]
     if about.get("error") and visible_uuids:
         meaning = f"{format_count(len(visible_uuids), 'GPU')} are visible to CUDA's driver"
-        yield Finding("error", f"torch starts no CUDA: {about['error']}", meaning)
+        yield Finding("error", f"torch can't initialize CUDA: {about['error']}", meaning)
     elif len(uuids) != len(visible_uuids):
         text = f"torch sees {len(uuids)} GPUs, and CUDA's driver {len(visible_uuids)}"
-        meaning = "torch leaves out what it can't use"
-        yield Finding("warning", text, meaning, "look at the GPUs' checks above")
+        meaning = "torch ignores GPUs that it can't use"
+        yield Finding("warning", text, meaning, "see the checks of the GPUs above")
 
 
 def _kernels(listed: Sequence[str], gpu: nvml.NvmlGpu) -> Iterator[Finding]:
@@ -73,8 +74,11 @@ def _kernels(listed: Sequence[str], gpu: nvml.NvmlGpu) -> Iterator[Finding]:
             f"{gpu.name} has compute capability {capability[0]}.{capability[1]}, and this torch "
             f"has kernels for {', '.join(listed)}"
         )
-        meaning = "nothing runs on it: no kernel image is available"
-        advice = "install a torch whose build lists it: newer for a new card, older for an old one"
+        meaning = "no kernel runs on it: no kernel image is available"
+        advice = (
+            "install a torch build that supports it: a newer one for a new GPU, an older one "
+            "for an old GPU"
+        )
         yield Finding("error", text, meaning, advice)
 
 
@@ -90,14 +94,14 @@ def check_matrices(facts: Facts) -> Iterator[Finding]:
     outcomes = _outcomes(facts, "matrix")
     for name, outcome in outcomes.items():
         if outcome.get("fault"):
-            text = f"{name}: a product of matrices in bfloat16 fails: {outcome['fault']}"
-            meaning = "what a model computes on it can't be trusted"
-            advice = "leave it out (--gpus), and look at its temperature, clocks, power and cables"
+            text = f"{name}: a bfloat16 matrix product is wrong: {outcome['fault']}"
+            meaning = "results of models on it are unreliable"
+            advice = "exclude it (--gpus), and check its temperature, clocks, power and cables"
             yield Finding("error", text, meaning, advice)
     yield from _untested(outcomes)
     right = [name for name, outcome in outcomes.items() if outcome.get("fault") == ""]
     if right:
-        yield Finding("ok", f"products in bfloat16 are right on {', '.join(right)}")
+        yield Finding("ok", f"bfloat16 matrix products are right on {', '.join(right)}")
 
 
 def check_copies(facts: Facts) -> Iterator[Finding]:
@@ -117,8 +121,8 @@ def check_copies(facts: Facts) -> Iterator[Finding]:
         times = [outcome["latency_seconds"] * 1e6 for outcome in sound.values()]
         direct = sum(outcome["direct"] for outcome in sound.values())
         text = (
-            f"bytes arrive between {format_count(len(sound), 'ordered pair')} ({direct} directly): "
-            f"{_range(rates)} GB/s, {_range(times)} µs"
+            f"copies are right between {format_count(len(sound), 'ordered pair')} ({direct} "
+            f"directly): {_range(rates)} GB/s, {_range(times)} µs"
         )
         yield Finding("ok", text, figures={"pairs": sound})
 

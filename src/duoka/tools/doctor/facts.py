@@ -153,7 +153,7 @@ def probe(devices: Sequence[Device]) -> Probed:
         waiting = waiting[len(results) :]
         if not waiting:
             break
-    outcomes |= {test: {"skipped": "too many tests before it have failed"} for test in waiting}
+    outcomes |= {test: {"skipped": "skipped after too many failures"} for test in waiting}
     return Probed(torch=about, outcomes=outcomes)
 
 
@@ -170,6 +170,6 @@ def _run(request: Mapping[str, Any]) -> tuple[list[dict[str, Any]], str]:
             last_line = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
             ending = f"its process ended with {done.returncode} {' '.join(last_line)[:200]}".strip()
     except subprocess.TimeoutExpired as error:
-        output, ending = error.stdout or b"", f"it didn't end within {seconds} seconds"
+        output, ending = error.stdout or b"", f"no result within {seconds} seconds"
     lines = output.rpartition(b"\n")[0].splitlines()
     return [json.loads(line) for line in lines if line.startswith(b"{")], ending

@@ -19,10 +19,7 @@ _MUCH_MEMORY = 0.1
 _KNOWN_STATES = ("hidden", "in MIG mode", "memory unknown")
 # More than any driver keeps for itself.
 _UNSEEN_BYTES = 3 * GIB // 2
-_FELL_OFF = (
-    "`dmesg | grep -i xid` tells why it may have fallen off the bus; look at its power cables and "
-    "its seat, and restart the machine"
-)
+_FELL_OFF = "check `dmesg | grep -i xid`, its power cables and its seat, and restart the machine"
 
 
 def check_driver(facts: Facts) -> Iterator[Finding]:
@@ -32,12 +29,12 @@ def check_driver(facts: Facts) -> Iterator[Finding]:
     except nvml.NoDriverError as missing:
         number = _count_on_bus(facts.root)
         if number:
-            text = f"there is {format_count(number, 'GPU')} of NVIDIA's, and no driver for it"
+            text = f"{format_count(number, 'NVIDIA GPU')} found, without a driver"
             yield Finding("error", text, str(missing), missing.hint or "")
             return
-        meaning = "duoka plans for GPUs elsewhere, and runs on virtual ones and on the processor"
-        advice = '--gpus "virtual:2x8GiB" tries the tests that need GPUs'
-        yield Finding("note", "no NVIDIA GPU is here", meaning, advice)
+        meaning = "planning for declared GPUs, virtual GPUs and the CPU work"
+        advice = 'use --gpus "virtual:2x8GiB" to run the GPU tests on virtual GPUs'
+        yield Finding("note", "no NVIDIA GPU found", meaning, advice)
         return
     cuda = machine.cuda_version
     version = f", CUDA {cuda[0]}.{cuda[1]}" if cuda else ""
@@ -78,14 +75,17 @@ def check_visible(facts: Facts) -> Iterator[Finding]:
         f"cuda:{at}" for at, uuid in enumerate(cuda_driver.visible_uuids()) if uuid not in uuids
     ]
     if unknown:
-        text = f"CUDA sees {', '.join(unknown)}, which NVML doesn't know"
-        yield Finding("warning", text, "nobody can tell how much memory is free there")
+        text = f"CUDA sees {', '.join(unknown)}, unknown to NVML"
+        yield Finding("warning", text, "their free memory is unknown")
     visible = [gpu for gpu in facts.present if gpu.torch_name is not None]
     renumbered = [gpu for gpu in visible if gpu.torch_name != f"cuda:{gpu.gpu.index}"]
     if renumbered:
         texts = [f"{gpu.torch_name} is nvidia-smi's GPU {gpu.gpu.index}" for gpu in renumbered]
-        text = f"CUDA's numbers aren't nvidia-smi's: {join_names(texts)}"
-        advice = "--gpus means nvidia-smi's; for other programs set CUDA_DEVICE_ORDER=PCI_BUS_ID"
+        text = f"CUDA numbers the GPUs differently from nvidia-smi: {join_names(texts)}"
+        advice = (
+            "--gpus uses the numbers of nvidia-smi; set CUDA_DEVICE_ORDER=PCI_BUS_ID for "
+            "other programs"
+        )
         yield Finding("note", text, _explain_numbers(renumbered), advice)
     elif visible and not unknown:
         yield Finding("ok", f"CUDA sees {format_count(len(visible), 'GPU')}, in nvidia-smi's order")
@@ -98,7 +98,7 @@ def _explain_numbers(renumbered: Sequence[PresentGpu]) -> str:
         return f"{cuda_driver.VARIABLE}={value}"
     numbers = [int((gpu.torch_name or ":0").partition(":")[2]) for gpu in renumbered]
     is_shifted = numbers == sorted(numbers)
-    return "it doesn't count what it doesn't see" if is_shifted else "it counts the fastest first"
+    return "it skips hidden GPUs" if is_shifted else "it lists the fastest first"
 
 
 def check_memory(facts: Facts) -> Iterator[Finding]:
@@ -110,58 +110,57 @@ def check_memory(facts: Facts) -> Iterator[Finding]:
             + ("memory" if process.used_bytes is None else format_bytes(process.used_bytes))
             for process in gpu.processes
         ]
-        meaning = f"plans count what is free: {format_bytes(free)} of {format_bytes(total)}"
+        meaning = f"plans use the free memory: {format_bytes(free)} of {format_bytes(total)}"
         if texts:
             used = sum(process.used_bytes or 0 for process in gpu.processes)
             severity: Severity = "warning" if used > _MUCH_MEMORY * total else "note"
-            advice = "end it, or leave the GPU out"
+            advice = "end it, or exclude the GPU"
             yield Finding(severity, f"GPU {gpu.index}: {join_names(texts)}", meaning, advice)
         elif total and not gpu.is_mig and total - free > _UNSEEN_BYTES:
-            text = f"GPU {gpu.index}: nobody seen here has {format_bytes(total - free)}"
-            advice = "look outside of this container, or for a dead process"
+            text = f"GPU {gpu.index}: unknown processes use {format_bytes(total - free)}"
+            advice = "check processes outside of this container, and dead processes"
             yield Finding("warning", text, meaning, advice)
     if free := sum(gpu.free_bytes or 0 for gpu in facts.cards):
-        yield Finding("ok", f"{format_bytes(free)} are free on all together")
+        yield Finding("ok", f"{format_bytes(free)} are free in total")
 
 
 def check_state(facts: Facts) -> Iterator[Finding]:
     """Check the cards' health: memory errors, and throttled clocks."""
-    return or_ok(by_gpu(facts.cards, _state), "no GPU tells of memory errors, or is slowed down")
+    return or_ok(by_gpu(facts.cards, _state), "no GPU reports memory errors or throttling")
 
 
 def _state(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
     if gpu.uncorrected_errors:
-        text = f"{format_count(gpu.uncorrected_errors, 'memory error')} that couldn't be corrected"
-        meaning = "since the driver was loaded; what computed on it then was ended or is wrong"
-        yield Finding("error", text, meaning, "restart; if they come again, the card is defective")
+        text = f"{format_count(gpu.uncorrected_errors, 'memory error')} that were not corrected"
+        meaning = (
+            "since the driver was loaded; programs on it at that time failed or have wrong results"
+        )
+        yield Finding("error", text, meaning, "restart; if the errors return, the GPU is defective")
     if gpu.is_worn:
-        text = "no spare memory is left for parts that failed"
-        yield Finding("error", text, "the next failure stays", "have the card replaced")
+        text = "no spare memory rows are left"
+        yield Finding("error", text, "the next failing row can't be remapped", "replace the GPU")
     if gpu.awaits_reset:
-        text = "parts of the memory are to be replaced by spare ones"
-        meaning = "that happens at the next reset; until then it may fail again"
-        advice = "with nothing running on it: nvidia-smi --gpu-reset -i and its number, or restart"
+        text = "memory rows are pending remapping"
+        meaning = "remapping happens at the next reset; until then errors may return"
+        advice = "end all programs on it and run nvidia-smi --gpu-reset -i INDEX, or restart"
         yield Finding("warning", text, meaning, advice)
     if gpu.slowdowns:
-        text = f"slowed down by {' and '.join(gpu.slowdowns)}"
-        meaning = "it computes slower than planned for, and a pipeline waits for its slowest stage"
-        advice = "look at its fans, the airflow, its power supply and cables"
+        text = f"throttled by {' and '.join(gpu.slowdowns)}"
+        meaning = "it is slower than forecast, and a pipeline waits for its slowest stage"
+        advice = "check fans, airflow, power supply and cables"
         yield Finding("warning", text, meaning, advice)
 
 
 def check_pcie(facts: Facts) -> Iterator[Finding]:
     """Check that every card uses all its PCIe lanes."""
     connected = [gpu for gpu in facts.cards if gpu.pcie_lanes]
-    text = f"all lanes of PCIe on {format_count(len(connected), 'GPU')}"
+    text = f"full PCIe width on {format_count(len(connected), 'GPU')}"
     return or_ok(by_gpu(connected, _pcie), text) if connected else iter(())
 
 
 def _pcie(gpu: nvml.NvmlGpu) -> Iterator[Finding]:
     lanes, all_lanes = gpu.pcie_lanes or 0, gpu.max_pcie_lanes or 0
     if lanes < all_lanes:
-        meaning = (
-            "what is copied to and from it, weights and hidden states, takes "
-            f"{all_lanes / lanes:.0f} times as long"
-        )
-        advice = "put it into a full slot; look at risers, and at the BIOS's bifurcation"
-        yield Finding("warning", f"{lanes} of {all_lanes} lanes of PCIe", meaning, advice)
+        meaning = f"copies of weights and activations take {all_lanes / lanes:.0f} times as long"
+        advice = "use a full-width slot; check risers and PCIe bifurcation in the BIOS"
+        yield Finding("warning", f"{lanes} of {all_lanes} PCIe lanes", meaning, advice)

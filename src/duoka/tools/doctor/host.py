@@ -19,18 +19,23 @@ def check_host_memory(facts: Facts) -> Iterator[Finding]:
     """Check the host's memory for loading and offloading, and report a container's limit."""
     available = available_bytes(facts.root)
     if available is None:
-        yield Finding("note", "how much memory the host has free isn't known here")
+        yield Finding("note", "the free CPU memory is unknown")
     else:
-        text = f"{format_bytes(available)} of the host's memory are free"
-        meaning = "loading holds some hundred MiB, torch and transformers as much, offloading more"
-        advice = "end other programs, or let the container have more"
+        text = f"{format_bytes(available)} of CPU memory are free"
+        meaning = (
+            "loading needs several hundred MiB, torch and transformers as much, offloading more"
+        )
+        advice = "end other programs, or raise the container's limit"
         is_little = available < _LITTLE_BYTES
         yield Finding("warning", text, meaning, advice) if is_little else Finding("ok", text)
     container = container_memory(facts.root)
     if container is not None:
         limit, used = map(format_bytes, container)
         text = f"memory: a limit of {limit} for this container, {used} used"
-        meaning = "who takes more is killed without a word; files that were read count until needed"
+        meaning = (
+            "processes beyond it are killed without a message; the page cache counts until "
+            "it is reclaimed"
+        )
         yield Finding("note", text, meaning)
 
 
@@ -39,12 +44,12 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
     try:
         free = shutil.disk_usage(facts.root / "dev/shm").free
     except OSError:
-        meaning = "NCCL and data loaders of other programs want it"
-        yield Finding("note", "there is no /dev/shm", meaning)
+        meaning = "NCCL and data loaders need it"
+        yield Finding("note", "/dev/shm is missing", meaning)
         return
     text = f"/dev/shm has {format_bytes(free)} free"
-    meaning = "NCCL and data loaders fail with a bus error where it runs out"
-    advice = "docker run --shm-size=2g (or --ipc=host)"
+    meaning = "NCCL and data loaders fail with a bus error if it runs out"
+    advice = "use docker run --shm-size=2g (or --ipc=host)"
     is_little = free < _LITTLE_SHARED_BYTES
     yield Finding("warning", text, meaning, advice) if is_little else Finding("ok", text)
 
@@ -52,11 +57,13 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
 def check_versions(facts: Facts) -> Iterator[Finding]:
     """Compare the installed libraries with the tested version ranges."""
     problems = [
-        Finding("error", text, "duoka may fail anywhere", "pip install --upgrade duoka")
+        Finding("error", text, "duoka may fail", "pip install --upgrade duoka")
         for text in unmet_requirements()
     ]
     problems += [
-        Finding("warning", text, "what needs it may fail", 'pip install --upgrade "duoka[all]"')
+        Finding(
+            "warning", text, "features that need it may fail", 'pip install --upgrade "duoka[all]"'
+        )
         for text in unmet_extras()
     ]
-    return or_ok(problems, "all libraries are in the ranges that duoka is tested with")
+    return or_ok(problems, "all libraries are in the supported ranges")

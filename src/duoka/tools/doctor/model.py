@@ -38,7 +38,7 @@ def check_whole(facts: ModelFacts) -> Iterator[Finding]:
     """Check that all files are there, and agree with headers and index."""
     facts.checkpoint = checkpoint = Checkpoint.open(facts.model)
     if not checkpoint.has_weights:
-        meaning = "it can be planned for, and not loaded"
+        meaning = "it can be planned, but not loaded"
         yield Finding("note", f"{checkpoint.source} has no weights", meaning)
         return
     size, missing = checkpoint.weight_bytes, len(checkpoint.missing)
@@ -46,9 +46,9 @@ def check_whole(facts: ModelFacts) -> Iterator[Finding]:
     text += "" if size is None else f", {format_bytes(size)} of weights"
     if missing:
         text += f"; {format_count(missing, 'file')} not downloaded yet"
-        yield Finding("note", text, "duoka does so when it loads")
+        yield Finding("note", text, "duoka downloads them during loading")
     else:
-        yield Finding("ok", f"{text}: sizes, headers and index agree")
+        yield Finding("ok", f"{text}: sizes, headers and index are consistent")
 
 
 def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
@@ -58,13 +58,13 @@ def check_hashes(facts: ModelFacts) -> Iterator[Finding]:
         say(f"comparing the hash of {file.name}")
         published = RemoteFile(name=file.name, num_bytes=file.stat().st_size, etag=digest)
         if not has_known_hash(file, published):
-            text = f"{file.name} isn't what was published"
-            advice = "fetch it again: remove the file and run the download once more"
+            text = f"{file.name} differs from the published file"
+            advice = "delete the file and download it again"
             yield Finding("error", text, "it is damaged", advice)
     if hashes:
-        yield Finding("ok", f"the hashes of {format_count(len(hashes), 'file')} were compared")
+        yield Finding("ok", f"the hashes of {format_count(len(hashes), 'file')} match")
     elif facts.files():
-        yield Finding("skipped", "no hash is known: nothing that was downloaded with it tells one")
+        yield Finding("skipped", "no hashes are available: the download contains none")
 
 
 def _known_hash(file: Path) -> str:
@@ -81,8 +81,8 @@ def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
     if facts.checkpoint is None:
         return  # `check_whole` has reported why
     if machine.fleet is None:
-        advice = "name some: --gpus 24GiB,12GiB"
-        yield Finding("skipped", "there is no GPU to plan for", advice=advice)
+        advice = "declare some: --gpus 24GiB,12GiB"
+        yield Finding("skipped", "no GPU to plan for", advice=advice)
         return
     command = ["duoka", "plan", facts.model]
     command += [] if machine.gpus is None else ["--gpus", machine.gpus]
@@ -91,12 +91,12 @@ def check_fit(facts: ModelFacts, machine: Facts) -> Iterator[Finding]:
     except InfeasibleError as problem:
         ways = [f"{way.text}: {shlex.join([*command, *way.options])}" for way in problem.ways_out]
         advice = "\n".join(ways) or problem.hint or ""
-        yield Finding("error", str(problem), "it can't be loaded as it is", advice)
+        yield Finding("error", str(problem), "it can't be loaded", advice)
         return
     free_bytes = min(stage.free_bytes for stage in plan.forecast.devices)
     text = (
         f"it fits on {', '.join(plan.devices)} with {plan.workload.context_tokens} tokens, in "
-        f"{plan.workload.dtype}; {format_bytes(free_bytes)} free on the fullest "
+        f"{plan.workload.dtype}; {format_bytes(free_bytes)} free on the fullest GPU "
         f"({shlex.join(command)} shows it)"
     )
     yield Finding("ok", text)

@@ -27,7 +27,9 @@ def csv_file(path: Path) -> Iterator[Callable[[GpuSnapshot], None]]:
         file.seek(0)
         old_head = file.readline(len(head) + 2)
         if old_head and old_head.rstrip("\r\n") != head:
-            raise UsageError(f"{path} is no recording of this duoka's", hint="name another file")
+            raise UsageError(
+                f"{path} is not a recording of this version of duoka", hint="give another file"
+            )
         writer = csv.DictWriter(file, COLUMNS)
         if not old_head:
             writer.writeheader()

@@ -37,7 +37,7 @@ class View:
         yield Text(f"duoka top · {moment:%H:%M:%S}{self._suffix}", style="bold")
         yield from map(Text, snapshot.notes)
         if not any(gpu.processes for gpu in snapshot.gpus):
-            yield Text("no process of duoka's runs for this user")
+            yield Text("this user runs no duoka process")
         columns = min(options.max_width, _WIDEST_BAR)
         for gpu in snapshot.gpus:
             yield from self._gpu(gpu, columns, ascii_only=options.ascii_only)
@@ -107,7 +107,7 @@ def _remarks(gpu: GpuNow) -> Iterator[Text]:
         yield Text(f"and {len(neighbours) - _MOST_OTHERS} more processes")
     spare = gpu.spare_bytes
     if spare is not None and gpu.processes:
-        text = f"at the plan's peak {format_bytes(spare)} stay free"
+        text = f"{format_bytes(spare)} stay free at the planned peak"
         if spare < 0:
-            text = f"allocations will fail: {format_bytes(-spare)} are missing at the plan's peak"
+            text = f"allocations will fail: {format_bytes(-spare)} are missing at the planned peak"
         yield Text(text, style="bold red" if spare < 0 else "")

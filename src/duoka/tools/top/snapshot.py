@@ -98,7 +98,7 @@ def _gpus(
         on_gpu.setdefault(key, []).append(device)
     for gpu in activities:
         if isinstance(gpu, nvml.Lost):
-            yield GpuNow(name=str(gpu.index), trouble=f"it doesn't answer: {gpu.reason}")
+            yield GpuNow(name=str(gpu.index), trouble=f"it doesn't respond: {gpu.reason}")
             continue
         processes = on_gpu.pop(gpu.uuid.lower(), [])
         name = gpu.uuid if gpu.uuid.startswith("MIG-") else str(gpu.index)

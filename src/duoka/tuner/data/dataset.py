@@ -29,9 +29,9 @@ from .samples import row_samples
 
 _MOST_SHOWN = 10
 _MOST_WHY_CHARACTERS = 500
-_NOTHING = "there is nothing in it to learn"
+_NOTHING = "it has no tokens to train on"
 _LEAST_TOKENS = 2
-_SKIP = "mend them, or leave them out with --skip-bad (skip_bad=True)"
+_SKIP = "fix them, or skip them with --skip-bad (skip_bad=True)"
 _MOST_LENGTHS = 32  # that rows are padded to: each is traced before it runs
 _ARRAYS = ("ids", "is_trained", "ends", "file_numbers", "lines")
 
@@ -152,7 +152,7 @@ class Dataset:
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise FormatError(
                 f"{path} can't be read, or has no samples: {error}",
-                hint="start the run anew, in another directory",
+                hint="start a new run in another directory",
             ) from error
 
 
@@ -171,7 +171,7 @@ def read_dataset(
     one. With `skip_bad` unusable rows are skipped instead of refused.
     """
     if seq_length < _LEAST_TOKENS:
-        raise UsageError(f"seq_length is {seq_length}; at least {_LEAST_TOKENS} tokens are trained")
+        raise UsageError(f"seq_length is {seq_length}; it must be at least {_LEAST_TOKENS}")
     files = data_files(paths)
     collector = _Collector(chat, seq_length, train_on)
     for number, file in enumerate(files):
@@ -183,7 +183,7 @@ def read_dataset(
         raise UsageError(_refusal(bad, collector.num_rows), hint=_SKIP)
     if not len(collector.ends):
         why_none = f": {_refusal(bad, collector.num_rows)}" if bad else ""
-        raise UsageError(f"there is no sample in {', '.join(map(str, paths))}{why_none}")
+        raise UsageError(f"no samples in {', '.join(map(str, paths))}{why_none}")
     return collector.dataset(tuple(map(str, files)))
 
 
@@ -191,7 +191,7 @@ def _refusal(bad: Sequence[BadRow], num_rows: int) -> str:
     """Build the error with the number of unusable rows and the first of them."""
     listed = "".join(f"\n  {row}" for row in bad[:_MOST_SHOWN])
     remainder = f"\n  … and {len(bad) - _MOST_SHOWN} more" if len(bad) > _MOST_SHOWN else ""
-    return f"{len(bad)} of {num_rows} rows can't be used{listed}{remainder}"
+    return f"{len(bad)} of {num_rows} rows are invalid{listed}{remainder}"
 
 
 class _Collector:

@@ -20,12 +20,12 @@ _LINES = (".jsonl", ".json")
 _TABLES = (".csv", ".parquet")
 _TEXTS = (".txt", ".md")
 _SUFFIXES = (*_LINES, *_TABLES, *_TEXTS)
-_HINT = f"files end in {', '.join(_SUFFIXES)}"
+_HINT = f"supported suffixes: {', '.join(_SUFFIXES)}"
 _MOST_LINE_BYTES = 1 << 26
 _MOST_LIST_BYTES = 1 << 30
 _PIECE_CHARACTERS = 1 << 20
 _ROWS_AT_A_TIME = 1024
-_DAMAGED = "from here on the table can't be read"
+_DAMAGED = "the table can't be read from here on"
 
 
 class DataRow(NamedTuple):
@@ -45,9 +45,9 @@ def data_files(paths: Sequence[str | Path]) -> list[Path]:
         except OSError as error:
             raise UsageError(f"{path} can't be read: {why(error)}", hint=_HINT) from error
         if not children:
-            raise UsageError(f"there is no training data at {path}", hint=_HINT)
+            raise UsageError(f"no training data at {path}", hint=_HINT)
         if path.suffix not in _SUFFIXES and children == [path]:
-            raise UsageError(f"{path} is no file of training data by its name", hint=_HINT)
+            raise UsageError(f"{path} is not a supported data file", hint=_HINT)
         files += children
     return files
 
@@ -98,7 +98,7 @@ def _json_rows(path: Path) -> Iterator[DataRow]:
         yield from _line_rows(path)
         return
     for number, item in enumerate(json.loads(read_bytes(path, most_bytes=_MOST_LIST_BYTES)), 1):
-        problem = "" if isinstance(item, dict) else "the item is no object"
+        problem = "" if isinstance(item, dict) else "the item is not an object"
         yield DataRow(number, {} if problem else item, problem)
 
 

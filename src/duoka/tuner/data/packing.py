@@ -37,9 +37,9 @@ def refuse_packing(config: PretrainedConfig) -> None:
     kinds = getattr(config, "layer_types", None) or ()
     if config.model_type not in FAMILIES or not set(kinds) <= set(_ATTENTION):
         raise UsageError(
-            f"{config.model_type} isn't known to keep packed samples apart: tokens of one would "
-            "be seen from the next",
-            hint="train it without packing",
+            f"{config.model_type} isn't known to separate packed samples: tokens would attend to "
+            "other samples",
+            hint="train without --packing",
         )
 
 

@@ -37,7 +37,7 @@ def _summary(dataset: Dataset) -> Iterator[Text]:
     )
     bad = dataset.bad_rows
     if bad:
-        yield Text(f"{format_count(len(bad), 'row')} left out:")
+        yield Text(f"{format_count(len(bad), 'row')} skipped:")
         yield from (Text(f"  {row}") for row in bad[:_MOST_BAD_ROWS])
         if len(bad) > _MOST_BAD_ROWS:
             yield Text(f"  … and {len(bad) - _MOST_BAD_ROWS} more")

@@ -88,7 +88,7 @@ def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
     """Recognize the kind of a row; UsageError if it is unknown or damaged."""
     for key, is_learnt in _marks(row).items():
         if not is_learnt:
-            raise UsageError(f"{key!r} is {row[key]}: the row is not to be learnt")
+            raise UsageError(f"{key!r} is {row[key]}: the row is marked as not trained")
     for key in ("messages", "conversations"):
         if row.get(key) is not None:
             return _chat(_list_of(row[key], key), row)
@@ -104,7 +104,7 @@ def read_row(row: Mapping[str, Any]) -> Chat | PromptCompletion | Document:
         _refuse_unread(row)
         return Document([_nonempty_text(row, "text")])
     key_names = ", ".join(list(row)[:_MOST_SHOWN_KEYS]) or "none"
-    raise UsageError(f"its keys are {key_names}; known are {_KEYS}")
+    raise UsageError(f"its keys are {key_names}; supported: {_KEYS}")
 
 
 def _words(key: object) -> set[str]:
@@ -120,17 +120,17 @@ def _marks(fields: Mapping[str, Any]) -> dict[str, bool]:
             continue
         if words & _PREFERENCES:
             raise UsageError(
-                f"{key!r} is of preferences (DPO, KTO), and answers alone are learnt: write the "
-                "better answer as the last message, and leave out the other one"
+                f"{key!r} belongs to preference data (DPO, KTO), which isn't supported: keep the "
+                "better answer as the last message, and remove the other one"
             )
         if words & _MEDIA and value:
-            raise UsageError(f"{key!r} isn't read: text alone is learnt")
+            raise UsageError(f"{key!r} isn't supported: training uses text only")
         if words & (_MARKS | _MASKS):
             sign = None if words & _MASKS else _SIGNS.get(str(value).lower())
             if sign is None:
                 raise UsageError(
-                    f"{key!r} is {str(value)[:40]}; only true, false, 1 and 0 say whether "
-                    "something is learnt: leave the key out if it says something else"
+                    f"{key!r} is {str(value)[:40]}; only true, false, 1 and 0 are supported: "
+                    "remove the key if it has another meaning"
                 )
             marks[key] = sign
     return marks
@@ -140,7 +140,7 @@ def _refuse_unread(row: Mapping[str, Any], *read: str) -> None:
     """Refuse content before an answer that would be ignored."""
     for key in _CONTEXTS:
         if row.get(key) and key not in read:
-            raise UsageError(f"{key!r} isn't read here; write the row as messages")
+            raise UsageError(f"{key!r} isn't supported here; write the row as messages")
 
 
 def _chat(messages_in: Sequence[Any], row: Mapping[str, Any]) -> Chat:
@@ -157,15 +157,15 @@ def _chat(messages_in: Sequence[Any], row: Mapping[str, Any]) -> Chat:
     for number, message in enumerate(messages_in, start=1):
         try:
             if not isinstance(message, Mapping):
-                raise UsageError("it is no object")
+                raise UsageError("it is not an object")
             if message.get("tools") and message["tools"] != tools:
-                raise UsageError("its 'tools' aren't those of the row")
+                raise UsageError("its 'tools' differ from those of the row")
             marks, place = _marks(message), len(messages)
             messages += _messages(message)
             if not all(marks.values()):
                 unweighted.add(place)
             elif marks and messages[place].role != "assistant":
-                raise UsageError("it says that it is to be learnt, and answers alone are")
+                raise UsageError("it is marked as trained, and only assistant messages are trained")
         except UsageError as error:
             raise UsageError(f"message {number}: {error}") from error
     return _checked(messages, row, frozenset(unweighted))
@@ -175,9 +175,7 @@ def _messages(fields: Mapping[str, Any]) -> Iterator[ChatMessage]:
     """Read a message of ShareGPT, ChatGLM3's fine-tuning demo, or OpenAI."""
     for key in fields:
         if fields[key] and _words(key) & _REASONING:
-            raise UsageError(
-                f"{key!r} isn't read; write it into the content, as the model is to say it"
-            )
+            raise UsageError(f"{key!r} isn't supported; write it into the content")
     if "from" in fields and "role" not in fields:
         speaker, content = fields["from"], fields.get("value")
         if speaker == "function_call":
@@ -202,7 +200,7 @@ def _alpaca(row: Mapping[str, Any]) -> Iterator[ChatMessage]:
         yield ChatMessage(role="system", content=_text(row, "system"))
     for exchange in _list_of(row.get("history"), "history"):
         if not isinstance(exchange, Sequence) or len(exchange) != 2:
-            raise UsageError("'history' is no list of questions with their answers")
+            raise UsageError("'history' is not a list of question-answer pairs")
         yield ChatMessage(role="user", content=exchange[0])
         yield ChatMessage(role="assistant", content=exchange[1])
     question = _text(row, "instruction")
@@ -229,12 +227,14 @@ def _checked(
             position = (
                 f"after one of role {previous_role!r}" if previous_role else "at the beginning"
             )
-            raise UsageError(f"message {number} of role {role!r} can't stand {position}")
+            raise UsageError(f"message {number} of role {role!r} isn't allowed {position}")
         if role == "assistant" and not message.content.strip() and not message.calls:
             raise UsageError(f"message {number} is an empty answer")
         previous_role = role
     if previous_role != "assistant":
-        raise UsageError("there is no answer at its end" if messages else "there are no messages")
+        raise UsageError(
+            "the last message is not an answer" if messages else "there are no messages"
+        )
     tools = tuple(map(_json, _list_of(row.get("tools"), "tools")))
     calls = [call.arguments for message in messages for call in message.calls]
     if tools or calls:
@@ -247,7 +247,7 @@ def _list_of(value: Any, key: str) -> Sequence[Any]:
     """Return a list, or parse one from JSON (in some tables, and ShareGPT's tools)."""
     items = _json(value) if isinstance(value, str) and value.strip() else value or []
     if not isinstance(items, list | tuple):
-        raise UsageError(f"{key!r} is no list")
+        raise UsageError(f"{key!r} is not a list")
     return items
 
 
@@ -258,13 +258,13 @@ def _json(value: Any) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"a text in the place of an object is not valid JSON: {error}") from error
+        raise UsageError(f"a string in place of an object is not valid JSON: {error}") from error
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
     text = row[key]
     if not isinstance(text, str):
-        raise UsageError(f"{key!r} is no text, but of type {type(text).__name__}")
+        raise UsageError(f"{key!r} is not a string, but of type {type(text).__name__}")
     refuse_half_pairs(text, repr(key))
     return text
 
