@@ -93,7 +93,7 @@ class MixedCall:
         return inner is not None and is_model_code(inner.f_code)
 
     def move_to(self, target: torch.device, *, is_forced: bool = False) -> None:
-        """Choose the tensors that move; of a call for the CPU only the one that it needs there."""
+        """Select the tensors to move; for a CPU-only argument, just that tensor."""
         self.target = target
         moving = {id(tensor) for _, tensor in self.tensors if must_move(tensor, target)}
         if self.for_cpu is not None and not is_forced:

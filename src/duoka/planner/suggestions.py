@@ -45,10 +45,7 @@ _KNOBS = {
     "map": ("duoka's plan instead of the map: {devices}", ""),
     "micro-batch": ("a micro-batch of {batch}", ""),
     "checkpointed-batch": ("gradient checkpointing and a micro-batch of {batch}", ""),
-    "checkpointing": (
-        "gradient checkpointing",
-        "about a third of the speed",
-    ),
+    "checkpointing": ("gradient checkpointing", "about a third of the speed"),
     "adamw8bit": ("AdamW with 8-bit states", "slightly less accurate optimizer states"),
     "adafactor": ("Adafactor instead of AdamW", "less accurate optimizer states"),
     "rank": ("LoRA rank {rank} instead of {requested_rank}", "less capacity"),

@@ -164,12 +164,15 @@ class RunDirectory:
     @contextmanager
     def new_result(self, name: str) -> Iterator[Path]:
         """Yield the path of a new result, which replaces an earlier one at the end."""
-        path, place = self.path / name, self.path / f".new-{name}"
-        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+        path, place, old = (self.path / f"{prefix}{name}" for prefix in ("", ".new-", ".old-"))
+        for leftover in (place, old):  # of a process that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
         yield place
         with name_write_errors(path, _ROOM):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                path.rename(old)
             place.rename(path)
+        shutil.rmtree(old, ignore_errors=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

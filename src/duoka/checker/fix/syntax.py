@@ -128,7 +128,7 @@ class Tree(SourceFile):
 
     def function_of(self, node: ast.AST) -> Function | None:
         """Return the function or lambda whose body contains a node."""
-        return self.enclosing(node, Function)  # type: ignore[no-any-return]
+        return next((outer for outer in self.ancestors(node) if isinstance(outer, Function)), None)
 
     def names_before(self, node: ast.AST) -> set[str]:
         """Return the names in the enclosing function before the node's statement."""

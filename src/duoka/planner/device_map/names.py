@@ -37,9 +37,9 @@ class Spelling:
         self.outline = outline
         self.tensors = [tensor for block in outline.blocks for tensor in block.tensors]
         self.empty_modules = frozenset(outline.empty_modules)
-        self.native = {""}
+        self.native = dict.fromkeys([""])  # ordered, so that ties among nearest names are too
         for tensor in self.tensors:
-            self.native.update(prefixes(tensor.name))
+            self.native |= dict.fromkeys(prefixes(tensor.name))
 
     @cached_property
     def renamed(self) -> set[str]:
