@@ -28,7 +28,7 @@ from duoka import virtual
 from duoka.models.cache_argument import CACHE
 from duoka.planner.placement import Placement
 from duoka.runtime.dispatch.dispatch import dispatch
-from duoka.runtime.dispatch.movers import Frame, Frames, Memory, Mover
+from duoka.runtime.dispatch.movers import Frame, Frames, Mover
 
 NUM_LAYERS = 40
 NUM_STAGES = 4
@@ -142,11 +142,10 @@ def micro() -> Iterator[tuple[str, float]]:
     yield "mover, nothing to move", repeated(lambda: here.bring((hidden,), kwargs))
     away = Mover(torch.device("meta"), frames)
     yield "mover, all of it moved before", repeated(lambda: away.bring((hidden,), kwargs))
-    memory, meta = Memory(has_grad=False), torch.device("meta")
+    meta = torch.device("meta")
 
     def first_move() -> None:
-        memory.moved.clear()
-        memory.add(hidden, hidden.to(meta))
+        Frame().carried(hidden, meta, ("meta", False))
 
     yield "first move of a tensor", repeated(first_move)
     yield "of which torch's own .to", repeated(lambda: hidden.to(meta))
@@ -154,8 +153,7 @@ def micro() -> Iterator[tuple[str, float]]:
     there, gpu = hidden.to("vgpu:0"), torch.device("vgpu", 1)
 
     def first_virtual_move() -> None:
-        memory.moved.clear()
-        memory.add(there, there.to(gpu))
+        Frame().carried(there, gpu, (str(gpu), False))
 
     yield "first move between virtual GPUs", repeated(first_virtual_move, number=200)
     yield "of which torch's own .to (virtual)", repeated(lambda: there.to(gpu), number=200)

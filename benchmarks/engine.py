@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -44,8 +44,8 @@ from tuning import make_tokenizer
 
 import duoka
 from duoka.engine import Engine, SamplingParams
-from duoka.engine.step import EngineStep
 from duoka.planner.plan import Plan
+from duoka.runtime.call.chunk import Chunk
 
 VOCABULARY, PROMPT = 1000, 16
 NEW_TOKENS = 16
@@ -278,10 +278,10 @@ def engine_times(engine: Engine, batch: int) -> Times:
     submit = engine._executor.submit
     begun: list[float] = []
 
-    def note(step: EngineStep) -> None:
-        if len(step.chunks) == batch and all(len(chunk.tokens) == 1 for chunk in step.chunks):
+    def note(chunks: Sequence[Chunk]) -> None:
+        if len(chunks) == batch and all(len(chunk.tokens) == 1 for chunk in chunks):
             begun.append(time.perf_counter())
-        submit(step)
+        submit(chunks)
 
     engine._executor.submit = note  # type: ignore[method-assign]
     params = SamplingParams(max_new_tokens=LONG_ANSWER, min_new_tokens=LONG_ANSWER)

@@ -26,7 +26,7 @@ import torch
 import duoka
 from duoka import virtual
 from duoka.engine import Engine, Grammar, SamplingParams
-from duoka.engine.engine import ScheduledChunk
+from duoka.runtime.call.chunk import Chunk
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import tuning
@@ -43,16 +43,16 @@ class CountingEngine(Engine):
 
     num_short = 0
 
-    def _retry(self, pieces: Sequence[ScheduledChunk], error: Exception) -> None:
+    def _retry(self, chunks: Sequence[Chunk], error: Exception) -> None:
         self.num_short += isinstance(error, torch.OutOfMemoryError)
-        super()._retry(pieces, error)
+        super()._retry(chunks, error)
 
 
 def squeezed(plan: duoka.Plan) -> duoka.Plan:
     """The plan on devices whose budgets are what is forecast to be reserved."""
     budgets = {stage.device: stage.reserved_bytes for stage in plan.forecast.devices}
     fleet = {device.name: device for device in plan.fleet.devices}
-    return plan.moved(
+    return plan.move_to(
         {name: replace(fleet[name], budget_bytes=size) for name, size in budgets.items()}
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import subprocess
 import sys
 import tomllib
@@ -87,3 +89,24 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("[]\n")
+
+
+def test_benchmarks_import_names_that_exist() -> None:
+    imports = [
+        (path.name, node.module or "", name.name)
+        for path in (ROOT / "benchmarks").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("duoka")
+        for name in node.names
+    ]
+    assert len(imports) > 100
+    assert [use for use in imports if not exists(*use[1:])] == []
+
+
+def exists(module: str, name: str) -> bool:
+    try:
+        return hasattr(importlib.import_module(module), name) or bool(
+            importlib.import_module(f"{module}.{name}")
+        )
+    except ModuleNotFoundError:
+        return False
