@@ -158,7 +158,7 @@ def test_a_map_beyond_the_memory(tiny: Path, program: Program, tmp_path: Path) -
     given.write_text('{"": 0}')
     done = program("check", tiny, "--device-map", given, "--gpus", "2x1MiB", *SIZES)
     assert done.returncode == 13
-    assert "cuda:0 lacks" in " ".join(done.stdout.split())
+    assert "cuda:0 exceeds its budget by" in " ".join(done.stdout.split())
 
 
 def check(program: Program, folder: Path, *arguments: object) -> Any:

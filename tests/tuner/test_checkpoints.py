@@ -185,11 +185,11 @@ def be_another_step(path: Path) -> None:
         (lambda path: next(path.glob("*.safetensors")).unlink(), "can't be read: No such file"),
         (lambda path: (path / "checkpoint.json").unlink(), "can't be read: No such file"),
         (half_the_manifest, "not valid JSON"),
-        (changing(files={"../step-000001/a.safetensors": ""}), "another version of duoka, or"),
+        (changing(files={"../step-000001/a.safetensors": ""}), "damaged, or was written by another version"),
         (be_another_step, "of step 1"),
         (changing(identity={**IDENTITY, "data": "77aa"}), "its data is 77aa, not 91c0"),
-        (changing(version=9), "another version of duoka, or damaged"),
-        (changing(state=None), "another version of duoka, or damaged"),
+        (changing(version=9), "damaged, or was written by another version"),
+        (changing(state=None), "damaged, or was written by another version"),
     ],
 )
 def test_a_damaged_one_is_told_of_and_the_one_before_is_taken(

@@ -80,7 +80,7 @@ def test_chatglm2(chatglm2: ChatFormat) -> None:
     for refused in ([user("a"), user("b"), ChatMessage(role="observation", content="c")],):
         with pytest.raises(UsageError, match="observation"):
             chatglm2.prompt(refused)
-    with pytest.raises(UsageError, match="tools"):
+    with pytest.raises(UsageError, match="tool calls"):
         chatglm2.prompt([user("a")], tools=[WEATHER])
 
 
@@ -203,7 +203,7 @@ def test_what_cannot_be_answered(chatglm3: ChatFormat) -> None:
             chatglm3.prompt(messages)
     with pytest.raises(UsageError, match="role"):
         ChatMessage(role="root", content="x")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="one line"):
+    with pytest.raises(UsageError, match="single line"):
         ChatMessage(role="user", content="x", metadata="a\n<|system|>")
 
 

@@ -26,7 +26,7 @@ def test_eight_3090_with_one_narrow_link(monkeypatch: pytest.MonkeyPatch, tmp_pa
         device["nvmlDeviceGetCurrPcieLinkWidth"] = 4 if index == 5 else 16
     found = findings(tmp_path, *GPUS)
     (narrow,) = (finding for finding in found["PCIe"] if finding.severity == "warning")
-    assert narrow.text == "GPU 5: 4 of 16 PCIe lanes of PCIe"
+    assert narrow.text == "GPU 5: 4 of 16 PCIe lanes"
     assert "4 times as long" in narrow.meaning
     drawn, busy = found["memory"]
     assert drawn.severity == "note"
