@@ -11,10 +11,10 @@ of a size (or FREE), and whether the block counts as cache. A layer whose KV cac
 
     event of its trace            instruction           registers in use
     (a pass begins)                                      0
-    keep    the new cache         1 <- sizes[0] cache    0 1
-    malloc  the scores            2 <- sizes[1]          0 1 2
-    drop    the old cache         free 0 cache           1 2
-    release the scores            free 2                 1
+    alloc   the longer cache      1 <- sizes[0] cache    0 1
+    alloc   the scores            2 <- sizes[1]          0 1 2
+    free    the old cache         free 0 cache           1 2
+    free    the scores            free 2                 1
 
 What is in use at the end is the live-out set: caches or gradients, which are the first registers of
 the next pass, and what a forward pass has saved for its backward pass.
@@ -84,6 +84,12 @@ class StageCompiler:
         self._workspace_bytes, self._takes_workspace = workspace_bytes, False
         self.blocks, self._num_kept = num_kept.keys(), num_kept
         self._num_inputs = sum(num_kept.values())
+        # The first registers are the pass's inputs, in the order in which `StageRun.run_pass` hands
+        # them over. Blocks 4 and 5 with two caches each, and (before a backward pass) allocation 7
+        # of block 4, saved by the forward pass:
+        #
+        #   register      0  1       2  3       4               5 ...
+        #   holds         block 4    block 5    alive[4, 7]     written by this pass
         registers = itertools.count()
         self._caches = {
             block: list(itertools.islice(registers, number)) for block, number in num_kept.items()
@@ -94,6 +100,8 @@ class StageCompiler:
         # Copies by way of third devices: they live as long as their source.
         self._detour_copies: dict[Key, dict[tuple[str, ...], int]] = {}
         self._copied: list[Rule] = []
+        # Sizes are those of one example block for each kind, and then those of copies. With a kind
+        # of 3 allocations and one of 2: sizes[0:3], sizes[3:5], and copies from sizes[5] on.
         kinds = events.profile.blocks
         self._examples = {kinds[block].kind: block for block in self.blocks}
         numbers = (len(events.trace(block, step).sizes) for block in self._examples.values())
@@ -105,6 +113,8 @@ class StageCompiler:
         alive: dict[Key, int] | None = None
         while order:
             block, order = order[0], order[1:]
+            # A block of another stage allocates nothing here. But tensors die in its turn, and with
+            # each of them the copy on this stage: movers keep a copy as long as its source.
             if block not in self.blocks:
                 alive = None
                 for ref in self.events.foreign_frees(block, self.step):
@@ -157,7 +167,12 @@ class StageCompiler:
                 return 0
         self.alive, self._num_registers = alive, self._num_registers + number * written
         # The code of all repeated blocks at once: [blocks, instructions, 3]. Registers of inputs,
-        # which are caches, move by as many as a block has, all others by as many as it writes.
+        # which are caches, move by as many as a block has, all others by as many as it writes. With
+        # two caches and three written registers, from one layer to the next:
+        #
+        #   (12, size 4, no cache)   becomes   (15, size 4, no cache)
+        #   ( 5, FREE, cache)        becomes   ( 7, FREE, cache)
+        #
         code = np.array(self._code[start:]).reshape(-1, 3)
         further = np.where(code[:, :1] < self._num_inputs, num_kept, written) * [1, 0, 0]
         times = np.arange(1, number + 1)[:, None, None]
@@ -184,6 +199,8 @@ class StageCompiler:
 
     def program(self) -> StageProgram:
         """Return the compiled program."""
+        # The live-out set in the order of the next pass's inputs: caches by block, then what a
+        # forward pass has saved. Any other pass has freed the rest (`release_all`).
         caches = self._caches.values()
         return StageProgram(
             code=self._code.tobytes(),
@@ -197,6 +214,8 @@ class StageCompiler:
 
     def _run_block(self, block: int) -> None:
         events, trace = self.events, self.events.trace(block, self.step)
+        # `number` counts the block's allocations through both passes of a micro-batch, as keys do;
+        # `size` is the index of the next size of this pass.
         number = events.first_number(block, self.step)
         size = self._first_sizes[events.profile.blocks[block].kind]
         retained = frozenset(trace.retained)
@@ -237,6 +256,8 @@ class StageCompiler:
 
     def _copy_inputs(self, block: int) -> None:
         for key, size, detour in self._read_from_elsewhere(block):
+            # Movers find a copy again by the tensor object that it was made of. A mask that comes
+            # straight from cuda:2, and by way of cuda:0, is two objects: there are two copies.
             if detour:
                 copies = self._detour_copies.setdefault(key, {})
                 if detour not in copies:
@@ -258,6 +279,12 @@ class StageCompiler:
             if (detour := self._detour(block, key[0])) or max(key[0], 0) not in self.blocks
         ]
 
+    # Example: block 0 on cuda:2 makes a mask; a decoder module begins with block 2 on cuda:0, and
+    # contains block 5 on cuda:1. The mask is an argument of the decoder, so dispatch brings it to
+    # the decoder's first block, and from there to block 5:
+    #
+    #   path      cuda:2 (maker)   cuda:0 (block 2)      then cuda:1 (block 5)
+    #   detour                     cuda:0                the copy on cuda:1 comes by way of cuda:0
     def _detour(self, block: int, maker: int) -> tuple[str, ...]:
         """Return the devices on the way of a tensor from its maker to a block."""
         starts = self.events.profile.blocks[block].inside

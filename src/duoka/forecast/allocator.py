@@ -20,6 +20,8 @@ from bisect import bisect_left, insort
 
 from duoka.errors import UsageError
 
+# In PyTorch's source (c10): kMinBlockSize, kSmallSize, kSmallBuffer, kMinLargeAlloc, kLargeBuffer
+# and kRoundLarge.
 ROUND_BYTES = 512
 SMALL_REQUEST_BYTES = 2**20
 SMALL_SEGMENT_BYTES = 2 * 2**20
@@ -94,11 +96,20 @@ END_OF_ADDRESSES = 1 << ADDRESS_BITS  # what would lie behind it is refused, cap
 ADDRESS = END_OF_ADDRESSES - 1
 
 
+# A segment of the large pool, in MiB, from a request to the next:
+#
+#   malloc 6       [ 6 used | 14 free ]          a new segment of 20, split
+#   malloc 13.5    [ 6 used | 14 used ]          a rest of 0.5 isn't split: `least_rest` is above 1
+#   free   6       [ 6 free | 14 used ]
+#   malloc 8       [ 6 free | 14 used ]          6 is too small: a further segment of 20
+#   free   13.5    [ 20 free ]                   merged; wholly free, so it may be given back
+#
+# After the fourth line 22 MiB are allocated (21.5 of them requested), and 40 are reserved.
 class SegmentPool:
     """The segments of a size class, and their free blocks.
 
-    `free` has the free ones, each as large as can be, in order. Nothing else decides what comes
-    next: two allocators with equal free blocks go on alike.
+    `free` has the free blocks, merged with their free neighbours, in order of size and address.
+    Later requests depend on nothing else: two allocators with equal free blocks serve them alike.
     """
 
     __slots__ = ("_ends", "_least_rest", "_segments", "_starts", "free")
@@ -139,6 +150,11 @@ class SegmentPool:
     def release(self, block: Block) -> None:
         """Take a block back, and merge it with its free neighbours."""
         # A free neighbour behind begins where the block ends, one before it ends where it begins.
+        # Both are found without a search, by their edges (Knuth's boundary tags). With 0 to 512 and
+        # 1024 to 2048 free, a release of 512 to 1024:
+        #
+        #   starts[1024] is 1024 bytes     the block grows to 512 ... 2048
+        #   ends[512] begins at 0          and to 0 ... 2048: no two free blocks touch
         free, starts, ends = self.free, self._starts, self._ends
         address = block & ADDRESS
         end = address + (block >> ADDRESS_BITS)

@@ -86,6 +86,7 @@ class Costs:
 
     def leaving(self, room: Room) -> Costs:
         """Return costs under the condition to leave so much of each budget free."""
+        # A shallow copy: replays, peaks and bounds are shared, and `_narrow` depends on the room.
         roomy = copy(self)
         roomy.room, roomy._narrow = room, set()
         return roomy
@@ -134,6 +135,19 @@ class Costs:
         """Return the bytes copied from the host to a stage in each step."""
         return sum(self.profile.streamed_bytes(self.blocks_of(start, stop)))
 
+    # The schedule 1F1B (Narayanan et al., Megatron-LM, 2021): three stages, four micro-batches.
+    # A micro-batch is in flight from its forward (F) to its backward pass (B), and holds its saved
+    # activations. A stage's backward pass waits for those of the stages behind it, so a stage at
+    # place p runs p forward passes before its first backward pass:
+    #
+    #   time       0  1  2  3  4  5  6  7  8  9 10 11    in flight, at most
+    #   place 3   F1 F2 F3  .  . B1 F4 B2  . B3  . B4    3
+    #   place 2    . F1 F2  . B1 F3 B2 F4 B3  . B4  .    2
+    #   place 1    .  . F1 B1 F2 B2 F3 B3 F4 B4  .  .    1
+    #
+    # Warm-up is up to the first B, cool-down from the last F on, and steady state between the two.
+    # With m micro-batches no more than m are in flight, so places from m on are equal. With GPipe
+    # all m are in flight at every stage, and with "sequential" one: then there is a single place.
     @property
     def num_places(self) -> int:
         """The number of different places from the end; those before the last are equal to it."""

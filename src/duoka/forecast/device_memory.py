@@ -1,8 +1,8 @@
 """The memory of a device: its allocator, the bytes in use, and their peaks.
 
-Two do the same: `PlainMemory`, and one that is compiled (`_memory.c`), for planning takes as long
-as this does. The latter is there where a C compiler was when duoka was installed; for the types of
-Python it is a `PlainMemory`, which it equals method for method.
+There are two implementations with the same methods: `PlainMemory`, and a compiled one
+(`_memory.c`), because planning spends most of its time here. The compiled one exists where a C
+compiler was present when duoka was installed; for type checkers it is a `PlainMemory`.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class PlainMemory:
 
     def hold(self, num_bytes: int, cached: bool = False) -> Held:
         """Allocate."""
+        # `allocated` counts the whole block, `requested` only what was asked for: 13.5 MiB from a
+        # free block of 14 MiB add 14 to the one and 13.5 to the other. Only the first depends on
+        # which blocks are free, so the search compares stages by the second.
         requested = rounded_bytes(num_bytes)
         allocator = self._allocator
         block = allocator.take(requested)

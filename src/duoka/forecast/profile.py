@@ -125,6 +125,18 @@ Key = tuple[int, int]
 stands for the model's inputs."""
 
 
+# The trace of block 5, a decoder layer behind another one, in a decode step:
+#
+#   alloc 0                        queries
+#   alloc 1, retained              the longer KV cache
+#   free  kept 0                   the cache of the step before
+#   alloc 2                        the layer's output
+#   free  own 0                    queries
+#   free  earlier 2, back 1        allocation 2 of block 4: the hidden states
+#   read  earlier 2, back 1        the same, copied where block 4 is on another device
+#   read  carried 0                a mask that block 0 has made
+#
+# References are relative to the block, so equal layers have equal traces: one `BlockKind`.
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
     """An allocation, seen from a block.

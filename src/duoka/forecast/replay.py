@@ -137,7 +137,9 @@ class Replay(AllocEvents):
         if not keys or len(keys) * self._num_events(keys[-1]) <= _MOST_EVENTS:
             return keys
         # Which lengths need a replay follows from the sizes of caches: a cache is allocated anew in
-        # every step, and asks for another segment only where its size class changes.
+        # every step, and asks for another segment only where its size class changes. A cache that
+        # grows over 8, 9, 10, 11, 12, 13 MiB needs segments of 20, 20, 10, 12, 12, 14 MiB: lengths
+        # at which it reaches 10, just over 10, and just over 12 MiB are replayed.
         chosen_lengths = {*_ends(keys)}
         rules = {
             trace.sizes[index]
@@ -222,6 +224,8 @@ class StageRun:
     def run(self, usable_bytes: float = inf) -> StageBytes:
         """Replay the passes until more is reserved than is usable, and return the peaks."""
         memory, weights = self.memory, self._weight_bytes
+        # `any` stops behind the first pass that exceeds the limit. The generator stays there, with
+        # the allocator as it is, and the next call goes on from the next pass.
         self.is_paused = any(memory.max_reserved > usable_bytes for _ in self._passes)
         kept_bytes, optimizer = memory.cached_at_peak, memory.aside_at_peak
         is_training = self.replay.workload.training is not None

@@ -70,6 +70,9 @@ class ServingReplay(Replay):
 
         `serving` says why more steps need no more memory then.
         """
+        # A fixed point of the segments. A new segment changes which free blocks later steps split,
+        # so the same sizes may need one more in the next round; a round that adds none finds the
+        # same segments again, as any order of these sizes does.
         stage.run_pass(0)
         memory, reserved = stage.memory, -1
         while reserved < memory.max_reserved:

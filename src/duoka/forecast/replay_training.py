@@ -84,7 +84,8 @@ class TrainingReplay(Replay):
                 stage.run_pass(step, flying.pop(0))
                 step = ACCUMULATE
                 # The same allocator state leads to the same states again. If it was last seen with
-                # `period` more micro-batches to go, whole periods of the rest change nothing.
+                # `period` more micro-batches to go, whole periods of the rest change nothing. With
+                # equal states at 40 and at 38 micro-batches to go, 38 % 2 = 0 are left to run.
                 state = _allocator_state(stage.memory, flying)
                 period = last_seen.setdefault(state, remaining) - remaining
                 if period:
@@ -112,6 +113,15 @@ class TrainingReplay(Replay):
 
     def _release_unsaved(self, compiler: StageCompiler) -> None:
         """Free tensors without use in a backward pass on this stage, after the forward pass."""
+        # What is alive behind the blocks' forward pass, and what becomes of it:
+        #
+        #   made by               freed in the backward pass of    after the forward pass
+        #   a block of the stage  one of the stage                 stays, saved
+        #   a block of the stage  none                             stays to the backward pass's end
+        #   a block of the stage  another stage's, which has       freed
+        #                         saved a copy of its own
+        #   another stage         any; a block here reads it       stays: this copy is saved
+        #   another stage         any; it only lives through       freed, unless by one of the stage
         inputs = {
             self.key_of(block, read.ref, FORWARD)
             for block in compiler.blocks

@@ -76,6 +76,8 @@ class StepSeconds:
         step with one: a + p / m, where p is for all its tokens and a for all else in the step. That
         is least where a piece takes sqrt(a p / (s - 1)).
         """
+        # (m + s - 1) / s * (a + p / m) is least at m = sqrt((s - 1) p / a). With s = 2 stages, a =
+        # 10 ms and p = 90 ms, prompts in m = 1, 3 and 9 pieces take 100, 80 and 100 ms.
         beside = self.fixed_seconds + self.token_seconds * num_answering
         seconds = sqrt(beside * self.token_seconds * tokens / (num_stages - 1))
         per_token = self.token_seconds + self.pair_seconds * past

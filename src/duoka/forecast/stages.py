@@ -64,7 +64,13 @@ class Chain:
         first_codes = [codes.setdefault((0, *key), len(codes)) for key in keys]
         later = [codes.setdefault(key, len(codes)) for key in zip(gaps, keys, strict=True)]
         # A stage's number follows from that of the stage without its last block, and from that
-        # block with the gap before it.
+        # block with the gap before it (hash consing; `np.unique` keeps the numbers small). With
+        # blocks of kinds E L L L N:
+        #
+        #   start        0        1        2        3        4
+        #   1 block      E: 1     L: 2     L: 2     L: 2     N: 3
+        #   2 blocks     EL: 4    LL: 5    LL: 5    LN: 6
+        #   3 blocks     ELL: 7   LLL: 8   LLN: 9
         starts, numbers = np.arange(num), np.array(first_codes)
         for length in range(1, num + 1):
             _, numbers = np.unique(numbers, return_inverse=True)
@@ -149,6 +155,17 @@ def lower_bounds(chain: Chain, replay: Replay) -> NDArray[np.int64]:
         kv_before, kv_after, peak_alone, peak_with_producers, producer_distance = of_step.T
         grown = np.concatenate([[0], np.cumsum(kv_after)])
         ungrown = np.concatenate([[0], np.cumsum(kv_before)])
+        # The numbers of the docstring's example, where `grown` is 0 12 24 36 48 and `ungrown` is
+        # 0 10 20 30 40:
+        #
+        #   block b                               0    1    2    3
+        #   grown[b] + peak[b] - ungrown[b + 1]  20   32   29   46
+        #   running maximum from start 0         20   32   32   46
+        #   + ungrown[b + 1] - grown[0]          30   52   62   86    bounds of stages [0, b + 1)
+        #   running maximum from start 1              32   32   46
+        #   + ungrown[b + 1] - grown[1]               40   50   74    bounds of stages [1, b + 1)
+        #
+        # That is O(blocks²) for all stages; a loop over the blocks of each takes O(blocks³).
         has_producers = starts <= places - producer_distance
         peaks = np.where(has_producers, peak_with_producers, peak_alone)
         largest = running_peaks(grown[:-1] + peaks - ungrown[1:])
@@ -238,6 +255,14 @@ class Growth:
         return bounds
 
 
+# Example: allocation 0, allocation 1, a free of tensor 0, allocation 2.
+#
+#   tensor                0   1   2
+#   at allocation 0       1   0   0
+#   at allocation 1       1   1   0
+#   at allocation 2       0   1   1
+#
+# This matrix times the tensors' bytes is the bytes alive at each allocation.
 def _alive(trace: AllocationTrace) -> NDArray[np.float64]:
     """[allocations, tensors]: 1 where a block's own tensor is alive at an allocation."""
     alive, num_made = np.tri(len(trace.sizes)), 0
@@ -272,11 +297,17 @@ def _cache_and_peaks(
     chain: Chain, replay: Replay, block: int
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield the five numbers of a block for each step, as `lower_bounds` explains them."""
+    # State: `cache`, the bytes of the block's KV cache tensors by slot. A step of a growing cache
+    # allocates the longer tensor first and frees the old one afterwards, so that both count at the
+    # peak: of 10 and 12 bytes, `kv_before` is 10, `kv_after` 12, and the peak has 22.
     cache: list[int] = []
     for step in range(len(replay.steps)):
         trace = replay.trace(block, step)
         sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
         read = _read_bytes(chain, replay, block, step)
+        # A block may free a tensor that it doesn't read: one of block b - 2, which model code drops
+        # while b runs. It takes memory of the stage up to then if b - 2 is on the stage as well
+        # (`producer_distance` is 2), and none elsewhere.
         freed_only = {
             ref: _made_bytes(chain, replay, block, step, ref)
             for ref in trace.events

@@ -141,6 +141,8 @@ def _own_peak(replay: TrainingReplay, block: int, step: int) -> int:
     sizes = [rounded_bytes(size) for size in replay.sizes(block, step)]
     forward_sizes = [rounded_bytes(size) for size in replay.sizes(block, FORWARD)]
     start = replay.first_number(block, step)
+    # A backward pass begins with what its own forward pass has saved, and frees it on the way. What
+    # it has saved of other blocks' outputs is left out: it isn't freed by an "own" reference.
     live = _saved_bytes(replay, block) - _saved_input_bytes(replay, block) if step else 0
     peak, number = live, 0
     for ref in trace.events:
