@@ -7,7 +7,7 @@ on one device: union-find joins the tags that it mixes::
 
     h = embed(ids)               tag embed
     h enters layer.0             tag "layer.0 entered"
-      n = norm(h)                joins "layer.0 entered" and layer.0.norm
+      n = norm(h)                the first use in layer.0: joins "layer.0 entered" and layer.0.norm
       a = attention(n)           tag layer.0.attention, as n enters it
       return h + a               joins "layer.0 entered" and layer.0.attention
     logits = head(h)             tag head, as h enters it
@@ -173,6 +173,8 @@ class _Experiment:
         tags = {tag for tensor in tensors_in((args, kwargs)) for tag in self._tags(tensor)}
         if not tags:
             return
+        # The result gets one of the operands' tags. Any of them will do, since all are in one set
+        # now: `h + a` with tags "layer.0 entered" and layer.0.attention makes them one.
         representative = min(tags)
         # Not for a tower, whose features are concatenated when all of it has run, before they are
         # moved: that is less than its layers' temporaries, which are free by then.
@@ -197,6 +199,9 @@ class _Experiment:
         self.first_use.setdefault(owner, self.clock)
         self.last_use[owner] = self.clock
         self.current_owner = owner
+        # A tied parameter has no tag: the head's product with the embedding's weight would join the
+        # two, and with them all layers between. That both have one device is a condition of its own
+        # (`ProfileBlock.tied_to`), which leaves these layers free.
         if len(holders) == 1:
             yield owner
 
@@ -246,7 +251,9 @@ class _Experiment:
         def retag(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, nn.Parameter):
                 return tensor
-            # As it is where a mover has brought it, with another tag.
+            # As it is where a mover has brought it, with another tag. The alias is another object:
+            # code outside of the module goes on with the tensor and its tag, as with a tensor of
+            # which a mover has made a copy.
             alias = bring(tensor, virtual.virtual_device(0)).view_as(tensor)
             setattr(alias, _TAG, name + _ENTERED)
             return alias
@@ -280,6 +287,16 @@ class _Experiment:
 
     def intervals(self) -> list[tuple[int, int, set[str]]]:
         """Return the sets of owners with the first and the last use of each."""
+        # The run in the module's docstring, with a clock of its operations alone:
+        #
+        #   1  embed(ids)          uses embed
+        #   2  norm(h)             uses norm, the first owner in layer.0
+        #   3  attention(n)        uses attention
+        #   4  h + a               joins "layer.0 entered" and attention
+        #   5  head(h)             uses head
+        #
+        # The loop below joins norm and "layer.0 entered". Intervals are those of uses: {embed}
+        # [1, 1], {norm, attention} [2, 3], {head} [5, 5].
         entries: dict[str, str] = {}
         for owner in sorted(self.first_use, key=self.first_use.__getitem__):
             for container in prefixes(owner):
@@ -301,8 +318,13 @@ class _Experiment:
         ]
 
 
+# From sets of owners to blocks: in order of execution, with all cuts between them possible.
+
+
 def _merge_overlaps(spans: list[tuple[int, int, set[str]]]) -> list[set[str]]:
     """Join sets whose intervals overlap: a stage is contiguous."""
+    # A sweep in order of the starts; the last entry has the interval's end so far. Of A [0, 2],
+    # B [1, 3] and C [4, 5]: A; B begins before 2, so {A, B} to 3; C begins behind 3, alone.
     merged: list[tuple[int, set[str]]] = []
     for start, stop, owners in sorted(spans, key=lambda span: span[:2]):
         if merged and start <= merged[-1][0]:
@@ -318,6 +340,14 @@ def _fuse_glue_work(experiment: _Experiment, spans: list[set[str]]) -> list[set[
 
     Where model code has moved something back there, a block without modules stands for its work.
     """
+    # Example: the blocks are words (0), norm (1) and layer (2), and model code makes a mask:
+    #
+    #   hidden = norm(words)          block 1 is the current one
+    #   mask = words.mean(-1)         lies where words do, on the device of block 0
+    #   layer(hidden, mask)
+    #
+    # The recorder sorts allocations by the current block: the mask would be in the trace of block
+    # 1, and count on its device. So 0 and 1 are fused. A view, words[..., :1], allocates nothing.
     block_of = {owner: index for index, span in enumerate(spans) for owner in span}
     returns = {
         (block_of[current], block_of[target])

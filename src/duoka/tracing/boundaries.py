@@ -85,10 +85,19 @@ class Moves(TorchFunctionMode, Generic[Place]):
     nothing, so that no listener hears of it; on several the result lies where `y` lies. The place
     of `y` is found again by the device object, which was read from `y`.
 
-    `place_of` returns where a tensor belongs, as the listener tells places apart, or None. `moved`
-    is given what ``x.to(…)`` made, `x` itself and the named place; its result is what the model
-    gets. `created` is given what was made from no tensor, and the place.
+    `place_of` returns where a tensor belongs, as the listener tells places apart, or None.
+    `note_move` is given what ``x.to(…)`` made, `x` itself and the named place; its result is what
+    the model gets. `created` is given what was made from no tensor, and the place.
     """
+
+    # While a model is traced, it is whole on vgpu:0, and devices compare equal. But each read of
+    # `Tensor.device` makes a new object, whose identity tells whose device was read:
+    #
+    #   device = y.device                   _read[id(device)] = device, the place of y
+    #   x.to(device)                        a move of x to the place of y
+    #   torch.arange(4, device=device)      a tensor made at the place of y
+    #
+    # A device that model code writes as a string, or makes anew, names no place.
 
     def __init__(
         self,

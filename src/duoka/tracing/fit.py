@@ -72,8 +72,8 @@ def fit(
 
     The shapes of flash attention that are met are added to those of the profile.
 
-    Every number must be met exactly at every sample; there are more samples than coefficients,
-    so that the rest of them is a check at sizes that the rule was not made from.
+    Every size must be met exactly at every sample, and work nearly. There are more samples than
+    coefficients, so the rest of them checks a rule at sizes that it was not made from.
     """
     reference = samples[0].recorded
     if any(sample.recorded.model_blocks != reference.model_blocks for sample in samples):
@@ -114,6 +114,14 @@ def _carried(recorded: RecordedPass) -> set[tuple[int, int]]:
     }
 
 
+# Ids say where a storage was allocated, references where it is seen from the block, so that equal
+# blocks have equal traces. Ids in block 5 of step 7, and their references:
+#
+#   (7, 5, 2)    own 2                    allocation 2 of this block
+#   (7, 4, 6)    earlier 6, back 1        a neighbour's; with back -1 a gradient of block 6
+#   (7, 0, 3)    carried                  a mask of block 0, used beyond its neighbours
+#   (6, 5, 1)    kept, by its slot        the block's KV cache
+#   (6, 0, 1)    input 1, back 5          what another block has kept: features of images
 def _resolve(
     raw: RecordedTrace, block: int, number: int, carried: dict[tuple[int, int], int]
 ) -> _Resolved:
@@ -238,6 +246,8 @@ class _Solver:
 
     def _part_rule(self, reference: PartBytes, values: Sequence[int]) -> Rule:
         """Return the rule of flash attention's parts; in a tower, a constant for the most."""
+        # How many splits there are is no polynomial. So the profile keeps the shape, `part_rows` of
+        # it is one more value beside the monomials, and the rule has a coefficient for that value.
         shape, row_bytes = reference.shape, reference.row_bytes
         expected = tuple(
             PartBytes.of(shape, row_bytes, sample.batch, sample.query, sample.keys)
@@ -273,6 +283,14 @@ class _Solver:
         return self._known[values]
 
 
+# Interpolation with a check. As many samples as monomials, linearly independent, decide on the
+# coefficients; every other sample must agree. With the basis 1, q and three prompts:
+#
+#   q           9    19    36
+#   bytes      82   102   136     c0 + 9 c1 = 82, c0 + 19 c1 = 102: c0 = 64, c1 = 2
+#                                 check: 64 + 36 * 2 = 136
+#
+# Of min(q, 16) the first two give c1 = 0.7, c0 = 2.7; 27.9 isn't 16, and the next basis is tried.
 class _Basis:
     """Some of `MONOMIALS`, by their places, and their values at the samples."""
 

@@ -66,12 +66,21 @@ class BlockMemo:
         """Begin a pass; `model_blocks` receives for each stubbed block the number of its model."""
         self._memo, self._frees_far, self._like = {}, {}, model_blocks
 
+    # The key has everything that decides on a block's allocations and on the ids that it refers to:
+    #
+    #   modules      of the block, of the one before, and of the one behind
+    #   producers    of the arguments of containers, which may live through the block
+    #   arguments    shape and dtype; distance of the producer, and the allocation's number there
+    #
+    # A trace is shifted by whole blocks: if block 2 is given (step, 1, 4), its trace stands for
+    # block 7 only if that is given (step, 6, 4). Producers further back than a neighbour aren't
+    # shifted, so both blocks need the same allocation, such as one mask for all layers.
     def call(
         self, block: int, producers: Any, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run a block, or only allocate its outputs where an equal block has run.
 
-        `around` says where the arguments of its containers come from.
+        `producers` says where the arguments of its containers come from.
         """
         signature = self._signatures[block]
         arguments = tensors_in((kwargs, args))
@@ -131,6 +140,8 @@ class BlockMemo:
 
     def _stub(self, outputs: Any, block: int, arguments: list[torch.Tensor]) -> Any:
         """Allocate the outputs of a block; in training with gradients for its arguments."""
+        # The outputs are built twice: once to list their tensors, and once with those of the stub,
+        # as an autograd Function returns a flat tuple of tensors.
         wanted_outputs: list[tuple[Any, torch.dtype, int]] = []
 
         def note(shape: Any, dtype: torch.dtype, number: int) -> torch.Tensor:
@@ -165,6 +176,12 @@ class BlockMemo:
         return ("object", id(tree))
 
 
+# In the backward pass, with block 1 recorded and block 2 its stub, in step s:
+#
+#   block 2, stub       dx = (s, 2, -1)            argument 0's gradient, number unknown
+#   block 1, recorded   free (s, 2, -1)            its trace: the gradient that it was given
+#                       dx = (s, 1, 9)             a hook notes: argument 0 of block 1, number 9
+#   after the pass      free (s, 2, 9)             resolved, as if block 2 had run
 class _Stub(torch.autograd.Function):
     """The outputs of a block without its computation, and the gradients of its arguments."""
 
@@ -249,7 +266,7 @@ def _can_be_stubbed(description: Any) -> bool:
 def _rebuild(
     description: Any, arguments: Sequence[Any], make_tensor: Callable[..., torch.Tensor]
 ) -> Any:
-    """Build described outputs, with tensors from `make`, called with shape, dtype and number."""
+    """Build described outputs; `make_tensor` is called with shape, dtype and number."""
     kind = description[0]
     if kind == "tensor":
         _, shape, dtype, _, number = description

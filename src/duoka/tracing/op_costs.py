@@ -1,6 +1,6 @@
 """Costs of an operator: floating-point operations, bytes read and written, kernel launches.
 
-It knows operators alone; which block they run in, `record` knows.
+Each operator is counted by itself; `record` adds its costs to the block that runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if func.overloadpacket in _FUSED_ATTENTION:
         return _attention_flops(*args[:3])
     if func.overloadpacket in _ITS_BACKWARD:
-        # Scores again, and the gradients of queries and keys; those of scores and values.
+        # Five products instead of two: S = Q Kᵀ again, dQ = dS K and dK = dSᵀ Q over the width of
+        # keys; dP = dO Vᵀ and dV = Pᵀ dO over that of values (FlashAttention, Dao et al., 2022).
         return _attention_flops(*args[1:4], of_keys=3, of_values=2)
     if func.overloadpacket is _ATEN._weight_int4pack_mm:
         # Activations [tokens, columns] with a packed weight, to [tokens, rows].
@@ -86,7 +87,7 @@ def count_bytes(
 ) -> int:
     """Return the bytes read and written by a kernel.
 
-    One token `alone` reads the matrices of its own experts only.
+    A token that `is_alone` reads the matrices of its own experts only.
     """
     outputs = _virtual(outputs)
     packet = func.overloadpacket

@@ -102,7 +102,9 @@ class Recorder:
         # The chunk of the loss that runs: all of them allocate what chunk 0 does, and only that is
         # recorded.
         self._chunk: int | None = None
-        # Of each block the number of its first allocation in this pass.
+        # Of each block the number of its first allocation in this pass: 0 in a forward pass, and in
+        # the backward pass of a block with 12 allocations 12, so that a free of number 7 there ends
+        # what the forward pass has saved.
         self._first_numbers = [0] * len(groups)
         # The node numbers at which calls of blocks begin, and those blocks.
         self._first_nodes: list[int] = []
@@ -139,7 +141,7 @@ class Recorder:
         self._scope.close()
 
     def record(self, run: Callable[[], None], *, is_alone: bool = False) -> RecordedPass:
-        """Record a step of a single pass; `alone` for a single token of a single sequence."""
+        """Record a step of a single pass, which `is_alone` with one token of one sequence."""
         self._is_alone = is_alone
         self._start_step()
         recorded = self._record_pass(run)
@@ -198,6 +200,8 @@ class Recorder:
 
     def _note_retained(self) -> None:
         """Note caches or gradients as retained: all live allocations of a step but a stub's."""
+        # Slots are in order of allocation. A layer that has kept keys (slot 0) and values (1), and
+        # allocates longer ones in their place, frees slots 0 and 1, and has 0 and 1 again.
         self._slots = [[s for s in slots if s in self._log.ids] for slots in self._slots]
         for storage_id, storage in sorted(self._log.ids.items(), key=lambda item: item[1]):
             step, block, number = storage
@@ -210,6 +214,8 @@ class Recorder:
 
     def allocated(self, gpu: object, storage_id: int, num_bytes: int) -> None:
         """Add an allocation to the trace of the current block."""
+        # Chunks of the loss run one after the other, none is larger than chunk 0, and each frees
+        # what it has allocated. A free of what wasn't recorded finds no id: no event either.
         if self._chunk:
             return
         if self._chunk == 0:
@@ -248,6 +254,15 @@ class Recorder:
         """Set the current block in a backward pass, by the running node; blocks only go down."""
         if not self._is_backward:
             return
+        # With block 1's nodes from 7 on and block 2's from 20 on, node 12 is of block 1. Two kinds
+        # of nodes have other numbers:
+        #
+        #   AccumulateGrad     the largest there is, so that autograd runs it at once; its parameter
+        #                      tells the block
+        #   computed again     a checkpointed layer's nodes are made during the backward pass, with
+        #                      numbers behind all others; the minimum keeps the current block
+        #
+        # The minimum is right since autograd runs nodes in descending order of their numbers.
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return
@@ -290,6 +305,8 @@ class Recorder:
             for tensor in tensors:
                 self._follow_gradient(tensor, None, by=first_block)
             # What is on another block's device is moved for the blocks behind the first one, too.
+            # Example: a decoder is given the encoder's output. Its first block, the embedding,
+            # doesn't attend to it, but dispatch brings it there, and from there to the layers.
             self._entered += (
                 argument
                 for argument in self._describe(tensors)
@@ -352,10 +369,13 @@ class Recorder:
             storage = argument.storage
             if storage is None or storage[1] == block:
                 continue
+            # It only lives through the block unless the block itself is given a tensor on it.
             if not live_through:
                 trace.live_through.discard(storage)
             elif storage not in trace.reads:
                 trace.live_through.add(storage)
+            # Movers copy each tensor object once for a block: two views of one storage count twice,
+            # and a mask that two modules of the block are given counts once.
             if (block, argument) not in self._moved:
                 self._moved.add((block, argument))
                 trace.reads[storage] = trace.reads.get(storage, 0) + argument.num_bytes
@@ -395,9 +415,9 @@ class Recorder:
     def _follow_gradient(self, tensor: Any, position: int | None, *, by: int | None = None) -> None:
         """Register a hook to note the read of an argument's gradient by the argument's producer.
 
-        Block 1 gives `x` to block 3. In the backward pass block 3 makes the gradient of `x`, and
-        block 1 takes it together with what it has saved of `x` in the forward pass. A hook on `x`
-        sees the gradient, whose storage says who made it::
+        Block 1 gives `x` to block 3. In the backward pass block 3 makes `dx`, the gradient of `x`,
+        and nodes of block 1 read it, together with tensors that block 1 has saved in the forward
+        pass. A hook on `x` is given `dx`, whose storage says which block has made it::
 
             forward:   1 -- x --> 3        traces[3].reads has x
             backward:  1 <- dx -- 3        traces[1].reads gets dx
@@ -410,6 +430,10 @@ class Recorder:
             return
         producer = storage[1]
 
+        # When the hook runs, `self._log` has the traces of the backward pass. There the roles are
+        # exchanged: block 3 is the maker, block 1 the reader. On several GPUs autograd moves the
+        # gradient, in the backward function of the copy of `x` that a mover has made for block 3.
+        # Nothing is moved where block 1 has made the gradient itself, nor for one of another step.
         def note(gradient: Any) -> None:
             origin = self._log.id_of(gradient)
             if origin is None or origin[1] == producer or origin[0] != self._log.step:

@@ -56,8 +56,8 @@ class RecordedTrace:
 class RecordedPass:
     """A pass over the model: the trace of each block.
 
-    The trace of a stubbed block is empty; `model_blocks` has the number of the block that ran in
-    its place, and for any other block its own number.
+    `model_blocks` has for a stubbed block the number of the block whose trace holds for it, and for
+    any other block its own number. No rule is fitted to the trace of a stub.
     """
 
     traces: list[RecordedTrace]

@@ -269,8 +269,8 @@ class GenerationTracer(Tracer):
 def _choose_chunks(chunks: Sequence[tuple[int, int]], *, has_images: bool) -> list[tuple[int, int]]:
     """Choose the chunks to record: the first two and the last two, of prompts with images more.
 
-    Between two of them the later one is replayed; what a chunk leaves in the allocator's cache
-    depends on its length of the KV cache, and on the images in it.
+    Chunks between two of them are replayed as the later one. What a chunk leaves in the allocator's
+    cache depends on the length of the KV cache, and on the images in the chunk.
     """
     if len(chunks) <= 4:
         return [*chunks]

@@ -239,6 +239,7 @@ def _share_inside(group: ModuleGroup, name: str) -> float:
 
 def _lengths(start: int, stop: int) -> Iterator[int]:
     """Yield lengths of sequences in a range, unaligned where possible."""
+    # From 0 to 2048: 129, 683, 1238, 1723, so many past 128, 640, 1152 and 1664 as `_ODD` says.
     width = max((stop - start) // _NUM_PROBES, 1)
     for place, odd in enumerate(_ODD):
         low = start + place * width
