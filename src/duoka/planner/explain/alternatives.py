@@ -125,6 +125,8 @@ class Trial:
 
 def alternatives(trial: Trial, plan_stages: Stages | None) -> Iterator[Alternative]:
     """Yield each placement once, with its shares and its value for the plan's objective."""
+    # Different ways to choose often lead to the same placement: it is evaluated once, under the
+    # titles of all of them ("the most headroom, on all GPUs; equal numbers of layers on all GPUs").
     names: dict[Stages, list[str]] = {}
     for name, stages in _placements(trial, plan_stages):
         names.setdefault(stages, []).append(name)
@@ -153,6 +155,8 @@ def _placements(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str,
 
 def _optima(trial: Trial, plan_stages: Stages | None) -> Iterator[tuple[str, Stages]]:
     """Yield the optimum of each objective, and on all devices."""
+    # The optimum of the plan's own objective is the plan, so it is left out. In training one of the
+    # two timed objectives makes no sense: `time_objective` is the one that the schedule implies.
     objectives: tuple[Objective, ...] = ("headroom", *_TIMED) if trial.has_speeds else ("headroom",)
     quickest = trial.costs.time_objective
     if quickest is not None:

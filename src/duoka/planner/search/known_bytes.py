@@ -48,6 +48,10 @@ class KnownBytes:
         # All stages of an optimum in one batch, instead of a search after each: mostly all of them
         # are needed. But the tightest stage is likeliest to be refused, and then the next optimum
         # has other stages: the rest isn't worth its replays.
+        #
+        # Example: an optimum of [0, 3) on 24 GiB with a bound of 20 GiB and [3, 9) on 12 GiB with
+        # 11 GiB. [3, 9) has less to spare and is replayed first, with 11.5 GiB as its result; it
+        # holds for [4, 10) on 12 GiB as well, if that is of the same class. Then [0, 3).
         as_thought = True
         if not self._exact:  # bounds for the room take longer: not where nothing can fit
             numbers = self._costs.stage_classes
