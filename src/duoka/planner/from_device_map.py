@@ -133,7 +133,6 @@ class _MappedModel:
             request=problem.request,
             needs_movers=profile.needs_movers,
         )
-        # Pages fill the free memory but for the room; without room they fill all of it.
         if workload.is_paged:
             roomy = costs if any(map(is_tight, stages)) else costs.leaving(room_bytes)
             plan = fill(plan, roomy, runs, self.device_of)

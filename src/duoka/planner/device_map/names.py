@@ -190,7 +190,7 @@ class Entries:
         #   entry           becomes
         #   layers.0: 0     known[layers.0] = cuda:0
         #   layer.1: 0      unknown[layer.1], with layers.1 as nearest; meant[layers.1] = cuda:0
-        #   norm: 7         known[norm] = None, misplaced[norm]; likely[norm] = cuda:1, the unused GPU
+        #   norm: 7         known[norm] = None, misplaced[norm]; likely[norm] = cuda:1 (unused)
         #
         # `is_numbered` is True if all GPUs are written as bare numbers: a completed map then has
         # numbers, too.

@@ -34,7 +34,7 @@ _NAMES = {
 class Trial:
     """Evaluates placements in stages on a fleet, with the planner's own costs.
 
-    Tells the needs of stages, and their value for the objective of a plan.
+    Computes the bytes of stages, and the value of a placement for the objective of a plan.
     """
 
     def __init__(
@@ -125,8 +125,6 @@ class Trial:
 
 def alternatives(trial: Trial, plan_stages: Stages | None) -> Iterator[Alternative]:
     """Yield each placement once, with its shares and its value for the plan's objective."""
-    # Different ways to choose often lead to the same placement: it is evaluated once, under the
-    # titles of all of them ("the most headroom, on all GPUs; equal numbers of layers on all GPUs").
     names: dict[Stages, list[str]] = {}
     for name, stages in _placements(trial, plan_stages):
         names.setdefault(stages, []).append(name)

@@ -15,9 +15,9 @@ from .dynamic_programme import Floats
 class KnownBytes:
     """The requested bytes of stages: bounds, replaced by exact values step by step.
 
-    `bytes` and `fits` are by budget and place, each [num_blocks + 1, num_blocks + 1]. A stage that
-    is refused is refused for all that are like it. With `alternatives` bounds are the least of all
-    these costs': what none of them can go below.
+    `bytes` and `fits` are by budget and place, each [num_blocks + 1, num_blocks + 1]. The result of
+    a stage holds for its class (`Costs.stage_classes`). With `alternatives` a bound is the least of
+    the bounds of all these costs.
     """
 
     def __init__(self, costs: Costs, fleet: Fleet, alternatives: Sequence[Costs] = ()) -> None:

@@ -43,7 +43,7 @@ _PRESSURE_UNITS = 2.0**18
 
 
 class NoPlacement(Exception):
-    """Nothing fits. The planner turns it into an `InfeasibleError` with the ways out."""
+    """Raised if nothing fits. The planner turns it into an `InfeasibleError`."""
 
     def __init__(self, *problems: Problem) -> None:
         super().__init__("no placement fits the fleet")
@@ -168,8 +168,6 @@ class Problem:
 
     def judge(self, stages: Stages) -> tuple[float, int]:
         """Return the cost of a placement by current bounds, and its binding device."""
-        # A latency is the sum of all parts, and its binding device the one of the longest part;
-        # every other objective is the largest part.
         parts = self._parts(stages)
         cost, device = max(parts, key=lambda part: part[0])
         return sum(part for part, _ in parts) if self.aim == "latency" else cost, device
