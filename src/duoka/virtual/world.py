@@ -164,7 +164,7 @@ class VirtualGpu:
         The garbage collector may call this at any point, also while this thread is inside the
         allocator: then the block waits for the next one who takes the lock.
         """
-        # Appending to a deque is atomic; whoever takes the lock next frees what is pending. Example:
+        # Appending to a deque is atomic; who takes the lock next frees what is pending. Example:
         # `malloc` holds the lock and makes a Python object, which starts a garbage collection; that
         # destroys a tensor in a reference cycle, and so calls `free` in this very thread. Waiting
         # for the lock would be a deadlock, and a reentrant lock would let `free` change the
