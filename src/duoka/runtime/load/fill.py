@@ -30,6 +30,8 @@ Progress = Callable[[int, int], None]
 # A copy that changes type or layout passes through a buffer of the tensor's size, on the host or
 # on the device; so such copies are made in pieces of this size, which CUDA's allocator takes from
 # small blocks: there may be no room for a large one beside the weights.
+# Blocks of at most 1 MiB share segments of 2 MiB (kSmallSize and kSmallBuffer in PyTorch's
+# c10/core/AllocatorConfig.h).
 _CHUNK_BYTES = 2**20
 
 
@@ -82,6 +84,9 @@ class Filler:
         with closing(read_ahead(order, pinned=bool(gpus))) as buffers:
             for stretch, buffer in zip(order, buffers, strict=True):
                 self._put_pieces(pieces_of[stretch.source.name], stretch.box, buffer.tensor())
+                # The copies out of pinned memory have only been issued. Events mark their end; the
+                # thread that fills this buffer next waits for them, while the next stretch is
+                # copied here.
                 buffer.wait = _copies_done(gpus)
                 self._report(stretch.num_bytes)
 
