@@ -183,7 +183,6 @@ class StagedExecutor:
                 if driver in ready:
                     self._take(rank)
             self._look()
-            # One byte for each `wake`: connections and pipes are all that `wait` can wait for.
             if self._woken in ready:
                 os.read(self._woken, 2**16)
                 if not self._results:

@@ -59,6 +59,7 @@ class Service:
 
     async def submit(self, prompt: Prompt, params: Mapping[str, Any], n: int = 1) -> Events:
         """Yield the events of a request for `n` answers to a prompt."""
+        # Estimated for `EnginePool.choose`: four characters per token, and 512 new tokens.
         content = ascii(prompt.messages or prompt.text or prompt.tokens)
         tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()
@@ -94,7 +95,7 @@ class Service:
 
 
 def status_of(service: Service) -> dict[str, Any]:
-    """How the engines are, for people."""
+    """Return the state of the engines as JSON, for people."""
     engines = service.pool.engines
     plan = engines[0].settings.plan
     known = [engine.status for engine in engines if engine.status is not None]

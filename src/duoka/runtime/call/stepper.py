@@ -185,7 +185,6 @@ class Stepper(GenerateCaller):
     def _call(self, keys: int, arguments: dict[str, Any]) -> None:
         """Call the model, keep what its next call needs, and sample."""
         outputs = self.model(**arguments)
-        # A copy, as in `generate`: a view would keep the logits of all tokens.
         logits = carry(outputs.logits[:, -1], self.device, copy=True, dtype=torch.float32)
         cache = cache_in(outputs)
         self.cache = self.cache if cache is None else cache

@@ -30,8 +30,6 @@ Progress = Callable[[int, int], None]
 # A copy that changes type or layout passes through a buffer of the tensor's size, on the host or
 # on the device; so such copies are made in pieces of this size, which CUDA's allocator takes from
 # small blocks: there may be no room for a large one beside the weights.
-# Blocks of at most 1 MiB share segments of 2 MiB (kSmallSize and kSmallBuffer in PyTorch's
-# c10/core/AllocatorConfig.h).
 _CHUNK_BYTES = 2**20
 
 
