@@ -66,9 +66,7 @@ class PagePool:
         among them: its output gives the next token. Return None, and allocate nothing, where not
         enough pages are free beside `spare` others.
         """
-        # A prompt of 4 tokens in pages of 2 shares the first page alone, though both may be known:
-        # the logits after its last token have to be computed. Unused pages that are shared stop
-        # being free.
+        # Unused pages count as free; those among the shared ones stop being free now.
         shared = list(self._shared(tokens[:-1]))
         needed = self.pages_for(num_tokens) - len(shared)
         if needed + spare > self.num_free - sum(page in self._unused for page in shared):

@@ -59,7 +59,6 @@ class Service:
 
     async def submit(self, prompt: Prompt, params: Mapping[str, Any], n: int = 1) -> Events:
         """Yield the events of a request for `n` answers to a prompt."""
-        # Estimated for `EnginePool.choose`: four characters per token, and 512 new tokens.
         content = ascii(prompt.messages or prompt.text or prompt.tokens)
         tokens = len(content) // 4 + (params.get("max_new_tokens") or 512)
         watch = self.metrics.watch()

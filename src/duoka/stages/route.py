@@ -348,9 +348,8 @@ class _Finder:
         home = self._homes.get(tensor.storage_id)
         if home is None:
             return self._stages.get(tensor.storage_id)
-        # A parameter belongs to the latest stage on its device.
-        # With the devices A, B, A so far one on A belongs to stage 2, and never crosses to its own
-        # device.
+        # A parameter belongs to the latest stage on its device: with the devices A, B, A so far,
+        # one on A belongs to stage 2, and never crosses to its own device.
         stages = (at for at in reversed(range(len(self.devices))) if self.devices[at] == home)
         return next(stages, None)
 

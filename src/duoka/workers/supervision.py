@@ -26,8 +26,6 @@ class RestartPolicy:
 
     def delay_after_loss(self, lived_seconds: float) -> float | None:
         """Count a loss; return the seconds until the next start, or None to give up."""
-        # Losses at 0, 200 and 500 s: the third one is within 600 s of the first, so None. At 0, 200
-        # and 700 s: another start; then the losses at 200 and 700 s count with the next one.
         self._losses.append(time.monotonic())
         if len(self._losses) == MAX_LOSSES and self._losses[-1] - self._losses[0] < LOSSES_SECONDS:
             return None
