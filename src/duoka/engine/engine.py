@@ -235,7 +235,7 @@ class Engine:
         """
         # The caller's thread makes the tokens, checks the limits and compiles the grammar: a slow
         # prompt delays no step, and the engine's thread gets a finished sequence. The seed is fixed
-        # here, so that a step that is computed again samples the same tokens.
+        # here: a step that is computed again samples by the same random numbers.
         tokens = self._tokens(prompt)
         is_chat = isinstance(prompt, str) or any(isinstance(part, ChatMessage) for part in prompt)
         if params.grammar is not None and is_chat:
