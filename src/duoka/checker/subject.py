@@ -30,8 +30,7 @@ from duoka.runtime.dispatch.place_tensors import tensor_names
 from .source_map import place_of
 
 Entries = tuple[tuple[str, str], ...]
-
-"""What to do where a checkpoint's own code can't run."""
+"""Modules or single tensors with their devices, by name and in the order of the map."""
 
 _PACKAGES = ("duoka", "torch", "transformers")
 _NEAREST = 3
