@@ -178,7 +178,6 @@ def _generate(subject: Subject, device: torch.device, steps: StepListener) -> An
                 step("prefill", query)
         for phase, tokens in decode_phases(work.new_tokens - 1):
             step(phase, tokens)
-        # Beam search reorders all tensors of a layer by one index, which can be on one device only.
         if any(len({t.device for t in tensors_in(it)}) > 1 for it in layer_tensors(stepper.cache)):
             steps.begin("beam search")
             stepper.cache.reorder_cache(torch.arange(work.batch, device=device))

@@ -122,15 +122,15 @@ class MixedCall:
 
     # Root-cause attribution. After a fault the check moves tensors to a target device, continues,
     # and marks the result with the fault (`CAUSE`). A later operation that mixes devices is a
-    # follow-up of that fault if it need not have mixed with the result on another device of the
-    # fault. Let m be the result of a fault between cuda:0 and cuda:1 that was settled on cuda:1:
+    # follow-up if the result, on another device of that fault, would not have caused it. Let m be
+    # the result of a fault between cuda:0 and cuda:1 that was settled on cuda:1:
     #
     #   case                       this operation                              example
-    #   1 m moves to the target,   target cuda:0, a device of that fault       a(x) + m
-    #   2 m stays, and keeps the   target cuda:1, running module on cuda:0,    m * self.scale
-    #     operation from home      the other operand there as well
-    #   3 m is written to          target cuda:1 (a write can't move),         m.add_(a(x))
-    #                              the other operand on cuda:0
+    #   1 m moves to the target    target cuda:0, a device of that fault       a(x) + m
+    #   2 m stays, and draws the   target cuda:1, running module on cuda:0,    m * self.scale
+    #     operation away           other operand on cuda:0
+    #   3 m is written to          target cuda:1 (a write stays in place),     m.add_(a(x))
+    #                              other operand on cuda:0
     #
     # Worked example with `a` on cuda:0 and `b` on cuda:1:
     #
@@ -184,7 +184,7 @@ class FaultRecord:
     """A fault under construction; the same line in forty layers is one record."""
 
     first: Fault
-    """It, as it was met first."""
+    """The fault at its first occurrence."""
     cause: FaultRecord | None = None
     modules: dict[str, None] = field(default_factory=dict)
     count: int = 0

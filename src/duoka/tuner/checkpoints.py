@@ -83,7 +83,7 @@ class TrainingCheckpoints:
     Every process of the run makes one and calls its methods at the same time; without
     `torch.distributed` there is one process. What fails in one of them is raised in all. `identity`
     has what must be the same when the run is resumed, by what it is called: the fingerprint of the
-    model, that of the data, the method. So many of the newest are kept.
+    model, that of the data, the method. The `keep` newest checkpoints are kept.
     """
 
     def __init__(self, directory: Path, identity: Mapping[str, str], *, keep: int = 2) -> None:
@@ -116,7 +116,7 @@ class TrainingCheckpoints:
         optimizer: Optimizer | None,
         state: Mapping[str, Any],
     ) -> Path:
-        """Save a run that has so many steps behind it; where it lies then.
+        """Save a run after so many steps; return the directory of the checkpoint.
 
         Each process gives what learns in it by the names in the model, with its optimizer's states;
         replicas have the same. `state`, of the first process, is everything else, as JSON. A crash

@@ -1,4 +1,4 @@
-"""A row of training data → what was said in it, recognised by its keys.
+"""Read a row of training data as a chat, a prompt and its completion, or a document, by its keys.
 
 =================================  ===========================================================
 keys                               what it is
